@@ -1,0 +1,1 @@
+"""axes: named-axis sharding for PyTorch, in einops notation."""

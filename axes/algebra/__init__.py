@@ -1,0 +1,1 @@
+"""Layouts, expressions, meshes, shardings and plans: what needs no torch, no process and no device."""

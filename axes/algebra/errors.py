@@ -1,0 +1,90 @@
+"""Every error of the library: what was found, what was expected, what to write instead.
+
+>>> issubclass(ExpressionError, AxesError)
+True
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_EXCERPT = 72
+_LONGEST_NAME = 60
+
+
+class AxesError(Exception):
+    """What all errors of `axes` derive from."""
+
+
+class SizeError(AxesError):
+    """Sizes that are missing, contradict each other or don't divide."""
+
+
+class ShardingError(AxesError):
+    """A sharding that can't be, or that isn't what the expression says."""
+
+
+class MeshError(AxesError):
+    """A mesh, an axis or a layout that can't be, or that doesn't exist."""
+
+
+class DesyncError(AxesError):
+    """Ranks that disagree, or that never came."""
+
+
+class ExpressionError(AxesError):
+    """Text that isn't in the grammar; shown with a caret under the place.
+
+    `text` is the whole expression, `start` and `stop` the offending characters.
+    """
+
+    def __init__(self, message: str, text: str = "", start: int = 0, stop: int | None = None):
+        self.message, self.text = message, text
+        self.start, self.stop = start, start + 1 if stop is None else stop
+        super().__init__(f"{message}\n{pointed(text, self.start, self.stop)}" if text else message)
+
+    def __reduce__(self):
+        return type(self), (self.message, self.text, self.start, self.stop)
+
+
+def printable(text: str) -> str:
+    """`text` with everything that a terminal would not show as one column escaped."""
+    return "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def pointed(text: str, start: int, stop: int) -> str:
+    """An excerpt of `text` with carets under `start..stop`.
+
+    >>> print(pointed("b s@tp d", 4, 6))
+      b s@tp d
+          ^^
+    """
+    first = max(0, min(start, len(text)) - _EXCERPT // 2)
+    last = min(len(text), first + _EXCERPT)
+    head = "..." if first else ""
+    tail = "..." if last < len(text) else ""
+    before = head + printable(text[first:start])
+    marked = printable(text[start : min(stop, last)])
+    after = printable(text[min(stop, last) : last]) + tail
+    return f"  {before}{marked}{after}\n  {' ' * len(before)}{'^' * max(1, len(marked))}"
+
+
+def shortened(name: object) -> str:
+    """`name` quoted, escaped and cut to a length that fits a line."""
+    text = printable(str(name))
+    return f"'{text}'" if len(text) <= _LONGEST_NAME else f"'{text[:_LONGEST_NAME]}...'"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` where a known name is near, else the known names.
+
+    >>> suggestion("dpp", ["dp", "tp"])
+    "; did you mean 'dp'?"
+    """
+    names = list(known)
+    near = difflib.get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return f"; known: {listed}" if names else ""

@@ -1,0 +1,330 @@
+"""Layouts: which ranks an axis steps through, as digits of the rank.
+
+A rank's position is a number; an axis reads some of its digits. A layout lists those digits as
+modes `(size, stride)`, slowest first: coordinate `i` on the axis is the mixed-radix number whose
+digits the modes read, and its offset is `sum(digit * stride)`.
+
+>>> dp, tp = Layout((4,), (2,)), Layout((2,), (1,))     # "dp=4 tp=2" over eight ranks
+>>> list(dp.offsets()), list(tp.offsets())
+([0, 2, 4, 6], [0, 1])
+>>> Layout.product(dp, tp)                              # flattened: one digit of size eight
+8:1
+>>> Layout.product(tp, dp)                              # the other order can't merge
+(2:1, 4:2)
+
+The strides of a layout form a divisibility chain: sorted by stride, each stride is a multiple of
+the span (`size * stride`) of the one before. Digits of a number always do, and with it every
+operation here costs O(number of modes), whatever the number of ranks.
+
+The idea is CuTe's layout algebra (NVIDIA CUTLASS; Shen et al.) in row-major order, as in
+`torch.distributed._pycute`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from axes.algebra.errors import MeshError, SizeError
+
+Mode = tuple[int, int]
+"""`(size, stride)`."""
+
+
+class Layout:
+    """An ordered tuple of digits `(size, stride)`, slowest first, in canonical form.
+
+    Canonical: no digit of size 1, neighbours merged where the left one continues the right one.
+    Equal layouts compare and hash equal. A layout without digits has size 1.
+
+    Raises `MeshError` where sizes or strides aren't positive or the digits overlap.
+    """
+
+    __slots__ = ("_hash", "modes", "size")
+
+    modes: tuple[Mode, ...]
+    size: int
+
+    def __init__(self, sizes: Iterable[int] = (), strides: Iterable[int] = ()):
+        sizes, strides = tuple(sizes), tuple(strides)
+        if len(sizes) != len(strides):
+            raise MeshError(f"a layout has as many strides as sizes; found {sizes} and {strides}")
+        modes = tuple(zip(sizes, strides, strict=True))
+        if any(size < 1 or stride < 1 for size, stride in modes):
+            raise MeshError(f"sizes and strides of a layout are at least 1; found {_text(modes)}")
+        merged = _merged(modes)
+        for (size, stride), (_, above) in pairwise(sorted(merged, key=_stride)):
+            if above % (size * stride):
+                raise MeshError(
+                    f"the digits of {_text(merged)} overlap or don't divide: "
+                    f"stride {above} isn't a multiple of {size} * {stride}"
+                )
+        self._set(merged)
+
+    def _set(self, modes: tuple[Mode, ...]) -> None:
+        object.__setattr__(self, "modes", modes)
+        object.__setattr__(self, "size", math.prod(size for size, _ in modes))
+        object.__setattr__(self, "_hash", hash(modes))
+
+    @classmethod
+    def of(cls, modes: Iterable[Mode]) -> Layout:
+        """The layout with these modes.
+
+        >>> Layout.of([(2, 4), (2, 2)])
+        4:2
+        """
+        modes = tuple(modes)
+        return cls((size for size, _ in modes), (stride for _, stride in modes))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Layout is immutable")
+
+    def __reduce__(self):
+        return Layout, (self.sizes, self.strides)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self.modes == other.modes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return _text(self.modes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each digit, slowest first."""
+        return tuple(size for size, _ in self.modes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Stride of each digit in positions, slowest first."""
+        return tuple(stride for _, stride in self.modes)
+
+    @property
+    def cosize(self) -> int:
+        """One more than the largest offset."""
+        return 1 + sum((size - 1) * stride for size, stride in self.modes)
+
+    def offset(self, index: int) -> int:
+        """The offset of coordinate `index`, `0 <= index < size`.
+
+        >>> Layout((2, 4), (1, 2)).offset(5)
+        3
+        """
+        if not 0 <= index < self.size:
+            raise MeshError(f"coordinate {index} is outside 0..{self.size - 1} of {self}")
+        total = 0
+        for size, stride in reversed(self.modes):
+            index, digit = divmod(index, size)
+            total += digit * stride
+        return total
+
+    def offsets(self) -> Sequence[int]:
+        """The offsets of all coordinates in order, lazily where they are evenly spaced.
+
+        >>> Layout((2,), (4,)).offsets()
+        range(0, 8, 4)
+        """
+        if len(self.modes) <= 1:
+            size, stride = self.modes[0] if self.modes else (1, 1)
+            return range(0, size * stride, stride)
+        found = [0]
+        for size, stride in self.modes:
+            found = [base + digit for base in found for digit in range(0, size * stride, stride)]
+        return found
+
+    def coordinate(self, position: int) -> int:
+        """The coordinate on this axis of any position: what the digits of `position` read.
+
+        >>> Layout((2, 4), (1, 2)).coordinate(3)
+        5
+        """
+        index = 0
+        for size, stride in self.modes:
+            index = index * size + position // stride % size
+        return index
+
+    def split(self, sizes: Sequence[int]) -> tuple[Layout, ...]:
+        """This axis as `len(sizes)` axes, slowest first, whose product is this layout.
+
+        Raises `SizeError` where the sizes don't multiply to this size or cut a digit.
+
+        >>> Layout((8,), (1,)).split((2, 4))
+        (2:4, 4:1)
+        """
+        if math.prod(sizes) != self.size or any(size < 1 for size in sizes):
+            raise SizeError(f"{self} has size {self.size}, not {' * '.join(map(str, sizes))}")
+        parts: list[Layout] = []
+        rest = list(reversed(self.modes))
+        for wanted in reversed(sizes):
+            taken: list[Mode] = []
+            left = wanted
+            while left > 1:
+                size, stride = rest.pop(0)
+                low = math.gcd(size, left)
+                if low != size and low != left:
+                    raise SizeError(f"{self} doesn't split into {tuple(sizes)}: it cuts {size}:{stride}")
+                taken.append((low, stride))
+                left //= low
+                if low != size:
+                    rest.insert(0, (size // low, stride * low))
+            parts.append(Layout.of(reversed(taken)))
+        return tuple(reversed(parts))
+
+    @staticmethod
+    def product(*layouts: Layout) -> Layout:
+        """The layouts flattened into one, the first the slowest. They must not overlap.
+
+        >>> Layout.product(Layout((2,), (4,)), Layout((4,), (1,)))
+        8:1
+        """
+        return Layout.of(mode for layout in layouts for mode in layout.modes)
+
+    def splice(self, start: int, stop: int, layouts: Iterable[Layout]) -> Layout:
+        """This layout with the digits `start..stop` replaced by those of `layouts`.
+
+        >>> Layout((2, 2), (1, 4)).splice(0, 1, [Layout((2,), (2,))])
+        (2:2, 2:4)
+        """
+        between = (mode for layout in layouts for mode in layout.modes)
+        return Layout.of((*self.modes[:start], *between, *self.modes[stop:]))
+
+    def compose(self, other: Layout) -> Layout:
+        """`self` after `other`: coordinate `i` lies at `self.offset(other.offset(i))`.
+
+        Raises `MeshError` where `other` reaches outside `self` or cuts its digits.
+
+        >>> Layout((2, 4), (1, 2)).compose(Layout((2,), (4,)))     # the slower digit alone
+        2:1
+        """
+        # Coordinates of self, read as positions, have self's digits with row-major strides.
+        inner: list[tuple[int, int, int]] = []
+        stride_in = 1
+        for size, stride in reversed(self.modes):
+            inner.append((stride_in, size, stride))
+            stride_in *= size
+        if other.cosize > self.size:
+            raise MeshError(f"{other} reaches {other.cosize - 1}, outside the {self.size} of {self}")
+        found: list[Mode] = []
+        for size, stride in other.modes:
+            taken: list[Mode] = []
+            at, left = stride, size
+            for low, extent, out in inner:
+                high = low * extent
+                if left == 1 or at >= high:
+                    continue
+                if at % low or (high % at):
+                    raise MeshError(f"{other} cuts the digits of {self}")
+                room = high // at
+                part = math.gcd(left, room)
+                if part != left and part != room:
+                    raise MeshError(f"{other} cuts the digits of {self}")
+                taken.append((part, out * (at // low)))
+                at, left = at * part, left // part
+            found.extend(reversed(taken))
+        return Layout.of(found)
+
+    def complement(self, size: int) -> Layout:
+        """The digits of a universe of `size` positions that this layout doesn't read.
+
+        Raises `MeshError` where `size` isn't a multiple of what the digits span.
+
+        >>> Layout((2,), (4,)).complement(16)
+        (2:8, 4:1)
+        """
+        found: list[Mode] = []
+        at = 1
+        for mode_size, stride in sorted(self.modes, key=_stride):
+            found.append((stride // at, at))
+            at = stride * mode_size
+        if size % at:
+            raise MeshError(f"{self} has no complement in {size} positions: {at} doesn't divide {size}")
+        found.append((size // at, at))
+        return Layout.of(reversed(found))
+
+    def divide(self, other: Layout) -> Layout:
+        """What is left of this layout, in its order, without the digits of `other`.
+
+        Raises `MeshError` where `other` isn't made of this layout's digits.
+
+        >>> Layout((8,), (1,)).divide(Layout((2,), (2,)))
+        (2:4, 2:1)
+        """
+        mine, theirs = digits(self, other)
+        taken = set(theirs)
+        if not taken <= set(mine):
+            raise MeshError(f"{other} isn't made of the digits of {self}")
+        return Layout.of(digit for digit in mine if digit not in taken)
+
+    def contains(self, other: Layout) -> bool:
+        """Whether every digit of `other` is a digit of this layout, in whatever order.
+
+        >>> Layout((8,), (1,)).contains(Layout((2, 2), (1, 4)))
+        True
+        """
+        try:
+            mine, theirs = digits(self, other)
+        except MeshError:
+            return False
+        return set(theirs) <= set(mine)
+
+    def overlaps(self, other: Layout) -> bool:
+        """Whether the two read a common digit (or cut each other's digits).
+
+        >>> Layout((4,), (2,)).overlaps(Layout((2,), (4,)))
+        True
+        """
+        return any(
+            stride < size_ * stride_ and stride_ < size * stride
+            for size, stride in self.modes
+            for size_, stride_ in other.modes
+        )
+
+
+def digits(*layouts: Layout) -> tuple[tuple[Mode, ...], ...]:
+    """The common refinement: each layout as an ordered tuple of digits that all of them share.
+
+    Two digits of the result are the same or don't overlap. Raises `MeshError` where the boundaries
+    of the modes form no divisibility chain.
+
+    >>> digits(Layout((8,), (1,)), Layout((2,), (2,)))
+    (((2, 4), (2, 2), (2, 1)), ((2, 2),))
+    >>> digits(Layout((2,), (3,)), Layout((3,), (2,)))
+    Traceback (most recent call last):
+    axes.algebra.errors.MeshError: 2:3 and 3:2 have no common digits: 3 isn't a multiple of 2
+    """
+    bounds = sorted({b for lay in layouts for size, stride in lay.modes for b in (stride, size * stride)})
+    for low, high in pairwise(bounds):
+        if high % low:
+            texts = " and ".join(dict.fromkeys(map(str, layouts)))
+            raise MeshError(f"{texts} have no common digits: {high} isn't a multiple of {low}")
+
+    def refined(layout: Layout) -> Iterator[Mode]:
+        for size, stride in layout.modes:
+            inside = [b for b in bounds if stride <= b <= size * stride]
+            yield from ((high // low, low) for low, high in reversed(list(pairwise(inside))))
+
+    return tuple(tuple(refined(layout)) for layout in layouts)
+
+
+def _merged(modes: Iterable[Mode]) -> tuple[Mode, ...]:
+    found: list[Mode] = []
+    for size, stride in modes:
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            found[-1] = (found[-1][0] * size, stride)
+        else:
+            found.append((size, stride))
+    return tuple(found)
+
+
+def _stride(mode: Mode) -> int:
+    return mode[1]
+
+
+def _text(modes: Sequence[Mode]) -> str:
+    texts = [f"{size}:{stride}" for size, stride in modes]
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"

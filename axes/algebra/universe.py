@@ -1,0 +1,70 @@
+"""A universe: the job's ranks in an order. Position `p` in `0..size-1` is global rank `ranks[p]`.
+
+>>> island = Universe.of(range(2048, 4096))
+>>> island.rank(5), island.position(2053), island.position(7)
+(2053, 5, None)
+
+Consecutive ranks are kept as a range, so a universe of a million ranks costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from axes.algebra.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Universe:
+    """Distinct global ranks by position; a `range` wherever they are evenly spaced and ascending."""
+
+    ranks: range | tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> Universe:
+        """The universe of any sequence of distinct ranks, at least one; `MeshError` otherwise."""
+        if isinstance(ranks, range) and ranks.step > 0 and ranks.start >= 0 and len(ranks):
+            return cls(range(ranks.start, ranks[-1] + 1, ranks.step) if len(ranks) > 1 else range(ranks[0], ranks[0] + 1))
+        try:
+            listed = tuple(int(rank) if rank == int(rank) else -1 for rank in ranks)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise MeshError(f"ranks is a sequence of distinct integers; found {ranks!r:.60}") from error
+        if not listed or min(listed) < 0:
+            raise MeshError(f"ranks holds at least one rank, none of them negative; found {ranks!r:.60}")
+        if len(set(listed)) != len(listed):
+            twice = next(rank for rank in listed if listed.count(rank) > 1)
+            raise MeshError(f"ranks are distinct; found {twice} more than once")
+        step = listed[1] - listed[0] if len(listed) > 1 else 1
+        if step > 0 and all(b - a == step for a, b in pairwise(listed)):
+            return cls(range(listed[0], listed[-1] + 1, step))
+        return cls(listed)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def rank(self, position: int) -> int:
+        """The global rank at a position."""
+        return self.ranks[position]
+
+    def position(self, rank: int) -> int | None:
+        """Where a global rank lies, or None where it isn't of this universe."""
+        if isinstance(self.ranks, range):
+            return self.ranks.index(rank) if rank in self.ranks else None
+        return self._positions.get(rank)
+
+    def pick(self, positions: Sequence[int]) -> Sequence[int]:
+        """The global ranks at these positions; a range for a range."""
+        if isinstance(self.ranks, range) and isinstance(positions, range) and len(positions):
+            step = self.ranks.step
+            first = self.ranks.start + positions.start * step
+            return range(first, first + len(positions) * positions.step * step, positions.step * step)
+        return [self.ranks[position] for position in positions]
+
+    @cached_property
+    def _positions(self) -> Mapping[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
