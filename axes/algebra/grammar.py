@@ -1,0 +1,554 @@
+"""One grammar for everything that is written as text.
+
+```
+declaration  item...                                 "pp dp=2 cp tp"
+equation     product "=" product                     "fsdp = dp_shard cp"
+mesh         side "->" side                          "(dp cp) tp -> dp cp tp"
+tensor       spec { "," spec } [ "->" spec { "," spec } ]    "b s@cp d, d f@tp -> b s@cp f@tp"
+
+item     NAME [ "=" INT ]
+product  item... | "(" item... ")"
+side     { item | [ NAME "=" ] "(" item... ")" | "..." }
+spec     { dim } [ "|" { pending } ]
+dim      ( NAME ["=" INT] | INT | "_" | "..." ) [ "@" place ]
+       | "(" { ( NAME ["=" INT] | INT | "..." ) ["@" place] } ")" [ "@" place ]
+place    NAME | "*" | "(" { NAME | "*" } ")"
+pending  ( "sum" | "mean" | "max" | "min" | "same" ) "@" place  |  "*"
+```
+
+The four `parse_*` functions turn text into small frozen trees and raise nothing but
+`ExpressionError`. They run once over the tokens without recursion and are cached by text.
+What a name means is not decided here.
+
+>>> spec = parse_tensor("b s@(cp tp) d | sum@ep").operands[0]
+>>> [str(dim) for dim in spec.dims], [str(pending) for pending in spec.pending]
+(['b', 's@(cp tp)', 'd'], ['sum@ep'])
+
+The notation is that of einops (Rogozhnikov) with `@` for what JAX calls a partition spec.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+from axes.algebra.errors import ExpressionError, shortened
+
+LARGEST_SIZE = 2**48
+"""No mesh and no dim is larger."""
+
+REDUCTIONS = ("sum", "mean", "max", "min", "same")
+"""What can be pending."""
+
+Span = tuple[int, int]
+T = TypeVar("T")
+
+_LONGEST_CACHED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A name, with its size where that is written: `dp=2`."""
+
+    name: str
+    size: int | None = None
+    span: Span = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        return self.name if self.size is None else f"{self.name}={self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`(dp cp)`, or `fsdp=(dp cp)` on the right of a mesh expression."""
+
+    items: tuple[Item, ...]
+    name: str | None = None
+    span: Span = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        inner = f"({' '.join(map(str, self.items))})"
+        return inner if self.name is None else f"{self.name}={inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ellipsis_:
+    """`...`"""
+
+    span: Span = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        return "..."
+
+
+Side = tuple[Item | Group | Ellipsis_, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """`left = right`."""
+
+    text: str
+    left: tuple[Item, ...]
+    right: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshExpression:
+    """`left -> right`."""
+
+    text: str
+    left: Side
+    right: Side
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What stands right of an `@`: axis names, major first; `*` is "what it has"."""
+
+    names: tuple[str, ...]
+    span: Span = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"({' '.join(self.names)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One name, number, `_` or `...` of a dim, with its own place where it has one.
+
+    `name` is None for a number, whose `size` is given.
+    """
+
+    name: str | None
+    size: int | None = None
+    place: Place | None = None
+    span: Span = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        text = str(self.size) if self.name is None else str(Item(self.name, self.size))
+        return text if self.place is None else f"{text}@{self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dim: a single factor, or a group of factors with a place of its own."""
+
+    factors: tuple[Factor, ...]
+    grouped: bool = False
+    place: Place | None = None
+    span: Span = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        text = " ".join(map(str, self.factors))
+        text = f"({text})" if self.grouped else text
+        return text if self.place is None else f"{text}@{self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """`sum@tp`: the reduction that hasn't happened over the axes of a place. `*` is whatever arises."""
+
+    op: str
+    place: Place | None = None
+    span: Span = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        return self.op if self.place is None else f"{self.op}@{self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor: its dims, and what is pending (None where there is no `|`)."""
+
+    dims: tuple[Dim, ...]
+    pending: tuple[Pending, ...] | None = None
+
+    def __str__(self) -> str:
+        text = " ".join(map(str, self.dims))
+        if self.pending is None:
+            return text
+        return " ".join(filter(None, (text, "|", *map(str, self.pending))))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorExpression:
+    """`operands -> results`; `results` is None where there is no arrow."""
+
+    text: str
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.text)
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.stop
+
+
+_TOKEN = re.compile(
+    r"(?P<space>[ \t\r\n]+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<int>-?[0-9]+)"
+    r"|(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<sign>[()@|,=*])"
+)
+_RESERVED = "+~<>[]:;"
+
+
+def _tokens(text: str) -> list[_Token]:
+    found: list[_Token] = []
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            char = text[at]
+            why = "is reserved" if char in _RESERVED else "has no meaning here"
+            raise ExpressionError(f"{shortened(char)} {why}", text, at)
+        kind = match.lastgroup or ""
+        if kind != "space":
+            word = match.group()
+            if kind == "name" and found and found[-1].kind == "int" and found[-1].stop == at:
+                raise ExpressionError("a name doesn't start with a digit", text, found[-1].start, match.end())
+            found.append(_Token(word if kind == "sign" else kind, word, at))
+        at = match.end()
+    found.append(_Token("end", "", len(text)))
+    return found
+
+
+class _Parser:
+    """A cursor over the tokens of one text."""
+
+    def __init__(self, text: object):
+        if not isinstance(text, str):
+            raise ExpressionError(f"an expression is text; found {type(text).__name__}")
+        self.text = text
+        self.tokens = _tokens(text)
+        self.at = 0
+
+    @property
+    def token(self) -> _Token:
+        return self.tokens[self.at]
+
+    def ahead(self, *kinds: str) -> bool:
+        """Whether the next tokens have these kinds."""
+        here = self.tokens[self.at : self.at + len(kinds)]
+        return len(here) == len(kinds) and all(t.kind == k for t, k in zip(here, kinds, strict=True))
+
+    def take(self, kind: str) -> _Token | None:
+        """The next token if it is of this kind."""
+        if self.token.kind != kind:
+            return None
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def need(self, kind: str, expected: str) -> _Token:
+        return self.take(kind) or self.fail(expected)
+
+    def fail(self, expected: str) -> NoReturn:
+        token = self.token
+        found = "the end" if token.kind == "end" else shortened(token.text)
+        raise ExpressionError(f"expected {expected}, found {found}", self.text, token.start, token.stop)
+
+    def wrong(self, message: str, span: Span) -> NoReturn:
+        raise ExpressionError(message, self.text, *span)
+
+    def integer(self, token: _Token) -> int:
+        digits = token.text.lstrip("-0")
+        value = int(digits or "0") if len(digits) <= 18 else LARGEST_SIZE + 1
+        if token.text[0] == "-" or not 1 <= value <= LARGEST_SIZE:
+            self.wrong(f"a size is a whole number from 1 to {LARGEST_SIZE}, found {shortened(token.text)}", token.span)
+        return value
+
+    def name(self, expected: str) -> _Token:
+        token = self.need("name", expected)
+        if token.text == "_":
+            self.wrong(f"expected {expected}, found '_'", token.span)
+        return token
+
+    def size(self) -> int | None:
+        """`= INT` where it follows; `=-1` says that the size is to be solved."""
+        if not self.ahead("=", "int"):
+            return None
+        self.at += 2
+        token = self.tokens[self.at - 1]
+        return None if token.text == "-1" else self.integer(token)
+
+    def item(self, expected: str) -> Item:
+        token = self.name(expected)
+        size = self.size()
+        return Item(token.text, size, (token.start, self.tokens[self.at - 1].stop))
+
+    def items(self, expected: str, stop: tuple[str, ...]) -> tuple[Item, ...]:
+        found = [self.item(expected)]
+        while self.token.kind not in stop:
+            found.append(self.item(f"{expected} or the end of the list"))
+        return tuple(found)
+
+    def group(self, name: str | None, start: int) -> Group:
+        self.need("(", "'('")
+        if self.token.kind == ")":
+            self.fail("an axis name in the group")
+        items = self.items("an axis name", (")", "end", "("))
+        self.closing()
+        return Group(items, name, (start, self.tokens[self.at - 1].stop))
+
+    def closing(self) -> None:
+        if self.token.kind == "(":
+            self.fail("')': groups don't nest")
+        self.need(")", "')'")
+
+    def end(self, expected: str) -> None:
+        if self.token.kind != "end":
+            self.fail(expected)
+
+    # declarations and equations
+
+    def product(self) -> tuple[Item, ...]:
+        if self.token.kind == "(":
+            return self.group(None, self.token.start).items
+        return self.items("an axis name", ("=", "end", "(", ")"))
+
+    # mesh expressions
+
+    def side(self, right: bool) -> Side:
+        found: list[Item | Group | Ellipsis_] = []
+        while self.token.kind not in ("arrow", "end"):
+            token = self.token
+            if token.kind == "dots":
+                self.at += 1
+                found.append(Ellipsis_(token.span))
+            elif token.kind == "(":
+                found.append(self.group(None, token.start))
+            elif self.ahead("name", "=", "("):
+                if not right:
+                    self.wrong("a group is named on the right of '->' only", token.span)
+                self.name("an axis name")
+                self.at += 1
+                found.append(self.group(token.text, token.start))
+            else:
+                found.append(self.item("an axis name, '(' or '...'"))
+        if sum(isinstance(entry, Ellipsis_) for entry in found) > 1:
+            last = next(entry for entry in reversed(found) if isinstance(entry, Ellipsis_))
+            self.wrong("'...' stands once on a side", last.span)
+        return tuple(found)
+
+    # tensor expressions
+
+    def place(self) -> Place | None:
+        if not self.take("@"):
+            return None
+        token = self.token
+        if self.take("*"):
+            return Place(("*",), token.span)
+        if not self.take("("):
+            return Place((self.name("an axis name, '*' or '(' after '@'").text,), token.span)
+        names: list[str] = []
+        while self.token.kind in ("name", "*"):
+            star = self.take("*")
+            names.append("*" if star else self.name("an axis name").text)
+        self.closing()
+        if names.count("*") > 1:
+            self.wrong("'*' stands once in a place", token.span)
+        return Place(tuple(names), (token.start, self.tokens[self.at - 1].stop))
+
+    def factor(self, in_group: bool) -> Factor:
+        token = self.token
+        name: str | None = token.text
+        size = None
+        if self.take("int"):
+            name, size = None, self.integer(token)
+        elif self.take("dots"):
+            pass
+        elif token.text == "_" and not in_group:
+            self.at += 1
+        elif in_group:
+            self.name("a dim name, a number or '...' in the group")
+            size = self.size()
+        else:
+            self.name("a dim name, a number, '_', '...' or '('")
+            size = self.size()
+        place = self.place()
+        return Factor(name, size, place, (token.start, self.tokens[self.at - 1].stop))
+
+    def dim(self) -> Dim:
+        start = self.token.start
+        if not self.take("("):
+            factor = self.factor(in_group=False)
+            return Dim((factor,), span=factor.span)
+        factors: list[Factor] = []
+        while self.token.kind not in (")", "end", "("):
+            factors.append(self.factor(in_group=True))
+        self.closing()
+        place = self.place()
+        span = start, self.tokens[self.at - 1].stop
+        if place is not None and any(factor.place is not None for factor in factors):
+            self.wrong("a group has '@' inside or outside, not both", span)
+        return Dim(tuple(factors), grouped=True, place=place, span=span)
+
+    def pending(self) -> Pending:
+        token = self.token
+        if self.take("*"):
+            return Pending("*", None, token.span)
+        expected = f"one of {', '.join(REDUCTIONS)} with '@', or '*', after '|'"
+        if token.kind != "name" or token.text not in REDUCTIONS:
+            self.fail(expected)
+        self.at += 1
+        if self.token.kind != "@":
+            self.fail(f"'@' and the axes over which '{token.text}' is pending")
+        place = self.place()
+        if place is not None and "*" in place.names:
+            self.wrong("write '| *' for whatever is pending", place.span)
+        return Pending(token.text, place, (token.start, self.tokens[self.at - 1].stop))
+
+    def spec(self) -> Spec:
+        dims: list[Dim] = []
+        while self.token.kind not in ("|", ",", "arrow", "end"):
+            dims.append(self.dim())
+        dots = [f for d in dims for f in d.factors if f.name == "..."]
+        if len(dots) > 1:
+            self.wrong("'...' stands once in a spec", dots[1].span)
+        if not self.take("|"):
+            return Spec(tuple(dims))
+        pending: list[Pending] = []
+        while self.token.kind not in (",", "arrow", "end"):
+            pending.append(self.pending())
+        if len(pending) > 1 and any(p.op == "*" for p in pending):
+            self.wrong("'*' stands alone after '|'", pending[-1].span)
+        return Spec(tuple(dims), tuple(pending))
+
+    def specs(self) -> tuple[Spec, ...]:
+        found = [self.spec()]
+        while self.take(","):
+            found.append(self.spec())
+        return tuple(found)
+
+
+def _cached_by_text(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Cache by text; what isn't text, or is absurdly long, goes straight to the parser."""
+    cached = functools.lru_cache(maxsize=4096)(parse)
+
+    @functools.wraps(parse)
+    def parsed(text: str) -> T:
+        return cached(text) if isinstance(text, str) and len(text) <= _LONGEST_CACHED else parse(text)
+
+    return parsed
+
+
+@_cached_by_text
+def parse_declaration(text: str) -> tuple[Item, ...]:
+    """The items of `"pp dp=2 cp tp"`, at least one, each name once.
+
+    >>> [str(item) for item in parse_declaration("pp dp=2")]
+    ['pp', 'dp=2']
+    >>> parse_declaration("dp dp")
+    Traceback (most recent call last):
+    axes.algebra.errors.ExpressionError: 'dp' is declared twice
+      dp dp
+         ^^
+    """
+    parser = _Parser(text)
+    if parser.token.kind == "end":
+        parser.fail("at least one axis")
+    items = parser.items("an axis name", ("end",))
+    for item, again in _repeated(items):
+        parser.wrong(f"{shortened(item.name)} is declared twice", again.span)
+    return items
+
+
+@_cached_by_text
+def parse_equation(text: str) -> Equation:
+    """`"fsdp = dp_shard cp"`, or `"(dp_shard cp tp) = efsdp ep"`.
+
+    >>> [item.name for item in parse_equation("fsdp = dp cp").right]
+    ['dp', 'cp']
+    """
+    parser = _Parser(text)
+    left = parser.product()
+    parser.need("=", "'='")
+    right = parser.product()
+    parser.end("the end of the equation")
+    for side in (left, right):
+        for item, again in _repeated(side):
+            parser.wrong(f"{shortened(item.name)} stands twice in one product", again.span)
+    return Equation(parser.text, left, right)
+
+
+@_cached_by_text
+def parse_mesh(text: str) -> MeshExpression:
+    """`"(dp cp) tp -> dp cp tp"`.
+
+    >>> str(parse_mesh("dp cp tp -> fsdp=(dp cp) tp").right[0])
+    'fsdp=(dp cp)'
+    """
+    parser = _Parser(text)
+    left = parser.side(right=False)
+    parser.need("arrow", "'->'")
+    right = parser.side(right=True)
+    parser.end("the end of the mesh expression")
+    for side in (left, right):
+        for item, again in _repeated(leaves(side)):
+            parser.wrong(f"{shortened(item.name)} stands twice on one side", again.span)
+    return MeshExpression(parser.text, left, right)
+
+
+@_cached_by_text
+def parse_tensor(text: str) -> TensorExpression:
+    """`"b s@cp d, d f@tp -> b s@cp f@tp"`, or specs without an arrow.
+
+    >>> expression = parse_tensor("b s@tp d -> b s d")
+    >>> str(expression.operands[0]), [str(spec) for spec in expression.results]
+    ('b s@tp d', ['b s d'])
+    """
+    parser = _Parser(text)
+    operands = parser.specs()
+    results = parser.specs() if parser.take("arrow") else None
+    parser.end("the end of the expression")
+    return TensorExpression(parser.text, operands, results)
+
+
+def parse_spec(text: str) -> Spec:
+    """One tensor: `"b s@(cp tp) d | sum@ep"`.
+
+    >>> parse_spec("b s, d")
+    Traceback (most recent call last):
+    axes.algebra.errors.ExpressionError: expected one spec, found 2
+      b s, d
+      ^^^^^^
+    """
+    expression = parse_tensor(text)
+    if expression.results is not None:
+        raise ExpressionError("expected one spec, found an expression with '->'", text, text.index("->"), text.index("->") + 2)
+    if len(expression.operands) != 1:
+        raise ExpressionError(f"expected one spec, found {len(expression.operands)}", text, 0, len(text))
+    return expression.operands[0]
+
+
+def leaves(side: Side) -> tuple[Item, ...]:
+    """The items of one side of a mesh expression, groups opened."""
+    found: list[Item] = []
+    for entry in side:
+        if isinstance(entry, Item):
+            found.append(entry)
+        elif isinstance(entry, Group):
+            found.extend(entry.items)
+    return tuple(found)
+
+
+def _repeated(items: tuple[Item, ...]) -> list[tuple[Item, Item]]:
+    seen: dict[str, Item] = {}
+    found: list[tuple[Item, Item]] = []
+    for item in items:
+        if item.name in seen:
+            found.append((seen[item.name], item))
+        seen.setdefault(item.name, item)
+    return found

@@ -1,0 +1,149 @@
+"""Sizes that nobody should have to compute: solved from the others in their product.
+
+An equation says that two products of names are equal, `fsdp = dp_shard cp`; one more says that
+the declared axes multiply to the size of the world. Each can give the one size it lacks, and what
+it gives may complete another.
+
+>>> world = Product(("dp", "tp"), (), 64, "dp tp = the world")
+>>> sparse = Product(("dp", "tp"), ("rows", "ep"), 1, "(dp tp) = rows ep")
+>>> solve([sparse, world], {"tp": 4, "ep": 8})
+{'tp': 4, 'ep': 8, 'dp': 16, 'rows': 8}
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from axes.algebra.errors import SizeError, shortened, suggestion
+from axes.algebra.grammar import LARGEST_SIZE, Item
+
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`left[0] * left[1] * ... == factor * right[0] * ...`, and how to write it in an error."""
+
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    factor: int
+    text: str
+
+
+def given_sizes(
+    keywords: Mapping[str, object], sizes: Mapping[str, object] | None, items: Iterable[Item], known: Iterable[str]
+) -> dict[str, int]:
+    """All sizes that the user wrote, by name: keywords, the `sizes` mapping and inline.
+
+    `known` are the names that may have one. Raises `SizeError` for an unknown name, for what isn't
+    a whole number from 1, and where two places disagree. -1 and None mean "to be solved".
+    """
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise SizeError(f"sizes is a mapping from names to sizes; found {type(sizes).__name__}")
+    names = dict.fromkeys(known)
+    found: dict[str, int] = {}
+    written = [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]
+    for name, value in written:
+        if name not in names:
+            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the expression{suggestion(str(name), names)}")
+        size = checked_size(str(name), value)
+        if size is not None and found.setdefault(name, size) != size:
+            raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
+    return found
+
+
+def checked_size(name: str, value: object) -> int | None:
+    """`value` as a size, None where it is to be solved; `SizeError` where it can't be one."""
+    if value is None:
+        return None
+    try:
+        size = operator.index(value) if not isinstance(value, bool) else 0  # type: ignore[arg-type]
+    except TypeError:
+        size = 0
+    if size == -1:
+        return None
+    if not 1 <= size <= LARGEST_SIZE:
+        raise SizeError(f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shortened(repr(value)[:80])}")
+    return size
+
+
+def solve(products: Iterable[Product], known: Mapping[str, int]) -> dict[str, int]:
+    """The size of every name, in the order in which they were found.
+
+    Each product gives at most one unknown; the work is linear in the length of the products.
+    Raises `SizeError`, with the equation and its numbers filled in, where one contradicts itself,
+    doesn't divide, or lacks more than it can give.
+    """
+    sizes = dict(known)
+    products = list(products)
+    using: dict[str, list[int]] = {}
+    for index, product in enumerate(products):
+        for name in (*product.left, *product.right):
+            using.setdefault(name, []).append(index)
+    unknown = [sum(n not in sizes for n in (*p.left, *p.right)) for p in products]
+    ready = deque(index for index, count in enumerate(unknown) if count <= 1)
+    while ready:
+        product = products[ready.popleft()]
+        missing = [name for name in (*product.left, *product.right) if name not in sizes]
+        if not missing:
+            _check(product, sizes)
+            continue
+        (name,) = missing
+        sizes[name] = _missing(product, name, sizes)
+        for index in using[name]:
+            unknown[index] -= 1
+            if unknown[index] == 1:
+                ready.append(index)
+    for product, count in zip(products, unknown, strict=True):
+        if count > 0:
+            missing = [n for n in dict.fromkeys((*product.left, *product.right)) if n not in sizes]
+            names = " and ".join(f"'{name}'" for name in missing[:8])
+            raise SizeError(
+                f"the sizes of {names} don't follow from  {filled(product, sizes)}\n"
+                f"give {'all but one of them' if len(missing) > 1 else 'it'}, like {missing[0]}=2"
+            )
+        _check(product, sizes)
+    return sizes
+
+
+def filled(product: Product, sizes: Mapping[str, int]) -> str:
+    """The equation with its numbers: `dp_shard * cp=2 = 8`."""
+
+    def side(names: tuple[str, ...], factor: int) -> str:
+        texts = [f"{name}={sizes[name]}" if name in sizes else name for name in names[:_SHOWN]]
+        texts += ["..."] if len(names) > _SHOWN else []
+        return " * ".join([*texts, *([str(factor)] if factor != 1 or not texts else [])])
+
+    return f"{side(product.left, 1)} = {side(product.right, product.factor)}    ({product.text})"
+
+
+def _check(product: Product, sizes: Mapping[str, int]) -> None:
+    left, right = _sides(product, sizes)
+    if left != right:
+        raise SizeError(f"{left} isn't {right}:  {filled(product, sizes)}")
+
+
+def _missing(product: Product, name: str, sizes: Mapping[str, int]) -> int:
+    """What `name`, which stands in the product once, must be."""
+    left, right = _sides(product, sizes)
+    here, there = (left, right) if name in product.left else (right, left)
+    size, remainder = divmod(there, here)
+    if remainder or size < 1:
+        raise SizeError(f"{there} doesn't divide by {here}:  {filled(product, sizes)}")
+    return size
+
+
+def _sides(product: Product, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Both products over the names that have a size, neither larger than a size may be."""
+    found = []
+    for names, total in ((product.left, 1), (product.right, product.factor)):
+        for name in names:
+            total *= sizes.get(name, 1)
+            if total > LARGEST_SIZE:
+                raise SizeError(f"more than {LARGEST_SIZE} in one product:  {filled(product, sizes)}")
+        found.append(total)
+    return found[0], found[1]
