@@ -326,5 +326,5 @@ def _stride(mode: Mode) -> int:
 
 
 def _text(modes: Sequence[Mode]) -> str:
-    texts = [f"{size}:{stride}" for size, stride in modes]
+    texts = [f"{size}:{stride}" for size, stride in modes] or ["1:1"]
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"

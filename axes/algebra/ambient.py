@@ -1,0 +1,75 @@
+"""The ambient mesh: what names mean where no mesh is passed.
+
+>>> from axes.algebra.mesh import Mesh
+>>> with Mesh("dp=2 tp=4") as mesh:
+...     ambient_mesh() is mesh
+True
+
+Each thread has its own, since backward runs in threads of autograd's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from axes.algebra.errors import MeshError
+
+if TYPE_CHECKING:
+    from axes.algebra.mesh import Mesh
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.meshes: list[Mesh] = []
+
+
+_stack = _Stack()
+
+
+def ambient_mesh() -> Mesh | None:
+    """The innermost mesh of this thread, or None."""
+    return _stack.meshes[-1] if _stack.meshes else None
+
+
+def push(mesh: Mesh) -> None:
+    """Makes `mesh` the ambient one until `pop`."""
+    _stack.meshes.append(mesh)
+
+
+def pop() -> None:
+    """Returns to the mesh that was ambient before."""
+    _stack.meshes.pop()
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Makes `mesh` the ambient mesh of a block: names in expressions are looked up in it.
+
+    As JAX's `jax.set_mesh`. Also written `with mesh:`.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> with use_mesh(Mesh("dp=2 tp=4")):
+    ...     ambient_mesh().size
+    8
+    """
+    with _checked(mesh):
+        yield mesh
+
+
+def _checked(mesh: Mesh) -> Mesh:
+    from axes.algebra.mesh import Mesh
+
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"use_mesh takes an axes mesh; found {type(mesh).__name__}")
+    return mesh
+
+
+def required_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    """`mesh`, else the ambient one; `MeshError` that says so where there is neither."""
+    found = mesh if mesh is not None else ambient_mesh()
+    if found is None:
+        raise MeshError(f"{what} needs a mesh; pass mesh=... or write it inside `with mesh:`")
+    return _checked(found)

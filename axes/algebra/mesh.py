@@ -1,0 +1,651 @@
+"""Meshes: named axes over a universe of ranks, and every further name for the same ranks.
+
+>>> mesh = Mesh(
+...     "pp dp_shard cp tp",
+...     "fsdp = dp_shard cp",                    # another name for two axes
+...     "(dp_shard cp tp) = efsdp ep",           # another factorization of the same ranks
+...     pp=2, cp=2, tp=4, ep=8, ranks=range(64),  # dp_shard and efsdp follow
+... )
+>>> mesh.shape
+{'pp': 2, 'dp_shard': 4, 'cp': 2, 'tp': 4}
+>>> mesh.names["efsdp"], mesh.layout("fsdp"), list(mesh.at(5).axis("ep").ranks)
+(4, 8:4, [0, 1, 2, 3, 4, 5, 6, 7])
+
+An axis is a name and a `Layout`, the digits of the rank that it reads. A mesh is an ordered tuple
+of axes that share no digit, with a namespace in which each name means one layout. It is immutable;
+what changes it returns a new one. Everything costs O(axes), whatever the number of ranks, except
+listing ranks.
+
+The model is JAX's `Mesh` over CuTe's layouts; `DeviceMesh` has the same axes without the names'
+algebra.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from axes.algebra import ambient, mesh_expression, seam
+from axes.algebra.errors import AxesError, ExpressionError, MeshError, shortened, suggestion
+from axes.algebra.explanation import Explanation
+from axes.algebra.grammar import Equation, Item, parse_declaration, parse_equation
+from axes.algebra.layout import Layout, digits
+from axes.algebra.sizes import Product, given_sizes, solve
+from axes.algebra.universe import Universe
+
+if TYPE_CHECKING:
+    from axes.algebra.sharding import Sharding
+
+Namespace = Mapping[str, Layout]
+
+
+class Mesh:
+    """Named axes over ranks, from text. Algebra alone: no process, no device, any number of ranks.
+
+    `declaration` lists the axes, slowest first (`"pp dp=2 tp"`); each of `equations` gives further
+    names for the same ranks. Sizes stand inline, as keywords or in `sizes=`; one that is left out
+    follows from the others and from the number of `ranks`. `ranks` is any sequence of distinct
+    global ranks, by default as many as the sizes multiply to, from 0. `ranks_per_node` tells the
+    cost model where nodes end.
+
+    Raises `ExpressionError` for text outside the grammar, `SizeError` for sizes that don't follow,
+    don't divide or contradict, `MeshError` for names and ranks that can't be.
+
+    >>> Mesh("dp tp=4", ranks=range(8)).shape
+    {'dp': 2, 'tp': 4}
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_hash",
+        "_view",
+        "axis_names",
+        "binding",
+        "layouts",
+        "namespace",
+        "ranks_per_node",
+        "size",
+        "universe",
+    )
+
+    universe: Universe
+    axis_names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    namespace: Namespace
+    ranks_per_node: int | None
+    binding: Any
+    size: int
+
+    def __init__(
+        self,
+        declaration: str,
+        /,
+        *equations: str,
+        ranks: Iterable[int] | None = None,
+        ranks_per_node: int | None = None,
+        sizes: Mapping[str, int] | None = None,
+        binding: Any = None,
+        **keywords: int,
+    ):
+        items = parse_declaration(declaration)
+        parsed = [parse_equation(text) for text in equations]
+        universe = None if ranks is None else Universe.of(ranks)
+        solved = _declared_sizes(items, parsed, universe, keywords, sizes)
+        layouts = _row_major([solved[item.name] for item in items])
+        total = 1
+        for item in items:
+            total *= solved[item.name]
+        names = tuple(item.name for item in items)
+        namespace = dict(zip(names, layouts, strict=True))
+        for equation in parsed:
+            _define(namespace, equation, solved)
+        universe = Universe(range(total)) if universe is None else universe
+        self._set(universe, names, namespace, _checked_node(ranks_per_node), binding, None)
+
+    def _set(
+        self,
+        universe: Universe,
+        axis_names: tuple[str, ...],
+        namespace: Namespace,
+        ranks_per_node: int | None,
+        binding: Any,
+        view: int | None,
+    ) -> None:
+        put = functools.partial(object.__setattr__, self)
+        layouts = tuple(namespace[name] for name in axis_names)
+        put("universe", universe)
+        put("axis_names", axis_names)
+        put("layouts", layouts)
+        put("namespace", namespace if isinstance(namespace, MappingProxyType) else MappingProxyType(namespace))
+        put("ranks_per_node", ranks_per_node)
+        put("binding", binding)
+        put("size", _whole(axis_names, layouts).size)
+        put("_view", view)
+        put("_hash", hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding)))
+
+    def _with(self, **changed: Any) -> Mesh:
+        fields = {
+            "universe": self.universe,
+            "axis_names": self.axis_names,
+            "namespace": self.namespace,
+            "ranks_per_node": self.ranks_per_node,
+            "binding": self.binding,
+            "view": self._view,
+        }
+        mesh = object.__new__(Mesh)
+        mesh._set(**{**fields, **changed})
+        return mesh
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Mesh is immutable")
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: Any) -> Mesh:
+        """The mesh that adopts a torch `DeviceMesh` with its names and process groups.
+
+        Raises `MeshError` for a device mesh without names, or whose groups don't have the order of
+        its coordinates.
+        """
+        return seam.runtime("Mesh.from_device_mesh").from_device_mesh(device_mesh)
+
+    # values
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.axis_names)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Size of each axis, in order."""
+        return {name: layout.size for name, layout in zip(self.axis_names, self.layouts, strict=True)}
+
+    @property
+    def names(self) -> dict[str, int]:
+        """Every name of the namespace with its size, axes first as declared."""
+        return {name: layout.size for name, layout in self.namespace.items()}
+
+    @property
+    def rank(self) -> int:
+        """The global rank that the mesh is seen from: this process's, or that of `at`.
+
+        Algebra that isn't bound to a job is seen from its first rank.
+        """
+        if self._view is not None:
+            return self._view
+        return seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
+
+    @property
+    def layout_of_all(self) -> Layout:
+        """The axes flattened into one, in their order."""
+        return _whole(self.axis_names, self.layouts)
+
+    def layout(self, name: str) -> Layout:
+        """What a name means; `MeshError` with the nearest name for one that isn't known.
+
+        >>> Mesh("dp=2 tp=4").layout("dp")
+        2:4
+        """
+        try:
+            return self.namespace[name]
+        except (KeyError, TypeError):
+            raise MeshError(f"the mesh has no axis {shortened(name)}{suggestion(str(name), self.namespace)}") from None
+
+    def axis(self, name: str) -> Axis:
+        """The axis of a name, seen from this mesh's rank.
+
+        >>> Mesh("dp=2 tp=4").at(6).axis("tp").index
+        2
+        """
+        return Axis(self, name, self.layout(name))
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        """The sub-mesh with these axes in this order; any name of the namespace.
+
+        Raises `MeshError` where two of them share ranks.
+
+        >>> Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp")["tp", "fsdp"].shape
+        {'tp': 2, 'fsdp': 4}
+        """
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, tuple) or not wanted:
+            raise MeshError(f"a mesh is indexed by one or more axis names; found {shortened(repr(names))}")
+        for name in wanted:
+            self.layout(name)
+            if wanted.count(name) > 1:
+                raise MeshError(f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]")
+        return self._with(axis_names=wanted)
+
+    # ranks
+
+    @property
+    def coordinate(self) -> dict[str, int] | None:
+        """This rank's coordinate on each axis, or None outside the mesh's ranks.
+
+        >>> Mesh("dp=2 tp=4").at(6).coordinate
+        {'dp': 1, 'tp': 2}
+        """
+        position = self.universe.position(self.rank)
+        if position is None:
+            return None
+        return {name: self.namespace[name].coordinate(position) for name in self.axis_names}
+
+    @property
+    def ranks(self) -> Any:
+        """Global ranks as nested lists, one level per axis: of the mesh that holds this rank.
+
+        >>> Mesh("dp=2 tp=2", ranks=[0, 2, 1, 3]).ranks
+        [[0, 2], [1, 3]]
+        """
+        flat = self.ranks_of(self.layout_of_all)
+        if flat is None:
+            if self.size < self.universe.size:
+                raise MeshError(f"rank {self.rank} isn't in any of the meshes of {self!r}; look from another with mesh.at(rank)")
+            flat = self.universe.pick(self.layout_of_all.offsets())
+        nested: list[Any] = list(flat)
+        for layout in reversed(self.layouts[1:]):
+            nested = [nested[i : i + layout.size] for i in range(0, len(nested), layout.size)]
+        return nested
+
+    def ranks_of(self, layout: Layout, rank: int | None = None) -> Sequence[int] | None:
+        """Global ranks along `layout` through `rank` (this one by default), in coordinate order.
+
+        None where the rank isn't in the universe. A range where the ranks are evenly spaced.
+        """
+        position = self.universe.position(self.rank if rank is None else rank)
+        if position is None:
+            return None
+        base = position - layout.offset(layout.coordinate(position))
+        offsets = layout.offsets()
+        if isinstance(offsets, range):
+            return self.universe.pick(range(base, base + offsets.stop, offsets.step))
+        return self.universe.pick([base + offset for offset in offsets])
+
+    def at(self, rank: int) -> Mesh:
+        """The same mesh seen from another global rank, a member or not.
+
+        >>> Mesh("dp=2 tp=4").at(5).coordinate
+        {'dp': 1, 'tp': 1}
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise MeshError(f"a rank is a whole number from 0; found {shortened(repr(rank))}")
+        return self._with(view=rank)
+
+    # new meshes
+
+    def rearrange(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
+        """The mesh with its axes split, flattened, renamed or reordered by a mesh expression.
+
+        The left side describes the axes as they are, in order; the right side lists those of the
+        result. `(dp cp)` on the left splits an axis, `fsdp=(dp cp)` on the right flattens, `pp=1`
+        adds an axis of size one, `...` stands for the axes that aren't named. New names join the
+        namespace. Cached by mesh and text.
+
+        Raises `ExpressionError`, `SizeError`, and `MeshError` where a name already means other ranks.
+
+        >>> mesh = Mesh("dp=8 tp=2")
+        >>> mesh.rearrange("(replicate shard) tp -> replicate fsdp=(shard tp)", shard=4).shape
+        {'replicate': 2, 'fsdp': 8}
+        """
+        given = _hashable({**keywords, **(sizes or {})}) if keywords or sizes else ()
+        if self._view is None:
+            return _rearranged(self, expression, given)
+        return _rearranged(self._with(view=None), expression, given).at(self._view)
+
+    def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
+        """How `rearrange` reads an expression: the sizes solved and the layout operations.
+
+        >>> print(Mesh("dp=8 tp=2").explain("(a b) tp -> tp a b", a=2))
+        (dp tp) read as  (a=2 b=4) tp=2  ->  tp=2 a=2 b=4
+          split    dp 8:2  ->  a 2:8, b 4:2
+          permute  tp a b
+        """
+        program = mesh_expression.compile(self, expression, {**keywords, **(sizes or {})})
+        return Explanation(program.lines())
+
+    def define(self, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
+        """The mesh with more names for the same ranks.
+
+        >>> Mesh("dp=2 cp=2 tp=2").define("loss = dp cp").names["loss"]
+        4
+        """
+        parsed = [parse_equation(text) for text in equations]
+        items = [item for equation in parsed for item in (*equation.left, *equation.right)]
+        known = {name: layout.size for name, layout in self.namespace.items()}
+        names = set(known)
+        for equation in parsed:
+            _new_side(names, equation)
+            names.update(item.name for item in (*equation.left, *equation.right))
+        given = given_sizes(keywords, sizes, items, [item.name for item in items])
+        for name, size in given.items():
+            if known.setdefault(name, size) != size:
+                raise MeshError(f"'{name}' has size {known[name]} in the mesh; found {name}={size}")
+        solved = solve([_as_product(equation) for equation in parsed], known)
+        namespace = dict(self.namespace)
+        for equation in parsed:
+            _define(namespace, equation, solved)
+        return self._with(namespace=namespace)
+
+    def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
+        """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
+
+        `sizes` and keywords are the sizes of factors of grouped dims, where they can't be left open.
+        Raises `ShardingError` for an axis that the mesh doesn't have or that is used twice.
+
+        >>> Mesh("dp=2 tp=4").sharding("b@dp (h@tp d)", h=8).local_shape((4, 64))
+        (2, 16)
+        """
+        from axes.algebra.sharding import parsed_sharding
+
+        return parsed_sharding(self, spec, _hashable({**keywords, **(sizes or {})}))
+
+    # the running job
+
+    @property
+    def device_mesh(self) -> Any:
+        """The torch `DeviceMesh` of the axes, the same object for equal meshes.
+
+        Meshes of one universe share one root, so that FSDP2 can combine them.
+        """
+        self._bound("device_mesh")
+        return seam.runtime("mesh.device_mesh").device_mesh(self)
+
+    def create_groups(self, *names: str) -> None:
+        """Makes process groups now, in this order on every rank; all axes of the mesh without names.
+
+        Groups are otherwise made when they are first used, and ranks that first use two overlapping
+        groups in different orders wait for each other.
+        """
+        self._bound("create_groups")
+        seam.runtime("mesh.create_groups").create_groups(self, names or self.axis_names)
+
+    def _bound(self, what: str) -> None:
+        if self.binding is None:
+            raise MeshError(
+                f"{what} needs a mesh that is bound to torch.distributed; this one is algebra alone. "
+                "Make it with axes.init_mesh(...)"
+            )
+        if self._view is not None and self._view != seam.runtime(what).rank():
+            raise MeshError(f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)")
+
+    def __enter__(self) -> Mesh:
+        ambient.push(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ambient.pop()
+
+    # identity and text
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Mesh) or self._hash != other._hash:
+            return NotImplemented if not isinstance(other, Mesh) else False
+        return (
+            self.axis_names == other.axis_names
+            and tuple(self.namespace.items()) == tuple(other.namespace.items())
+            and self.universe == other.universe
+            and self.ranks_per_node == other.ranks_per_node
+            and self.binding == other.binding
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        namespace = tuple(self.namespace.items())
+        return _unpickled, (self.universe, self.axis_names, namespace, self.ranks_per_node, self.binding, self._view)
+
+    @property
+    def declaration(self) -> str:
+        """Canonical text: axes with sizes, then every further name; equal for equal namespaces.
+
+        >>> Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").declaration
+        'dp=2 cp=2 tp=2; fsdp = dp cp'
+        """
+        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
+        return "; ".join([axes, *(f"{name} = {self.described(name)}" for name in self._further())])
+
+    def described(self, name: str) -> str:
+        """A name in terms of the axes, or of its digits where it cuts them.
+
+        >>> mesh = Mesh("dp=4 tp=2", "(dp tp) = rows ep", ep=4)
+        >>> mesh.described("ep")
+        '4:1'
+        """
+        layout = self.layout(name)
+        try:
+            mine, *axes = digits(layout, *self.layouts)
+        except MeshError:
+            return str(layout)
+        found, rest = [], list(mine)
+        while rest:
+            match = next((i for i, axis in enumerate(axes) if axis and tuple(rest[: len(axis)]) == axis), None)
+            if match is None:
+                return str(layout)
+            found.append(self.axis_names[match])
+            del rest[: len(axes[match])]
+        return " ".join(found) or "1"
+
+    def _further(self) -> list[str]:
+        return [name for name in self.namespace if name not in self.axis_names]
+
+    def __repr__(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
+        universe = self.universe.ranks
+        where = "" if universe == range(self.size) else f", ranks={_short_ranks(universe)}"
+        return f"Mesh({axes!r}{where})"
+
+    def __str__(self) -> str:
+        rows = [(name, self.namespace[name], "") for name in self.axis_names]
+        rows += [(name, self.namespace[name], "= " + self.described(name)) for name in self._further()]
+        width = max(len(name) for name, _, _ in rows)
+        lines = [f"{self!r}  {self.size} ranks, seen from rank {self.rank}"]
+        position = self.universe.position(self.rank)
+        for name, layout, text in rows:
+            index = "-" if position is None else layout.coordinate(position)
+            lines.append(f"  {name:<{width}}  size {layout.size:<6} layout {layout!s:<14} index {index:<6} {text}".rstrip())
+        return "\n".join(lines)
+
+
+class Axis:
+    """One axis of a mesh, seen from the mesh's rank: a name and its ranks.
+
+    >>> axis = Mesh("dp=2 tp=4").at(6).axis("dp")
+    >>> axis.name, axis.size, axis.stride, axis.index, list(axis.ranks)
+    ('dp', 2, 4, 1, [2, 6])
+    """
+
+    __slots__ = ("layout", "mesh", "name")
+
+    def __init__(self, mesh: Mesh, name: str, layout: Layout):
+        self.mesh, self.name, self.layout = mesh, name, layout
+
+    @property
+    def size(self) -> int:
+        """The number of ranks along the axis."""
+        return self.layout.size
+
+    @property
+    def stride(self) -> int | tuple[int, ...]:
+        """Positions between neighbours; a tuple where the axis reads several digits."""
+        strides = self.layout.strides
+        return (strides or (1,))[0] if len(strides) <= 1 else strides
+
+    @property
+    def index(self) -> int | None:
+        """This rank's coordinate, or None outside the mesh's ranks."""
+        position = self.mesh.universe.position(self.mesh.rank)
+        return None if position is None else self.layout.coordinate(position)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks along the axis through this rank, in coordinate order."""
+        return self.ranks_of(self.mesh.rank)
+
+    def ranks_of(self, rank: int) -> Sequence[int]:
+        """Global ranks along the axis through any rank; `MeshError` for one outside the mesh.
+
+        >>> list(Mesh("dp=2 tp=4").axis("tp").ranks_of(6))
+        [4, 5, 6, 7]
+        """
+        found = self.mesh.ranks_of(self.layout, rank)
+        if found is None:
+            raise MeshError(f"rank {rank} isn't one of the ranks of {self.mesh!r}")
+        return found
+
+    def all_ranks(self) -> list[Sequence[int]]:
+        """The ranks of every line along the axis; each rank of the universe is in one.
+
+        >>> [list(line) for line in Mesh("dp=2 tp=2").axis("dp").all_ranks()]
+        [[0, 2], [1, 3]]
+        """
+        ranks = self.mesh.universe.ranks
+        firsts = sorted(self.layout.complement(len(ranks)).offsets())
+        return [self.ranks_of(ranks[position]) for position in firsts]
+
+    @property
+    def group(self) -> Any:
+        """The torch `ProcessGroup` of this rank's line; rank i of the group is coordinate i.
+
+        One communicator per ordered list of ranks, whoever asks and under whatever name.
+        """
+        self.mesh._bound("axis.group")
+        return seam.runtime("axis.group").group(self.mesh, self.layout, self.name)
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, size={self.size}, layout={self.layout})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
+    axes, new = mesh_expression.compile(mesh, expression, dict(sizes)).run()
+    return mesh._with(axis_names=tuple(axes), namespace={**mesh.namespace, **new})
+
+
+def _unpickled(universe, axis_names, namespace, ranks_per_node, binding, view) -> Mesh:
+    mesh = object.__new__(Mesh)
+    mesh._set(universe, axis_names, dict(namespace), ranks_per_node, binding, view)
+    return mesh
+
+
+def _hashable(sizes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    found = tuple(sorted(sizes.items()))
+    try:
+        hash(found)
+    except TypeError:
+        raise MeshError(f"sizes are whole numbers; found {shortened(repr(found)[:80])}") from None
+    return found
+
+
+def _declared_sizes(
+    items: Sequence[Item],
+    equations: Sequence[Equation],
+    universe: Universe | None,
+    keywords: Mapping[str, int],
+    sizes: Mapping[str, int] | None,
+) -> dict[str, int]:
+    """The size of every name of a declaration and its equations."""
+    every = [*items, *(item for equation in equations for item in (*equation.left, *equation.right))]
+    given = given_sizes(keywords, sizes, every, [item.name for item in every])
+    products = [_as_product(equation) for equation in equations]
+    names = tuple(item.name for item in items)
+    known = set(names)
+    for equation in equations:
+        _new_side(known, equation)
+        known.update(item.name for item in (*equation.left, *equation.right))
+    if universe is not None:
+        text = f"the axes over the {universe.size} ranks"
+        products.insert(0, Product(names, (), universe.size, text))
+    else:
+        # Without a number of ranks, each axis has a size of its own or one from an equation.
+        products.extend(Product((name,), (name,), 1, "each axis has a size") for name in names if name not in given)
+    return solve(products, given)
+
+
+def _as_product(equation: Equation) -> Product:
+    left = tuple(item.name for item in equation.left)
+    right = tuple(item.name for item in equation.right)
+    return Product(left, right, 1, equation.text)
+
+
+def _row_major(sizes: Sequence[int]) -> list[Layout]:
+    found: list[Layout] = []
+    stride = 1
+    for size in reversed(sizes):
+        found.append(Layout((size,), (stride,)))
+        stride *= size
+    return found[::-1]
+
+
+def _define(namespace: dict[str, Layout], equation: Equation, sizes: Mapping[str, int]) -> None:
+    """Adds the new names of an equation to the namespace, or checks that both sides agree."""
+    sides = equation.left, equation.right
+    new_side = _new_side(namespace, equation)
+    known_side = 1 if new_side in (0, None) else 0
+    layouts = [namespace[item.name] for item in sides[known_side]]
+    try:
+        whole = Layout.product(*layouts)
+        if new_side is None:
+            other = Layout.product(*(namespace[item.name] for item in sides[0]))
+            if other != whole:
+                raise MeshError(f"the two sides are different ranks: {whole} and {other}")
+            return
+        parts = whole.split([sizes[item.name] for item in sides[new_side]])
+    except AxesError as error:
+        item = sides[0][0]
+        raise type(error)(f"{error}\nin the equation  {equation.text}") from None
+    for item, part in zip(sides[new_side], parts, strict=True):
+        namespace[item.name] = part
+
+
+def _new_side(known: Collection[str], equation: Equation) -> int | None:
+    """Which side of an equation has the new names, None where both are known."""
+    sides = equation.left, equation.right
+    left, right = ([item for item in side if item.name not in known] for side in sides)
+    if left and right:
+        item = right[0] if len(sides[0]) == 1 else left[0]
+        hint = suggestion(item.name, known)
+        raise _at(equation, item, f"one side of an equation has only known names; {shortened(item.name)} isn't known{hint}")
+    for side, new in ((sides[0], left), (sides[1], right)):
+        if new and len(new) < len(side):
+            old = next(item for item in side if item.name in known)
+            raise _at(equation, old, f"'{old.name}' is known already, so it can't stand beside the new '{new[0].name}'")
+    return 0 if left else 1 if right else None
+
+
+def _at(equation: Equation, item: Item, message: str) -> ExpressionError:
+    return ExpressionError(message, equation.text, *item.span)
+
+
+def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
+    """The axes flattened; `MeshError` that names two which share ranks."""
+    try:
+        return Layout.product(*layouts)
+    except MeshError:
+        pairs = [(i, j) for i in range(len(names)) for j in range(i)]
+        for i, j in pairs:
+            if layouts[i].overlaps(layouts[j]):
+                raise MeshError(
+                    f"axes '{names[j]}' ({layouts[j]}) and '{names[i]}' ({layouts[i]}) share ranks; "
+                    "a mesh has axes that don't overlap"
+                ) from None
+        raise MeshError(
+            f"axes {', '.join(names)} come from factorizations that have no common digits: "
+            f"{', '.join(map(str, layouts))}"
+        ) from None
+
+
+def _checked_node(ranks_per_node: int | None) -> int | None:
+    if ranks_per_node is not None and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
+        raise MeshError(f"ranks_per_node is a whole number from 1; found {shortened(repr(ranks_per_node))}")
+    return ranks_per_node
+
+
+def _short_ranks(ranks: range | tuple[int, ...]) -> str:
+    if isinstance(ranks, range) or len(ranks) <= 8:
+        return str(ranks if isinstance(ranks, range) else list(ranks))
+    return f"[{', '.join(map(str, ranks[:4]))}, ... {len(ranks)} in all]"

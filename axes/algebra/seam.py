@@ -1,0 +1,56 @@
+"""The seam: where the algebra's values are given what only a running job has.
+
+A `Mesh` is pure algebra, yet `mesh.device_mesh` and `mesh.axis("tp").group` should work. The
+runtime, which may import the algebra but not the other way round, provides one object with the
+methods of `Runtime`; `axes/__init__.py` says where to find it, and it is imported at first need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from axes.algebra.errors import MeshError
+
+if TYPE_CHECKING:
+    from axes.algebra.layout import Layout
+    from axes.algebra.mesh import Mesh
+    from axes.algebra.sharding import Sharding
+
+
+class Runtime(Protocol):
+    """What `axes.runtime` provides."""
+
+    def rank(self) -> int:
+        """The global rank of this process."""
+
+    def group(self, mesh: Mesh, layout: Layout, name: str) -> Any:
+        """The process group of this process along `layout`."""
+
+    def device_mesh(self, mesh: Mesh) -> Any:
+        """The torch `DeviceMesh` of the mesh's axes."""
+
+    def create_groups(self, mesh: Mesh, names: Sequence[str]) -> None:
+        """Makes the groups of these names now, in this order on every rank."""
+
+    def from_device_mesh(self, device_mesh: Any) -> Mesh:
+        """The mesh that adopts a torch `DeviceMesh`."""
+
+    def placements(self, sharding: Sharding) -> tuple[Any, ...]:
+        """The DTensor placements of a sharding on its mesh's axes."""
+
+
+_provider: Callable[[], Runtime] | None = None
+
+
+def provide(provider: Callable[[], Runtime]) -> None:
+    """Says how to get the runtime; called once, by the package's `__init__`."""
+    global _provider
+    _provider = provider
+
+
+def runtime(wanted: str) -> Runtime:
+    """The runtime, for `wanted`; `MeshError` where the algebra is used without one."""
+    if _provider is None:
+        raise MeshError(f"{wanted} needs the runtime; import axes, not axes.algebra alone")
+    return _provider()
