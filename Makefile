@@ -1,0 +1,50 @@
+# `make demo` and `make test` do everything on a machine with Python 3.11 and make.
+#
+#   make test                the whole test suite
+#   make test TORCH=2.11.0   the same against another torch, in an environment of its own
+#   make test-exhaustive     the enumerations that are too slow for every run
+#   make demo                eight processes train a small transformer
+#   make bench               every number of the README's performance table
+#   make format              ruff's formatting and fixes
+#   make clean               removes what the above made
+
+PYTHON ?= python3.11
+TORCH  ?=
+VENV   := .venv$(if $(TORCH),-$(TORCH))
+RUN    := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+PIP    := $(RUN) -m pip --disable-pip-version-check install --quiet --progress-bar off
+
+# Another torch brings its own dependencies, so then only the tools stay pinned.
+PINS   := $(if $(TORCH),sed -n '1,/^ruff==/s/^torch==.*/torch==$(TORCH)/;1,/^ruff==/p',cat)
+
+.PHONY: test test-exhaustive demo bench format clean
+.DELETE_ON_ERROR:
+
+test: $(STAMP)
+	$(RUN) -m pytest -q -m "not exhaustive"
+
+test-exhaustive: $(STAMP)
+	$(RUN) -m pytest -q -m exhaustive
+
+demo: $(STAMP)
+	$(RUN) examples/train.py
+
+bench: $(STAMP)
+	$(RUN) -m tests.bench
+
+format: $(STAMP)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+# Stale once the pins or the dependencies change.
+$(STAMP): constraints.txt pyproject.toml
+	@echo "installing into $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(PINS) constraints.txt > $(VENV)/constraints.txt
+	$(PIP) -c $(VENV)/constraints.txt --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
