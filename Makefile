@@ -16,7 +16,11 @@ STAMP  := $(VENV)/.installed
 PIP    := $(RUN) -m pip --disable-pip-version-check install --quiet --progress-bar off
 
 # Another torch brings its own dependencies, so then only the tools stay pinned.
-PINS   := $(if $(TORCH),sed -n '1,/^ruff==/s/^torch==.*/torch==$(TORCH)/;1,/^ruff==/p',cat)
+ifdef TORCH
+PINS   := sed -n -e 's/^torch==.*/torch==$(TORCH)/' -e '1,/^ruff==/p'
+else
+PINS   := cat
+endif
 
 .PHONY: test test-exhaustive demo bench format clean
 .DELETE_ON_ERROR:
