@@ -417,18 +417,27 @@ class Mesh:
         '4:1'
         """
         layout = self.layout(name)
+        names = self.factored(layout)
+        return str(layout) if names is None else " ".join(names) or "1"
+
+    def factored(self, layout: Layout) -> list[str] | None:
+        """The axes of the mesh whose product, in that order, is `layout`; None where it cuts one.
+
+        >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
+        ['tp', 'dp']
+        """
         try:
             mine, *axes = digits(layout, *self.layouts)
         except MeshError:
-            return str(layout)
+            return None
         found, rest = [], list(mine)
         while rest:
             match = next((i for i, axis in enumerate(axes) if axis and tuple(rest[: len(axis)]) == axis), None)
             if match is None:
-                return str(layout)
+                return None
             found.append(self.axis_names[match])
             del rest[: len(axes[match])]
-        return " ".join(found) or "1"
+        return found
 
     def _further(self) -> list[str]:
         return [name for name in self.namespace if name not in self.axis_names]

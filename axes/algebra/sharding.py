@@ -1,0 +1,642 @@
+"""Shardings: which axes split each dim of a tensor, in which order, and what is pending.
+
+>>> from axes.algebra.mesh import Mesh
+>>> mesh = Mesh("dp=2 cp=2 tp=2")
+>>> sharding = mesh.sharding("batch@dp seq@(cp tp) embed")
+>>> sharding.local_shape((8, 32, 16)), sharding.local_indices((8, 32, 16), rank=5)
+((4, 8, 16), (slice(4, 8, None), slice(8, 16, None), slice(0, 16, None)))
+
+What a sharding doesn't mention is replicated. A dim that doesn't divide is cut as `torch.chunk`
+cuts it, nested in the written order. A dim may be a group of factors, one of which is split:
+`(qkv=3 heads@tp head_dim)` is a fused projection split by heads, and its shards aren't contiguous.
+
+As JAX's `NamedSharding`, with what DTensor calls `Partial` written after a `|`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product as cartesian
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from axes.algebra import grammar, seam
+from axes.algebra.chunks import nested_chunk
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, pointed, shortened, suggestion
+from axes.algebra.grammar import parse_spec
+from axes.algebra.layout import Layout, digits
+from axes.algebra.sizes import checked_size
+
+if TYPE_CHECKING:
+    from axes.algebra.mesh import Mesh
+
+Indices = slice | tuple[slice, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A name, its size where it is known, and the axes that split it, major first.
+
+    `name` is None for a plain number.
+    """
+
+    name: str | None
+    size: int | None = None
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = str(self.size) if self.name is None else self.name
+        text += f"={self.size}" if self.name is not None and self.size is not None else ""
+        if not self.axes:
+            return text
+        return f"{text}@{self.axes[0]}" if len(self.axes) == 1 else f"{text}@({' '.join(self.axes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedDim:
+    """One dim: its factors, major first; more than one where it was written as a group."""
+
+    factors: tuple[Factor, ...]
+
+    def __str__(self) -> str:
+        text = " ".join(map(str, self.factors))
+        return text if len(self.factors) == 1 else f"({text})"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split the dim or one of its factors."""
+        return tuple(axis for factor in self.factors for axis in factor.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReduction:
+    """A reduction that hasn't happened yet: the value is `op` over the ranks of `axes`."""
+
+    op: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op}@{self.axes[0]}" if len(self.axes) == 1 else f"{self.op}@({' '.join(self.axes)})"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a tensor lies on a mesh. Made by `mesh.sharding(text)` or `from_placements`.
+
+    Raises `ShardingError` where an axis isn't made of the mesh's axes, or where two places take
+    the same ranks.
+    """
+
+    mesh: Mesh
+    dims: tuple[ShardedDim, ...]
+    pending: tuple[PendingReduction, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_axes(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.dims, self.pending))
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the tensor."""
+        return len(self.dims)
+
+    @property
+    def spec(self) -> str:
+        """Canonical text: `mesh.sharding(sharding.spec) == sharding`."""
+        return " ".join([*map(str, self.dims), *(["|"] if self.pending else []), *map(str, self.pending)])
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def __repr__(self) -> str:
+        return f"Sharding({self.spec!r}, {self.mesh!r})"
+
+    def local_shape(self, shape: Sequence[int], rank: int | None = None) -> Shape:
+        """The shape of the shard on a global rank, this one by default.
+
+        >>> from axes.algebra.mesh import Mesh
+        >>> Mesh("cp=2 tp=2").sharding("s@(cp tp)").local_shape((5,), rank=0)
+        (2,)
+        """
+        position = self._position(rank)
+        return tuple(
+            math.prod(stop - start for start, stop in self._factor_ranges(dim, extents, position))
+            for dim, extents in zip(self.dims, self.extents(shape), strict=True)
+        )
+
+    def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
+        """Where the shard of a global rank lies in the whole tensor.
+
+        Per dim a `slice`, or a tuple of slices in order where the shard isn't contiguous.
+
+        >>> from axes.algebra.mesh import Mesh
+        >>> Mesh("tp=2").sharding("(three heads@tp)", three=3).local_indices((12,), rank=1)
+        ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)),)
+        """
+        position = self._position(rank)
+        found: list[Indices] = []
+        for dim, extents in zip(self.dims, self.extents(shape), strict=True):
+            runs = index_runs(extents, self._factor_ranges(dim, extents, position))
+            found.append(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs))
+        return tuple(found)
+
+    def extents(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Per dim the sizes of its factors, solved from the tensor's shape.
+
+        Raises `ShardingError` for another number of dims, `SizeError` where factors don't follow or
+        don't divide.
+        """
+        return _extents(self, tuple(shape))
+
+    def is_equivalent(self, other: Sharding, shape: Sequence[int] | None = None) -> bool:
+        """Whether both put the same data on the same ranks, whatever the names.
+
+        Without a `shape`, for every shape that all splits divide. With one, for that shape: the
+        cuts of a dim that doesn't divide depend on how its axes are grouped.
+
+        >>> from axes.algebra.mesh import Mesh
+        >>> mesh = Mesh("cp=2 tp=2", "both = cp tp")
+        >>> one, two = mesh.sharding("s@both"), mesh.sharding("s@(cp tp)")
+        >>> one.is_equivalent(two), one.is_equivalent(two, (5,))
+        (True, False)
+        """
+        if self.mesh.universe != other.mesh.universe or self.ndim != other.ndim:
+            return False
+        if not _same_pending(self, other):
+            return False
+        if shape is None:
+            return all(_same_digits(self, mine, other, theirs) for mine, theirs in zip(self.dims, other.dims, strict=True))
+        shape = tuple(shape)
+        pairs = zip(self.dims, self.extents(shape), other.dims, other.extents(shape), strict=True)
+        return all(_same_cuts(self, mine, m, other, theirs, t) for mine, m, theirs, t in pairs)
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """The DTensor placements for `mesh.device_mesh`, one per axis of the mesh.
+
+        Raises `ShardingError` where DTensor can't say it: an axis that is part of one of the mesh's
+        axes, or a mesh axis whose digits would split two places.
+        """
+        return seam.runtime("sharding.placements").placements(self)
+
+    @classmethod
+    def from_placements(
+        cls, mesh: Mesh, placements: Iterable[Any], ndim: int, shape: Sequence[int] | None = None
+    ) -> Sharding:
+        """The sharding that DTensor placements say on the axes of `mesh`, for a tensor of `ndim` dims.
+
+        Names no dims. With `shape`, raises
+        `ShardingError` where that shape is cut otherwise than the spec says.
+
+        >>> from axes.algebra.mesh import Mesh
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> Sharding.from_placements(Mesh("dp=2 tp=2"), [Shard(0), Replicate()], 2).spec
+        '_@dp _'
+        """
+        sharding = _from_placements(mesh, tuple(placements), ndim)
+        if shape is not None:
+            check_torch_can(sharding, shape)
+        return sharding
+
+    def sized(self, shape: Sequence[int]) -> Sharding:
+        """The same with the size of every factor of a group filled in from a tensor's shape."""
+        if all(len(dim.factors) == 1 for dim in self.dims):
+            return self
+        return _sized(self, tuple(shape))
+
+    def named(self, names: Sequence[str]) -> Sharding:
+        """The same with other names for the dims that aren't groups."""
+        dims = []
+        for dim, name in zip(self.dims, names, strict=True):
+            single = len(dim.factors) == 1
+            dims.append(ShardedDim((replace(dim.factors[0], name=name),)) if single else dim)
+        return replace(self, dims=tuple(dims))
+
+    # inside
+
+    def _position(self, rank: int | None) -> int:
+        rank = self.mesh.rank if rank is None else rank
+        position = self.mesh.universe.position(rank)
+        if position is None:
+            raise MeshError(f"rank {rank} isn't one of the ranks of {self.mesh!r}")
+        return position
+
+    def _factor_ranges(self, dim: ShardedDim, extents: Sequence[int], position: int) -> list[tuple[int, int]]:
+        found = []
+        for factor, extent in zip(dim.factors, extents, strict=True):
+            layouts = [self.mesh.namespace[axis] for axis in factor.axes]
+            found.append(nested_chunk(extent, (a.size for a in layouts), (a.coordinate(position) for a in layouts)))
+        return found
+
+
+def index_runs(extents: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The contiguous runs of a flattened dim whose factors are restricted to `ranges`, in order.
+
+    >>> index_runs((3, 4), [(0, 3), (2, 4)])
+    [(2, 4), (6, 8), (10, 12)]
+    >>> index_runs((3, 4), [(1, 3), (0, 4)])
+    [(4, 12)]
+    """
+    runs, inner = [(0, 1)], 1
+    for extent, (start, stop) in zip(reversed(extents), reversed(ranges), strict=True):
+        if runs == [(0, inner)]:
+            runs = [(start * inner, stop * inner)]
+        else:
+            runs = [(i * inner + a, i * inner + b) for i in range(start, stop) for a, b in runs]
+        inner *= extent
+    return runs or [(0, 0)]
+
+
+def parsed_sharding(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None) -> Sharding:
+    """The sharding of a spec on a mesh; `...` stands for what is missing to `ndim` dims. Cached."""
+    if mesh._view is None:
+        return _parsed(mesh, spec, sizes, ndim)
+    return replace(_parsed(mesh._with(view=None), spec, sizes, ndim), mesh=mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None) -> Sharding:
+    tree = parse_spec(spec)
+    given = _given(tree, dict(sizes))
+    dims: list[ShardedDim] = []
+    try:
+        for dim in tree.dims:
+            if any(f.name == "..." for f in dim.factors):
+                dims.extend(_ellipsis(spec, tree, dim, ndim))
+            else:
+                dims.append(_dim(spec, dim, given))
+        pending = tuple(_pending(spec, p) for p in tree.pending or ())
+        _check_names(spec, tree)
+        return Sharding(mesh, tuple(dims), pending)
+    except (ShardingError, MeshError) as error:
+        if spec in str(error):
+            raise
+        raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(tree)[:200]}") from None
+
+
+def _given(tree: grammar.Spec, sizes: Mapping[str, Any]) -> dict[str, int]:
+    names = {f.name: f for dim in tree.dims for f in dim.factors if f.name not in (None, "_", "...")}
+    found: dict[str, int] = {}
+    for name, value in [*sizes.items(), *((f.name, f.size) for f in names.values())]:
+        if name not in names:
+            hint = suggestion(str(name), [n for n in names if n])
+            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the spec{hint}")
+        size = checked_size(str(name), value)
+        if size is not None and found.setdefault(name, size) != size:
+            raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
+    return found
+
+
+def _dim(spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
+    factors = []
+    for factor in dim.factors:
+        size = factor.size if factor.name is None else sizes.get(factor.name)
+        factors.append(Factor(factor.name, size, _axes(spec, factor.place)))
+    if not dim.grouped:
+        return ShardedDim(tuple(factors))
+    if dim.place is not None or not any(factor.axes for factor in factors):
+        # Split as a whole, or not at all: to a sharding such a group is one name.
+        known = [factor.size for factor in factors]
+        size = math.prod(s for s in known if s is not None) if None not in known else None
+        name = f"({' '.join(str(Factor(f.name, f.size)) for f in factors)})"
+        return ShardedDim((Factor(name, size if factors else 1, _axes(spec, dim.place)),))
+    return ShardedDim(tuple(factors))
+
+
+def _axes(spec: str, place: grammar.Place | None) -> tuple[str, ...]:
+    if place is None:
+        return ()
+    if "*" in place.names:
+        _wrong("'*' is what a tensor has; a sharding names its axes", spec, place.span)
+    return place.names
+
+
+def _ellipsis(spec: str, tree: grammar.Spec, dim: grammar.Dim, ndim: int | None) -> list[ShardedDim]:
+    factor = dim.factors[0]
+    if dim.grouped or factor.place is not None:
+        _wrong("'...' stands for whole dims that aren't split; name the dim that is", spec, dim.span)
+    if ndim is None:
+        _wrong("'...' stands for dims of a tensor; without one, write every dim (or '_')", spec, dim.span)
+    missing = ndim - (len(tree.dims) - 1)
+    if missing < 0:
+        _wrong(f"the spec has {len(tree.dims) - 1} dims beside '...', the tensor has {ndim}", spec, (0, len(spec)))
+    return [ShardedDim((Factor("_"),)) for _ in range(missing)]
+
+
+def _pending(spec: str, pending: grammar.Pending) -> PendingReduction:
+    if pending.op == "*":
+        _wrong("'| *' is whatever arises; a sharding says what is pending, like '| sum@tp'", spec, pending.span)
+    if pending.op == "same":
+        _wrong("'same' is about gradients of plain tensors; a sharding can't have it", spec, pending.span)
+    return PendingReduction(pending.op, _axes(spec, pending.place))
+
+
+def _check_names(spec: str, tree: grammar.Spec) -> None:
+    seen: set[str] = set()
+    for factor in (f for dim in tree.dims for f in dim.factors):
+        if factor.name in (None, "_", "..."):
+            continue
+        if factor.name in seen:
+            _wrong(f"dim {shortened(factor.name)} stands twice", spec, factor.span)
+        seen.add(str(factor.name))
+
+
+def _wrong(message: str, spec: str, span: tuple[int, int]) -> NoReturn:
+    raise ShardingError(f"{message}\n{pointed(spec, *span)}")
+
+
+def _check_axes(sharding: Sharding) -> None:
+    """Every axis is made of the mesh's axes, and no two places share a digit."""
+    mesh = sharding.mesh
+    places = [(str(dim), axis) for dim in sharding.dims for axis in dim.axes]
+    places += [(str(p), axis) for p in sharding.pending for axis in p.axes]
+    seen: list[tuple[str, str, Layout]] = []
+    for where, axis in places:
+        if axis not in mesh.namespace:
+            raise ShardingError(f"the mesh has no axis {shortened(axis)}{suggestion(axis, mesh.namespace)}")
+        layout = mesh.namespace[axis]
+        if axis not in mesh.axis_names and not mesh.layout_of_all.contains(layout):
+            raise ShardingError(f"axis '{axis}' isn't made of the axes of {mesh!r}")
+        for there, other, taken in seen:
+            if axis == other or layout.overlaps(taken):
+                both = f"axis '{axis}' is used twice" if axis == other else f"axes '{other}' and '{axis}' share ranks"
+                raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
+        seen.append((where, axis, layout))
+
+
+@functools.lru_cache(maxsize=8192)
+def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
+    if len(shape) != sharding.ndim:
+        raise ShardingError(f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {list(shape)}")
+    return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
+
+
+@functools.lru_cache(maxsize=8192)
+def _sized(sharding: Sharding, shape: Shape) -> Sharding:
+    dims = []
+    for dim, extents in zip(sharding.dims, sharding.extents(shape), strict=True):
+        if len(dim.factors) > 1:
+            factors = (replace(f, size=size) for f, size in zip(dim.factors, extents, strict=True))
+            dim = ShardedDim(tuple(factors))
+        dims.append(dim)
+    return replace(sharding, dims=tuple(dims))
+
+
+def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape) -> tuple[int, ...]:
+    known = [factor.size for factor in dim.factors]
+    missing = known.count(None)
+    rest = math.prod(size for size in known if size is not None)
+    filled = f"{dim} = {extent}    (dim of {list(shape)} in '{sharding}')"
+    if missing > 1:
+        raise SizeError(f"more than one size is missing in  {filled}")
+    if (missing and (rest == 0 or extent % rest)) or (not missing and rest != extent):
+        raise SizeError(f"the sizes don't multiply to the dim:  {filled}")
+    sizes = tuple(extent // rest if size is None else size for size in known)
+    if len(dim.factors) > 1:
+        for factor, size in zip(dim.factors, sizes, strict=True):
+            parts = math.prod(sharding.mesh.namespace[axis].size for axis in factor.axes)
+            if size % parts:
+                raise ShardingError(f"{size} doesn't divide into {parts} parts: {factor} is split inside a group:  {filled}")
+    return sizes
+
+
+def _same_pending(one: Sharding, two: Sharding) -> bool:
+    """The same reductions over the same digits; order matters between different reductions only."""
+
+    def classes(sharding: Sharding) -> list[tuple[str, Layout]]:
+        found: list[tuple[str, list[Layout]]] = []
+        for pending in sharding.pending:
+            layouts = [sharding.mesh.namespace[axis] for axis in pending.axes]
+            if found and found[-1][0] == pending.op:
+                found[-1][1].extend(layouts)
+            else:
+                found.append((pending.op, layouts))
+        ordered = [(op, sorted(m for lay in lays for m in lay.modes)) for op, lays in found]
+        return [(op, Layout.of(sorted(modes, key=lambda mode: -mode[1]))) for op, modes in ordered if modes]
+
+    return classes(one) == classes(two)
+
+
+def _same_digits(one: Sharding, mine: ShardedDim, two: Sharding, theirs: ShardedDim) -> bool:
+    """Whether two dims are cut the same wherever everything divides."""
+
+    def flat(sharding: Sharding, dim: ShardedDim) -> list[tuple[int | None, Layout]]:
+        found: list[tuple[int | None, Layout]] = []
+        for factor in dim.factors:
+            layout = Layout.product(*(sharding.mesh.namespace[axis] for axis in factor.axes))
+            found.append((factor.size, layout))
+        while len(found) > 1 and not found[-1][1].modes and not found[-2][1].modes:
+            found.pop()
+        return found
+
+    a, b = flat(one, mine), flat(two, theirs)
+    if len(a) == len(b) == 1:
+        return a[0][1] == b[0][1]
+    return a == b
+
+
+def _same_cuts(
+    one: Sharding, mine: ShardedDim, my: Sequence[int], two: Sharding, theirs: ShardedDim, their: Sequence[int]
+) -> bool:
+    """Whether two dims are cut the same at these extents, on every rank."""
+    layouts = [s.mesh.namespace[axis] for s, d in ((one, mine), (two, theirs)) for axis in d.axes]
+    if not layouts:
+        return True
+    try:
+        refined = sorted({digit for found in digits(*layouts) for digit in found})
+    except MeshError:
+        return False
+    if len(mine.factors) == len(theirs.factors) == 1 and _same_digits(one, mine, two, theirs):
+        parts = math.prod(size for size, _ in refined)
+        if my[0] % parts == 0:
+            return True
+    steps = [range(0, size * stride, stride) for size, stride in refined]
+    for offsets in cartesian(*steps):
+        position = sum(offsets)
+        left = index_runs(my, one._factor_ranges(mine, my, position))
+        right = index_runs(their, two._factor_ranges(theirs, their, position))
+        if _nonempty(left) != _nonempty(right):
+            return False
+    return True
+
+
+def _nonempty(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [run for run in runs if run[0] < run[1]]
+
+
+# DTensor placements, as algebra: what torch's objects say, without torch
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSpec:
+    """One placement: `dim` is None for replicated and pending; `split_factor` is 1 for a plain shard."""
+
+    dim: int | None = None
+    split_factor: int = 1
+    op: str | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
+    """What DTensor needs to be told per axis of the mesh; `ShardingError` where it can't be.
+
+    DTensor cuts by mesh axis in mesh order. An axis that is written before an earlier one of the
+    mesh, or behind a factor that isn't split, becomes a strided shard: `split_factor` counts the
+    pieces that still lie in front of it at that time.
+    """
+    mesh = sharding.mesh
+    found = {name: PlacementSpec() for name in mesh.axis_names}
+    for pending in sharding.pending:
+        for name in mesh_axes(mesh, pending.axes):
+            found[name] = PlacementSpec(op=pending.op)
+    for index, dim in enumerate(sharding.dims):
+        pieces: list[tuple[int | None, str | None]] = []
+        for factor in dim.factors:
+            axes = mesh_axes(mesh, factor.axes)
+            pieces += [(mesh.namespace[name].size, name) for name in axes]
+            if len(dim.factors) > 1 and dim.axes:
+                inner = math.prod(mesh.namespace[name].size for name in axes)
+                pieces.append((None if factor.size is None else factor.size // inner, None))
+        order = sorted((mesh.axis_names.index(name), at) for at, (_, name) in enumerate(pieces) if name)
+        done: set[int] = set()
+        for axis, at in order:
+            before = [size for i, (size, _) in enumerate(pieces[:at]) if i not in done]
+            sizes = [size for size in before if size is not None]
+            if len(sizes) < len(before):
+                raise ShardingError(
+                    f"DTensor needs the sizes of the factors in front of '{mesh.axis_names[axis]}' in {dim}; "
+                    f"write them: {' '.join(f'{f.name}=...' for f in dim.factors if f.size is None)}"
+                )
+            done.add(at)
+            if len(order) > 1 and any(name is None for _, name in pieces[:at]):
+                raise ShardingError(
+                    f"DTensor can't express {dim}: two axes on a dim with an unsplit factor in front; "
+                    "make the factor in front a dim of its own"
+                )
+            found[mesh.axis_names[axis]] = PlacementSpec(index, math.prod(sizes))
+    return tuple(found[name] for name in mesh.axis_names)
+
+
+def mesh_axes(mesh: Mesh, axes: Sequence[str]) -> list[str]:
+    """A product of names as axes of the mesh itself; `ShardingError` where it cuts one."""
+    found: list[str] = []
+    modes: list[tuple[int, int]] = []
+    for axis in axes:
+        if axis in mesh.axis_names and not modes:
+            found.append(axis)
+        else:
+            modes.extend(mesh.namespace[axis].modes)
+            names = mesh.factored(Layout.of(modes))
+            if names is not None:
+                found.extend(names)
+                modes = []
+    if modes:
+        text = " ".join(axes)
+        raise ShardingError(
+            f"'{text}' isn't a product of whole axes of {mesh!r}, so DTensor can't express it; "
+            "use the sub-mesh that has these axes, like mesh['dp', 'tp']"
+        )
+    return found
+
+
+def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
+    """`ShardingError` where DTensor would cut a tensor of this shape otherwise than the sharding says."""
+    specs = placement_specs(sharding)
+    for index, (dim, extents) in enumerate(zip(sharding.dims, sharding.extents(shape), strict=True)):
+        parts = math.prod(sharding.mesh.namespace[axis].size for axis in dim.axes)
+        if len(dim.factors) > 1 or extents[0] % parts == 0:
+            continue
+        sizes = [sharding.mesh.namespace[axis].size for axis in dim.axes if sharding.mesh.namespace[axis].size > 1]
+        levels = [
+            size
+            for size, spec in zip(sharding.mesh.shape.values(), specs, strict=True)
+            if spec.dim == index and size > 1
+        ]
+        strided = any(spec.dim == index and spec.split_factor > 1 for spec in specs)
+        if strided or sizes != levels:
+            raise ShardingError(
+                f"{dim} cuts a dim of {extents[0]} into {parts} uneven parts, which DTensor on {sharding.mesh!r} "
+                f"would cut otherwise; make the size a multiple of {parts}, or use a sub-mesh with these axes in this order"
+            )
+
+
+def _from_placements(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
+    if len(placements) != mesh.ndim:
+        raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
+    pieces: list[list[_Piece]] = [[_Piece(None, None)] for _ in range(ndim)]
+    pending: list[PendingReduction] = []
+    for name, placement in zip(mesh.axis_names, placements, strict=True):
+        dim = getattr(placement, "dim", None)
+        op = getattr(placement, "reduce_op", None)
+        if op is not None:
+            op = {"avg": "mean"}.get(op, op)
+            if op not in ("sum", "mean", "max", "min"):
+                raise ShardingError(f"a pending '{op}' has no name in axes; resolve it first")
+            if pending and pending[-1].op == op:
+                pending[-1] = PendingReduction(op, (*pending[-1].axes, name))
+            else:
+                pending.append(PendingReduction(op, (name,)))
+        elif dim is not None:
+            dim = dim + ndim if dim < 0 else dim
+            if not 0 <= dim < ndim:
+                raise ShardingError(f"{placement} is about dim {dim} of a tensor with {ndim} dims")
+            factor = getattr(placement, "split_factor", 1)
+            pieces[dim] = _cut(pieces[dim], name, mesh.namespace[name].size, factor, placement)
+    return Sharding(mesh, tuple(_as_dim(found, mesh, index) for index, found in enumerate(pieces)), tuple(pending))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of a dim from the major side: `size` None is the rest, `axis` None isn't split."""
+
+    size: int | None
+    axis: str | None
+
+
+def _cut(pieces: list[_Piece], axis: str, size: int, split_factor: int, placement: Any) -> list[_Piece]:
+    """The dim after one more shard: `split_factor` unsplit pieces stay in front of it."""
+    found, left = [], split_factor
+    for at, piece in enumerate(pieces):
+        if piece.axis is not None:
+            found.append(piece)
+        elif left > 1 and piece.size is not None and left % piece.size == 0:
+            found.append(piece)
+            left //= piece.size
+        elif piece.size is None:
+            front = [_Piece(left, None)] if left > 1 else []
+            return [*found, *front, _Piece(size, axis), piece, *pieces[at + 1 :]]
+        elif piece.size % (left * size) == 0:
+            front = [_Piece(left, None)] if left > 1 else []
+            inner = piece.size // (left * size)
+            back = [_Piece(inner, None)] if inner > 1 else []
+            return [*found, *front, _Piece(size, axis), *back, *pieces[at + 1 :]]
+        else:
+            break
+    raise ShardingError(f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec")
+
+
+def _as_dim(pieces: Sequence[_Piece], mesh: Mesh, index: int) -> ShardedDim:
+    """Pieces as factors: the axes in front of an unsplit piece split the factor that ends with it."""
+    factors: list[Factor] = []
+    axes: list[str] = []
+    for piece in pieces:
+        if piece.axis is not None:
+            axes.append(piece.axis)
+            continue
+        parts = math.prod(mesh.namespace[axis].size for axis in axes)
+        size = None if piece.size is None else piece.size * parts
+        factors.append(Factor(None if size else "_", size, tuple(axes)))
+        axes = []
+    if len(factors) > 1:
+        # `_` has no place in a group, so what is left of the dim gets a name.
+        factors[-1] = replace(factors[-1], name=f"inner{index}")
+    return ShardedDim(tuple(factors))
