@@ -1,0 +1,93 @@
+"""Every piece of code that the documentation shows runs, and prints what it says it prints.
+
+A page's Python blocks run in order, in one interpreter of their own: a block with `>>>` as a
+doctest, any other as a program. Blocks in other languages (`sh`, `text`) aren't run.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import axes
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+MODULES = sorted(
+    found.name
+    for found in pkgutil.walk_packages(axes.__path__, "axes.")
+    if not found.name.endswith("__main__")
+)
+
+RUNNER = """
+import doctest, sys
+from tests.test_docs import blocks
+
+page = sys.argv[1]
+space = {"__name__": "__main__"}
+for line, text in blocks(open(page, encoding="utf-8").read()):
+    if text.lstrip().startswith(">>>"):
+        test = doctest.DocTestParser().get_doctest(text, space, page, page, line)
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.FAIL_FAST)
+        runner.run(test, clear_globs=False)
+        space.update(test.globs)
+        if runner.summarize(verbose=False).failed:
+            sys.exit(1)
+    else:
+        exec(compile("\\n" * line + text, page, "exec"), space)
+"""
+
+
+def blocks(page: str) -> list[tuple[int, str]]:
+    """The Python blocks of a page, each with the number of lines before it."""
+    pattern = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [(page.count("\n", 0, m.start(1)), m.group(1)) for m in pattern.finditer(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page):
+    assert blocks(page.read_text(encoding="utf-8")), f"{page.name} shows no Python"
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(page)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module_run(name):
+    module = importlib.import_module(name)
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS, report=True)
+    assert not found.failed, f"{found.failed} of {found.attempted} examples of {name} fail"
+
+
+def test_a_page_with_wrong_output_is_noticed(tmp_path):
+    page = tmp_path / "wrong.md"
+    page.write_text("```python\n>>> 1 + 1\n3\n```\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(page)], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode != 0
+
+
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page):
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing, missing

@@ -1,0 +1,254 @@
+"""The house rules that a machine can check: lint, types, layers and private API.
+
+Nothing imports what is above it (algebra < runtime < ops < nn < show), the algebra needs the
+standard library alone, and one file holds every use of torch's private API. The checks read the
+syntax trees, so an import inside a function counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("algebra", "runtime", "ops", "nn", "show")
+PRIVATE = Path("axes/runtime/torch_private.py")
+MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"))
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
+
+
+def test_ruff_finds_nothing():
+    run("ruff", "check", "--no-cache", "--output-format=concise", ".")
+
+
+def test_everything_is_formatted():
+    run("ruff", "format", "--no-cache", "--check", ".")
+
+
+def test_the_types_check():
+    run("mypy", "--no-error-summary")
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
+
+
+def runs_for_types_only(node: ast.If) -> bool:
+    test = node.test
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def imports(node: ast.AST, typing: bool = True) -> Iterator[str]:
+    """Dotted names that `node` imports: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`.
+
+    Those under `if TYPE_CHECKING:` are left out where `typing` is false.
+    """
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and runs_for_types_only(child) and not typing:
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"relative import in line {child.lineno}; write it out"
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        else:
+            yield from imports(child, typing)
+
+
+def layer(dotted: str) -> int | None:
+    """The height of `axes.<layer>...`; the package itself is above all of its layers."""
+    parts = dotted.split(".")
+    if parts[0] != "axes":
+        return None
+    named = parts[1] if len(parts) > 1 else ""
+    return LAYERS.index(named) if named in LAYERS else len(LAYERS)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_imports_what_is_above_it():
+    wrong = [
+        f"{path} imports {name}"
+        for path in MODULES
+        for name in imports(tree(path))
+        for theirs, own in [(layer(name), layer(module_name(path)))]
+        if theirs is not None and own is not None and theirs > own
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_algebra_imports_the_standard_library_alone():
+    wrong = [
+        f"{path} imports {name}"
+        for path in MODULES
+        if path.parts[1] == "algebra"
+        for name in imports(tree(path))
+        if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("axes.algebra")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_below_the_operations_nothing_needs_einops():
+    wrong = [
+        f"{path} imports {name}"
+        for path in MODULES
+        if path.parts[1] == "runtime"
+        for name in imports(tree(path))
+        if name.split(".")[0] == "einops"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
+
+
+def torch_names(module: ast.Module) -> set[str]:
+    """Local names that torch or a part of it is bound to."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    found.add(alias.asname or "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found.update(alias.asname or alias.name for alias in node.names)
+    return found
+
+
+def dotted(node: ast.Attribute) -> list[str]:
+    """`torch.distributed._x` as its parts; no parts where it doesn't start at a name."""
+    parts: list[str] = []
+    at: ast.expr = node
+    while isinstance(at, ast.Attribute):
+        parts.append(at.attr)
+        at = at.value
+    return [at.id, *reversed(parts)] if isinstance(at, ast.Name) else []
+
+
+def private_uses(module: ast.Module) -> Iterator[str]:
+    for name in imports(module):
+        parts = name.split(".")
+        if parts[0] == "torch" and any(map(is_private, parts)):
+            yield f"imports {name}"
+    roots = torch_names(module)
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute):
+            parts = dotted(node)
+            if parts and parts[0] in roots and any(map(is_private, parts[1:])):
+                yield f"line {node.lineno} uses {'.'.join(parts)}"
+
+
+# Attributes of torch's objects that carry no leading module: `tensor._local_tensor`.
+PRIVATE_ATTRIBUTES = {
+    "_local_tensor",
+    "_spec",
+    "_get_or_create_default_group",
+    "_init_backend",
+    "_dim_group_names",
+    "_rank_map",
+    "_layout",
+    "_root_mesh",
+    "_flatten_mapping",
+    "_flatten",
+    "_unflatten",
+    "_concatenate",
+    "_pg_registry",
+    "_get_root_mesh",
+    "_set_group_name",
+    "_set_group_desc",
+    "_register_backend",
+}
+
+
+def test_torch_private_api_is_used_in_one_file_alone():
+    wrong = [
+        f"{path} {use}" for path in MODULES if path != PRIVATE for use in private_uses(tree(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_private_attribute_of_a_torch_object_is_read_elsewhere():
+    wrong = [
+        f"{path} line {node.lineno} uses .{node.attr}"
+        for path in MODULES
+        if path != PRIVATE and path.parts[1] != "algebra"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch._C",
+        "from torch.distributed import _functional_collectives",
+        "import torch\ndef f():\n    return torch.distributed._x.y",
+        "import torch.distributed as dist\ndist.distributed_c10d._world",
+    ],
+)
+def test_the_search_for_private_api_finds_it(text):
+    assert list(private_uses(ast.parse(text)))
+
+
+def test_the_search_for_private_api_lets_public_api_pass():
+    text = "import torch\nimport torch.distributed as dist\ntorch.__version__\ndist.new_group()\n"
+    assert not list(private_uses(ast.parse(text)))
+
+
+def test_importing_the_algebra_imports_no_torch():
+    code = (
+        "import sys, pkgutil, importlib, axes.algebra\n"
+        "for found in pkgutil.walk_packages(axes.algebra.__path__, 'axes.algebra.'):\n"
+        "    importlib.import_module(found.name)\n"
+        "heavy = {'torch', 'numpy', 'einops'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "axes.Mesh('dp=4 tp=8').sharding('batch@dp embed@tp').spec\n"
+        "heavy = {'torch', 'numpy', 'einops'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_pin_is_exact_and_every_dependency_is_pinned():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(line.count("==") == 1 for line in pins), pins
+    names = {line.split("==")[0].lower() for line in pins}
+    assert {"torch", "einops", "pytest", "hypothesis", "ruff", "mypy", "numpy"} <= names
+
+
+def test_another_torch_gets_an_environment_and_pins_of_its_own():
+    make = shutil.which("make")
+    assert make is not None
+    done = subprocess.run(
+        [make, "--dry-run", "--always-make", "test", "TORCH=2.11.0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ".venv-2.11.0/bin/python -m pytest" in done.stdout
+    assert "s/^torch==.*/torch==2.11.0/" in done.stdout
