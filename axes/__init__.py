@@ -1,1 +1,100 @@
-"""axes: named-axis sharding for PyTorch, in einops notation."""
+"""axes: named-axis sharding for PyTorch, in einops notation.
+
+Ranks are numbers, axes are their digits. A mesh, a sharding, a process group and a collective are
+all regroupings of digits, so one einops-style expression can write any of them.
+
+>>> import axes
+>>> mesh = axes.Mesh("dp cp=2 tp=2", "fsdp = dp cp", ranks=range(8))
+>>> mesh.shape, mesh.names["fsdp"]
+({'dp': 2, 'cp': 2, 'tp': 2}, 4)
+>>> mesh.sharding("batch@dp seq@(cp tp) embed").local_shape((8, 32, 16))
+(4, 8, 16)
+
+This file is the whole public surface. A name is imported when it is first used, so that the
+algebra (`axes.Mesh`) needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from axes.algebra import seam as _seam
+
+if TYPE_CHECKING:
+    from axes.algebra.ambient import use_mesh as use_mesh
+    from axes.algebra.errors import AxesError as AxesError
+    from axes.algebra.errors import DesyncError as DesyncError
+    from axes.algebra.errors import ExpressionError as ExpressionError
+    from axes.algebra.errors import MeshError as MeshError
+    from axes.algebra.errors import ShardingError as ShardingError
+    from axes.algebra.errors import SizeError as SizeError
+    from axes.algebra.layout import Layout as Layout
+    from axes.algebra.mesh import Axis as Axis
+    from axes.algebra.mesh import Mesh as Mesh
+    from axes.algebra.sharding import Sharding as Sharding
+    from axes.runtime.factories import empty as empty
+    from axes.runtime.factories import full as full
+    from axes.runtime.factories import ones as ones
+    from axes.runtime.factories import rand as rand
+    from axes.runtime.factories import randn as randn
+    from axes.runtime.factories import zeros as zeros
+    from axes.runtime.groups import GroupOptions as GroupOptions
+    from axes.runtime.groups import destroy_process_groups as destroy_process_groups
+    from axes.runtime.groups import process_groups as process_groups
+    from axes.runtime.launch import launch as launch
+    from axes.runtime.sharded import from_local as from_local
+    from axes.runtime.sharded import lift as lift
+    from axes.runtime.sharded import shard as shard
+    from axes.runtime.sharded import sharding_of as sharding_of
+    from axes.runtime.sharded import spec_of as spec_of
+    from axes.runtime.sharded import to_local as to_local
+    from axes.runtime.sharded import unshard as unshard
+    from axes.runtime.simulate import simulate as simulate
+    from axes.runtime.world import init_mesh as init_mesh
+
+_HOME = {
+    "axes.algebra.ambient": ("use_mesh",),
+    "axes.algebra.errors": (
+        "AxesError",
+        "DesyncError",
+        "ExpressionError",
+        "MeshError",
+        "ShardingError",
+        "SizeError",
+    ),
+    "axes.algebra.layout": ("Layout",),
+    "axes.algebra.mesh": ("Axis", "Mesh"),
+    "axes.algebra.sharding": ("Sharding",),
+    "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
+    "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
+    "axes.runtime.launch": ("launch",),
+    "axes.runtime.sharded": (
+        "from_local",
+        "lift",
+        "shard",
+        "sharding_of",
+        "spec_of",
+        "to_local",
+        "unshard",
+    ),
+    "axes.runtime.simulate": ("simulate",),
+    "axes.runtime.world": ("init_mesh",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+_seam.provide(lambda: importlib.import_module("axes.runtime.bridge").runtime)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'axes' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

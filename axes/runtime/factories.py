@@ -1,0 +1,211 @@
+"""Sharded tensors from nothing: each rank builds its shard, nobody the whole.
+
+    axes.zeros("vocab@tp embed", mesh=mesh, vocab=32_000, embed=4096, dtype=torch.bfloat16)
+
+Random values depend on the seed and on an element's place in the whole tensor alone, so the same
+seed gives the same tensor on every mesh and with every sharding (JAX's partitionable `threefry`
+promises the same). The generator is a counter hashed by splitmix64 (Steele, Lea, Flood 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from axes.algebra import seam
+from axes.algebra.ambient import required_mesh
+from axes.algebra.errors import ShardingError, SizeError
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Indices, Sharding, check_torch_can, parsed_sharding
+from axes.runtime.sharded import Sizes, dtensor_of
+
+_BLOCK = 1 << 20
+_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+Fill = Callable[[tuple[int, ...], Sharding, tuple[int, ...]], torch.Tensor]
+
+
+def zeros(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
+          requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+    """A sharded tensor of zeros. Every dim of the spec has a size: inline, as keyword or in `sizes`.
+
+        axes.zeros("b@dp d", mesh=mesh, b=8, d=16)
+    """
+    return full(spec, 0, mesh=mesh, dtype=dtype or torch.get_default_dtype(), requires_grad=requires_grad,
+                sizes=sizes, **keywords)
+
+
+def ones(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
+         requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+    """A sharded tensor of ones; sizes as in `zeros`.
+
+        axes.ones("b@dp d=16", mesh=mesh, b=8)
+    """
+    return full(spec, 1, mesh=mesh, dtype=dtype or torch.get_default_dtype(), requires_grad=requires_grad,
+                sizes=sizes, **keywords)
+
+
+def full(spec: str, value: float, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
+         requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+    """A sharded tensor of one value, of the value's dtype by default; sizes as in `zeros`.
+
+        axes.full("b@dp d", -1.0, mesh=mesh, b=8, d=16)
+    """
+    def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(local, value, dtype=dtype, device=_device(sharding))
+
+    return _made("axes.full", spec, mesh, fill, requires_grad, sizes, keywords)
+
+
+def empty(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
+          requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+    """A sharded tensor with whatever lies in memory; sizes as in `zeros`.
+
+        axes.empty("b@dp d", mesh=mesh, b=8, d=16)
+    """
+    def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(local, dtype=dtype, device=_device(sharding))
+
+    return _made("axes.empty", spec, mesh, fill, requires_grad, sizes, keywords)
+
+
+def rand(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
+         requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+    """Uniform in [0, 1): the same tensor for the same seed on every mesh; sizes as in `zeros`.
+
+    The seed is drawn from torch's default CPU generator of the mesh's first rank.
+
+        torch.manual_seed(0); axes.rand("b@dp d", mesh=mesh, b=8, d=16)
+    """
+    return _random("axes.rand", _uniform, spec, mesh, dtype, requires_grad, sizes, keywords)
+
+
+def randn(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
+          requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+    """Normal with mean 0 and variance 1: the same tensor for the same seed on every mesh.
+
+    The seed is drawn from torch's default CPU generator of the mesh's first rank; sizes as in `zeros`.
+
+        torch.manual_seed(0); axes.randn("b@dp d", mesh=mesh, b=8, d=16)
+    """
+    return _random("axes.randn", _normal, spec, mesh, dtype, requires_grad, sizes, keywords)
+
+
+def _made(function: str, spec: str, mesh: Mesh | None, fill: Fill, requires_grad: bool,
+          sizes: Sizes | None, keywords: Mapping[str, int]) -> DTensor:
+    mesh = required_mesh(mesh, function)
+    sharding = parsed_sharding(mesh, spec, tuple(sorted({**keywords, **(sizes or {})}.items())))
+    if sharding.pending:
+        raise ShardingError(f"{function} makes whole values; found '{spec}' with something pending")
+    shape = _shape(sharding)
+    check_torch_can(sharding, shape)
+    device_mesh = mesh.device_mesh
+    local_shape = sharding.local_shape(shape) if mesh.coordinate is not None else (0,)
+    local = fill(local_shape, sharding, shape)
+    return dtensor_of(local, sharding, shape, device_mesh).requires_grad_(requires_grad)
+
+
+def _shape(sharding: Sharding) -> tuple[int, ...]:
+    found = []
+    for dim in sharding.dims:
+        missing = [factor.name for factor in dim.factors if factor.size is None]
+        if missing:
+            names = " and ".join(f"'{name}'" for name in missing)
+            raise SizeError(f"{names} needs a size in '{sharding}', like {missing[0]}=8")
+        found.append(math.prod(factor.size or 1 for factor in dim.factors))
+    return tuple(found)
+
+
+def _device(sharding: Sharding) -> str:
+    return sharding.mesh.binding.device_type
+
+
+def _random(function: str, draw: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor], spec: str,
+            mesh: Mesh | None, dtype: torch.dtype | None, requires_grad: bool,
+            sizes: Sizes | None, keywords: Mapping[str, int]) -> DTensor:
+    wanted = dtype or torch.get_default_dtype()
+    if wanted not in _BITS:
+        raise ShardingError(f"{function} makes floating point values; found {wanted}")
+    mesh = required_mesh(mesh, function)
+
+    def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty(local, dtype=wanted, device=_device(sharding))
+        if sharding.mesh.coordinate is None:
+            return made
+        seed = _agreed_seed(sharding.mesh)
+        indices = [_positions(found, made.device) for found in sharding.local_indices(shape)]
+        for block, places in _blocks(made, indices, shape):
+            block.copy_(draw(places, seed, wanted))
+        return made
+
+    return _made(function, spec, mesh, fill, requires_grad, sizes, keywords)
+
+
+def _agreed_seed(mesh: Mesh) -> int:
+    """A seed from the default generator of the mesh's first rank, on all its ranks."""
+    seed = torch.randint(2**62, (1,), dtype=torch.int64)
+    if mesh.size > 1:
+        layout = mesh.layout_of_all
+        ranks = mesh.ranks_of(layout)
+        if ranks is None:
+            return int(seed)
+        group = seam.runtime("axes.rand").group(mesh, layout, "seed")
+        seed = seed.to(mesh.binding.device_type)
+        dist.broadcast(seed, src=ranks[0], group=group)
+    return int(seed)
+
+
+def _positions(indices: Indices, device: torch.device) -> torch.Tensor:
+    runs = (indices,) if isinstance(indices, slice) else indices
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
+
+
+def _blocks(
+    local: torch.Tensor, indices: Sequence[torch.Tensor], shape: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of the shard, each with the place of its elements in the whole, counted row-major."""
+    if local.ndim == 0:
+        yield local, torch.zeros((), dtype=torch.int64, device=local.device)
+        return
+    inner = max(1, math.prod(local.shape[1:]))
+    rows = max(1, _BLOCK // inner)
+    for start in range(0, local.shape[0], rows):
+        block = local[start : start + rows]
+        parts = [indices[0][start : start + rows], *indices[1:]]
+        places = parts[0]
+        for extent, part in zip(shape[1:], parts[1:], strict=True):
+            places = places.unsqueeze(-1) * extent + part
+        yield block, places
+
+
+def _hashed(counter: torch.Tensor) -> torch.Tensor:
+    """splitmix64's output function: 64 well-mixed bits for each counter."""
+    x = counter * -7046029254386353131  # 0x9E3779B97F4A7C15, the golden gamma
+    x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _fraction(counter: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Uniform multiples of 2**-bits in [0, 1)."""
+    return _shifted(_hashed(counter), 64 - bits).to(dtype) * 2.0**-bits
+
+
+def _uniform(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return _fraction(places + seed, _BITS[dtype], exact)
+
+
+def _normal(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    radius = 1 - _fraction(places * 2 + seed, _BITS[exact], exact)  # in (0, 1]: the logarithm is finite
+    angle = _fraction(places * 2 + 1 + seed, _BITS[exact], exact)
+    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()

@@ -1,0 +1,323 @@
+"""Sharded tensors: torch's own `DTensor`, made from and described by specs.
+
+    x = axes.shard(tensor, "batch@dp seq@(cp tp) embed", mesh=mesh)    # every rank has the whole
+    x = axes.from_local(local, "batch@dp seq embed", mesh=mesh)        # every rank has its shard
+    axes.spec_of(x)                                                    # '_@dp _@(cp tp) _'
+    axes.unshard(x)                                                    # the whole, on every rank
+
+In a spec the whole truth is written: a bare name is unsplit, an axis that isn't named is
+replicated. FSDP2, tensor-parallel styles, optimizers, `torch.compile` and distributed checkpoint
+take these DTensors as they take their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from axes.algebra import seam
+from axes.algebra.ambient import required_mesh
+from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Indices, Sharding, check_torch_can, parsed_sharding, placement_specs
+from axes.runtime import torch_private
+from axes.runtime.border import contiguous_strides, enter_global, leave_global
+
+Sizes = Mapping[str, int]
+
+
+def shard(
+    tensor: torch.Tensor,
+    spec: str,
+    /,
+    mesh: Mesh | None = None,
+    source_rank: int | None = None,
+    *,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
+    """A tensor that every rank has whole, as a DTensor that keeps this rank's shard of it.
+
+    Nothing is sent, unless `source_rank` names a global rank whose tensor is broadcast first. The
+    shard is a copy on the mesh's device; `requires_grad` carries over. Sizes are those of factors
+    of grouped dims. As `torch.distributed.tensor.distribute_tensor`, which always broadcasts.
+
+    Raises `ShardingError` for a spec that doesn't fit the tensor, that has something pending, or
+    that DTensor can't express for this shape; the same on every rank, before anything is sent.
+
+        w = axes.shard(weight, "(qkv=3 heads@tp dim) embed@fsdp", mesh=mesh, heads=16)
+    """
+    mesh = required_mesh(mesh, "axes.shard")
+    _plain(tensor, "axes.shard", "axes.reshard")
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ShardingError(
+            "axes.shard takes a leaf or a tensor without gradient; found the result of a computation. "
+            "Inside one, use axes.from_local"
+        )
+    sharding = _whole_spec(mesh, spec, tensor.ndim, tensor.shape, {**keywords, **(sizes or {})})
+    if sharding.pending:
+        raise ShardingError(f"a whole tensor has nothing pending; found '{spec}'. Use axes.from_local for summands")
+    device_mesh = mesh.device_mesh
+    value = tensor.detach()
+    if source_rank is not None:
+        value = _broadcast(value, mesh, source_rank)
+    local = take_shard(value, sharding).to(mesh.binding.device_type)
+    made = dtensor_of(local, sharding, tensor.shape, device_mesh)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def from_local(
+    local: torch.Tensor,
+    spec: str,
+    /,
+    mesh: Mesh | None = None,
+    shape: Sequence[int] | None = None,
+    *,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
+    """The DTensor whose shard on this rank is `local`. Nothing is sent or copied.
+
+    `shape` is the whole shape; without it, split dims are taken to divide evenly, or have the whole
+    sizes that `sizes` and keywords give to names. What isn't split must be equal on every rank of
+    the mesh. Differentiable: the gradient of `local` is this rank's (see `axes.runtime.border`).
+
+    Raises `ShardingError` where `local` isn't the shard that the spec and the shape say.
+
+        h = axes.from_local(torch.randn(4, 8), "batch@dp embed | sum@tp", mesh=mesh)
+    """
+    mesh = required_mesh(mesh, "axes.from_local")
+    _plain(local, "axes.from_local", "axes.reshard")
+    given = tuple(sorted({**keywords, **(sizes or {})}.items()))
+    sharding = parsed_sharding(mesh, spec, given, local.ndim)
+    if sharding.ndim != local.ndim:
+        raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {local.ndim}: {list(local.shape)}")
+    whole = torch.Size(shape) if shape is not None else _whole_shape(sharding, local.shape)
+    sharding = sharding.sized(whole)
+    check_torch_can(sharding, whole)
+    if mesh.coordinate is not None and (expected := sharding.local_shape(whole)) != tuple(local.shape):
+        raise ShardingError(
+            f"the shard of {list(whole)} on this rank is {list(expected)} by '{spec}'; found {list(local.shape)}"
+            + ("" if shape is not None else ". Uneven shards need shape=...")
+        )
+    strides = strides_like(local, whole)
+    return enter_global(local, mesh.device_mesh, torch_placements(sharding), whole, strides)
+
+
+def unshard(x: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank, pending reductions done. Differentiable.
+
+        axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
+    """
+    _distributed(x, "axes.unshard")
+    return x.full_tensor()
+
+
+def to_local(x: DTensor) -> torch.Tensor:
+    """This rank's shard as a plain tensor. Nothing is sent or copied.
+
+    Differentiable by the border's rule: the gradient of a replicated tensor is each rank's summand.
+    (torch's `x.to_local()` takes it to be the whole on every rank unless it is told otherwise.)
+    """
+    _distributed(x, "axes.to_local")
+    return leave_global(x)
+
+
+def spec_of(x: DTensor) -> str:
+    """The sharding of a DTensor as text; its dims have no names: `'_@dp _@(cp tp) _ | sum@ep'`."""
+    return sharding_of(x).spec
+
+
+def sharding_of(x: DTensor) -> Sharding:
+    """The sharding of a DTensor, on the mesh that it was made on.
+
+    Raises `ShardingError` for placements that no spec can say.
+    """
+    _distributed(x, "axes.sharding_of")
+    return _sharding_of(x.device_mesh, x.placements, x.ndim)
+
+
+def lift(x: DTensor, mesh: Mesh) -> DTensor:
+    """`x`, declared to be replicated over the further axes of a larger mesh. Nothing is sent.
+
+    Differentiable; the gradient is resolved over the further axes.
+
+    Raises `MeshError` where `mesh` lacks an axis of the mesh that `x` is on.
+
+        w = axes.lift(axes.shard(weight, "d f@tp", mesh=mesh["tp"]), mesh["dp", "tp"])
+    """
+    _distributed(x, "axes.lift")
+    old = adopted(x.device_mesh)
+    if old.universe != mesh.universe:
+        raise MeshError(f"lift stays within one universe; x is on {old!r}, the mesh is {mesh!r}")
+    names = []
+    for name, layout in zip(old.axis_names, old.layouts, strict=True):
+        match = next((new for new, other in zip(mesh.axis_names, mesh.layouts, strict=True) if other == layout), None)
+        if match is None:
+            raise MeshError(f"axis '{name}' ({layout}) of the tensor isn't an axis of {mesh!r}")
+        names.append(match)
+    by_name = dict(zip(names, x.placements, strict=True))
+    placements = tuple(by_name.get(name, Replicate()) for name in mesh.axis_names)
+    order = [name for name in mesh.axis_names if name in by_name]
+    if order != names and any(not isinstance(p, Replicate) for p in x.placements):
+        # Placements apply in mesh order: in another order the same sharding reads differently.
+        sharding = sharding_of(x)
+        renamed = dict(zip(old.axis_names, names, strict=True))
+        placements = torch_placements(_renamed(sharding, mesh, renamed))
+    return _Lift.apply(x, mesh.device_mesh, placements, tuple(mesh.axis_names.index(n) for n in names))
+
+
+# what the rest of the runtime uses
+
+
+@functools.lru_cache(maxsize=4096)
+def torch_placements(sharding: Sharding) -> tuple[Placement, ...]:
+    """The DTensor placements of a sharding, one per axis of its mesh."""
+    found: list[Placement] = []
+    for spec in placement_specs(sharding):
+        if spec.op is not None:
+            found.append(Partial({"mean": "avg"}.get(spec.op, spec.op)))
+        elif spec.dim is None:
+            found.append(Replicate())
+        elif spec.split_factor == 1:
+            found.append(Shard(spec.dim))
+        else:
+            found.append(torch_private.strided_shard(spec.dim, spec.split_factor))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def adopted(device_mesh: Any) -> Mesh:
+    """The mesh of a torch DeviceMesh."""
+    return Mesh.from_device_mesh(device_mesh)
+
+
+def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """This rank's shard of a whole tensor, as a copy; empty outside the mesh."""
+    if sharding.mesh.coordinate is None:
+        return tensor.new_empty(0)
+    for dim, indices in enumerate(sharding.local_indices(tensor.shape)):
+        tensor = _taken(tensor, dim, indices)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
+    if local.is_contiguous():
+        return contiguous_strides(tuple(shape))
+    order = sorted(range(local.ndim), key=lambda dim: (-local.stride(dim), dim))
+    packed = contiguous_strides(tuple(shape[dim] for dim in order))
+    by_dim = dict(zip(order, packed, strict=True))
+    return tuple(by_dim[dim] for dim in range(local.ndim))
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding_of(device_mesh: Any, placements: tuple[Placement, ...], ndim: int) -> Sharding:
+    return Sharding.from_placements(adopted(device_mesh), placements, ndim)
+
+
+def _whole_spec(mesh: Mesh, spec: str, ndim: int, shape: Sequence[int], sizes: Sizes) -> Sharding:
+    sharding = parsed_sharding(mesh, spec, tuple(sorted(sizes.items())), ndim).sized(shape)
+    check_torch_can(sharding, shape)
+    return sharding
+
+
+def _whole_shape(sharding: Sharding, local: Sequence[int]) -> torch.Size:
+    """The whole shape of even shards, or of the sizes that the spec's names are given."""
+    found = []
+    for dim, extent in zip(sharding.dims, local, strict=True):
+        parts = math.prod(sharding.mesh.namespace[axis].size for axis in dim.axes)
+        sizes = [factor.size for factor in dim.factors]
+        known = math.prod(size for size in sizes if size is not None)
+        found.append(known if sizes and None not in sizes else extent * parts)
+    return torch.Size(found)
+
+
+def _taken(tensor: torch.Tensor, dim: int, indices: Indices) -> torch.Tensor:
+    if isinstance(indices, slice):
+        return tensor.narrow(dim, indices.start, indices.stop - indices.start)
+    return torch.cat([_taken(tensor, dim, run) for run in indices], dim)
+
+
+def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], device_mesh: Any) -> DTensor:
+    whole = torch.Size(shape)
+    return DTensor.from_local(
+        local,
+        device_mesh,
+        torch_placements(sharding),
+        run_check=False,
+        shape=whole,
+        stride=contiguous_strides(tuple(whole)),
+    )
+
+
+def _broadcast(tensor: torch.Tensor, mesh: Mesh, source_rank: int) -> torch.Tensor:
+    """The tensor of `source_rank`, on every rank of the mesh's universe."""
+    if mesh.universe.position(source_rank) is None:
+        raise ShardingError(f"source_rank is a global rank of {mesh!r}; found {source_rank}")
+    if mesh.coordinate is None or mesh.universe.size == 1:
+        return tensor
+    everyone = Layout((mesh.universe.size,), (1,))
+    group = seam.runtime("axes.shard").group(mesh, everyone, "source_rank")
+    tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
+    dist.broadcast(tensor, src=source_rank, group=group)
+    return tensor
+
+
+def _renamed(sharding: Sharding, mesh: Mesh, names: Mapping[str, str]) -> Sharding:
+    from dataclasses import replace
+
+    dims = tuple(
+        replace(dim, factors=tuple(replace(f, axes=tuple(names[a] for a in f.axes)) for f in dim.factors))
+        for dim in sharding.dims
+    )
+    pending = tuple(replace(p, axes=tuple(names[a] for a in p.axes)) for p in sharding.pending)
+    return Sharding(mesh, dims, pending)
+
+
+class _Lift(torch.autograd.Function):
+    """The same local tensor on a larger mesh. `places[i]`: where axis i of the old mesh is now."""
+
+    @staticmethod
+    def forward(ctx, x, device_mesh, placements, places):
+        ctx.device_mesh, ctx.placements, ctx.places = x.device_mesh, x.placements, places
+        return DTensor.from_local(
+            x.to_local(), device_mesh, placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        wanted = [
+            p if axis in ctx.places else Replicate() for axis, p in enumerate(cotangent.placements)
+        ]
+        resolved = cotangent.redistribute(placements=wanted)
+        placements = [wanted[axis] for axis in ctx.places]
+        lowered = DTensor.from_local(
+            resolved.to_local(),
+            ctx.device_mesh,
+            placements,
+            run_check=False,
+            shape=cotangent.shape,
+            stride=cotangent.stride(),
+        )
+        return lowered, None, None, None
+
+
+def _plain(tensor: Any, function: str, instead: str) -> None:
+    if isinstance(tensor, DTensor):
+        raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use {instead}")
+    if not isinstance(tensor, torch.Tensor):
+        raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
+
+
+def _distributed(x: Any, function: str) -> None:
+    if not isinstance(x, DTensor):
+        raise ShardingError(f"{function} takes a DTensor; found {type(x).__name__}")
