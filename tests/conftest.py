@@ -1,0 +1,77 @@
+"""What tests share: one pool of eight long-lived local ranks, and fresh worlds of any size.
+
+A test that needs ranks takes the `pool` fixture and runs a function of its own module on all of
+them:
+
+    def sum_of_ranks():
+        x = torch.tensor(dist.get_rank())
+        dist.all_reduce(x)
+        return x.item()
+
+    def test_all_reduce_sums_over_the_world(pool):
+        assert pool.run(sum_of_ranks) == [28] * 8
+
+Groups, caches and random state of the ranks outlive a test. One that needs a world without a past,
+or of another size, or that kills its ranks, takes `world`: `axes.launch` with a time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from axes.runtime.launch import launch
+from axes.runtime.pool import Pool
+
+T = TypeVar("T")
+
+LIMIT = 60.0
+
+
+class Ranks:
+    """Eight ranks that are started at the first call, and again after a call that broke them."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+
+    def run(
+        self, fn: Callable[..., T], *args: object, world: int = 8, timeout: float = LIMIT
+    ) -> list[T]:
+        """`fn(*args)` on every rank; the results by rank. Not 8: a `world` of its own."""
+        if world != 8:
+            return launch(fn, world, *args, timeout=timeout)
+        if self._pool is None or not self._pool.alive:
+            self._pool = Pool(8, timeout=LIMIT)
+        return self._pool.run(fn, *args, timeout=timeout)
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The process ids by rank; none before the first call and after a broken one."""
+        return [] if self._pool is None else self._pool.pids
+
+    def close(self) -> None:
+        """Lets the ranks end, and waits for it."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Ranks]:
+    """Eight ranks for the whole session, with a default group over gloo and one thread each."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def world() -> Callable[..., list[object]]:
+    """`world(fn, world_size, *args)`: `axes.launch` that doesn't wait for ever."""
+
+    def run(
+        fn: Callable[..., T], world_size: int, *args: object, timeout: float = LIMIT
+    ) -> list[T]:
+        return launch(fn, world_size, *args, timeout=timeout)
+
+    return run
