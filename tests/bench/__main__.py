@@ -1,0 +1,52 @@
+"""Prints the README's performance table: `make bench`, or `python -m tests.bench [word...]`.
+
+With words, only the rows that contain one of them. Every number is measured now, beside its peer.
+The exit status is 1 where a row falls short of what the project promises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+from tests.bench.measure import BENCHMARKS, Benchmark
+
+
+def registered() -> list[Benchmark]:
+    """Every benchmark of this folder, by file name."""
+    for found in sorted(pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda m: m.name):
+        if not found.name.startswith("_"):
+            importlib.import_module(f"tests.bench.{found.name}")
+    return BENCHMARKS
+
+
+def duration(seconds: float) -> str:
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    unit, scale = next((pair for pair in units if seconds >= pair[1]), units[-1])
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def main(words: list[str]) -> int:
+    chosen = [b for b in registered() if not words or any(word in b.what for word in words)]
+    short = []
+    print("| what | axes | peer | peer's time | ratio | promised |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    for row in chosen:
+        times = row.measure()
+        ratio = times.peer / times.ours
+        print(
+            f"| {row.what} | {duration(times.ours)} | {row.peer} | {duration(times.peer)} "
+            f"| {ratio:.3g}x | {row.bar:g}x |",
+            flush=True,
+        )
+        if ratio < row.bar:
+            short.append(row.what)
+    for what in short:
+        print(f"short of its promise: {what}", file=sys.stderr)
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""How the benchmarks measure, and the list that they register in.
+
+A benchmark is a function in a file of this folder that returns two times in seconds, its own and
+that of a peer, both measured in this run:
+
+    @benchmark("flattening two axes, cached", peer="einops.rearrange of a small tensor")
+    def flattening() -> Times:
+        return compare(lambda: mesh.rearrange(...), lambda: einops.rearrange(...))
+
+`make bench` runs all of them and prints the README's table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians in seconds: ours and the peer's."""
+
+    ours: float
+    peer: float
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One row of the table. `bar` is the smallest `peer / ours` that the project promises."""
+
+    what: str
+    peer: str
+    bar: float
+    measure: Callable[[], Times]
+
+
+BENCHMARKS: list[Benchmark] = []
+
+
+def benchmark(what: str, *, peer: str, bar: float) -> Callable[[Callable[[], Times]], Benchmark]:
+    """Registers the function below it as a row of the table."""
+
+    def registered(measure: Callable[[], Times]) -> Benchmark:
+        made = Benchmark(what, peer, bar, measure)
+        BENCHMARKS.append(made)
+        return made
+
+    return registered
+
+
+def seconds_of(call: Callable[[], object], loops: int) -> float:
+    """Mean seconds of one call over `loops` of them."""
+    started = time.perf_counter()
+    for _ in range(loops):
+        call()
+    return (time.perf_counter() - started) / loops
+
+
+def compare(
+    ours: Callable[[], object], peer: Callable[[], object], *, loops: int = 200, repeats: int = 51
+) -> Times:
+    """Medians of many repeats of two calls that take turns, so that noise meets both."""
+    seconds_of(ours, loops)
+    seconds_of(peer, loops)
+    pairs = [(seconds_of(ours, loops), seconds_of(peer, loops)) for _ in range(repeats)]
+    return Times(*(statistics.median(column) for column in zip(*pairs, strict=True)))
+
+
+def in_fresh_processes(ours: str, peer: str, repeats: int = 5) -> Times:
+    """Medians over fresh interpreters that take turns: for what is only cold once.
+
+    Each text is a program that prints its own time in seconds as the last line.
+    """
+    pairs = [(printed_by(ours), printed_by(peer)) for _ in range(repeats)]
+    return Times(*(statistics.median(column) for column in zip(*pairs, strict=True)))
+
+
+def printed_by(program: str) -> float:
+    """The number in the last line that a Python program prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"a benchmark's program failed:\n{program}\n{done.stderr}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
