@@ -76,6 +76,18 @@ def shortened(name: object) -> str:
     return f"'{text}'" if len(text) <= _LONGEST_NAME else f"'{text[:_LONGEST_NAME]}...'"
 
 
+def shown(value: object) -> str:
+    """`value` as an error shows it: its repr quoted and cut; its type where it has no repr.
+
+    >>> shown([1, 2]), shown(10**5000)
+    ("'[1, 2]'", 'int too long to show')
+    """
+    try:
+        return shortened(repr(value)[: 2 * _LONGEST_NAME])
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        return f"{type(value).__name__} too long to show"
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` where a known name is near, else the known names.
 

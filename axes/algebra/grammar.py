@@ -225,14 +225,19 @@ def _tokens(text: str) -> list[_Token]:
     return found
 
 
+def checked_text(text: object) -> str:
+    """`text` where it is a string; `ExpressionError` otherwise."""
+    if not isinstance(text, str):
+        raise ExpressionError(f"an expression is text; found {type(text).__name__}")
+    return text
+
+
 class _Parser:
     """A cursor over the tokens of one text."""
 
     def __init__(self, text: object):
-        if not isinstance(text, str):
-            raise ExpressionError(f"an expression is text; found {type(text).__name__}")
-        self.text = text
-        self.tokens = _tokens(text)
+        self.text = checked_text(text)
+        self.tokens = _tokens(self.text)
         self.at = 0
 
     @property

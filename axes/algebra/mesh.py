@@ -23,22 +23,33 @@ algebra.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from axes.algebra import ambient, mesh_expression, seam
-from axes.algebra.errors import AxesError, ExpressionError, MeshError, shortened, suggestion
+from axes.algebra.equations import Namespace, declared, defined
+from axes.algebra.errors import (
+    MeshError,
+    shortened,
+    shown,
+    suggestion,
+)
 from axes.algebra.explanation import Explanation
-from axes.algebra.grammar import Equation, Item, parse_declaration, parse_equation
+from axes.algebra.grammar import (
+    LARGEST_SIZE,
+    checked_text,
+    parse_declaration,
+    parse_equation,
+)
 from axes.algebra.layout import Layout, digits
-from axes.algebra.sizes import Product, given_sizes, solve
+from axes.algebra.sizes import written_sizes
 from axes.algebra.universe import Universe
 
 if TYPE_CHECKING:
     from axes.algebra.sharding import Sharding
-
-Namespace = Mapping[str, Layout]
 
 
 class Mesh:
@@ -92,16 +103,11 @@ class Mesh:
         items = parse_declaration(declaration)
         parsed = [parse_equation(text) for text in equations]
         universe = None if ranks is None else Universe.of(ranks)
-        solved = _declared_sizes(items, parsed, universe, keywords, sizes)
-        layouts = _row_major([solved[item.name] for item in items])
-        total = 1
-        for item in items:
-            total *= solved[item.name]
+        world_size = None if universe is None else universe.size
+        namespace = declared(items, parsed, world_size, keywords, sizes)
         names = tuple(item.name for item in items)
-        namespace = dict(zip(names, layouts, strict=True))
-        for equation in parsed:
-            _define(namespace, equation, solved)
-        universe = Universe(range(total)) if universe is None else universe
+        if universe is None:
+            universe = Universe(range(math.prod(namespace[name].size for name in names)))
         self._set(universe, names, namespace, _checked_node(ranks_per_node), binding, None)
 
     def _set(
@@ -118,12 +124,17 @@ class Mesh:
         put("universe", universe)
         put("axis_names", axis_names)
         put("layouts", layouts)
-        put("namespace", namespace if isinstance(namespace, MappingProxyType) else MappingProxyType(namespace))
+        put(
+            "namespace",
+            namespace if isinstance(namespace, MappingProxyType) else MappingProxyType(namespace),
+        )
         put("ranks_per_node", ranks_per_node)
         put("binding", binding)
         put("size", _whole(axis_names, layouts).size)
         put("_view", view)
-        put("_hash", hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding)))
+        put(
+            "_hash", hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding))
+        )
 
     def _with(self, **changed: Any) -> Mesh:
         fields = {
@@ -160,7 +171,9 @@ class Mesh:
     @property
     def shape(self) -> dict[str, int]:
         """Size of each axis, in order."""
-        return {name: layout.size for name, layout in zip(self.axis_names, self.layouts, strict=True)}
+        return {
+            name: layout.size for name, layout in zip(self.axis_names, self.layouts, strict=True)
+        }
 
     @property
     def names(self) -> dict[str, int]:
@@ -175,7 +188,9 @@ class Mesh:
         """
         if self._view is not None:
             return self._view
-        return seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
+        return (
+            seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
+        )
 
     @property
     def layout_of_all(self) -> Layout:
@@ -191,7 +206,9 @@ class Mesh:
         try:
             return self.namespace[name]
         except (KeyError, TypeError):
-            raise MeshError(f"the mesh has no axis {shortened(name)}{suggestion(str(name), self.namespace)}") from None
+            raise MeshError(
+                f"the mesh has no axis {shortened(name)}{suggestion(str(name), self.namespace)}"
+            ) from None
 
     def axis(self, name: str) -> Axis:
         """The axis of a name, seen from this mesh's rank.
@@ -211,11 +228,13 @@ class Mesh:
         """
         wanted = (names,) if isinstance(names, str) else names
         if not isinstance(wanted, tuple) or not wanted:
-            raise MeshError(f"a mesh is indexed by one or more axis names; found {shortened(repr(names))}")
+            raise MeshError(f"a mesh is indexed by one or more axis names; found {shown(names)}")
         for name in wanted:
             self.layout(name)
             if wanted.count(name) > 1:
-                raise MeshError(f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]")
+                raise MeshError(
+                    f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]"
+                )
         return self._with(axis_names=wanted)
 
     # ranks
@@ -242,7 +261,9 @@ class Mesh:
         flat = self.ranks_of(self.layout_of_all)
         if flat is None:
             if self.size < self.universe.size:
-                raise MeshError(f"rank {self.rank} isn't in any of the meshes of {self!r}; look from another with mesh.at(rank)")
+                raise MeshError(
+                    f"rank {self.rank} isn't in any of the meshes of {self!r}; look from another with mesh.at(rank)"
+                )
             flat = self.universe.pick(self.layout_of_all.offsets())
         nested: list[Any] = list(flat)
         for layout in reversed(self.layouts[1:]):
@@ -269,13 +290,19 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").at(5).coordinate
         {'dp': 1, 'tp': 1}
         """
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise MeshError(f"a rank is a whole number from 0; found {shortened(repr(rank))}")
-        return self._with(view=rank)
+        try:
+            view = -1 if isinstance(rank, bool) else operator.index(rank)
+        except TypeError:
+            view = -1
+        if not 0 <= view < LARGEST_SIZE:
+            raise MeshError(f"a rank is a whole number from 0; found {shown(rank)}")
+        return self._with(view=view)
 
     # new meshes
 
-    def rearrange(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
+    def rearrange(
+        self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int
+    ) -> Mesh:
         """The mesh with its axes split, flattened, renamed or reordered by a mesh expression.
 
         The left side describes the axes as they are, in order; the right side lists those of the
@@ -289,12 +316,15 @@ class Mesh:
         >>> mesh.rearrange("(replicate shard) tp -> replicate fsdp=(shard tp)", shard=4).shape
         {'replicate': 2, 'fsdp': 8}
         """
-        given = _hashable({**keywords, **(sizes or {})}) if keywords or sizes else ()
+        given = written_sizes(keywords, sizes)
+        checked_text(expression)
         if self._view is None:
             return _rearranged(self, expression, given)
         return _rearranged(self._with(view=None), expression, given).at(self._view)
 
-    def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
+    def explain(
+        self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int
+    ) -> Explanation:
         """How `rearrange` reads an expression: the sizes solved and the layout operations.
 
         >>> print(Mesh("dp=8 tp=2").explain("(a b) tp -> tp a b", a=2))
@@ -302,33 +332,24 @@ class Mesh:
           split    dp 8:2  ->  a 2:8, b 4:2
           permute  tp a b
         """
-        program = mesh_expression.compile(self, expression, {**keywords, **(sizes or {})})
+        program = mesh_expression.compile(self, expression, dict(written_sizes(keywords, sizes)))
         return Explanation(program.lines())
 
-    def define(self, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
+    def define(
+        self, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int
+    ) -> Mesh:
         """The mesh with more names for the same ranks.
 
         >>> Mesh("dp=2 cp=2 tp=2").define("loss = dp cp").names["loss"]
         4
         """
         parsed = [parse_equation(text) for text in equations]
-        items = [item for equation in parsed for item in (*equation.left, *equation.right)]
-        known = {name: layout.size for name, layout in self.namespace.items()}
-        names = set(known)
-        for equation in parsed:
-            _new_side(names, equation)
-            names.update(item.name for item in (*equation.left, *equation.right))
-        given = given_sizes(keywords, sizes, items, [item.name for item in items])
-        for name, size in given.items():
-            if known.setdefault(name, size) != size:
-                raise MeshError(f"'{name}' has size {known[name]} in the mesh; found {name}={size}")
-        solved = solve([_as_product(equation) for equation in parsed], known)
-        namespace = dict(self.namespace)
-        for equation in parsed:
-            _define(namespace, equation, solved)
+        namespace = defined(self.namespace, parsed, keywords, sizes)
         return self._with(namespace=namespace)
 
-    def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
+    def sharding(
+        self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int
+    ) -> Sharding:
         """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
 
         `sizes` and keywords are the sizes of factors of grouped dims, where they can't be left open.
@@ -339,7 +360,7 @@ class Mesh:
         """
         from axes.algebra.sharding import parsed_sharding
 
-        return parsed_sharding(self, spec, _hashable({**keywords, **(sizes or {})}))
+        return parsed_sharding(self, checked_text(spec), written_sizes(keywords, sizes))
 
     # the running job
 
@@ -368,7 +389,9 @@ class Mesh:
                 "Make it with axes.init_mesh(...)"
             )
         if self._view is not None and self._view != seam.runtime(what).rank():
-            raise MeshError(f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)")
+            raise MeshError(
+                f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)"
+            )
 
     def __enter__(self) -> Mesh:
         ambient.push(self)
@@ -397,7 +420,14 @@ class Mesh:
 
     def __reduce__(self):
         namespace = tuple(self.namespace.items())
-        return _unpickled, (self.universe, self.axis_names, namespace, self.ranks_per_node, self.binding, self._view)
+        return _unpickled, (
+            self.universe,
+            self.axis_names,
+            namespace,
+            self.ranks_per_node,
+            self.binding,
+            self._view,
+        )
 
     @property
     def declaration(self) -> str:
@@ -432,7 +462,10 @@ class Mesh:
             return None
         found, rest = [], list(mine)
         while rest:
-            match = next((i for i, axis in enumerate(axes) if axis and tuple(rest[: len(axis)]) == axis), None)
+            match = next(
+                (i for i, axis in enumerate(axes) if axis and tuple(rest[: len(axis)]) == axis),
+                None,
+            )
             if match is None:
                 return None
             found.append(self.axis_names[match])
@@ -450,13 +483,17 @@ class Mesh:
 
     def __str__(self) -> str:
         rows = [(name, self.namespace[name], "") for name in self.axis_names]
-        rows += [(name, self.namespace[name], "= " + self.described(name)) for name in self._further()]
+        rows += [
+            (name, self.namespace[name], "= " + self.described(name)) for name in self._further()
+        ]
         width = max(len(name) for name, _, _ in rows)
         lines = [f"{self!r}  {self.size} ranks, seen from rank {self.rank}"]
         position = self.universe.position(self.rank)
         for name, layout, text in rows:
             index = "-" if position is None else layout.coordinate(position)
-            lines.append(f"  {name:<{width}}  size {layout.size:<6} layout {layout!s:<14} index {index:<6} {text}".rstrip())
+            lines.append(
+                f"  {name:<{width}}  size {layout.size:<6} layout {layout!s:<14} index {index:<6} {text}".rstrip()
+            )
         return "\n".join(lines)
 
 
@@ -530,7 +567,7 @@ class Axis:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
+def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int | None], ...]) -> Mesh:
     axes, new = mesh_expression.compile(mesh, expression, dict(sizes)).run()
     return mesh._with(axis_names=tuple(axes), namespace={**mesh.namespace, **new})
 
@@ -539,95 +576,6 @@ def _unpickled(universe, axis_names, namespace, ranks_per_node, binding, view) -
     mesh = object.__new__(Mesh)
     mesh._set(universe, axis_names, dict(namespace), ranks_per_node, binding, view)
     return mesh
-
-
-def _hashable(sizes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    found = tuple(sorted(sizes.items()))
-    try:
-        hash(found)
-    except TypeError:
-        raise MeshError(f"sizes are whole numbers; found {shortened(repr(found)[:80])}") from None
-    return found
-
-
-def _declared_sizes(
-    items: Sequence[Item],
-    equations: Sequence[Equation],
-    universe: Universe | None,
-    keywords: Mapping[str, int],
-    sizes: Mapping[str, int] | None,
-) -> dict[str, int]:
-    """The size of every name of a declaration and its equations."""
-    every = [*items, *(item for equation in equations for item in (*equation.left, *equation.right))]
-    given = given_sizes(keywords, sizes, every, [item.name for item in every])
-    products = [_as_product(equation) for equation in equations]
-    names = tuple(item.name for item in items)
-    known = set(names)
-    for equation in equations:
-        _new_side(known, equation)
-        known.update(item.name for item in (*equation.left, *equation.right))
-    if universe is not None:
-        text = f"the axes over the {universe.size} ranks"
-        products.insert(0, Product(names, (), universe.size, text))
-    else:
-        # Without a number of ranks, each axis has a size of its own or one from an equation.
-        products.extend(Product((name,), (name,), 1, "each axis has a size") for name in names if name not in given)
-    return solve(products, given)
-
-
-def _as_product(equation: Equation) -> Product:
-    left = tuple(item.name for item in equation.left)
-    right = tuple(item.name for item in equation.right)
-    return Product(left, right, 1, equation.text)
-
-
-def _row_major(sizes: Sequence[int]) -> list[Layout]:
-    found: list[Layout] = []
-    stride = 1
-    for size in reversed(sizes):
-        found.append(Layout((size,), (stride,)))
-        stride *= size
-    return found[::-1]
-
-
-def _define(namespace: dict[str, Layout], equation: Equation, sizes: Mapping[str, int]) -> None:
-    """Adds the new names of an equation to the namespace, or checks that both sides agree."""
-    sides = equation.left, equation.right
-    new_side = _new_side(namespace, equation)
-    known_side = 1 if new_side in (0, None) else 0
-    layouts = [namespace[item.name] for item in sides[known_side]]
-    try:
-        whole = Layout.product(*layouts)
-        if new_side is None:
-            other = Layout.product(*(namespace[item.name] for item in sides[0]))
-            if other != whole:
-                raise MeshError(f"the two sides are different ranks: {whole} and {other}")
-            return
-        parts = whole.split([sizes[item.name] for item in sides[new_side]])
-    except AxesError as error:
-        item = sides[0][0]
-        raise type(error)(f"{error}\nin the equation  {equation.text}") from None
-    for item, part in zip(sides[new_side], parts, strict=True):
-        namespace[item.name] = part
-
-
-def _new_side(known: Collection[str], equation: Equation) -> int | None:
-    """Which side of an equation has the new names, None where both are known."""
-    sides = equation.left, equation.right
-    left, right = ([item for item in side if item.name not in known] for side in sides)
-    if left and right:
-        item = right[0] if len(sides[0]) == 1 else left[0]
-        hint = suggestion(item.name, known)
-        raise _at(equation, item, f"one side of an equation has only known names; {shortened(item.name)} isn't known{hint}")
-    for side, new in ((sides[0], left), (sides[1], right)):
-        if new and len(new) < len(side):
-            old = next(item for item in side if item.name in known)
-            raise _at(equation, old, f"'{old.name}' is known already, so it can't stand beside the new '{new[0].name}'")
-    return 0 if left else 1 if right else None
-
-
-def _at(equation: Equation, item: Item, message: str) -> ExpressionError:
-    return ExpressionError(message, equation.text, *item.span)
 
 
 def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
@@ -650,7 +598,7 @@ def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
 
 def _checked_node(ranks_per_node: int | None) -> int | None:
     if ranks_per_node is not None and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
-        raise MeshError(f"ranks_per_node is a whole number from 1; found {shortened(repr(ranks_per_node))}")
+        raise MeshError(f"ranks_per_node is a whole number from 1; found {shown(ranks_per_node)}")
     return ranks_per_node
 
 

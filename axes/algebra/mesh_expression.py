@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from axes.algebra.errors import AxesError, ExpressionError, MeshError, shortened, suggestion
+from axes.algebra.errors import ExpressionError, MeshError, pointed, shortened, suggestion
 from axes.algebra.grammar import Ellipsis_, Group, Item, MeshExpression, Side, leaves, parse_mesh
 from axes.algebra.layout import Layout
 from axes.algebra.sizes import Product, given_sizes, solve
@@ -64,7 +64,7 @@ class Program:
         return self.reading, *(f"  {step}" for step in self.steps or ("nothing to do",))
 
 
-def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int]) -> Program:
+def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Program:
     """The program of a mesh expression on this mesh.
 
     Raises `ExpressionError` with a caret where the expression isn't about this mesh, `SizeError`
@@ -77,15 +77,16 @@ def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int]) -> Program:
     solved = _solved(mesh, tree, left, sizes)
     steps: list[Step] = []
     state: Axes = {}
+    known: Axes = dict(mesh.namespace)
     for entry, (name, layout) in zip(left, axes.items(), strict=True):
         if isinstance(entry, Group):
             parts = dict(zip((i.name for i in entry.items), _split(layout, entry, solved), strict=True))
-            _agree(mesh, tree, entry.items, parts)
+            _agree(known, tree, entry.items, parts)
             steps.append(Step("split", ((name, layout),), tuple(parts.items())))
             state.update(parts)
         else:
             state[name] = layout
-    _insert(mesh, tree, right, state, solved, steps)
+    _insert(known, tree, right, state, solved, steps)
     _same_names(tree, right, state)
     ordered = {item.name: state[item.name] for item in leaves(right)}
     if list(ordered) != list(state):
@@ -95,7 +96,7 @@ def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int]) -> Program:
             names = [item.name for item in entry.items]
             label = entry.name or "_".join(names)
             flat = {label: Layout.product(*(ordered[name] for name in names))}
-            _agree(mesh, tree, [Item(label, None, entry.span)], flat)
+            _agree(known, tree, [Item(label, None, entry.span)], flat)
             steps.append(Step("flatten", tuple((n, ordered[n]) for n in names), tuple(flat.items())))
     _distinct(tree, right)
     return Program(_reading(mesh, left, right, solved), tuple(axes.items()), tuple(steps))
@@ -114,7 +115,7 @@ def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, Ent
         _wrong(tree, f"{found}{len(side) - (dots is not None)}", (0, max(1, tree.text.find("->"))))
     hidden: Entries | None = None
     if dots is not None:
-        hidden = tuple(Item(name) for name in names[dots : dots + spare])
+        hidden = tuple(Item(name, span=side[dots].span) for name in names[dots : dots + spare])
         side = (*side[:dots], *hidden, *side[dots + 1 :])
     found_entries: list[Item | Group] = []
     for entry, name in zip(side, names, strict=True):
@@ -135,7 +136,7 @@ def _opened(tree: MeshExpression, side: Side, hidden: Entries | None) -> Entries
         elif hidden is None:
             _wrong(tree, "'...' stands on the right only where it stands on the left", entry.span)
         else:
-            found.extend(hidden)
+            found.extend(Item(item.name, span=entry.span) for item in hidden)
     if hidden is not None and not any(isinstance(entry, Ellipsis_) for entry in side):
         entry = next(entry for entry in tree.left if isinstance(entry, Ellipsis_))
         _wrong(tree, "'...' stands on the left, so it must stand on the right", entry.span)
@@ -143,7 +144,7 @@ def _opened(tree: MeshExpression, side: Side, hidden: Entries | None) -> Entries
 
 
 def _solved(
-    mesh: Mesh, tree: MeshExpression, left: Sequence[Item | Group], sizes: Mapping[str, int]
+    mesh: Mesh, tree: MeshExpression, left: Sequence[Item | Group], sizes: Mapping[str, int | None]
 ) -> dict[str, int]:
     items = (*leaves(tree.left), *leaves(tree.right))
     labels = [entry.name for entry in tree.right if isinstance(entry, Group) and entry.name]
@@ -170,7 +171,7 @@ def _split(layout: Layout, group: Group, sizes: Mapping[str, int]) -> tuple[Layo
 
 
 def _insert(
-    mesh: Mesh,
+    names: Axes,
     tree: MeshExpression,
     right: Sequence[Item | Group],
     state: Axes,
@@ -184,7 +185,7 @@ def _insert(
             hint = suggestion(item.name, state) if item.name not in sizes else ""
             _wrong(tree, f"{shortened(item.name)} isn't on the left; a new axis has size one, like pp=1{hint}", item.span)
     new = {item.name: Layout() for item in fresh}
-    _agree(mesh, tree, fresh, new)
+    _agree(names, tree, fresh, new)
     if new:
         steps.append(Step("insert", (), tuple(new.items())))
         state.update(new)
@@ -209,14 +210,14 @@ def _distinct(tree: MeshExpression, right: Sequence[Item | Group]) -> None:
         seen.add(name)
 
 
-def _agree(mesh: Mesh, tree: MeshExpression, items: Sequence[Item], layouts: Axes) -> None:
-    """One name, one layout."""
+def _agree(names: Axes, tree: MeshExpression, items: Sequence[Item], layouts: Axes) -> None:
+    """One name, one layout: also among the `names` that the expression itself has made so far."""
     for item in items:
-        known = mesh.namespace.get(item.name)
-        if known is not None and known != layouts[item.name]:
+        known = names.setdefault(item.name, layouts[item.name])
+        if known != layouts[item.name]:
             raise MeshError(
-                f"'{item.name}' already is {known} ({mesh.described(item.name)}), not {layouts[item.name]}; "
-                f"take another name\n  in  {tree.text}"
+                f"'{item.name}' already is the layout {known}, not {layouts[item.name]}; "
+                f"take another name\n{pointed(tree.text, *item.span)}"
             )
 
 

@@ -49,7 +49,8 @@ class Factor:
 
     def __str__(self) -> str:
         text = str(self.size) if self.name is None else self.name
-        text += f"={self.size}" if self.name is not None and self.size is not None else ""
+        grouped = text.startswith("(")  # a group that is split as a whole shows its sizes inside
+        text += f"={self.size}" if self.name is not None and self.size is not None and not grouped else ""
         if not self.axes:
             return text
         return f"{text}@{self.axes[0]}" if len(self.axes) == 1 else f"{text}@({' '.join(self.axes)})"
@@ -371,12 +372,18 @@ def _check_axes(sharding: Sharding) -> None:
                 both = f"axis '{axis}' is used twice" if axis == other else f"axes '{other}' and '{axis}' share ranks"
                 raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
         seen.append((where, axis, layout))
+    try:
+        digits(*(layout for _, _, layout in seen))
+    except MeshError as error:
+        raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
 
 
 @functools.lru_cache(maxsize=8192)
 def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     if len(shape) != sharding.ndim:
         raise ShardingError(f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {list(shape)}")
+    if any(extent < 0 for extent in shape):
+        raise SizeError(f"a dim has no negative size; found {list(shape)}")
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from axes.algebra.errors import SizeError, shortened, suggestion
+from axes.algebra.errors import SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
 
@@ -42,8 +42,7 @@ def given_sizes(
     `known` are the names that may have one. Raises `SizeError` for an unknown name, for what isn't
     a whole number from 1, and where two places disagree. -1 and None mean "to be solved".
     """
-    if sizes is not None and not isinstance(sizes, Mapping):
-        raise SizeError(f"sizes is a mapping from names to sizes; found {type(sizes).__name__}")
+    _check_mapping(sizes)
     names = dict.fromkeys(known)
     found: dict[str, int] = {}
     written = [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]
@@ -54,6 +53,30 @@ def given_sizes(
         if size is not None and found.setdefault(name, size) != size:
             raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
     return found
+
+
+def written_sizes(
+    keywords: Mapping[str, object], sizes: Mapping[str, object] | None
+) -> tuple[tuple[str, int | None], ...]:
+    """Keywords and the `sizes` mapping together, checked and hashable: a part of the caches' keys.
+
+    >>> written_sizes({"tp": 2}, {"dp": -1})
+    (('dp', None), ('tp', 2))
+    """
+    if not keywords and sizes is None:
+        return ()
+    _check_mapping(sizes)
+    found: dict[str, int | None] = {}
+    for name, value in [*keywords.items(), *(sizes or {}).items()]:
+        size = checked_size(str(name), value)
+        if found.setdefault(str(name), size) != size:
+            raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {size}")
+    return tuple(sorted(found.items()))
+
+
+def _check_mapping(sizes: object) -> None:
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise SizeError(f"sizes is a mapping from names to sizes; found {type(sizes).__name__}")
 
 
 def checked_size(name: str, value: object) -> int | None:
@@ -67,7 +90,7 @@ def checked_size(name: str, value: object) -> int | None:
     if size == -1:
         return None
     if not 1 <= size <= LARGEST_SIZE:
-        raise SizeError(f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shortened(repr(value)[:80])}")
+        raise SizeError(f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shown(value)}")
     return size
 
 

@@ -9,12 +9,14 @@ Consecutive ranks are kept as a range, so a universe of a million ranks costs no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from axes.algebra.errors import MeshError
+from axes.algebra.errors import MeshError, shown
+from axes.algebra.grammar import LARGEST_SIZE
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,21 @@ class Universe:
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Universe:
         """The universe of any sequence of distinct ranks, at least one; `MeshError` otherwise."""
+        if isinstance(ranks, str | bytes | Set | Mapping):
+            raise MeshError(f"ranks is a sequence of distinct integers; found a {type(ranks).__name__}")
+        if isinstance(ranks, range) and ranks and max(ranks[0], ranks[-1]) >= LARGEST_SIZE:
+            raise MeshError(f"ranks are below {LARGEST_SIZE}; found {shown(ranks)}")
         if isinstance(ranks, range) and ranks.step > 0 and ranks.start >= 0 and len(ranks):
             return cls(range(ranks.start, ranks[-1] + 1, ranks.step) if len(ranks) > 1 else range(ranks[0], ranks[0] + 1))
         try:
             listed = tuple(int(rank) if rank == int(rank) else -1 for rank in ranks)
         except (TypeError, ValueError, OverflowError) as error:
-            raise MeshError(f"ranks is a sequence of distinct integers; found {ranks!r:.60}") from error
+            raise MeshError(f"ranks is a sequence of distinct integers; found {shown(ranks)}") from error
         if not listed or min(listed) < 0:
-            raise MeshError(f"ranks holds at least one rank, none of them negative; found {ranks!r:.60}")
+            raise MeshError(f"ranks holds at least one rank, none of them negative; found {shown(ranks)}")
         if len(set(listed)) != len(listed):
-            twice = next(rank for rank in listed if listed.count(rank) > 1)
-            raise MeshError(f"ranks are distinct; found {twice} more than once")
+            twice, _ = Counter(listed).most_common(1)[0]
+            raise MeshError(f"ranks are distinct; found {shown(twice)} more than once")
         step = listed[1] - listed[0] if len(listed) > 1 else 1
         if step > 0 and all(b - a == step for a, b in pairwise(listed)):
             return cls(range(listed[0], listed[-1] + 1, step))
