@@ -1,0 +1,23 @@
+"""The runtime as the algebra sees it: this module is the `Runtime` of `axes.algebra.seam`.
+
+It is imported when a mesh is first asked for what only a running job has.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from axes.algebra.errors import MeshError
+from axes.runtime.device_mesh import device_mesh, from_device_mesh
+from axes.runtime.groups import create_groups
+from axes.runtime.groups import group_of as group
+from axes.runtime.sharded import torch_placements as placements
+
+__all__ = ["create_groups", "device_mesh", "from_device_mesh", "group", "placements", "rank"]
+
+
+def rank() -> int:
+    """The global rank of this process; `MeshError` where `torch.distributed` isn't running."""
+    if dist.group.WORLD is None:
+        raise MeshError("torch.distributed isn't running (any more); axes.init_mesh(...) starts it")
+    return dist.get_rank()

@@ -1,0 +1,182 @@
+"""A mesh as torch's `DeviceMesh`, and a `DeviceMesh` as a mesh.
+
+DTensor, FSDP2 and distributed checkpoint take a `DeviceMesh`. `mesh.device_mesh` gives them one
+whose dims communicate over the groups that axes made, in the order of the axes:
+
+    fully_shard(block, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
+    weight = distribute_tensor(weight, mesh["tp"].device_mesh, [Shard(0)])
+
+All device meshes of one universe have one root, since FSDP2 combines the mesh that it shards over
+with the mesh of a parameter only where they do. torch's own constructor makes groups of ascending
+ranks, and with an axis that isn't ascending it puts shards on the wrong ranks; these groups have
+the axis's order, so such an axis gives a correct DTensor.
+
+The other way, `Mesh.from_device_mesh` adopts what `init_device_mesh`, `_flatten`, `_unflatten`,
+slicing or `from_group` made, with its groups, so that nothing is created twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from axes.algebra.errors import MeshError, shortened
+from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
+from axes.algebra.universe import Universe
+from axes.runtime import torch_private
+from axes.runtime.agreement import ranks_text
+from axes.runtime.groups import (
+    GroupOptions,
+    World,
+    adopt,
+    backend_for,
+    current_world,
+    groups_of,
+    made_by_axes,
+)
+from axes.runtime.world import Binding
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The `DeviceMesh` of a bound mesh's axes: one object for all meshes with equal axes.
+
+    Makes the groups of the axes that don't exist yet, so every rank of the mesh calls it. On a rank
+    outside the mesh the result has no coordinate, as torch has it, where the mesh covers all of its
+    ranks; of a sub-mesh there is none, and it raises `MeshError`.
+    """
+    world = current_world()
+    found = world.device_meshes.get(mesh)
+    if found is None:
+        found = world.device_meshes.get(_content(mesh)) or _built(world, mesh)
+        world.device_meshes[mesh] = world.device_meshes[_content(mesh)] = found
+    return found
+
+
+def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    """The mesh with the axes of a `DeviceMesh`, bound to its groups.
+
+    Its universe is the ranks of the `DeviceMesh` that this one was sliced or flattened from. Raises
+    `MeshError` where the dims have no names, or a group doesn't have the order of the coordinates.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshError(
+            f"from_device_mesh takes a torch DeviceMesh; found {type(device_mesh).__name__}"
+        )
+    world = current_world()
+    known, mesh = world.meshes.get(device_mesh, (None, None))
+    # torch calls two device meshes equal whatever their groups are.
+    if mesh is None or not (known is device_mesh or _same_groups(known, device_mesh)):
+        mesh = _adopted(world, device_mesh)
+        world.meshes[device_mesh] = device_mesh, mesh
+    return mesh
+
+
+def _built(world: World, mesh: Mesh) -> DeviceMesh:
+    coordinate = mesh.coordinate
+    if coordinate is None and mesh.size < mesh.universe.size:
+        raise MeshError(
+            f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them"
+        )
+    groups = groups_of(mesh, dict(zip(mesh.layouts, mesh.axis_names, strict=True)))
+    made = torch_private.device_mesh_over(
+        _root(world, mesh.universe, mesh.binding.device_type),
+        [layout.modes for layout in mesh.layouts],
+        mesh.axis_names,
+        None if coordinate is None else tuple(coordinate.values()),
+        [groups[layout] for layout in mesh.layouts if groups],
+    )
+    world.meshes[made] = made, mesh
+    return made
+
+
+def _content(mesh: Mesh) -> tuple[object, ...]:
+    """What a DeviceMesh depends on: the axes without the further names."""
+    binding = mesh.binding
+    options = tuple(dict(binding.options).get(layout) for layout in mesh.layouts)
+    return mesh.universe, mesh.axis_names, mesh.layouts, binding.device_type, options
+
+
+def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
+    return torch_private.group_names(one) == torch_private.group_names(other)
+
+
+def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
+    root = world.roots.get((universe, device_type))
+    if root is None:
+        root = world.roots[universe, device_type] = torch_private.root_device_mesh(
+            device_type, universe.ranks
+        )
+    return root
+
+
+def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
+    names = device_mesh.mesh_dim_names
+    if not names:
+        raise MeshError(
+            "from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)"
+        )
+    universe = Universe.of(torch_private.root_ranks(device_mesh))
+    layouts = [Layout.of(modes) for modes in torch_private.dims_of(device_mesh)]
+    plain = Mesh("universe", ranks=universe.ranks, binding=Binding(device_mesh.device_type))
+    mesh = plain._with(axis_names=tuple(names), namespace=dict(zip(names, layouts, strict=True)))
+    member = universe.position(world.rank) is not None
+    groups = [device_mesh.get_group(i) for i in range(len(names))] if member else []
+    for name, group in zip(names, groups, strict=False):
+        _check_order(world, mesh, name, group)
+    mesh = mesh._with(
+        binding=Binding(device_mesh.device_type, _backends(world, device_mesh, layouts, groups))
+    )
+    for name, layout, group in zip(names, layouts, groups, strict=False):
+        adopt(world, group, dist.get_process_group_ranks(group), layout, name)
+    root = torch_private.root_of(device_mesh)
+    ours = world.roots.setdefault((universe, device_mesh.device_type), root)
+    torch_private.register_groups(ours, groups)
+    world.device_meshes.setdefault(mesh, device_mesh)
+    world.device_meshes.setdefault(_content(mesh), device_mesh)
+    return mesh
+
+
+def _backends(
+    world: World,
+    device_mesh: DeviceMesh,
+    layouts: Sequence[Layout],
+    groups: Sequence[dist.ProcessGroup],
+) -> tuple[tuple[Layout, GroupOptions], ...]:
+    """The options of the axes whose groups have a backend of their own."""
+    backends = {
+        layout: str(dist.get_backend(group)) for layout, group in zip(layouts, groups, strict=False)
+    }
+    usual = backend_for(world, device_mesh.device_type)
+    own = [(layout, GroupOptions(b)) for layout, b in backends.items() if b != usual]
+    return tuple(sorted((pair for pair in own if pair[0].size > 1), key=lambda pair: pair[0].modes))
+
+
+def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) -> None:
+    """Refuses a group whose ranks don't stand in the order of the axis, here or on another line.
+
+    torch sorts the ranks of the groups that it makes. Where a line of the axis isn't ascending, its
+    ranks would put their shards elsewhere than the coordinates say; all ranks refuse, and not only
+    those on that line.
+    """
+    wanted, found = list(mesh.axis(name).ranks), dist.get_process_group_ranks(group)
+    if found == wanted and (made_by_axes(world, group) or found != sorted(found)):
+        return
+    odd = wanted if found != wanted else _descending_line(mesh, name)
+    if odd is None:
+        return
+    ordered = sorted(odd) if found == wanted else found
+    raise MeshError(
+        f"dim {shortened(name)} of the DeviceMesh runs through {ranks_text(odd)} in this order, "
+        f"its process group through {ranks_text(ordered)}: torch.distributed sorts the ranks of a "
+        "group. Declare the mesh with axes.init_mesh(..., ranks=[...]), which keeps the order"
+    )
+
+
+def _descending_line(mesh: Mesh, name: str) -> Sequence[int] | None:
+    strides = mesh.layout(name).strides
+    if isinstance(mesh.universe.ranks, range) and strides == tuple(sorted(strides, reverse=True)):
+        return None
+    return next((line for line in mesh.axis(name).all_ranks() if list(line) != sorted(line)), None)

@@ -1,0 +1,459 @@
+"""Process groups: one communicator for one ordered list of ranks, whoever asks under any name.
+
+A communicator is dear (half a GiB on a GPU) and names are cheap: `fsdp`, `dp_shard`, the axis of a
+view, the mesh of a DTensor may all mean the same ranks. So a group is looked up by what it is, its
+ranks in the order of the axis, its backend and its options, and made once for each:
+
+    tp = mesh.axis("tp").group            # made at first use; later a dictionary look-up
+    mesh.create_groups("tp", "fsdp")      # or made now, in an order that is the same on every rank
+    print(*axes.process_groups(), sep="\n")
+
+Only members make a group, after they agreed on it (see `agreement`), and name it by its content,
+so ranks that made other groups before still meet. Axes of size one share one group of a single
+rank. An axis that covers the world in rank order is the default group, where its backend serves the
+device.
+
+What this process knows of the running world is kept in one `World`, the only state that axes
+shares; it goes when the world does.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from axes.algebra.errors import DesyncError, MeshError, shortened
+from axes.algebra.layout import Layout
+from axes.algebra.universe import Universe
+from axes.runtime import torch_private
+from axes.runtime.agreement import Meeting, Seat, agree, digest, ranks_text
+
+if TYPE_CHECKING:
+    from axes.algebra.mesh import Mesh
+
+_FAKE = "fake"
+_WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
+_UNDER_OPENED_DEPTH = 2
+
+
+def as_timeout(timeout: object, what: str) -> timedelta | None:
+    """A timeout given as `timedelta` or in seconds; `MeshError` unless it is positive."""
+    if timeout is None:
+        return None
+    found = timeout
+    if isinstance(timeout, (int, float)) and 0 < timeout < timedelta.max.total_seconds():
+        found = timedelta(seconds=timeout)
+    if not isinstance(found, timedelta) or found <= timedelta(0):
+        raise MeshError(
+            f"{what} is a positive timedelta or number of seconds; found {shortened(repr(timeout))}"
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class GroupOptions:
+    """How the group of an axis is made, where it isn't like the default group.
+
+    `backend` is a name as for `init_process_group` (`"nccl"`, `"cpu:gloo,cuda:nccl"`), `pg_options`
+    the options object of that backend, `timeout` a `timedelta` or seconds. Options with the same
+    content are equal.
+
+    >>> GroupOptions("gloo", timeout=30) == GroupOptions("gloo", timeout=timedelta(seconds=30))
+    True
+    """
+
+    backend: str | None = None
+    pg_options: Any = None
+    timeout: timedelta | float | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise MeshError(
+                "GroupOptions.backend is a name such as 'nccl'; "
+                f"found {shortened(repr(self.backend))}"
+            )
+        object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
+
+    @cached_property
+    def text(self) -> str:
+        """The content as text, the same on every rank that has the same options."""
+        parts = [("backend", self.backend), ("timeout", self.timeout)]
+        found = [f"{name}={value}" for name, value in parts if value is not None]
+        return " ".join(
+            [
+                *found,
+                *(
+                    []
+                    if self.pg_options is None
+                    else [_content(self.pg_options, _UNDER_OPENED_DEPTH)]
+                ),
+            ]
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupOptions) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@dataclass(frozen=True)
+class ProcessGroupInfo:
+    """One communicator of this process, and who uses it.
+
+    `names` are those under which it was asked for, `asked` how often, `layout` the digits of the
+    first that asked. `origin` is "made" by axes, the "default" group of torch, or "adopted" with a
+    `DeviceMesh`; `group_name` is what torch calls it.
+    """
+
+    ranks: Sequence[int]
+    names: tuple[str, ...]
+    layout: Layout | None
+    backend: str
+    options: GroupOptions
+    asked: int
+    origin: str
+    group_name: str
+
+    def __str__(self) -> str:
+        options = f" {self.options.text}" if self.options.text else ""
+        names = ", ".join(self.names) or "-"
+        how = f"{self.backend}{options}  {self.origin}, asked for {self.asked} times"
+        return f"{names}: {ranks_text(self.ranks)}  {how}"
+
+
+@dataclass(eq=False)
+class _Entry:
+    group: dist.ProcessGroup
+    ranks: Sequence[int]
+    backend: str
+    options: GroupOptions
+    origin: str
+    layout: Layout | None = None
+    asked: int = 0
+    names: dict[str, None] = field(default_factory=dict)
+
+
+_NO_OPTIONS = GroupOptions()
+_Key = tuple[Sequence[int], str, GroupOptions]
+
+
+class World:
+    """What this process knows of a `torch.distributed` world: agreements, groups, device meshes."""
+
+    def __init__(self, default: dist.ProcessGroup):
+        self.default = weakref.ref(default)
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.backend = str(dist.get_backend(default))
+        self.fake = self.backend == _FAKE
+        self.seat = Seat(
+            default.get_group_store(), self.rank, 0 if self.fake else next(_generations)
+        )
+        self.started_here = False
+        self.lock = threading.RLock()
+        self.attempts: Counter[str] = Counter()
+        self.groups: dict[_Key, _Entry] = {}
+        self.found: dict[tuple[Mesh, Layout, str], _Entry] = {}
+        self.device_meshes: dict[Any, Any] = {}
+        self.meshes: dict[Any, tuple[Any, Mesh]] = {}
+        self.roots: dict[tuple[Universe, str], Any] = {}
+        whole = range(self.size)
+        self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(
+            default, whole, self.backend, _NO_OPTIONS, "default"
+        )
+
+    def meeting(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Meeting:
+        """The next meeting of a kind among these ranks: each call is one attempt."""
+        first = Meeting(subject, members, kind, 0, advice)
+        self.attempts[first.topic] += 1
+        return Meeting(subject, members, kind, self.attempts[first.topic] - 1, advice)
+
+
+_generations = itertools.count()
+_current: World | None = None
+
+
+def current_world() -> World:
+    """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
+    global _current
+    default = dist.group.WORLD
+    if _current is not None and default is not None and _current.default() is default:
+        return _current
+    if default is None:
+        _current = None
+        raise MeshError("torch.distributed isn't running (any more); axes.init_mesh(...) starts it")
+    _current = World(default)
+    return _current
+
+
+def forget_groups() -> None:
+    """Forgets the world without touching its groups: for who ends a world by other means."""
+    global _current
+    _current = None
+
+
+def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
+    """The group of this process along `layout`: coordinate i on the axis is rank i of the group.
+
+    Made at first use, together with the other members; later one dictionary look-up. Raises
+    `MeshError` on a rank outside the mesh, `DesyncError` where members disagree or don't come.
+    """
+    world = current_world()
+    entry = world.found.get((mesh, layout, name))
+    if entry is None:
+        with world.lock:
+            entry = world.found[mesh, layout, name] = _obtained(world, mesh, layout, name)
+    entry.asked += 1
+    return entry.group
+
+
+def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
+    """Makes the groups of these names now, in an order that doesn't depend on that of the names.
+
+    Every rank of the mesh calls it; a rank outside the mesh has nothing to make.
+    """
+    groups_of(mesh, {mesh.layout(name): name for name in names})
+
+
+def groups_of(mesh: Mesh, names: Mapping[Layout, str]) -> dict[Layout, dist.ProcessGroup]:
+    """The groups of these layouts, made in an order that only the layouts decide; none outside."""
+    if mesh.universe.position(current_world().rank) is None:
+        return {}
+    in_order = sorted(names, key=lambda layout: layout.modes)
+    return {layout: group_of(mesh, layout, names[layout]) for layout in in_order}
+
+
+def process_groups() -> list[ProcessGroupInfo]:
+    """The communicators of this process that axes knows, the default group first.
+
+    >>> process_groups()            # nothing runs yet
+    []
+    """
+    if dist.group.WORLD is None:
+        return []
+    return [
+        ProcessGroupInfo(
+            e.ranks,
+            tuple(e.names),
+            e.layout,
+            e.backend,
+            e.options,
+            e.asked,
+            e.origin,
+            e.group.group_name,
+        )
+        for e in current_world().groups.values()
+    ]
+
+
+def destroy_process_groups() -> None:
+    """Ends every group that axes made, and `torch.distributed` where `init_mesh` started it.
+
+    All ranks call it. Adopted groups, and a default group that axes didn't start, belong to whoever
+    made them. Meshes stay usable: their groups are made anew at the next use.
+    """
+    if dist.group.WORLD is None:
+        return
+    world = current_world()
+    made = [entry.group for entry in world.groups.values() if entry.origin == "made"]
+    for group in sorted(made, key=lambda group: group.group_name):
+        if torch_private.registered(group):
+            dist.destroy_process_group(group)
+    if world.started_here:
+        dist.destroy_process_group()
+        forget_groups()
+        return
+    world.groups = {key: entry for key, entry in world.groups.items() if entry.origin == "default"}
+    for cache in (world.found, world.device_meshes, world.meshes, world.roots):
+        cache.clear()
+
+
+def adopt(
+    world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str
+) -> None:
+    """Enters a group that somebody else made, unless one of this content is known already."""
+    ranks = Universe.of(ranks).ranks
+    backend = str(dist.get_backend(group))
+    key = (ranks, backend, _NO_OPTIONS)
+    entry = world.groups.get(key)
+    if entry is None:
+        entry = world.groups[key] = _Entry(group, ranks, backend, _NO_OPTIONS, "adopted", layout)
+    entry.names.setdefault(name)
+
+
+def made_by_axes(world: World, group: dist.ProcessGroup) -> bool:
+    """Whether a group is one that axes made, so that its order is that of its axis."""
+    return any(entry.group is group and entry.origin == "made" for entry in world.groups.values())
+
+
+def backend_for(world: World, device_type: str) -> str:
+    """The backend of groups on a device: the default group's where it serves the device well.
+
+    gloo serves GPUs only through host memory, so they get their own. Raises `MeshError` where this
+    torch has no backend for the device.
+    """
+    own = _own_backend(device_type)
+    served = torch_private.served_devices(world.backend).get(device_type)
+    if served is not None and not (served == "gloo" and own not in (None, "gloo")):
+        return world.backend
+    if own is None or not dist.is_backend_available(own):
+        raise MeshError(
+            f"this torch has no backend for device type {shortened(device_type)}, and the default "
+            f"group's, {world.backend}, doesn't serve it; choose another device_type"
+        )
+    return own
+
+
+def checked_options(world: World, name: str, options: object, device_type: str) -> GroupOptions:
+    """`options` of an axis if they can be had on this device; `MeshError` otherwise."""
+    if not isinstance(options, GroupOptions):
+        raise MeshError(
+            f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); "
+            f"found {shortened(repr(options))}"
+        )
+    backend = options.backend or backend_for(world, device_type)
+    used = {part.rpartition(":")[2].lower() for part in backend.split(",")}
+    absent = [part for part in sorted(used) if part not in dist.Backend.backend_list]
+    if not world.fake and options.backend is not None:
+        absent += [
+            part
+            for part in sorted(used)
+            if part not in absent and not dist.is_backend_available(part)
+        ]
+    if absent:
+        raise MeshError(
+            f"options['{name}']: this torch has no backend {', '.join(map(shortened, absent))}"
+        )
+    if device_type not in torch_private.served_devices(backend):
+        raise MeshError(
+            f"options['{name}']: backend {shortened(backend)} doesn't serve '{device_type}'"
+        )
+    if not world.fake:
+        _check_backend_options(name, options.pg_options, used)
+    return options
+
+
+def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
+    """The entry of a group, by what it is; made where nobody asked for it yet."""
+    ranks = mesh.ranks_of(layout, world.rank)
+    if ranks is None:
+        raise MeshError(
+            f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'"
+        )
+    ranks = ranks if isinstance(ranks, range) else Universe.of(ranks).ranks
+    binding = mesh.binding
+    options = dict(binding.options).get(layout, _NO_OPTIONS) if len(ranks) > 1 else _NO_OPTIONS
+    backend = options.backend or backend_for(world, binding.device_type)
+    options = GroupOptions(None, options.pg_options, options.timeout)
+    key = (ranks, backend, options)
+    entry = world.groups.get(key)
+    if entry is None:
+        waits = binding.timeout or _default_timeout(world, binding.device_type)
+        entry = world.groups[key] = _made(
+            world, ranks, backend, options, name, binding.device_type, waits
+        )
+    if entry.layout is None:
+        entry.layout = layout
+    entry.names.setdefault(name)
+    return entry
+
+
+def _made(
+    world: World,
+    ranks: Sequence[int],
+    backend: str,
+    options: GroupOptions,
+    name: str,
+    device_type: str,
+    waits: timedelta,
+) -> _Entry:
+    meeting = world.meeting(
+        "group",
+        ranks,
+        f"the group of {ranks_text(ranks)} ('{name}')",
+        "Ranks that first use overlapping groups in different orders wait for one another; "
+        "make the groups beforehand, on all ranks, with mesh.create_groups(...)",
+    )
+    if not world.fake:
+        agree(
+            world.seat,
+            meeting,
+            " ".join([ranks_text(ranks), "in this order,", backend, options.text]).strip(),
+            waits,
+        )
+    content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
+    again = f"_{meeting.attempt}" if meeting.attempt else ""
+    pg_options = None if world.fake else copy.deepcopy(options.pg_options)
+    timeout = (
+        options.timeout
+        or torch_private.options_timeout(pg_options)
+        or _default_timeout(world, device_type)
+    )
+    assert isinstance(timeout, timedelta)
+    try:
+        group = torch_private.make_group(
+            f"axes_{digest(ranks)}_{content}{again}",
+            ranks,
+            world.rank,
+            _FAKE if world.fake else backend,
+            pg_options,
+            timeout,
+            f"axes {name}",
+        )
+    except dist.DistError as error:
+        raise DesyncError(
+            f"the members of {meeting.subject} agreed on it, then connecting failed: {error}"
+        ) from error
+    return _Entry(group, ranks, backend, options, "made")
+
+
+def _default_timeout(world: World, device_type: str) -> timedelta:
+    return timedelta(minutes=1) if world.fake else torch_private.default_timeout(device_type)
+
+
+def _own_backend(device_type: str) -> str | None:
+    try:
+        return str(dist.get_default_backend_for_device(device_type))
+    except ValueError:
+        return None
+
+
+def _check_backend_options(name: str, pg_options: Any, backends: set[str]) -> None:
+    if pg_options is None:
+        return
+    if backends <= _WITHOUT_OPTIONS:
+        raise MeshError(
+            f"options['{name}']: {', '.join(sorted(backends))} takes no pg_options, "
+            "and torch would ignore them"
+        )
+    if "nccl" in backends and not isinstance(pg_options, dist.ProcessGroupNCCL.Options):
+        raise MeshError(
+            f"options['{name}']: nccl takes dist.ProcessGroupNCCL.Options; "
+            f"found {type(pg_options).__name__}"
+        )
+
+
+def _content(value: Any, depth: int) -> str:
+    """An options object as text: public attributes and theirs, without those that torch writes."""
+    written_by_torch = {"global_ranks_in_group", "group_name", "split_from", "split_color"}
+    names = [n for n in dir(value) if not n.startswith("_") and n not in written_by_torch]
+    fields = [(n, getattr(value, n)) for n in names]
+    shown = []
+    for attribute, content in fields:
+        if isinstance(content, (bool, int, float, str, bytes, timedelta, type(None))):
+            shown.append(f"{attribute}={content!r}")
+        elif depth > 1 and not callable(content):
+            shown.append(f"{attribute}={_content(content, depth - 1)}")
+    return f"{type(value).__name__}({', '.join(shown)})"

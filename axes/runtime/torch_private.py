@@ -1,0 +1,305 @@
+"""Every use of torch's private API, one thin function for each.
+
+Each function says what it needs, on which torch it was read and tried, and which public API would
+replace it. Read on 2.11.0 and 2.13.0, tried on 2.13.0, unless it says otherwise. What differs
+between versions is decided here, by looking at what torch offers and never by its version number.
+
+>>> served_devices("gloo")["cpu"]
+'gloo'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+try:  # 2.13: a mesh layout is a list of flat layouts
+    from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
+except ImportError:  # 2.11: one nested layout
+    from torch.distributed._mesh_layout import _MeshLayout
+
+    _FlatLayout = None  # type: ignore[assignment,misc]
+
+Mode = tuple[int, int]
+"""`(size, stride)`, as in `axes.algebra.layout`."""
+
+
+# Process groups
+
+
+def served_devices(backend: str) -> dict[str, str]:
+    """The backend that serves each device type, for `"gloo"` as well as `"cpu:gloo,cuda:nccl"`.
+
+    Raises what torch raises for text that names no backend. Would be replaced by a public
+    `torch.distributed.BackendConfig`.
+    """
+    return {
+        str(device): str(name)
+        for device, name in c10d.BackendConfig(c10d.Backend(backend))
+        .get_device_backend_map()
+        .items()
+    }
+
+
+def default_timeout(device_type: str) -> timedelta:
+    """How long the default group waits, read from its backend for a device.
+
+    Would be replaced by a public `ProcessGroup.timeout`. Backends without options (plugins) have
+    the timeout of their store.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    try:
+        return default._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):
+        return default.get_group_store().timeout
+
+
+def options_timeout(pg_options: Any) -> timedelta | None:
+    """The timeout in an options object, which `new_group` ignores. Public API: none planned."""
+    return getattr(pg_options, "_timeout", None)
+
+
+def make_group(
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    pg_options: Any,
+    timeout: timedelta,
+    description: str,
+) -> dist.ProcessGroup:
+    """A process group of `ranks` in this order, made by its members alone, under a name of our own.
+
+    Registered under the name as torch's own groups are, so that functional collectives find it.
+    `new_group` can't do this: it takes part in a count of groups that must be the same on all
+    ranks, and up to 2.11 it sorts the ranks. A public `new_group(group_name=, sort_ranks=)` would
+    replace it.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    # A default group that is bound to a device makes NCCL split it, which needs every rank of the
+    # world. Members alone can't, so they connect a communicator of their own on that device.
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            list(ranks),
+            c10d.Backend(backend),
+            default.get_group_store(),
+            c10d.GroupName(name),
+            backend_options=pg_options,
+            timeout=timeout,
+            device_id=device,
+            group_desc=description,
+        )
+    finally:
+        default.bound_device_id = device
+    c10d._world.pg_group_ranks[group] = dict(zip(ranks, range(len(ranks)), strict=True))
+    return group
+
+
+def registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows a group: false once it has been destroyed."""
+    return group in c10d._world.pg_map
+
+
+# Device meshes
+
+_DEVICE_MESH_FIELDS = {
+    "_coordinate_on_dim",
+    "_device_type",
+    "_dim_group_names",
+    "_flatten_mapping",
+    "_flatten_rank_map",
+    "_hash",
+    "_layout",
+    "_mesh_dim_names",
+    "_pg_registry",
+    "_rank",
+    "_rank_map",
+    "_root_mesh",
+    "_thread_id",
+}
+"""What a `DeviceMesh` of 2.11 and 2.13 holds."""
+
+
+def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
+    """A one-dimensional `DeviceMesh` over `ranks` without groups, which others share as their root.
+
+    `_init_backend=False` would be replaced by a public way to give the constructor existing groups
+    in their own order (`from_group` takes no root).
+    """
+    with _real_tensors():
+        rank_map = (
+            torch.arange(ranks.start, ranks.stop, ranks.step, dtype=torch.int, device="cpu")
+            if isinstance(ranks, range)
+            else torch.tensor(ranks, dtype=torch.int, device="cpu")
+        )
+        root = DeviceMesh(
+            device_type,
+            _layout=_mesh_layout([[(len(ranks), 1)]]),
+            _rank_map=rank_map,
+            mesh_dim_names=("universe",),
+            _init_backend=False,
+        )
+    root._dim_group_names = []
+    return root
+
+
+def device_mesh_over(
+    root: DeviceMesh,
+    dims: Sequence[Sequence[Mode]],
+    names: Sequence[str],
+    coordinate: tuple[int, ...] | None,
+    groups: Sequence[dist.ProcessGroup],
+) -> DeviceMesh:
+    """A `DeviceMesh` whose dims step through the ranks of `root` by the modes in `dims`.
+
+    Dim `i` communicates over `groups[i]`, whose ranks stand in the order of its coordinates; a
+    rank outside the root has no coordinate and no groups. It is a copy of the root with other
+    fields rather than a call of the constructor, which lists all ranks of the world each time (24
+    to 53 ms and 5 MB for 131,072 ranks). Where a torch has fields that aren't known here, the
+    constructor is called. Would be replaced by a public constructor that takes a root, layouts and
+    groups.
+    """
+    layout = _mesh_layout(dims)
+    fields: dict[str, Any] = {
+        **vars(root),
+        "_layout": layout,
+        "_mesh_dim_names": tuple(names),
+        "_root_mesh": root,
+        "_flatten_mapping": {},
+        "_pg_registry": {},
+        "_coordinate_on_dim": coordinate,
+        "_dim_group_names": [group.group_name for group in groups],
+        "_hash": None,
+    }
+    if fields.keys() <= _DEVICE_MESH_FIELDS:
+        mesh = DeviceMesh.__new__(DeviceMesh)
+        mesh.__dict__.update(fields)
+    else:
+        mesh = constructed_device_mesh(root, dims, names, groups)
+    register_groups(root, groups)
+    return mesh
+
+
+def constructed_device_mesh(
+    root: DeviceMesh,
+    dims: Sequence[Sequence[Mode]],
+    names: Sequence[str],
+    groups: Sequence[dist.ProcessGroup],
+) -> DeviceMesh:
+    """What `device_mesh_over` gives, through the constructor: slower, and knows every field."""
+    with _real_tensors():
+        mesh = DeviceMesh(
+            root.device_type,
+            _layout=_mesh_layout(dims),
+            _rank_map=root._rank_map,
+            mesh_dim_names=tuple(names),
+            _root_mesh=root,
+            _init_backend=False,
+        )
+    mesh._dim_group_names = [group.group_name for group in groups]
+    return mesh
+
+
+def register_groups(root: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Lets `torch.compile` find groups by name: it looks in the root's registry."""
+    for group in groups:
+        root._pg_registry[group.group_name] = group
+
+
+def root_of(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The `DeviceMesh` that this one was sliced or flattened from, or itself."""
+    return device_mesh._get_root_mesh()
+
+
+def root_ranks(device_mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks that the layouts of a `DeviceMesh` step through, in order."""
+    return device_mesh._flatten_rank_map
+
+
+def group_names(device_mesh: DeviceMesh) -> list[str]:
+    """What torch calls the groups of the dims; none on a rank outside the mesh."""
+    return list(getattr(device_mesh, "_dim_group_names", ()))
+
+
+def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
+    """The modes `(size, stride)` of each dim, over `root_ranks`; none for a dim of size one."""
+    layout = device_mesh._layout
+    if _FlatLayout is not None:
+        return [list(zip(flat.shape, flat.stride, strict=True)) for flat in layout]
+    return [list(layout[i].sizes_and_strides) for i in range(len(layout))]
+
+
+def _mesh_layout(dims: Sequence[Sequence[Mode]]) -> Any:
+    """torch's layout of the dims; a dim without modes has size one."""
+    filled = [tuple(modes) or ((1, 1),) for modes in dims]
+    sizes = [tuple(size for size, _ in modes) for modes in filled]
+    strides = [tuple(stride for _, stride in modes) for modes in filled]
+    if _FlatLayout is not None:
+        return _MeshLayout(
+            [_FlatLayout(size, stride) for size, stride in zip(sizes, strides, strict=True)]
+        )
+
+    def unnested(values: list[tuple[int, ...]]) -> tuple[Any, ...]:
+        return tuple(value[0] if len(value) == 1 else value for value in values)
+
+    return _MeshLayout(unnested(sizes), unnested(strides))
+
+
+def _real_tensors() -> Any:
+    """Makes real tensors even under a `FakeTensorMode`. A public equivalent would replace it."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+# --- strided shards: 2.11 to 2.13 --------------------------------------------------------------
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A shard of `dim` with `split_factor` unsplit pieces in front of it.
+
+    Public API would be `Shard` with an order of its own; none is planned.
+    """
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+# A simulated world
+
+
+def fake_store() -> dist.Store:
+    """The store for the "fake" backend, which the import registers.
+
+    Would be replaced by a public fake backend outside `torch.testing._internal`.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def forget_dtensor_world() -> None:
+    """Drops what DTensor keeps of a world: sharding propagation, redistributions, random state.
+
+    Its caches are keyed by meshes, which compare equal though another rank made them: in the next
+    world of this process an operation would answer with the mesh, the coordinate and the local
+    shape of the last one (tried: `x + 1` of 20 rows over 8 ranks, as rank 0, then as rank 7). Would
+    be replaced by `destroy_process_group` doing so.
+    """
+    from torch.distributed.tensor import _random, _redistribute, debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _random._rng_tracker = None
