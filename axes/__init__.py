@@ -85,7 +85,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
 
-_seam.provide(lambda: importlib.import_module("axes.runtime.bridge").runtime)
+_seam.provide(lambda: importlib.import_module("axes.runtime.bridge"))
 
 
 def __getattr__(name: str) -> Any:

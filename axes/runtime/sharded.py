@@ -155,7 +155,7 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
         w = axes.lift(axes.shard(weight, "d f@tp", mesh=mesh["tp"]), mesh["dp", "tp"])
     """
     _distributed(x, "axes.lift")
-    old = adopted(x.device_mesh)
+    old = Mesh.from_device_mesh(x.device_mesh)
     if old.universe != mesh.universe:
         raise MeshError(f"lift stays within one universe; x is on {old!r}, the mesh is {mesh!r}")
     names = []
@@ -194,12 +194,6 @@ def torch_placements(sharding: Sharding) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=1024)
-def adopted(device_mesh: Any) -> Mesh:
-    """The mesh of a torch DeviceMesh."""
-    return Mesh.from_device_mesh(device_mesh)
-
-
 def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     """This rank's shard of a whole tensor, as a copy; empty outside the mesh."""
     if sharding.mesh.coordinate is None:
@@ -221,7 +215,7 @@ def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _sharding_of(device_mesh: Any, placements: tuple[Placement, ...], ndim: int) -> Sharding:
-    return Sharding.from_placements(adopted(device_mesh), placements, ndim)
+    return Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, ndim)
 
 
 def _whole_spec(mesh: Mesh, spec: str, ndim: int, shape: Sequence[int], sizes: Sizes) -> Sharding:
