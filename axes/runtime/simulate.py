@@ -1,0 +1,73 @@
+"""A world of any size in this process: what rank 77,777 of 131,072 would see, alone.
+
+    with axes.simulate(131072, rank=77777):
+        mesh = axes.init_mesh("pp dp cp=2 tp=8", pp=16)
+        mesh.coordinate, mesh.axis("tp").ranks, mesh["dp"].device_mesh
+
+The world is torch's fake backend: groups, device meshes and DTensors are made as in a real one and
+cost what they cost there, collectives return at once and move nothing. So shapes, placements, plans
+and the number of communicators are right, and the numbers in a tensor that communicated are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from axes.algebra.errors import AxesError
+
+MOST = 1 << 22
+"""More ranks than this are a mistake: torch lists all of them."""
+
+
+@contextmanager
+def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Makes this process rank `rank` of a world of `world_size` ranks, until the block ends.
+
+    Everything that `torch.distributed` and DTensor keep of the world goes with it, so that the next
+    one, simulated or real, starts clean. Raises `AxesError` for a size or rank that can't be, and
+    where `torch.distributed` runs already.
+
+    >>> import torch.distributed as dist
+    >>> with simulate(131072, rank=77777):
+    ...     dist.get_rank(), dist.get_world_size()
+    (77777, 131072)
+    >>> dist.is_initialized()
+    False
+    """
+    _check(world_size, rank)
+    import torch.distributed as dist
+
+    from axes.runtime.groups import forget_groups
+    from axes.runtime.torch_private import fake_store, forget_dtensor_world
+
+    if dist.is_initialized():
+        raise AxesError(
+            f"simulate makes a world, and this process is in one already (rank {dist.get_rank()} "
+            f"of {dist.get_world_size()}, {dist.get_backend()}): leave it first, with "
+            f"torch.distributed.destroy_process_group()"
+        )
+    forget_dtensor_world()  # a world that ran here before
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    ours = dist.group.WORLD
+    try:
+        yield
+    finally:
+        forget_groups()
+        forget_dtensor_world()
+        if dist.group.WORLD is ours:  # not where the block ended it
+            dist.destroy_process_group()
+
+
+def _check(world_size: object, rank: object) -> None:
+    for name, value in (("world size", world_size), ("rank", rank)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise AxesError(f"the {name} is a whole number, not {value!r}")
+    assert isinstance(world_size, int)
+    assert isinstance(rank, int)
+    if not 1 <= world_size <= MOST:
+        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {world_size:,}")
+    if not 0 <= rank < world_size:
+        raise AxesError(
+            f"a world of {world_size:,} has ranks 0 to {world_size - 1:,}, not {rank:,}"
+        )
