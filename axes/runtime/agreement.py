@@ -43,6 +43,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError
+from axes.algebra.universe import Universe
 
 _HOST = 0
 _LINGER_SECONDS = 5.0
@@ -105,7 +106,8 @@ def agree(seat: Seat, meeting: Meeting, statement: str, timeout: timedelta) -> N
         _leave_note(seat, {"key": key, "subject": meeting.subject})
         first = json.loads(seat.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
         if first["text"] != statement:
-            _end(seat.store, key, _mismatch(meeting, first, mine), len(meeting.members))
+            error = _mismatch(meeting, first, mine)
+            _end(seat.store, key, error, len(meeting.members), disagree=True)
         elif seat.store.add(f"{key}/count", 1) == len(meeting.members):
             _end(seat.store, key, None, len(meeting.members))
         end = _wait_for_end(seat, meeting, key, time.monotonic() + timeout.total_seconds(), timeout)
@@ -133,13 +135,9 @@ def digest(ranks: Sequence[int]) -> str:
     >>> digest(range(4)) == digest((0, 1, 2, 3)), digest((0, 1)) == digest((1, 0))
     (True, False)
     """
-    if not isinstance(ranks, range) and len(ranks) > 1:
-        step = ranks[1] - ranks[0]
-        spaced = range(ranks[0], ranks[0] + step * len(ranks), step) if step > 0 else None
-        ranks = spaced if spaced is not None and all(map(int.__eq__, ranks, spaced)) else ranks
+    ranks = Universe.of(ranks).ranks
     if isinstance(ranks, range):
-        step = ranks.step if len(ranks) > 1 else 1
-        return hashlib.sha256(f"{ranks[0]} {ranks[-1]} {step}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{ranks}".encode()).hexdigest()[:16]
     return hashlib.sha256(array("q", ranks).tobytes()).hexdigest()[:16]
 
 
@@ -162,18 +160,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # The end of a meeting
 
 
-def _end(store: dist.Store, key: str, error: str | None, present: int) -> None:
+def _end(store: dist.Store, key: str, error: str | None, present: int, disagree: bool = False) -> None:
     """Ends a meeting unless it has ended; `present` members are there to read it."""
-    store.compare_set(f"{key}/end", "", json.dumps({"error": error, "present": present}))
+    end = {"error": error, "present": present, "disagree": disagree}
+    store.compare_set(f"{key}/end", "", json.dumps(end))
 
 
 def _ended(store: dist.Store, key: str) -> dict[str, Any] | None:
     return json.loads(store.get(f"{key}/end")) if store.check([f"{key}/end"]) else None
 
 
-def _wait_for_end(
-    seat: Seat, meeting: Meeting, key: str, deadline: float, timeout: timedelta
-) -> dict[str, Any]:
+def _wait_for_end(seat: Seat, meeting: Meeting, key: str, deadline: float, timeout: timedelta) -> dict[str, Any]:
     """Polls, ever more slowly, since a blocking wait that times out writes warnings of its own."""
     started = time.monotonic()
     look = _FIRST_LOOK_SECONDS
@@ -210,11 +207,9 @@ def _time_is_up(seat: Seat, meeting: Meeting, key: str, timeout: timedelta) -> N
 
 def _raise(seat: Seat, key: str, end: dict[str, Any], statement: str) -> NoReturn:
     _leave(seat, key, end["present"])
-    mine = (
-        ""
-        if _indented(statement) in end["error"]
-        else f"\nThis rank, {seat.rank}, holds: {_indented(statement)}"
-    )
+    mine = ""
+    if end["disagree"] and _indented(statement) not in end["error"]:
+        mine = f"\nThis rank, {seat.rank}, holds: {_indented(statement)}"
     raise DesyncError(end["error"] + mine)
 
 
@@ -224,11 +219,7 @@ def _leave(seat: Seat, key: str, present: int) -> None:
     with contextlib.suppress(dist.DistError):
         seat.store.add(f"{key}/left", 1)
         patience = time.monotonic() + _LINGER_SECONDS
-        while (
-            seat.rank == _HOST
-            and time.monotonic() < patience
-            and seat.store.add(f"{key}/left", 0) < present
-        ):
+        while seat.rank == _HOST and time.monotonic() < patience and seat.store.add(f"{key}/left", 0) < present:
             time.sleep(0.005)
 
 
@@ -253,9 +244,7 @@ def _last_seen(seat: Seat, rank: int) -> str:
     end = _ended(seat.store, note["key"])
     if end is None:
         return f"rank {rank} waits for {note['subject']}"
-    return (
-        f"rank {rank} was last seen {'failing' if end['error'] else 'passing'} in {note['subject']}"
-    )
+    return f"rank {rank} was last seen {'failing' if end['error'] else 'passing'} in {note['subject']}"
 
 
 def _end_circles(seat: Seat, meeting: Meeting, key: str) -> None:
@@ -288,22 +277,13 @@ def _way_back(
         if rank in {held for held, _, _ in way} or next(budget, None) is None:
             continue
         note = _note(seat, rank)
-        if (
-            not note
-            or "raised" in note
-            or note["key"] == key
-            or _ended(seat.store, note["key"]) is not None
-        ):
+        if not note or "raised" in note or note["key"] == key or _ended(seat.store, note["key"]) is not None:
             continue
         stated = (
-            json.loads(seat.store.get(f"{note['key']}/stated"))
-            if seat.store.check([f"{note['key']}/stated"])
-            else {}
+            json.loads(seat.store.get(f"{note['key']}/stated")) if seat.store.check([f"{note['key']}/stated"]) else {}
         )
         onward = _unpacked(stated.get("members", ""))
-        found = _way_back(
-            seat, note["key"], onward, [*way, (rank, note["key"], note["subject"])], budget
-        )
+        found = _way_back(seat, note["key"], onward, [*way, (rank, note["key"], note["subject"])], budget)
         if found is not None:
             return found
     return None

@@ -1,0 +1,461 @@
+"""Ranks that disagree, wait for one another or don't come: an error on every living rank, in time.
+
+The protocol is tested on threads that share an in-memory store, many cases in a second; what users
+do with meshes and groups on real processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import axes
+from axes.algebra.errors import DesyncError, MeshError
+from axes.runtime import agreement
+from axes.runtime.agreement import Meeting, Seat, agree, digest, ranks_text, refuse
+
+SECOND = timedelta(seconds=1)
+PATIENCE = timedelta(seconds=20)
+
+
+def on_threads(size: int, fn: Callable[[Seat], None], store: object = None) -> list[str | None]:
+    """`fn(seat)` on one thread for each rank; by rank the text of its `DesyncError`, if it had one."""
+    shared = dist.HashStore() if store is None else store
+    ended: dict[int, str | None] = {}
+
+    def run(rank: int) -> None:
+        try:
+            fn(Seat(shared, rank))  # type: ignore[arg-type]
+            ended[rank] = None
+        except DesyncError as error:
+            ended[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == size, f"ranks {set(range(size)) - set(ended)} hang or failed otherwise"
+    return [ended[rank] for rank in range(size)]
+
+
+def mesh_meeting(members, attempt=0, subject="init_mesh"):
+    return Meeting(subject, members, "mesh", attempt, "Do the same.")
+
+
+class CountingStore:
+    """A store that counts the calls made by each thread."""
+
+    def __init__(self) -> None:
+        self.store, self.calls = dist.HashStore(), Counter()
+
+    def __getattr__(self, name):
+        method = getattr(self.store, name)
+
+        def counted(*args):
+            self.calls[threading.get_ident(), name] += 1
+            return method(*args)
+
+        return counted
+
+
+# ------------------------------------------------------------------------------- the protocol
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["dp=2 tp=2", "tp=2 dp=2", "dp=4"]), min_size=2, max_size=6))
+def test_ranks_agree_if_and_only_if_all_state_the_same(statements):
+    members = range(len(statements))
+    ended = on_threads(
+        len(statements),
+        lambda seat: agree(seat, mesh_meeting(members), statements[seat.rank], PATIENCE),
+    )
+    if len(set(statements)) == 1:
+        assert ended == [None] * len(statements)
+    else:
+        for statement, error in zip(statements, ended, strict=True):
+            assert error is not None
+            assert statement in error
+            assert sum(other in error for other in set(statements)) >= 2
+            assert "Do the same." in error
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_a_rank_makes_few_store_operations_however_many_ranks_there_are(size):
+    store = CountingStore()
+    ended = on_threads(size, lambda seat: agree(seat, mesh_meeting(range(size)), "same", PATIENCE), store)
+    assert ended == [None] * size
+    per_rank = Counter()
+    for (thread, name), count in store.calls.items():
+        per_rank[thread] += count if name != "check" else 0  # `check` polls, ever more slowly
+    assert max(per_rank.values()) <= 5
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_meetings_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data):
+    """Overlapping groups, used first in orders that the ranks choose: a circle is told at once."""
+    pairs = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3)]
+    groups = data.draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=4, unique=True))
+    orders = [data.draw(st.permutations(groups)) for _ in range(4)]
+    same_order = all(order == list(orders[0]) for order in orders)
+    passed = Counter()
+
+    def use(seat: Seat) -> None:
+        for ranks in orders[seat.rank]:
+            if seat.rank in ranks:
+                subject = f"the group of {ranks_text(ranks)}"
+                agree(seat, Meeting(subject, ranks, "group", 0), "same", 2 * SECOND)
+                passed[ranks] += 1
+
+    began = time.monotonic()
+    ended = on_threads(4, use)
+    assert time.monotonic() - began < 15
+    if same_order:
+        assert ended == [None] * 4
+    # A meeting passes on all of its members or on none.
+    assert all(count == len(ranks) for ranks, count in passed.items())
+    for error in filter(None, ended):
+        assert "wait for one another" in error or "didn't come" in error or "last seen" in error
+
+
+def test_two_ranks_in_opposite_orders_learn_both_waits_long_before_the_time_is_up():
+    def use(seat: Seat) -> None:
+        orders = [[(0, 1), (0, 1, 2)], [(0, 1, 2), (0, 1)], [(0, 1, 2)]]
+        for ranks in orders[seat.rank]:
+            advice = "Use mesh.create_groups(...)"
+            meeting = Meeting(f"the group of {ranks_text(ranks)}", ranks, "group", 0, advice)
+            agree(seat, meeting, "same", PATIENCE)
+
+    began = time.monotonic()
+    ended = on_threads(3, use)
+    assert time.monotonic() - began < 8
+    for error in ended:
+        assert "rank 0 waits for the group of ranks 0, 1" in error
+        assert "waits for the group of ranks 0, 1, 2" in error
+        assert "mesh.create_groups" in error
+
+
+def test_a_rank_that_never_comes_is_named_with_what_it_was_last_seen_waiting_for():
+    def meet(seat: Seat) -> None:
+        if seat.rank == 2:
+            agree(seat, mesh_meeting((2, 3), subject="init_mesh over ranks 2, 3"), "x", 3 * SECOND)
+        elif seat.rank < 2:
+            time.sleep(0.2)
+            agree(seat, mesh_meeting((0, 1, 2)), "x", SECOND)
+
+    ended = on_threads(4, meet)
+    assert ended[3] is None
+    for error in ended[:2]:
+        assert "rank 2 didn't come to init_mesh within 1 s" in error
+        assert "rank 2 waits for init_mesh over ranks 2, 3" in error
+    assert "rank 3 hasn't been seen" in ended[2]
+
+
+def test_a_rank_that_comes_after_the_time_was_up_gets_the_same_error_at_once():
+    def meet(seat: Seat) -> None:
+        if seat.rank == 1:
+            time.sleep(1)
+        began = time.monotonic()
+        try:
+            agree(seat, mesh_meeting(range(2)), "x", timedelta(seconds=0.3))
+        finally:
+            assert seat.rank == 0 or time.monotonic() - began < 0.3
+
+    ended = on_threads(2, meet)
+    assert ended[0] == ended[1]
+    assert "rank 1 didn't come" in ended[0]
+
+
+def test_a_rank_that_failed_passes_its_error_on():
+    def meet(seat: Seat) -> None:
+        if seat.rank == 1:
+            refuse(seat, mesh_meeting(range(3)), MeshError("no such axis"))
+        else:
+            agree(seat, mesh_meeting(range(3)), "x", PATIENCE)
+
+    ended = on_threads(3, meet)
+    assert ended[1] is None
+    for error in (ended[0], ended[2]):
+        assert "rank 1 can't take part in init_mesh, it raised MeshError: no such axis" in error
+
+
+def test_the_next_attempt_after_a_failed_one_can_pass():
+    def meet(seat: Seat) -> None:
+        for attempt, statement in enumerate([f"differs {seat.rank}", "same"]):
+            if attempt:
+                agree(seat, mesh_meeting(range(3), attempt), statement, PATIENCE)
+            else:
+                with pytest.raises(DesyncError):
+                    agree(seat, mesh_meeting(range(3), attempt), statement, PATIENCE)
+
+    assert on_threads(3, meet) == [None] * 3
+
+
+def test_the_host_of_the_store_leaves_a_failed_meeting_last():
+    left = {}
+
+    def meet(seat: Seat) -> None:
+        time.sleep(0.4 * seat.rank)
+        try:
+            agree(seat, mesh_meeting(range(4)), f"differs {seat.rank}", PATIENCE)
+        finally:
+            left[seat.rank] = time.monotonic()
+
+    on_threads(4, meet)
+    assert left[0] >= max(left.values()) - 0.05
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8, unique=True))
+def test_a_digest_stands_for_ranks_in_their_order(ranks):
+    assert digest(tuple(ranks)) == digest(list(ranks))
+    others = itertools.islice(itertools.permutations(ranks), 1, 24)
+    assert all(digest(other) != digest(ranks) for other in others)
+    assert agreement._unpacked(agreement._packed(tuple(ranks))) == tuple(ranks)
+
+
+@given(st.integers(0, 9), st.integers(1, 9), st.integers(1, 5))
+def test_a_range_has_the_digest_of_its_ranks(start, count, step):
+    ranks = range(start, start + count * step, step)
+    assert digest(ranks) == digest(tuple(ranks))
+    assert list(agreement._unpacked(agreement._packed(ranks))) == list(ranks)
+
+
+# ------------------------------------------------------------------------------ real processes
+
+
+def error_of(fn: Callable[[], object]) -> tuple[str, float]:
+    """The text of the `DesyncError` that `fn` raises, and the seconds until then."""
+    began = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        fn()
+    return str(caught.value), time.monotonic() - began
+
+
+def declare_differently(timeout):
+    rank = dist.get_rank()
+    declarations = {1: "tp dp=2", 2: "dp=4 tp"}
+    found = [
+        error_of(lambda: axes.init_mesh(declarations.get(rank, "dp=2 tp"), timeout=timeout)),
+        error_of(lambda: axes.init_mesh("dp=2 tp" if rank else "tp=2 dp", timeout=timeout)),
+        error_of(
+            lambda: axes.init_mesh(
+                "dp=2 tp",
+                timeout=timeout,
+                options={"tp": axes.GroupOptions(timeout=30 + rank // 3)},
+            )
+        ),
+        error_of(lambda: axes.init_mesh("dp tp=1", device_type="cpu", timeout=timeout, **odd(rank))),
+    ]
+    axes.init_mesh("dp=2 tp", timeout=timeout)  # the world is as usable as before
+    return found
+
+
+def odd(rank):
+    return {"ranks": [0, 1, 3, 2] if rank == 3 else [0, 1, 2, 3]}
+
+
+def test_ranks_that_declare_different_meshes_all_get_both_texts(world):
+    found = world(declare_differently, 4, 20.0)
+    for other, swapped, options, order in found:
+        assert sum(text in other[0] for text in ("dp=2 tp=2", "tp=2 dp=2", "dp=4 tp=1")) >= 2
+        assert "dp=2 tp=2" in swapped[0]
+        assert "tp=2 dp=2" in swapped[0]
+        assert "rank 0:" in swapped[0]
+        assert "options[tp]: timeout=0:00:30" in options[0]
+        assert "options[tp]: timeout=0:00:31" in options[0]
+        assert "ranks 0..3" in order[0]
+        assert "ranks 0, 1, 3, 2" in order[0]
+        assert max(seconds for _, seconds in (other, swapped, options, order)) < 8
+    for rank, text in enumerate(["dp=2 tp=2", "tp=2 dp=2", "dp=4 tp=1", "dp=2 tp=2"]):
+        assert text in found[rank][0][0]
+
+
+def one_never_comes(timeout):
+    if dist.get_rank() == 1:
+        return None
+    return error_of(lambda: axes.init_mesh("dp=2 tp", timeout=timeout))
+
+
+def test_a_rank_that_never_comes_to_init_mesh_is_named(world):
+    found = world(one_never_comes, 4, 1.5)
+    assert found[1] is None
+    for text, seconds in (found[0], found[2], found[3]):
+        assert "rank 1 didn't come to init_mesh over ranks 0..3 within 1.5 s" in text
+        assert "rank 1 hasn't been seen" in text
+        assert seconds < 1.5 + 3
+
+
+def one_never_comes_to_a_group(timeout):
+    mesh = axes.init_mesh("dp=2 tp", timeout=timeout)
+    if dist.get_rank() == 3:
+        return None
+    if dist.get_rank() == 2:
+        return error_of(lambda: mesh.axis("tp").group)
+    return mesh.axis("tp").group.size()
+
+
+def test_a_rank_that_never_comes_to_a_group_is_named_with_where_it_was(world):
+    found = world(one_never_comes_to_a_group, 4, 1.5)
+    assert found[:2] == [2, 2]
+    text, seconds = found[2]
+    assert "rank 3 didn't come to the group of ranks 2, 3 ('tp') within 1.5 s" in text
+    assert "rank 3 was last seen passing in init_mesh over ranks 0..3" in text
+    assert seconds < 1.5 + 3
+
+
+def opposite_orders(timeout):
+    mesh = axes.init_mesh("dp=2 tp", timeout=timeout)
+    first, second = ("tp", "dp") if dist.get_rank() in (0, 3) else ("dp", "tp")
+
+    def use():
+        mesh.axis(first).group
+        mesh.axis(second).group
+
+    return error_of(use)
+
+
+def test_first_uses_in_opposite_orders_name_the_waits_and_create_groups(world):
+    for text, seconds in world(opposite_orders, 4, 15.0):
+        assert "ranks wait for one another" in text
+        assert "waits for the group of ranks 0, 1 ('tp')" in text
+        assert "waits for the group of ranks 1, 3 ('dp')" in text
+        assert "mesh.create_groups" in text
+        assert seconds < 15
+
+
+def groups_made_beforehand():
+    mesh = axes.init_mesh("dp=2 tp")
+    names = ("tp", "dp") if dist.get_rank() in (0, 3) else ("dp", "tp")
+    mesh.create_groups(*names)
+    return [mesh.axis(name).group.size() for name in names]
+
+
+def test_create_groups_makes_the_order_of_use_free(world):
+    assert world(groups_made_beforehand, 4) == [[2, 2]] * 4
+
+
+def overlapping_universes(timeout):
+    ranks = range(4) if dist.get_rank() < 2 else range(1, 4)
+    return error_of(lambda: axes.init_mesh("dp", ranks=ranks, timeout=timeout))
+
+
+def test_ranks_of_different_universes_that_wait_for_one_another_are_told(world):
+    for text, seconds in world(overlapping_universes, 4, 15.0):
+        assert "init_mesh over ranks 0..3" in text
+        assert "init_mesh over ranks 1..3" in text
+        assert seconds < 15
+
+
+def a_bad_declaration_on_one_rank(timeout):
+    if dist.get_rank() == 1:
+        with pytest.raises(axes.AxesError) as caught:
+            axes.init_mesh("dp=3 tp", timeout=timeout)
+        return type(caught.value).__name__, 0.0
+    return error_of(lambda: axes.init_mesh("dp=2 tp", timeout=timeout))
+
+
+def test_an_error_of_one_rank_reaches_the_others_at_once(world):
+    found = world(a_bad_declaration_on_one_rank, 4, 20.0)
+    assert found[1][0] == "SizeError"
+    for text, seconds in (found[0], found[2], found[3]):
+        assert "rank 1 can't take part in init_mesh over ranks 0..3, it raised SizeError" in text
+        assert seconds < 8
+
+
+def a_bad_declaration_on_all_ranks():
+    found = []
+    for declaration in ("dp=3 tp", "dp=2 tp"):
+        began = time.monotonic()
+        try:
+            found.append(axes.init_mesh(declaration).shape["tp"])
+        except axes.SizeError:
+            found.append(time.monotonic() - began < 4)
+    return found
+
+
+def test_the_same_error_on_all_ranks_is_that_error_and_no_desync(world):
+    assert world(a_bad_declaration_on_all_ranks, 4) == [[True, 2]] * 4
+
+
+def two_orders_of_one_group(timeout):
+    # In a world of three; in one of two the first order is the default group, which always exists.
+    forth = axes.init_mesh("dp", ranks=[0, 1], timeout=timeout)
+    back = axes.init_mesh("dp", ranks=[1, 0], timeout=timeout)
+    if dist.get_rank() == 2:
+        return None
+    return error_of(lambda: (back if dist.get_rank() else forth).axis("dp").group)
+
+
+def test_members_that_order_a_group_differently_are_told_at_once(world):
+    for text, seconds in world(two_orders_of_one_group, 3, 20.0)[:2]:
+        assert "ranks 0, 1 in this order" in text
+        assert "ranks 1, 0 in this order" in text
+        assert seconds < 8
+
+
+def islands():
+    rank = dist.get_rank()
+    for _ in range(rank):
+        axes.init_mesh("x", ranks=[rank])
+    if rank >= 2:
+        axes.init_mesh("dp", ranks=[2, 3])
+        axes.init_mesh("dp", ranks=[3, 2])
+    return axes.init_mesh("dp=2 tp").shape["tp"]
+
+
+def test_ranks_that_declared_other_meshes_before_still_meet(world):
+    assert world(islands, 4) == [2] * 4
+
+
+def the_host_leaves():
+    """A store that rank 0 hosts and takes along as soon as it has its error."""
+    rank = dist.get_rank()
+    port = [0]
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if rank != 0:
+        store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
+    seat = Seat(store, rank)
+    time.sleep(0.3 * rank)
+    text, _ = error_of(lambda: agree(seat, mesh_meeting(range(3)), f"rank {rank}", PATIENCE))
+    if rank == 0:
+        del seat, store
+    return text
+
+
+def test_all_ranks_get_the_error_before_the_host_of_the_store_goes(world):
+    for rank, text in enumerate(world(the_host_leaves, 3)):
+        assert "ranks disagree" in text
+        assert f"rank {rank}" in text
+
+
+def the_host_dies():
+    rank = dist.get_rank()
+    port = [0]
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if rank == 0:
+        time.sleep(1)
+        return "gone"
+    store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
+    return error_of(lambda: agree(Seat(store, rank), mesh_meeting(range(2)), "x", PATIENCE))[0]
+
+
+def test_a_store_that_is_gone_is_an_error_that_says_so(world):
+    found = world(the_host_dies, 2)
+    assert "store can't be reached in init_mesh" in found[1]
+    assert "Rank 0, which hosts it, may have ended" in found[1]
