@@ -6,6 +6,7 @@ in one process as it stands here, and on eight by giving its parameters a shardi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,8 @@ class Size:
 
     @property
     def hidden(self) -> int:
-        """SwiGLU has three matrices where an MLP has two: 8/3 of the width, a multiple of 32."""
-        return -(-8 * self.width // 3) // 32 * 32
+        """SwiGLU has three matrices where an MLP has two: 8/3 of the width, up to a multiple of 32."""
+        return math.ceil(8 * self.width / 3 / 32) * 32
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -138,4 +139,5 @@ def write(model: Transformer, prompt: bytes, length: int, sequence: int, seed: i
         if byte == ord("\n"):
             break
         text.append(byte)
-    return bytes(text).decode("utf-8", errors="replace")
+    line = bytes(text).decode("utf-8", errors="replace")
+    return "".join(char if char.isprintable() else "·" for char in line)
