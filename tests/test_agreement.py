@@ -317,11 +317,7 @@ def opposite_orders(timeout):
     mesh = axes.init_mesh("dp=2 tp", timeout=timeout)
     first, second = ("tp", "dp") if dist.get_rank() in (0, 3) else ("dp", "tp")
 
-    def use():
-        mesh.axis(first).group
-        mesh.axis(second).group
-
-    return error_of(use)
+    return error_of(lambda: [mesh.axis(name).group for name in (first, second)])
 
 
 def test_first_uses_in_opposite_orders_name_the_waits_and_create_groups(world):

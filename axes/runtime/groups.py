@@ -55,9 +55,7 @@ def as_timeout(timeout: object, what: str) -> timedelta | None:
     if isinstance(timeout, (int, float)) and 0 < timeout < timedelta.max.total_seconds():
         found = timedelta(seconds=timeout)
     if not isinstance(found, timedelta) or found <= timedelta(0):
-        raise MeshError(
-            f"{what} is a positive timedelta or number of seconds; found {shortened(repr(timeout))}"
-        )
+        raise MeshError(f"{what} is a positive timedelta or number of seconds; found {timeout!r:.60}")
     return found
 
 
@@ -79,10 +77,7 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         if self.backend is not None and not isinstance(self.backend, str):
-            raise MeshError(
-                "GroupOptions.backend is a name such as 'nccl'; "
-                f"found {shortened(repr(self.backend))}"
-            )
+            raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {self.backend!r:.60}")
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
     @cached_property
@@ -93,11 +88,7 @@ class GroupOptions:
         return " ".join(
             [
                 *found,
-                *(
-                    []
-                    if self.pg_options is None
-                    else [_content(self.pg_options, _UNDER_OPENED_DEPTH)]
-                ),
+                *([] if self.pg_options is None else [_content(self.pg_options, _UNDER_OPENED_DEPTH)]),
             ]
         )
 
@@ -158,9 +149,7 @@ class World:
         self.size = dist.get_world_size()
         self.backend = str(dist.get_backend(default))
         self.fake = self.backend == _FAKE
-        self.seat = Seat(
-            default.get_group_store(), self.rank, 0 if self.fake else next(_generations)
-        )
+        self.seat = Seat(default.get_group_store(), self.rank, 0 if self.fake else next(_generations))
         self.started_here = False
         self.lock = threading.RLock()
         self.attempts: Counter[str] = Counter()
@@ -170,9 +159,7 @@ class World:
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
         whole = range(self.size)
-        self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(
-            default, whole, self.backend, _NO_OPTIONS, "default"
-        )
+        self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(default, whole, self.backend, _NO_OPTIONS, "default")
 
     def meeting(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Meeting:
         """The next meeting of a kind among these ranks: each call is one attempt."""
@@ -280,9 +267,7 @@ def destroy_process_groups() -> None:
         cache.clear()
 
 
-def adopt(
-    world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str
-) -> None:
+def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str) -> None:
     """Enters a group that somebody else made, unless one of this content is known already."""
     ranks = Universe.of(ranks).ranks
     backend = str(dist.get_backend(group))
@@ -298,13 +283,21 @@ def made_by_axes(world: World, group: dist.ProcessGroup) -> bool:
     return any(entry.group is group and entry.origin == "made" for entry in world.groups.values())
 
 
+def own_backend(device_type: str) -> str | None:
+    """The backend that torch prefers for a device type, None where there is none."""
+    try:
+        return str(dist.get_default_backend_for_device(device_type))
+    except (ValueError, RuntimeError):  # a device without a backend, a word that is no device
+        return None
+
+
 def backend_for(world: World, device_type: str) -> str:
     """The backend of groups on a device: the default group's where it serves the device well.
 
     gloo serves GPUs only through host memory, so they get their own. Raises `MeshError` where this
     torch has no backend for the device.
     """
-    own = _own_backend(device_type)
+    own = own_backend(device_type)
     served = torch_private.served_devices(world.backend).get(device_type)
     if served is not None and not (served == "gloo" and own not in (None, "gloo")):
         return world.backend
@@ -317,31 +310,22 @@ def backend_for(world: World, device_type: str) -> str:
 
 
 def checked_options(world: World, name: str, options: object, device_type: str) -> GroupOptions:
-    """`options` of an axis if they can be had on this device; `MeshError` otherwise."""
+    """`options` of an axis, without a backend that is the usual one; `MeshError` for what can't be."""
     if not isinstance(options, GroupOptions):
-        raise MeshError(
-            f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); "
-            f"found {shortened(repr(options))}"
-        )
+        raise MeshError(f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); found {options!r:.60}")
     backend = options.backend or backend_for(world, device_type)
     used = {part.rpartition(":")[2].lower() for part in backend.split(",")}
     absent = [part for part in sorted(used) if part not in dist.Backend.backend_list]
     if not world.fake and options.backend is not None:
-        absent += [
-            part
-            for part in sorted(used)
-            if part not in absent and not dist.is_backend_available(part)
-        ]
+        absent += [part for part in sorted(used) if part not in absent and not dist.is_backend_available(part)]
     if absent:
-        raise MeshError(
-            f"options['{name}']: this torch has no backend {', '.join(map(shortened, absent))}"
-        )
+        raise MeshError(f"options['{name}']: this torch has no backend {', '.join(map(shortened, absent))}")
     if device_type not in torch_private.served_devices(backend):
-        raise MeshError(
-            f"options['{name}']: backend {shortened(backend)} doesn't serve '{device_type}'"
-        )
+        raise MeshError(f"options['{name}']: backend {shortened(backend)} doesn't serve '{device_type}'")
     if not world.fake:
         _check_backend_options(name, options.pg_options, used)
+    if backend == backend_for(world, device_type):
+        return GroupOptions(None, options.pg_options, options.timeout)
     return options
 
 
@@ -349,9 +333,7 @@ def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
     """The entry of a group, by what it is; made where nobody asked for it yet."""
     ranks = mesh.ranks_of(layout, world.rank)
     if ranks is None:
-        raise MeshError(
-            f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'"
-        )
+        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
     ranks = ranks if isinstance(ranks, range) else Universe.of(ranks).ranks
     binding = mesh.binding
     options = dict(binding.options).get(layout, _NO_OPTIONS) if len(ranks) > 1 else _NO_OPTIONS
@@ -361,9 +343,7 @@ def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
     entry = world.groups.get(key)
     if entry is None:
         waits = binding.timeout or _default_timeout(world, binding.device_type)
-        entry = world.groups[key] = _made(
-            world, ranks, backend, options, name, binding.device_type, waits
-        )
+        entry = world.groups[key] = _made(world, ranks, backend, options, name, binding.device_type, waits)
     if entry.layout is None:
         entry.layout = layout
     entry.names.setdefault(name)
@@ -396,11 +376,7 @@ def _made(
     content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
     again = f"_{meeting.attempt}" if meeting.attempt else ""
     pg_options = None if world.fake else copy.deepcopy(options.pg_options)
-    timeout = (
-        options.timeout
-        or torch_private.options_timeout(pg_options)
-        or _default_timeout(world, device_type)
-    )
+    timeout = options.timeout or torch_private.options_timeout(pg_options) or _default_timeout(world, device_type)
     assert isinstance(timeout, timedelta)
     try:
         group = torch_private.make_group(
@@ -413,9 +389,7 @@ def _made(
             f"axes {name}",
         )
     except dist.DistError as error:
-        raise DesyncError(
-            f"the members of {meeting.subject} agreed on it, then connecting failed: {error}"
-        ) from error
+        raise DesyncError(f"the members of {meeting.subject} agreed on it, then connecting failed: {error}") from error
     return _Entry(group, ranks, backend, options, "made")
 
 
@@ -423,25 +397,16 @@ def _default_timeout(world: World, device_type: str) -> timedelta:
     return timedelta(minutes=1) if world.fake else torch_private.default_timeout(device_type)
 
 
-def _own_backend(device_type: str) -> str | None:
-    try:
-        return str(dist.get_default_backend_for_device(device_type))
-    except ValueError:
-        return None
-
-
 def _check_backend_options(name: str, pg_options: Any, backends: set[str]) -> None:
     if pg_options is None:
         return
     if backends <= _WITHOUT_OPTIONS:
         raise MeshError(
-            f"options['{name}']: {', '.join(sorted(backends))} takes no pg_options, "
-            "and torch would ignore them"
+            f"options['{name}']: {', '.join(sorted(backends))} takes no pg_options, and torch would ignore them"
         )
     if "nccl" in backends and not isinstance(pg_options, dist.ProcessGroupNCCL.Options):
         raise MeshError(
-            f"options['{name}']: nccl takes dist.ProcessGroupNCCL.Options; "
-            f"found {type(pg_options).__name__}"
+            f"options['{name}']: nccl takes dist.ProcessGroupNCCL.Options; found {type(pg_options).__name__}"
         )
 
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, shortened
+from axes.algebra.errors import AxesError, MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
@@ -33,6 +33,7 @@ from axes.runtime.groups import (
     backend_for,
     checked_options,
     current_world,
+    own_backend,
 )
 
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -118,17 +119,14 @@ def _start(device_type: str, timeout: timedelta | None) -> None:
         absent = [name for name in _LAUNCHERS_VARIABLES if name not in present]
         if launched and absent:
             raise MeshError(
-                f"the launcher set {', '.join(present)} but not {', '.join(absent)}; "
-                "torchrun sets all of them"
+                f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them"
             )
         _select_device(device_type)
         backend = dist.get_default_backend_for_device(device_type)
         if launched:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         current_world().started_here = True
     elif not current_world().fake:
         _select_device(device_type)
@@ -137,12 +135,7 @@ def _start(device_type: str, timeout: timedelta | None) -> None:
 def _select_device(device_type: str) -> None:
     """Sets the launcher's device for this rank, unless the program has chosen one already."""
     module = getattr(torch, device_type, None)
-    if (
-        device_type == "cpu"
-        or module is None
-        or module.is_initialized()
-        or "LOCAL_RANK" not in os.environ
-    ):
+    if device_type == "cpu" or module is None or module.is_initialized() or "LOCAL_RANK" not in os.environ:
         return
     module.set_device(int(os.environ["LOCAL_RANK"]))
 
@@ -152,16 +145,9 @@ def _checked_device(device_type: object) -> str:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
     if not isinstance(device_type, str) or not device_type.isalpha():
-        raise MeshError(
-            "device_type is a name without an index, such as 'cuda' or 'cpu'; "
-            f"found {shortened(repr(device_type))}"
-        )
-    try:
-        dist.get_default_backend_for_device(device_type)
-    except ValueError:
-        raise MeshError(
-            f"torch.distributed has no backend for device type {shortened(device_type)}"
-        ) from None
+        raise MeshError(f"device_type is a name without an index, such as 'cuda' or 'cpu'; found {device_type!r:.60}")
+    if own_backend(device_type) is None:
+        raise MeshError(f"torch.distributed has no backend for device type {device_type!r:.60}")
     return device_type
 
 
@@ -169,9 +155,7 @@ def _checked_universe(ranks: Iterable[int], world: World) -> Universe:
     universe = Universe.of(ranks)
     largest = universe.ranks[-1] if isinstance(universe.ranks, range) else max(universe.ranks)
     if largest >= world.size:
-        raise MeshError(
-            f"ranks has rank {largest}, but the world has {world.size} ranks, 0 to {world.size - 1}"
-        )
+        raise MeshError(f"ranks has rank {largest}, but the world has {world.size} ranks, 0 to {world.size - 1}")
     return universe
 
 
@@ -184,9 +168,7 @@ def _bound(
 ) -> Binding:
     """The binding of a mesh, its options by layout: names of one layout share one group."""
     if options is not None and not isinstance(options, Mapping):
-        raise MeshError(
-            f"options is a mapping from axis names to GroupOptions; found {type(options).__name__}"
-        )
+        raise MeshError(f"options is a mapping from axis names to GroupOptions; found {type(options).__name__}")
     backend_for(world, device_type)
     found: dict[Layout, tuple[str, GroupOptions]] = {}
     for name, given in (options or {}).items():
@@ -197,16 +179,12 @@ def _bound(
                 f"'{other}' and '{name}' are the same ranks and share one group; found two options "
                 f"for it: {before.text or 'the default'} and {checked.text or 'the default'}"
             )
-    kept = [
-        (layout, given) for layout, (_, given) in found.items() if layout.size > 1 and given.text
-    ]
+    kept = [(layout, given) for layout, (_, given) in found.items() if layout.size > 1 and given.text]
     return Binding(device_type, tuple(sorted(kept, key=lambda pair: pair[0].modes)), timeout)
 
 
 def _meeting(world: World, universe: Universe) -> Meeting:
-    return world.meeting(
-        "mesh", universe.ranks, f"init_mesh over {ranks_text(universe.ranks)}", _ADVICE
-    )
+    return world.meeting("mesh", universe.ranks, f"init_mesh over {ranks_text(universe.ranks)}", _ADVICE)
 
 
 def _agree(world: World, mesh: Mesh) -> None:
