@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from axes.algebra.errors import AxesError, ExpressionError, MeshError, shortened, suggestion
-from axes.algebra.grammar import Equation, Item
+from axes.algebra.errors import AxesError, ExpressionError, MeshError, SizeError, shortened, suggestion
+from axes.algebra.grammar import LARGEST_SIZE, Equation, Item
 from axes.algebra.layout import Layout
 from axes.algebra.sizes import Product, given_sizes, solve
 
@@ -82,6 +82,9 @@ def row_major(sizes: Sequence[int]) -> list[Layout]:
     for size in reversed(sizes):
         found.append(Layout((size,), (stride,)))
         stride *= size
+        if stride > LARGEST_SIZE:
+            axes = f"the last {len(found)} of its axes have {stride}"
+            raise SizeError(f"a mesh has at most {LARGEST_SIZE} ranks; {axes}")
     return found[::-1]
 
 

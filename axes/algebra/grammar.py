@@ -47,6 +47,7 @@ Span = tuple[int, int]
 T = TypeVar("T")
 
 _LONGEST_CACHED = 4096
+_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,8 @@ def _tokens(text: str) -> list[_Token]:
             word = match.group()
             if kind == "name" and found and found[-1].kind == "int" and found[-1].stop == at:
                 raise ExpressionError("a name doesn't start with a digit", text, found[-1].start, match.end())
+            if kind == "name" and len(word) > _LONGEST_NAME:
+                raise ExpressionError(f"a name has at most {_LONGEST_NAME} characters", text, at, match.end())
             found.append(_Token(word if kind == "sign" else kind, word, at))
         at = match.end()
     found.append(_Token("end", "", len(text)))
@@ -362,9 +365,10 @@ class _Parser:
             star = self.take("*")
             names.append("*" if star else self.name("an axis name").text)
         self.closing()
+        span = token.start, self.tokens[self.at - 1].stop
         if names.count("*") > 1:
-            self.wrong("'*' stands once in a place", token.span)
-        return Place(tuple(names), (token.start, self.tokens[self.at - 1].stop))
+            self.wrong("'*' stands once in a place", span)
+        return Place(tuple(names), span)
 
     def factor(self, in_group: bool) -> Factor:
         token = self.token

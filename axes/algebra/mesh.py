@@ -336,7 +336,7 @@ class Mesh:
         return Explanation(program.lines())
 
     def define(
-        self, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int
+        self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int
     ) -> Mesh:
         """The mesh with more names for the same ranks.
 
@@ -373,7 +373,7 @@ class Mesh:
         self._bound("device_mesh")
         return seam.runtime("mesh.device_mesh").device_mesh(self)
 
-    def create_groups(self, *names: str) -> None:
+    def create_groups(self, /, *names: str) -> None:
         """Makes process groups now, in this order on every rank; all axes of the mesh without names.
 
         Groups are otherwise made when they are first used, and ranks that first use two overlapping

@@ -203,10 +203,13 @@ def _same_names(tree: MeshExpression, right: Sequence[Item | Group], state: Axes
 
 def _distinct(tree: MeshExpression, right: Sequence[Item | Group]) -> None:
     seen: set[str] = set()
+    home = {item.name: entry for entry in right for item in leaves((entry,))}
     for entry in right:
         name = entry.name if isinstance(entry, Item) else entry.name or "_".join(i.name for i in entry.items)
         if name in seen:
-            _wrong(tree, f"the result would have two axes '{name}'", entry.span)
+            _wrong(tree, f"the result would have two axes {shortened(name)}", entry.span)
+        if home.get(name, entry) is not entry:
+            _wrong(tree, f"{shortened(name)} is another axis of the expression; take another name", entry.span)
         seen.add(name)
 
 
