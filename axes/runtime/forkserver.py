@@ -54,17 +54,18 @@ Work = Callable[[socket.socket, int], None]
 
 _NUMBER = struct.Struct("q")
 _CHUNK = 1 << 20
+_starting = threading.Lock()
 
 
 class Child:
     """A forked process, as its requester sees it.
 
-    `channel` carries messages both ways, `status` reports the pid and later the exit code, `stacks`
-    what the child writes when it is asked where it is. All three are pollable; nothing here blocks
+    `channel` carries messages both ways, `status` the pid and later the exit code, `stacks` what
+    the child writes when it is asked where it is. All three can be selected; nothing here blocks
     but `send`.
     """
 
-    def __init__(self, channel: socket.socket, status: int, stacks: int):
+    def __init__(self, channel: socket.socket, status: socket.socket, stacks: int):
         self.channel, self.status, self.stacks = channel, status, stacks
         self.pid: int | None = None
         self.exit_code: int | None = None
@@ -72,7 +73,7 @@ class Child:
 
     def read_status(self) -> None:
         """Takes in one report of the server: first the pid, then the exit code."""
-        report = os.read(self.status, _NUMBER.size)
+        report = self.status.recv(_NUMBER.size, socket.MSG_WAITALL)
         if not report:
             self.exit_code = LOST if self.exit_code is None else self.exit_code
         elif self.pid is None:
@@ -113,12 +114,12 @@ class Child:
             os.killpg(self.pid, number) if number == signal.SIGKILL else os.kill(self.pid, number)
 
     def close(self) -> None:
-        """Closes this side. A child that waits for a message takes it as the end."""
-        if self.status >= 0:
+        """Closes this side. The server ends a child that still runs, or that it has yet to fork."""
+        if self.stacks >= 0:
             self.channel.close()
-            os.close(self.status)
+            self.status.close()
             os.close(self.stacks)
-            self.status = self.stacks = -1
+            self.stacks = -1
 
 
 def send(channel: socket.socket, message: bytes) -> None:
@@ -142,6 +143,13 @@ def _read(channel: socket.socket, size: int) -> bytearray | None:
             return None
         view = view[count:]
     return found
+
+
+def flush() -> None:
+    """Shows what was printed, where there is still somewhere to show it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # none, closed, a dead pipe
+            stream.flush()
 
 
 class ForkServer:
@@ -185,22 +193,19 @@ class ForkServer:
         return self._process.poll() is None
 
     def fork(self) -> Child:
-        """Asks for a child. Returns at once; `Child.status` tells when it is there."""
+        """Asks for a child. Returns at once; `Child.status` says when it is there."""
         ours, theirs = socket.socketpair()
-        status, status_end = os.pipe()
+        status, status_end = socket.socketpair()
         stacks, stacks_end = os.pipe()
         os.set_blocking(stacks, False)
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()  # what was printed before the child's output comes before it
-        with theirs, self._lock:
+        flush()  # so that what was printed before stands before what the child prints
+        with theirs, status_end, self._lock:
             try:
-                fds = [theirs.fileno(), status_end, stacks_end, 1, 2]
+                fds = [theirs.fileno(), status_end.fileno(), stacks_end, 1, 2]
                 socket.send_fds(self._control, [b"f"], fds)
             except ConnectionError:
-                pass  # the server is dead: the status pipe's end says so to whoever waits on it
+                pass  # the server is dead: the status, which ends here, says so
             finally:
-                os.close(status_end)
                 os.close(stacks_end)
         return Child(ours, status, stacks)
 
@@ -219,12 +224,13 @@ class ForkServer:
 
 def fork_server(module: str, function: str) -> ForkServer:
     """This process's fork server for `module.function`, started if there is none."""
-    server = _server_of(os.getpid(), module, function)
-    if not server.running:
-        server.stop()
-        _server_of.cache_clear()
+    with _starting:
         server = _server_of(os.getpid(), module, function)
-    return server
+        if not server.running:
+            server.stop()
+            _server_of.cache_clear()
+            server = _server_of(os.getpid(), module, function)
+        return server
 
 
 @functools.cache
@@ -250,35 +256,43 @@ def serve(control_fd: int, module: str, function: str) -> None:
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler of ours, so that `wake` is written
     signal.set_wakeup_fd(wake.fileno())
-    statuses: dict[int, int] = {}
+    statuses: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         selector.register(ended, selectors.EVENT_READ)
         while True:
-            ready = [key.fileobj for key, _ in selector.select()]
+            ready = {key.fileobj: key.data for key, _ in selector.select()}
+            for pid in ready.values():
+                if pid is not None:  # its requester has closed the status
+                    _end_group(pid)
+                    selector.unregister(statuses[pid])
             if ended in ready:
                 ended.recv(4096)
-                _reap(statuses)
+                _reap(statuses, selector)
             if control in ready:
                 request, fds, _, _ = socket.recv_fds(control, 1, 5)
                 if not request:
                     break
-                if _fork(fds, statuses):
-                    ours = [control.detach(), ended.detach(), wake.detach(), *statuses.values()]
+                if _fork(fds, statuses, selector):
                     selector.close()
-                    _run_child(fds, ours, work)
+                    for ours in (control, ended, wake, *statuses.values()):
+                        ours.close()
+                    _run_child(fds, work)
     for pid in statuses:
         _end_group(pid)
 
 
-def _reap(statuses: dict[int, int]) -> None:
+def _reap(statuses: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
     while statuses:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, code = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
         _end_group(pid)  # its own children, if it left any: the number is theirs while they live
-        _report(statuses[pid], os.waitstatus_to_exitcode(status))
-        os.close(statuses.pop(pid))
+        status = statuses.pop(pid)
+        if status in selector.get_map():
+            selector.unregister(status)
+        _report(status, os.waitstatus_to_exitcode(code))
+        status.close()
 
 
 def _end_group(pid: int) -> None:
@@ -286,12 +300,12 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _report(status: int, number: int) -> None:
+def _report(status: socket.socket, number: int) -> None:
     with contextlib.suppress(BrokenPipeError):  # the requester doesn't want to know any more
-        os.write(status, _NUMBER.pack(number))
+        status.sendall(_NUMBER.pack(number))
 
 
-def _fork(fds: list[int], statuses: dict[int, int]) -> bool:
+def _fork(fds: list[int], statuses: dict[int, socket.socket], selector: selectors.BaseSelector) -> bool:
     """Whether this is the child."""
     pid = os.fork()
     if pid == 0:
@@ -299,14 +313,15 @@ def _fork(fds: list[int], statuses: dict[int, int]) -> bool:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it did so itself, and ended
         os.setpgid(pid, pid)  # on both sides of the fork, so that no one sees it without
     channel, status, stacks, out, err = fds
-    statuses[pid] = status
-    _report(status, pid)
+    statuses[pid] = socket.socket(fileno=status)
+    selector.register(statuses[pid], selectors.EVENT_READ, pid)
+    _report(statuses[pid], pid)
     for fd in (channel, stacks, out, err):
         os.close(fd)
     return False
 
 
-def _run_child(fds: list[int], unused: list[int], work: Work) -> None:
+def _run_child(fds: list[int], work: Work) -> None:
     channel, status, stacks, out, err = fds
     code = 1
     try:
@@ -317,7 +332,7 @@ def _run_child(fds: list[int], unused: list[int], work: Work) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        for fd in (status, out, err, *unused):
+        for fd in (status, out, err):
             os.close(fd)
         for fd in (channel, stacks):  # received descriptors survive exec unless told otherwise
             os.set_inheritable(fd, False)
@@ -328,7 +343,5 @@ def _run_child(fds: list[int], unused: list[int], work: Work) -> None:
         traceback.print_exc()
     finally:
         # Without the destructors and exit handlers of the server, of which this is a copy.
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        flush()
         os._exit(code)

@@ -23,6 +23,7 @@ strings gives them the same order here only.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -71,6 +72,8 @@ def _check(fn: object, world_size: object, device_type: object, timeout: object)
             "this launch is in the part of the script that every rank runs again to find the "
             'function: put it under `if __name__ == "__main__":`'
         )
+    if not hasattr(os, "fork"):
+        raise AxesError("launch forks its processes, which this system can't: use Linux or macOS")
     if not callable(fn):
         raise AxesError(f"launch needs a function to run on every rank, not {fn!r}")
     if not isinstance(world_size, int) or isinstance(world_size, bool):
@@ -95,6 +98,5 @@ def _check_gpus(world_size: int) -> None:
     found = torch.cuda.device_count()
     if found < world_size:
         raise AxesError(
-            f"{world_size} ranks need a GPU each, and torch finds {found} here: launch fewer, "
-            f'or with device_type="cpu"'
+            f'{world_size} ranks need a GPU each, and torch finds {found} here: launch fewer, or with device_type="cpu"'
         )

@@ -29,9 +29,10 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,7 +52,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 GRACE = 2.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
 
-_PATIENCE = 5.0  # seconds for a process to end once it was told to
+_PATIENCE = 2.0  # seconds for a process to end once it was told to
 _HEAD_START = 0.5  # a death is heard of later than the errors that it causes in its peers
 _LINES = 12  # of the stack of a rank that hangs
 
@@ -156,7 +157,8 @@ class Pool:
         server = fork_server("axes.runtime.pool", "serve_rank")
         try:
             # The server imports torch meanwhile.
-            self._children = [server.fork() for _ in range(self.world_size)]
+            for _ in range(self.world_size):
+                self._children.append(server.fork())
             self._store, port = _hosted_store()
             places = [self._place(rank, port) for rank in range(self.world_size)]
             self._call([dumps(place) for place in places], deadline, "starting", GRACE)
@@ -224,9 +226,7 @@ class Pool:
             main_of_this_process(),
         )
 
-    def _call(
-        self, messages: Sequence[bytes], deadline: float, name: str, grace: float
-    ) -> list[Any]:
+    def _call(self, messages: Sequence[bytes], deadline: float, name: str, grace: float) -> list[Any]:
         try:
             outcomes = self._gather(messages, deadline, grace)
         except BaseException:  # an interrupt: nobody knows what the ranks are at
@@ -261,22 +261,23 @@ class Pool:
         outcomes |= {rank: Running(stack) for rank, stack in zip(late, stacks, strict=True)}
         return [outcomes[rank] for rank in range(self.world_size)]
 
-    def _end(self, signals: Iterable[signal.Signals]) -> None:
+    def _end(self, signals: Sequence[signal.Signals]) -> None:
         """Closes the channels, at which an idle rank exits, and signals those that stay."""
-        children, self._children = self._children, []
         try:
+            _all_ended(self._children, 0)  # hears of those that the server has forked meanwhile
             for number in signals or (None, signal.SIGTERM, signal.SIGKILL):
-                for child in children:
+                for child in self._children:
                     if number is not None:
                         child.signal(number)
                     elif child.exit_code is None:
                         child.channel.shutdown(socket.SHUT_WR)
-                if _all_ended(children, time.monotonic() + _PATIENCE):
+                if _all_ended(self._children, _PATIENCE):
                     break
         finally:
-            for child in children:
+            for child in self._children:
                 child.signal(signal.SIGKILL)  # after an interrupt of the above, or for a lost one
                 child.close()
+            self._children = []
             self._store = None  # closes the port, even while a traceback holds on to this pool
 
 
@@ -307,7 +308,7 @@ def _send(child: Child, message: bytes, deadline: float) -> None:
 
 def _heard(child: Child, source: object, selector: selectors.BaseSelector) -> Outcome | None:
     """What a readable `source` of a child, its channel or status, tells."""
-    if source == child.status:
+    if source is child.status:
         child.read_status()
         if child.exit_code is None:
             return None
@@ -355,17 +356,22 @@ def _stack(child: Child) -> str:
     return "\n".join(lines[:mine][:_LINES])
 
 
-def _all_ended(children: Sequence[Child], deadline: float) -> bool:
+def _all_ended(children: Sequence[Child], patience: float) -> bool:
+    """Waits for the children that were forked. Any other will find its channel closed, and exit."""
+    deadline = time.monotonic() + patience
     with selectors.DefaultSelector() as selector:
         for child in children:
-            if child.exit_code is None:
+            if child.exit_code is None and (child.pid is not None or not patience):
                 selector.register(child.status, selectors.EVENT_READ, child)
-        while selector.get_map() and time.monotonic() < deadline:
-            for key, _ in selector.select(deadline - time.monotonic()):
+        while selector.get_map():
+            ready = selector.select(max(0, deadline - time.monotonic()))
+            if not ready:
+                return False
+            for key, _ in ready:
                 key.data.read_status()
                 if key.data.exit_code is not None:
                     selector.unregister(key.fileobj)
-        return not selector.get_map()
+    return True
 
 
 def _error(outcomes: Sequence[Outcome], name: str) -> Exception:
@@ -374,9 +380,7 @@ def _error(outcomes: Sequence[Outcome], name: str) -> Exception:
     at = {rank: end.at for rank, end in enumerate(outcomes) if isinstance(end, Failed | Died)}
     if not at:
         late = [rank for rank, end in enumerate(outcomes) if isinstance(end, Running)]
-        error: Exception = AxesError(
-            f"{name}: time is up, {_ranks(late)} of {size} hadn't finished"
-        )
+        error: Exception = AxesError(f"{name}: time is up, {_ranks(late)} of {size} hadn't finished")
         first = None
     else:
         first = min(at, key=lambda rank: at[rank])
@@ -467,8 +471,7 @@ def _attempt(rank: int, work: Callable[..., object], *args: object) -> bytes:
     except BaseException as error:  # SystemExit too: a rank that leaves early has failed
         return dumps(Failed.of(error))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        forkserver.flush()
     try:
         return dumps(Finished(value))
     except Exception as error:
@@ -487,6 +490,7 @@ def _join(place: Place) -> None:
     os.chdir(place.directory)
     sys.path[:] = place.path
     sys.argv[:] = place.argv
+    tempfile.tempdir = None  # asked for again, of this environment
 
     import torch
     import torch.distributed as dist

@@ -68,6 +68,4 @@ def _check(world_size: object, rank: object) -> None:
     if not 1 <= world_size <= MOST:
         raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {world_size:,}")
     if not 0 <= rank < world_size:
-        raise AxesError(
-            f"a world of {world_size:,} has ranks 0 to {world_size - 1:,}, not {rank:,}"
-        )
+        raise AxesError(f"a world of {world_size:,} has ranks 0 to {world_size - 1:,}, not {rank:,}")
