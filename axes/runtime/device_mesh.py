@@ -62,9 +62,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     `MeshError` where the dims have no names, or a group doesn't have the order of the coordinates.
     """
     if not isinstance(device_mesh, DeviceMesh):
-        raise MeshError(
-            f"from_device_mesh takes a torch DeviceMesh; found {type(device_mesh).__name__}"
-        )
+        raise MeshError(f"from_device_mesh takes a torch DeviceMesh; found {type(device_mesh).__name__}")
     world = current_world()
     known, mesh = world.meshes.get(device_mesh, (None, None))
     # torch calls two device meshes equal whatever their groups are.
@@ -77,9 +75,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
 def _built(world: World, mesh: Mesh) -> DeviceMesh:
     coordinate = mesh.coordinate
     if coordinate is None and mesh.size < mesh.universe.size:
-        raise MeshError(
-            f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them"
-        )
+        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
     groups = groups_of(mesh, dict(zip(mesh.layouts, mesh.axis_names, strict=True)))
     made = torch_private.device_mesh_over(
         _root(world, mesh.universe, mesh.binding.device_type),
@@ -106,18 +102,14 @@ def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     root = world.roots.get((universe, device_type))
     if root is None:
-        root = world.roots[universe, device_type] = torch_private.root_device_mesh(
-            device_type, universe.ranks
-        )
+        root = world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
     return root
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     names = device_mesh.mesh_dim_names
     if not names:
-        raise MeshError(
-            "from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)"
-        )
+        raise MeshError("from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)")
     universe = Universe.of(torch_private.root_ranks(device_mesh))
     layouts = [Layout.of(modes) for modes in torch_private.dims_of(device_mesh)]
     plain = Mesh("universe", ranks=universe.ranks, binding=Binding(device_mesh.device_type))
@@ -126,9 +118,7 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     groups = [device_mesh.get_group(i) for i in range(len(names))] if member else []
     for name, group in zip(names, groups, strict=False):
         _check_order(world, mesh, name, group)
-    mesh = mesh._with(
-        binding=Binding(device_mesh.device_type, _backends(world, device_mesh, layouts, groups))
-    )
+    mesh = mesh._with(binding=Binding(device_mesh.device_type, _backends(world, device_mesh, layouts, groups)))
     for name, layout, group in zip(names, layouts, groups, strict=False):
         adopt(world, group, dist.get_process_group_ranks(group), layout, name)
     root = torch_private.root_of(device_mesh)
@@ -146,9 +136,7 @@ def _backends(
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[tuple[Layout, GroupOptions], ...]:
     """The options of the axes whose groups have a backend of their own."""
-    backends = {
-        layout: str(dist.get_backend(group)) for layout, group in zip(layouts, groups, strict=False)
-    }
+    backends = {layout: str(dist.get_backend(group)) for layout, group in zip(layouts, groups, strict=False)}
     usual = backend_for(world, device_mesh.device_type)
     own = [(layout, GroupOptions(b)) for layout, b in backends.items() if b != usual]
     return tuple(sorted((pair for pair in own if pair[0].size > 1), key=lambda pair: pair[0].modes))

@@ -10,6 +10,7 @@ between versions is decided here, by looking at what torch offers and never by i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 try:  # 2.13: a mesh layout is a list of flat layouts
@@ -151,6 +153,7 @@ def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
             _init_backend=False,
         )
     root._dim_group_names = []
+    allow_any_axis_order()
     return root
 
 
@@ -209,6 +212,33 @@ def constructed_device_mesh(
         )
     mesh._dim_group_names = [group.group_name for group in groups]
     return mesh
+
+
+def allow_any_axis_order() -> None:
+    """Lets DTensor redistribute over several dims of a mesh whose strides don't descend.
+
+    DTensor looks whether somebody has flattened these dims before, and the look itself raises
+    `KeyError` (2.11 also `NotImplementedError`) where a later dim has the larger stride: in
+    `mesh["tp", "dp"]`, and in what FSDP2 concatenates where `tp` is the slower axis. Nothing of
+    that order can have been flattened, so the answer is none. A torch that answers so itself
+    replaces this.
+    """
+    # 2.13 looks in a function of its own, which 2.11 doesn't have.
+    names = ("_get_flattened_mesh_by_layout_impl", "_get_flattened_mesh_by_layout")
+    name = next((name for name in names if hasattr(_redistribute, name)), None)
+    if name is None or getattr(getattr(_redistribute, name), "any_axis_order", False):
+        return
+    look = getattr(_redistribute, name)
+
+    @functools.wraps(look)
+    def found_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
+        try:
+            return look(mesh, mesh_dims)
+        except (KeyError, NotImplementedError):
+            return None
+
+    found_or_none.any_axis_order = True  # type: ignore[attr-defined]
+    setattr(_redistribute, name, found_or_none)
 
 
 def register_groups(root: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:

@@ -1,0 +1,362 @@
+"""Torch device meshes over groups in axis order: DTensors, FSDP2 and adoption, against plain tensors."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+import axes
+from axes import Mesh, MeshError
+from axes.runtime import torch_private
+
+WHOLE = torch.arange(8 * 16, dtype=torch.float32).reshape(8, 16)
+
+# -------------------------------------------------------------------- DTensors on any order
+
+
+def shard_of(whole: np.ndarray, mesh: Mesh, placements) -> np.ndarray:
+    """What a rank holds by the definition: for each axis in order, its coordinate's piece."""
+    for name, placement in zip(mesh.axis_names, placements, strict=True):
+        if placement.is_shard():
+            axis = mesh.axis(name)
+            whole = np.array_split(whole, axis.size, placement.dim)[axis.index]
+    return whole
+
+
+def every_pair_of_placements(declaration, ranks, expression):
+    """Wrong (source, target) pairs of placements: by shard, by redistribution and as a whole."""
+    mesh = axes.init_mesh(declaration, ranks=ranks)
+    mesh = mesh.rearrange(expression) if expression else mesh
+    if mesh.coordinate is None:
+        return []
+    device_mesh, whole = mesh.device_mesh, WHOLE.numpy()
+    states = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=mesh.ndim))
+    wrong = []
+    assert device_mesh.get_coordinate() == tuple(mesh.coordinate.values())
+    assert device_mesh.mesh.tolist() == mesh.ranks
+    for source in states:
+        x = distribute_tensor(WHOLE, device_mesh, source)
+        if not np.array_equal(x.to_local().numpy(), shard_of(whole, mesh, source)):
+            wrong.append((source, "distribute"))
+        if not np.array_equal(x.full_tensor().numpy(), whole):
+            wrong.append((source, "full"))
+        for target in states:
+            y = x.redistribute(placements=target).to_local()
+            if not np.array_equal(y.numpy(), shard_of(whole, mesh, target)):
+                wrong.append((source, target))
+    for target in states if mesh.ndim == 1 else []:
+        pending = DTensor.from_local(torch.from_numpy(whole), device_mesh, [Partial()])
+        y = pending.redistribute(placements=target).to_local()
+        if not np.array_equal(y.numpy(), shard_of(whole * mesh.size, mesh, target)):
+            wrong.append((Partial(), target))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("declaration", "ranks", "expression"),
+    [
+        ("dp=2 tp=4", None, None),
+        ("dp=2 tp=4", None, "dp tp -> tp dp"),
+        ("dp=2 tp=4", None, "dp tp -> x=(tp dp)"),
+        ("dp=2 tp=4", [5, 2, 7, 0, 3, 6, 1, 4], None),
+        ("x=8", [3, 1, 4, 0, 5, 2, 6, 7], None),
+        ("x=4", [6, 3, 5, 0], None),
+        ("a=2 b=2 c=2", None, "a b c -> c b a"),
+        ("a=2 b=2 c=2", None, "a b c -> (c a) b"),
+    ],
+)
+def test_shards_lie_where_the_coordinates_say_in_any_order_of_ranks(pool, declaration, ranks, expression):
+    found = pool.run(every_pair_of_placements, declaration, ranks, expression)
+    assert found == [[]] * 8
+
+
+def pending_on_two_axes():
+    mesh = axes.init_mesh("dp=2 tp=4").rearrange("dp tp -> tp dp")
+    local = torch.full((8, 4), float(dist.get_rank()))
+    pending = DTensor.from_local(local, mesh.device_mesh, [Partial(), Partial()])
+    total = pending.full_tensor().unique().tolist()
+    shard = pending.redistribute(placements=[Shard(0), Shard(1)])
+    return total, tuple(shard.to_local().shape), shard.full_tensor().unique().tolist()
+
+
+def test_pending_sums_on_permuted_axes_resolve(pool):
+    assert pool.run(pending_on_two_axes) == [([28.0], (2, 2), [28.0])] * 8
+
+
+# ---------------------------------------------------------------------- objects and their cost
+
+
+def the_objects():
+    mesh = axes.init_mesh("pp dp cp tp", "fsdp = dp cp", pp=1, dp=2, cp=2)
+    again = axes.init_mesh("pp=1 dp=2 cp=2 tp=2", "fsdp = dp cp")
+    permuted = axes.init_mesh("a=4 b=2", ranks=[5, 2, 7, 0, 3, 6, 1, 4])
+    cases = [mesh, mesh["fsdp", "tp"], mesh["tp"], mesh["tp", "pp"], permuted, permuted["b", "a"]]
+    for case in cases:
+        made = case.device_mesh
+        root = torch_private.root_of(made)
+        dims = [layout.modes for layout in case.layouts]
+        groups = made.get_all_groups()
+        other = torch_private.constructed_device_mesh(root, dims, case.axis_names, groups)
+        ours, theirs = dict(vars(made)), dict(vars(other))
+        assert torch.equal(ours.pop("_rank_map"), theirs.pop("_rank_map"))
+        ours["_hash"] = None  # kept once it is computed
+        assert ours == theirs
+        assert made == other
+        assert hash(made) == hash(other)
+        assert repr(made) == repr(other)
+        assert torch.equal(made.mesh, other.mesh)
+        assert [made.get_local_rank(i) for i in range(made.ndim)] == list(made.get_coordinate())
+    return [
+        mesh.device_mesh is again.device_mesh,
+        mesh["fsdp"].device_mesh is again["fsdp"].device_mesh,
+        mesh.define("ep = cp tp").device_mesh is mesh.device_mesh,
+        mesh["tp"].device_mesh is not mesh["fsdp"].device_mesh,
+        torch_private.root_of(mesh["tp"].device_mesh) is torch_private.root_of(again["fsdp"].device_mesh),
+        Mesh.from_device_mesh(mesh["fsdp"].device_mesh) == mesh["fsdp"],
+        mesh["fsdp", "tp"].device_mesh["tp"] == mesh["tp"].device_mesh,
+        mesh["fsdp", "tp"].device_mesh["tp"].get_group() is mesh.axis("tp").group,
+    ]
+
+
+def test_equal_meshes_give_one_object_as_the_constructor_would_make_it(pool):
+    assert pool.run(the_objects) == [[True] * 8] * 8
+
+
+def outside():
+    mesh = axes.init_mesh("dp=2 tp=2", ranks=[0, 2, 4, 6])
+    whole = mesh.device_mesh
+    x = distribute_tensor(WHOLE, whole, [Shard(0), Replicate()])
+    if mesh.coordinate is not None:
+        return mesh["tp"].device_mesh.size(), x.to_local().shape[0]
+    assert whole.get_coordinate() is None
+    with pytest.raises(MeshError, match="isn't one of the ranks"):
+        _ = mesh["tp"].device_mesh
+    return 0, x.to_local().numel()
+
+
+def test_a_rank_outside_has_a_device_mesh_without_coordinate(pool):
+    assert pool.run(outside) == [(2, 4), (0, 0)] * 4
+
+
+NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "fsdp", "batch", "loss", "efsdp", "ep")
+
+
+def at_scale():
+    """Groups, groups and device meshes, and torch's own, in seconds, in a world of 131,072 ranks."""
+    dist.destroy_process_group()
+    size, rank = 131_072, 77_777
+    seconds = []
+
+    def start():
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return time.perf_counter()
+
+    for with_device_meshes in (False, True):
+        began = start()
+        mesh = axes.init_mesh(
+            "pp dp_replicate dp_shard cp tp",
+            "fsdp = dp_shard cp",
+            "batch = dp_replicate dp_shard",
+            "loss = batch cp",
+            "(dp_shard cp tp) = efsdp ep",
+            pp=16, dp_replicate=4, cp=4, tp=8, ep=64, device_type="cpu",
+        )  # fmt: skip
+        for name in NAMES:
+            assert mesh.axis(name).group.size() == mesh.names[name]
+            if with_device_meshes:
+                assert mesh[name].device_mesh.size() == mesh.names[name]
+        seconds.append(time.perf_counter() - began)
+    began = start()
+    world = init_device_mesh("cpu", (size,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, (16, 4, 64, 4, 8), ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    world._unflatten(0, (16, 4, 256, 8), ("pp", "dp_replicate", "fsdp", "tp"))
+    world._unflatten(0, (16, 4, 32, 64), ("pp", "dp_replicate", "efsdp", "ep"))
+    dense["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+    seconds.append(time.perf_counter() - began)
+    dist.destroy_process_group()
+    return seconds
+
+
+def test_131072_ranks_cost_a_fraction_of_what_torch_takes(world):
+    groups, device_meshes, torchs = world(at_scale, 1)[0]
+    assert torchs > 50 * groups
+    assert torchs > 5 * device_meshes
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def blocks():
+    torch.manual_seed(7)
+    return nn.Sequential(Block(), Block())
+
+
+def losses(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    found = []
+    for batch in batches:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+def train_with_fsdp_and_tp(ranks, replicate, tensor, order):
+    """Losses of a model over `dp_replicate`, `fsdp` and `tp`, averaged over the data, and alone."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = axes.init_mesh(" ".join(order), ranks=ranks, dp_replicate=replicate, tp=tensor, sizes={"fsdp": -1})
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(8, 4, 16, generator=generator) for _ in range(5)]
+    alone = torch.stack(losses(blocks(), batches))
+
+    model = blocks()
+    for block in model:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"].device_mesh, plan)
+        fully_shard(block, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
+    fully_shard(model, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
+    data = mesh.rearrange(f"{' '.join(mesh.axis_names)} -> data=(dp_replicate fsdp) tp").axis("data")
+    mine = [batch.chunk(data.size)[data.index] for batch in batches]
+    together = torch.stack(losses(model, mine))
+    dist.all_reduce(together, group=data.group)
+    parameters = {type(p).__name__: p.device_mesh.mesh_dim_names for p in model.parameters()}
+    return (together / data.size - alone).abs().max().item(), parameters
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicate", "tensor", "order"),
+    [
+        (None, 2, 2, ["dp_replicate", "fsdp", "tp"]),
+        ([5, 2, 7, 0, 3, 6, 1, 4], 2, 2, ["dp_replicate", "fsdp", "tp"]),
+        (None, 2, 2, ["tp", "fsdp", "dp_replicate"]),
+        (None, 1, 4, ["dp_replicate", "fsdp", "tp"]),
+    ],
+)
+def test_fsdp_over_two_axes_with_tensor_parallel_parameters_trains_as_one_process(
+    pool, ranks, replicate, tensor, order
+):
+    found = pool.run(train_with_fsdp_and_tp, ranks, replicate, tensor, order)
+    assert max(difference for difference, _ in found) < 1e-5
+    assert all(p == {"DTensor": ("dp_replicate", "fsdp", "tp")} for _, p in found)
+
+
+# ---------------------------------------------------------------------------------- adoption
+
+
+def adopt():
+    from torch.distributed import distributed_c10d as c10d
+
+    rank = dist.get_rank()
+    dense = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    fsdp = dense["dp", "cp"]._flatten("fsdp")
+    world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    sparse = world._unflatten(0, (2, 4), ("efsdp", "ep"))
+    groups = [dense.get_group("tp"), sparse.get_group("ep")]
+    one = DeviceMesh.from_group(groups[1], "cpu", mesh_dim_names=("line",))
+    two = DeviceMesh.from_group(
+        [dense.get_group("dp"), groups[0]],
+        "cpu",
+        mesh=torch.arange(8).view(2, 2, 2)[:, rank // 2 % 2],
+        mesh_dim_names=("d", "t"),
+    )
+    concatenated = DeviceMesh._concatenate([fsdp, dense["tp"]])
+    before = len(c10d._world.pg_map)
+    cases = [dense, dense["tp"], dense["dp", "tp"], fsdp, world, sparse, sparse["ep"], one, two]
+    for device_mesh in [*cases, concatenated]:
+        mesh = Mesh.from_device_mesh(device_mesh)
+        assert mesh is Mesh.from_device_mesh(device_mesh)
+        assert mesh.device_mesh is device_mesh
+        assert mesh.axis_names == device_mesh.mesh_dim_names
+        assert tuple(mesh.shape.values()) == device_mesh.shape
+        assert mesh.ranks == device_mesh.mesh.tolist()
+        assert tuple(mesh.coordinate.values()) == device_mesh.get_coordinate()
+        for i, name in enumerate(mesh.axis_names):
+            # torch made efsdp a group of its own for the ranks of dp; axes knows the first.
+            first = dense.get_group("dp") if name == "efsdp" else device_mesh.get_group(i)
+            assert mesh.axis(name).group is first
+    # Other meshes over the same ranks find the adopted groups, and combine with them.
+    mesh = axes.init_mesh("dp cp=2 tp=2", "fsdp = dp cp", "(cp tp) = ep")
+    assert mesh.axis("fsdp").group is fsdp.get_group()
+    assert mesh.axis("ep").group is sparse.get_group("ep")
+    combined = DeviceMesh._concatenate([mesh["fsdp"].device_mesh, dense["tp"]])
+    assert combined.mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    return len(c10d._world.pg_map) - before
+
+
+def test_a_device_mesh_is_adopted_with_its_groups_however_it_was_made(world):
+    assert world(adopt, 8) == [0] * 8
+
+
+def refuse():
+    texts = []
+    backwards = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    cases = [
+        lambda: DeviceMesh("cpu", [3, 1, 2, 0], mesh_dim_names=("x",)),
+        lambda: DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("x", "y")),
+        lambda: DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("x", "y"))._flatten("xy"),
+        lambda: DeviceMesh("cpu", [[0, 1], [2, 3]]),
+        lambda: backwards.mesh,
+    ]
+    for case in cases:
+        device_mesh = case()
+        with pytest.raises(MeshError) as caught:
+            Mesh.from_device_mesh(device_mesh)
+        texts.append(str(caught.value))
+    # Every line of this one ascends, although its ranks don't.
+    fine = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("x", "y"))
+    assert Mesh.from_device_mesh(fine).ranks == [[0, 2], [1, 3]]
+    # Ours with the same ranks is fine, and torch's equal one is refused all the same.
+    ours = axes.init_mesh("x", ranks=[3, 1, 2, 0])
+    assert ours.device_mesh == cases[0]()
+    assert Mesh.from_device_mesh(ours.device_mesh) == ours
+    with pytest.raises(MeshError, match="sorts the ranks"):
+        Mesh.from_device_mesh(cases[0]())
+    assert Mesh.from_device_mesh(ours.device_mesh) == ours
+    return texts
+
+
+def test_a_device_mesh_whose_groups_have_another_order_is_refused_on_all_ranks(world):
+    found = world(refuse, 4)
+    for permuted, rows, flat, nameless, tensor in found:
+        assert "dim 'x' of the DeviceMesh runs through ranks 3, 1, 2, 0 in this order" in permuted
+        assert "its process group through ranks 0, 1, 2, 3" in permuted
+        assert "ranks 3, 2 in this order" in rows
+        assert "ranks 0, 2, 1, 3 in this order" in flat
+        assert "axes.init_mesh(..., ranks=[...])" in flat
+        assert "mesh_dim_names" in nameless
+        assert "found Tensor" in tensor
