@@ -4,17 +4,63 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from axes.algebra.errors import AxesError, DesyncError
+from axes.runtime.forkserver import Child
+from axes.runtime.transfer import Call, dumps, loads
 
 kept: list[int] = []
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), max_size=30))
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(messages: list[bytes], cuts: list[int]):
+    ours, theirs = socket.socketpair()
+    status, _ = socket.socketpair()
+    child = Child(ours, status, os.open(os.devnull, os.O_RDONLY))
+    stream = b"".join(len(message).to_bytes(8, sys.byteorder) + message for message in messages)
+    found: list[bytes | None] = []
+    for size in [*cuts, len(stream)]:
+        theirs.sendall(stream[:size])
+        stream = stream[size:]
+        while (message := child.receive()) is not None:
+            found.append(message)
+    assert found == messages
+    theirs.close()
+    with pytest.raises(EOFError):
+        child.receive()
+    child.close()
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_data_travels_unchanged(value: object):
+    assert loads(dumps(value)) == value
+    function, arguments = loads(Call.of(divmod, (value, 2)).data)
+    assert (function, arguments) == (divmod, (value, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_tensors_travel_by_value_with_their_layout(dtype: torch.dtype):
+    x = torch.arange(24).reshape(2, 3, 4).to(dtype)
+    for y in (x, x.permute(2, 0, 1), x[1:, ::2], x[:0], x[0, 0, 0]):
+        z = loads(dumps(y))
+        assert torch.equal(z, y)
+        assert (z.dtype, z.stride()) == (y.dtype, y.stride())
+        assert not z.is_shared()
 
 
 def sum_of_ranks() -> int:
