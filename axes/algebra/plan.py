@@ -1,0 +1,343 @@
+"""Plans: any sharding turned into any other, by the cheapest sequence of collectives.
+
+>>> world = Universe.of(range(8))
+>>> dp, tp = Layout((2,), (4,)), Layout((4,), (1,))
+>>> names = ((dp, "dp"), (tp, "tp"))
+>>> source = State(world, Layout((8,), (1,)), ((dp,), (tp,), ()), names=names)
+>>> target = State(world, Layout((8,), (1,)), ((dp,), (), (tp,)), names=names)
+>>> print(plan(source, target, (8, 2048, 4096), "bfloat16"))
+d0@dp d1@tp d2 -> d0@dp d1 d2@tp     [8, 2048, 4096] bfloat16
+  1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
+
+A plan is made of algebra alone: two states, a shape and a dtype. It is the same on every rank,
+whatever groups exist, and takes the same time for eight ranks and for a million: ranks are listed
+only when a step is asked for them (`ranks`, `exchange`).
+
+How the cheapest sequence is found is told in `axes.algebra.planning`; what an executor does with a
+step in `axes.algebra.planning.step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from axes.algebra.cost import CostModel, Model, Traffic, members_of_node, node_size
+from axes.algebra.errors import ShardingError
+from axes.algebra.layout import Layout
+from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates
+from axes.algebra.planning.crossing import crossings
+from axes.algebra.planning.form import Digit, common, state_of
+from axes.algebra.planning.step import Step
+from axes.algebra.state import State, check_state, largest_tile
+from axes.algebra.universe import Universe
+
+ITEMSIZE = {
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes per element of each dtype; any `float8...` or `float4...` has 1."""
+
+_DEFAULT = CostModel()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps from one state to another. `str(plan)` lists them.
+
+    cost: modelled microseconds. rank: the rank that the plan is seen from; `at` gives another view.
+    """
+
+    source: State
+    target: State
+    shape: tuple[int, ...]
+    dtype: str
+    steps: tuple[Step, ...]
+    cost: float
+    rank: int
+
+    @property
+    def collectives(self) -> int:
+        """The number of steps that communicate."""
+        return sum(step.kind in COLLECTIVES for step in self.steps)
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes received by the rank that receives most, summed over the steps."""
+        return sum(step.bytes_in for step in self.steps)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent by the rank that sends most, summed over the steps."""
+        return sum(step.bytes_out for step in self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at once: source, the result so far, and one step's two buffers.
+
+        Supposes that an executor lets go of a tile in between once it is packed.
+        """
+        itemsize = itemsize_of(self.dtype)
+        held = largest_tile(self.source, self.shape) * itemsize
+        made = largest_tile(self.target, self.shape) * itemsize
+        during = (step.output_bytes + step.send_bytes + step.receive_bytes for step in self.steps)
+        return held + max(made, *during, 0)
+
+    def at(self, rank: int) -> Plan:
+        """The same plan seen from another rank."""
+        return replace(self, rank=rank, steps=tuple(replace(step, rank=rank) for step in self.steps))
+
+    def __str__(self) -> str:
+        title = f"{self.source} -> {self.target}     {list(self.shape)} {self.dtype}"
+        rows = [_row(number, step) for number, step in enumerate(self.steps, 1)]
+        if not rows:
+            return f"{title}\n  nothing to do"
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join((title, *(f"  {text}" for text in lines)))
+
+
+def plan(
+    source: State,
+    target: State,
+    shape: Sequence[int],
+    dtype: str = "float32",
+    cost_model: Model = _DEFAULT,
+    rank: int | None = None,
+) -> Plan:
+    """The cheapest plan that takes a tensor of `shape` from `source` to `target`.
+
+    rank: the rank to see it from, the first of the source by default.
+
+    Raises `ShardingError`, with both states on a line each, where there is no such redistribution:
+    an axis twice, a split factor that doesn't divide, ranks that the source says nothing about,
+    a reduction pending where the source has none, or kept while one after it is resolved.
+    """
+    shape = tuple(shape)
+    found = _plan(source, target, shape, dtype, cost_model)
+    if found.source.text != source.text or found.target.text != target.text:
+        found = replace(found, source=source, target=target)
+    return found if rank is None or rank == found.rank else found.at(rank)
+
+
+@lru_cache(maxsize=4096)
+def _plan(source: State, target: State, shape: tuple[int, ...], dtype: str, model: Model) -> Plan:
+    check_pair(source, target, shape, dtype)
+    itemsize = itemsize_of(dtype)
+    assemble = _Assembly(source, target, shape, itemsize, model)
+    first = source.universe.rank(0)
+    if 0 in shape:
+        empty = Step("slice", source, target, shape, Layout(), 1, first)
+        return Plan(source, target, shape, dtype, (empty,), 0.0, first)
+    best = min(enumerate(_choices(source, target, shape, model)), key=lambda item: assemble.rank(*item))[1]
+    steps = assemble.steps(best)
+    return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), first)
+
+
+def choices(
+    source: State, target: State, shape: Sequence[int], dtype: str = "float32", cost_model: Model = _DEFAULT
+) -> list[Plan]:
+    """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
+    shape = tuple(shape)
+    check_pair(source, target, shape, dtype)
+    assemble = _Assembly(source, target, shape, itemsize_of(dtype), cost_model)
+    made = [assemble.steps(legs) for legs in _choices(source, target, shape, cost_model)]
+    first = source.universe.rank(0)
+    return [Plan(source, target, shape, dtype, s, sum(step.cost for step in s), first) for s in made]
+
+
+def _choices(source: State, target: State, shape: tuple[int, ...], model: Model) -> list[Legs]:
+    universe = source.universe
+    aligned = common(source, target, shape) if universe == target.universe else None
+    if aligned is None:
+        return crossings(source, target, shape)
+    space, one, two = aligned
+
+    def inside(digit: Digit) -> bool:
+        return node_size(universe, (digit,), model.ranks_per_node) == digit[0]
+
+    return candidates(space, one, two, inside)
+
+
+# --- from legs to steps ---------------------------------------------------------------------------
+
+
+class _Assembly:
+    """Makes steps of legs and weighs them; remembers how many ranks of each group share a node."""
+
+    def __init__(self, source: State, target: State, shape: tuple[int, ...], itemsize: int, model: Model):
+        self.source, self.target, self.shape = source, target, shape
+        self.itemsize, self.model = itemsize, model
+        self.near = cache(self._near)
+
+    def rank(self, order: int, legs: Legs) -> tuple[float, int, int, int]:
+        """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
+        time = float(f"{sum(map(self.time, legs)):.9g}")
+        collectives = sum(leg.kind in COLLECTIVES for leg in legs)
+        return time, collectives, sum(leg.received for leg in legs), order
+
+    def time(self, leg: Leg) -> float:
+        if leg.kind not in COLLECTIVES:
+            return 0.0
+        size, near = self.near(leg.space.origin.universe, leg.group)
+        bytes_in, copied = leg.received * self.itemsize, leg.copied * self.itemsize
+        return self.model.time_us(Traffic(leg.kind, size, near, bytes_in, copied))
+
+    def _near(self, universe: Universe, group: tuple[Digit, ...] | None) -> tuple[int, int]:
+        """`(size of the group, how many of it share a node)`."""
+        nodes = self.model.ranks_per_node
+        if group is not None:
+            return math.prod(size for size, _ in group), node_size(universe, group, nodes)
+        has = set(self.source.universe.ranks)
+        ranks = [*self.source.universe.ranks, *(r for r in self.target.universe.ranks if r not in has)]
+        return len(ranks), members_of_node(ranks, nodes)
+
+    def steps(self, legs: Legs) -> tuple[Step, ...]:
+        made: list[Step] = []
+        for at, leg in enumerate(legs):
+            # The ends are the states as they were given, so that nothing is lost of how they were said.
+            source = made[-1].target if made else self.source
+            made.append(self.step(leg, source, self._state(leg) if at < len(legs) - 1 else self.target))
+        return tuple(made)
+
+    def _state(self, leg: Leg) -> State:
+        return leg.outside or state_of(leg.space, leg.target)
+
+    def step(self, leg: Leg, source: State, target: State) -> Step:
+        bytes_of = self.itemsize
+        return Step(
+            leg.kind,
+            source,
+            target,
+            self.shape,
+            None if leg.group is None else Layout.of(leg.group),
+            self.near(leg.space.origin.universe, leg.group)[0],
+            source.universe.rank(0),
+            leg.op,
+            leg.divisor,
+            Layout.of(leg.resolved),
+            leg.received * bytes_of,
+            leg.sent * bytes_of,
+            leg.send * bytes_of,
+            leg.receive * bytes_of,
+            largest_tile(target, self.shape) * bytes_of,
+            leg.padded,
+            leg.flat,
+            self.time(leg),
+            self.model.ranks_per_node,
+        )
+
+
+# --- what can't be --------------------------------------------------------------------------------
+
+
+def check_pair(source: State, target: State, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise `ShardingError` where nothing can take `source` to `target`. Cheap: no rank is looked at."""
+    for state in (source, target):
+        check_state(state, shape)
+    if source.universe == target.universe:
+        if source.extent != target.extent and not source.extent.contains(target.extent):
+            raise _impossible(
+                source,
+                target,
+                f"the target's mesh ({target.extent}) has ranks that the source's ({source.extent}) says nothing "
+                "about; declare the tensor replicated over them first, with axes.lift",
+            )
+    elif any(state.extent.size != state.universe.size for state in (source, target)):
+        raise _impossible(
+            source, target, "between different sets of ranks both meshes must be whole; take the sub-mesh's own ranks"
+        )
+    _check_pending(source, target)
+    _check_dtype(source, target, dtype)
+
+
+def _impossible(source: State, target: State, why: str) -> ShardingError:
+    return ShardingError(f"{why}\n  source  {source}\n  target  {target}")
+
+
+def _check_pending(source: State, target: State) -> None:
+    if not target.pending:
+        return
+    unsplit: tuple[tuple[Layout, ...], ...] = ((),)
+    one_way, other = (State(s.universe, source.extent, unsplit, s.pending) for s in (source, target))
+    found = common(one_way, other, (1,)) if source.universe == target.universe else None
+    if found is None:
+        raise _impossible(source, target, "nothing can become pending on other axes than it is")
+    _, one, two = found
+    has = {digit: op for group in one.pending for op, digit in group}
+    keeps = {digit: op for group in two.pending for op, digit in group}
+    for digit, op in keeps.items():
+        if digit not in has:
+            raise _impossible(
+                source, target, f"the target has {op} pending over {Layout.of([digit])}, where the source has nothing"
+            )
+        if has[digit] != op:
+            raise _impossible(
+                source, target, f"the source has {has[digit]} pending over {Layout.of([digit])}, not {op}"
+            )
+    left = tuple(tuple(item for item in group if item[1] in keeps) for group in one.pending)
+    if tuple(group for group in left if group) != two.pending:
+        raise _impossible(source, target, "reductions of different kinds keep their order")
+    for before, after in zip(left, one.pending[1:], strict=False):
+        if before and any(digit not in keeps for _, digit in after):
+            raise _impossible(
+                source,
+                target,
+                "reductions are resolved in their order, innermost first; the target keeps one "
+                f"({before[0][0]}) that comes before one that it resolves ({after[0][0]})",
+            )
+
+
+def _check_dtype(source: State, target: State, dtype: str) -> None:
+    itemsize_of(dtype)
+    for op, layouts in source.pending:
+        size = math.prod(layout.size for layout in layouts)
+        if size == 1 or (op, layouts) in target.pending:
+            continue
+        if op == "mean" and not dtype.startswith(("float", "bfloat", "complex")):
+            raise _impossible(source, target, f"a mean of {dtype} isn't {dtype}; convert it first, or take the sum")
+        if op in ("max", "min") and dtype.startswith("complex"):
+            raise _impossible(source, target, f"{dtype} has no order, so no {op}")
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of one element; `ShardingError` for a dtype that isn't known."""
+    name = dtype.removeprefix("torch.")
+    if name.startswith(("float8", "float4")):
+        return 1
+    if name not in ITEMSIZE:
+        raise ShardingError(f"unknown dtype '{dtype}'; known: {', '.join(ITEMSIZE)}, float8...")
+    return ITEMSIZE[name]
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def _row(number: int, step: Step) -> tuple[str, ...]:
+    if step.kind not in COLLECTIVES:
+        return (str(number), step.kind, "", "no communication", "")
+    group = f"{step.group_size} ranks"
+    if step.layout is not None:
+        ranks = step.source.universe.ranks
+        apart = ranks.step if isinstance(ranks, range) else 1
+        strides = " ".join(str(stride * apart) for stride in step.layout.strides)
+        group += f", stride{'s' if len(step.layout.strides) > 1 else ''} {strides}"
+    moved = f"{_size(step.bytes_in)} in, {_size(step.bytes_out)} out"
+    return (str(number), step.kind, " ".join(step.axes), group, moved)
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that reads best.
+
+    >>> _size(12 << 20), _size(100)
+    ('12.0 MiB', '100 B')
+    """
+    if count < 1024:
+        return f"{count} B"
+    power = min(4, (count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

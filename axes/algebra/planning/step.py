@@ -1,0 +1,210 @@
+"""One step of a plan: what an executor needs to carry it out, for any rank.
+
+Everything a step says about boxes, counts and order comes from `exchange(rank)`. Tensors are local,
+row-major; "the boxes of a transfer" are read or written one after the other, each row-major. What an
+executor does, by `kind`:
+
+slice
+    No communication. For each `(from_box, to_box)` of `copies`: `out[to_box] = tile[from_box]`. Where
+    the plan's dims aren't factored that is one box, so the result is a view of the tile.
+
+all_reduce
+    `op` over the group, on a copy of the tile. Then divide by `divisor` where that isn't 1 (a mean),
+    in the dtype in which the reduction was accumulated.
+
+reduce_scatter
+    `sends` holds one transfer for each rank of the group, itself included, in order: row `i` of the
+    send buffer `[group_size, padded]` is transfer `i`'s boxes, the rest of the row arbitrary. Reduce
+    and scatter; the first `receives[0].count` elements of the result are its boxes of the output.
+    Then divide by `divisor`. Where `flat`, the tile itself is the send buffer.
+
+all_gather
+    The tile, flattened and padded at its end to `padded`, is gathered to `[group_size, padded]`; from
+    row `i` the first `receives[i].count` elements go to the boxes of `receives[i]` (all ranks, itself
+    included). Where `flat`, the output itself is the receive buffer.
+
+all_to_all, permute
+    Pack the boxes of `sends` end to end, exchange with `send_counts` and `receive_counts`, unpack into
+    the boxes of `receives`; the `copies` stay on the rank. A permute sends to at most one rank and
+    receives from at most one, so a pair of point-to-point calls does it, too.
+
+reduce_move
+    As all_to_all, but each transfer received, and the copies, are one contribution: that of its
+    `layer`. The output is `op` over the contributions of layers `0..layers-1`, in that order, then
+    divided by `divisor`. Every element of the output has exactly one contribution of each layer, which
+    may come from several transfers; the copies are those of the rank's own `layer`.
+
+A rank that `ranks_of` doesn't list does nothing in a step, and holds no tile where the state that it
+would be of isn't its own (between two sets of ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from axes.algebra.errors import MeshError
+from axes.algebra.layout import Layout
+from axes.algebra.planning.exchange import Deal, Exchange, Transfer, regions, volume
+from axes.algebra.state import State, Tile, line, names_of, tile, tile_shape
+
+
+@dataclass(frozen=True)
+class Step:
+    """One local or collective operation, which takes the state `source` to the state `target`.
+
+    kind: slice, all_reduce, reduce_scatter, all_gather, all_to_all, permute or reduce_move.
+    layout: the group, as the digits of the rank that it steps through, in its order; None where the
+        group is all ranks of both states (between two sets of ranks).
+    group_size: the number of ranks that communicate; 1 for a slice.
+    op, divisor: of a reduction. resolved: the digits over which a reduce_move reduces.
+    bytes_in, bytes_out: over the links, for the rank that has most. What the busiest rank sends is
+        what the balance among replicated holders guarantees; it may turn out less.
+    send_bytes, receive_bytes: the buffers beside the tiles; 0 where the tile itself is the buffer.
+    padded: elements of each part where all parts must be equally large, else 0.
+    flat: whether the group's parts end to end are the larger tile as it lies in memory.
+    cost: modelled microseconds.
+    rank: the rank that the step is seen from.
+    """
+
+    kind: str
+    source: State
+    target: State
+    shape: tuple[int, ...]
+    layout: Layout | None
+    group_size: int
+    rank: int
+    op: str | None = None
+    divisor: int = 1
+    resolved: Layout = Layout()  # noqa: RUF009 - layouts are immutable
+    bytes_in: int = 0
+    bytes_out: int = 0
+    send_bytes: int = 0
+    receive_bytes: int = 0
+    output_bytes: int = 0
+    padded: int = 0
+    flat: bool = False
+    cost: float = 0.0
+    ranks_per_node: int = 8
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes that the group steps through; none between two sets of ranks."""
+        return () if self.layout is None else names_of(self.source, (self.layout,))
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks of this rank's group, in its order."""
+        return self.ranks_of(self.rank)
+
+    def ranks_of(self, rank: int) -> Sequence[int]:
+        """The global ranks of another rank's group, in its order."""
+        if self.layout is not None:
+            return line(self.source.universe, self.layout, rank)
+        sources = self.source.universe.ranks
+        targets = self.target.universe.ranks
+        has = sources if isinstance(sources, range) else frozenset(sources)
+        return [*sources, *(other for other in targets if other not in has)]
+
+    def takes_part(self, rank: int) -> bool:
+        """Whether a rank does anything in this step."""
+        return any(state.universe.position(rank) is not None for state in (self.source, self.target))
+
+    def input_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
+        """The shape of the tile that a rank comes with, or None where it has none."""
+        return _shape(tile(self.source, self.shape, self._rank(rank)))
+
+    def output_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
+        """The shape of the tile that a rank leaves with, or None where it has none."""
+        return _shape(tile(self.target, self.shape, self._rank(rank)))
+
+    def exchange(self, rank: int | None = None) -> Exchange:
+        """What a rank sends, receives and copies; this rank by default.
+
+        Costs O(size of the group), and more where tiles are replicated: an executor keeps the answer.
+        Raises `MeshError` for a rank that takes no part.
+        """
+        rank = self._rank(rank)
+        if not self.takes_part(rank):
+            raise MeshError(f"rank {rank} takes no part in this step")
+        if self.kind == "slice":
+            return _slice(self, rank)
+        ranks = tuple(self.ranks_of(rank))
+        if self.kind == "all_reduce":
+            return Exchange(ranks)
+        if self.kind == "reduce_scatter":
+            return _reduce_scatter(self, ranks, rank)
+        if self.kind == "all_gather":
+            return _all_gather(self, ranks, rank)
+        return deal_of(self.source, self.target, self.shape, ranks, self.resolved, self.ranks_per_node).exchange(rank)
+
+    def _rank(self, rank: int | None) -> int:
+        return self.rank if rank is None else rank
+
+
+def _shape(held: Tile | None) -> tuple[int, ...] | None:
+    return None if held is None else tile_shape(held)
+
+
+def _tile(state: State, shape: tuple[int, ...], rank: int) -> Tile:
+    found = tile(state, shape, rank)
+    assert found is not None, "every rank of a step's group is of its state"
+    return found
+
+
+def _whole(held: Tile) -> tuple[tuple[int, int], ...]:
+    return tuple((0, size) for size in tile_shape(held))
+
+
+def _slice(step: Step, rank: int) -> Exchange:
+    source, target = (tile(state, step.shape, rank) for state in (step.source, step.target))
+    if source is None or target is None or not volume(target):
+        return Exchange((rank,))
+    return Exchange((rank,), copies=tuple(zip(regions(target, source), regions(target, target), strict=True)))
+
+
+def _all_gather(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
+    mine = _tile(step.source, step.shape, rank)
+    whole = _tile(step.target, step.shape, rank)
+    parts = [_tile(step.source, step.shape, peer) for peer in ranks]
+    receives = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
+    sends = (Transfer(ranks.index(rank), (_whole(mine),), volume(mine)),)
+    return Exchange(ranks, sends, receives, padded=step.padded)
+
+
+def _reduce_scatter(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
+    mine = _tile(step.target, step.shape, rank)
+    whole = _tile(step.source, step.shape, rank)
+    parts = [_tile(step.target, step.shape, peer) for peer in ranks]
+    sends = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
+    receives = (Transfer(ranks.index(rank), (_whole(mine),), volume(mine)),)
+    return Exchange(ranks, sends, receives, layers=len(ranks), padded=step.padded)
+
+
+def _part(peer: int, part: Tile, whole: Tile) -> Transfer:
+    size = volume(part)
+    return Transfer(peer, regions(part, whole) if size else (), size)
+
+
+@lru_cache(maxsize=64)
+def deal_of(
+    source: State,
+    target: State,
+    shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    resolved: Layout,
+    ranks_per_node: int,
+) -> Deal:
+    """What the ranks of a group hold and want between two states."""
+    layers: tuple[int, ...] = ()
+    if resolved.size > 1:
+        positions = [source.universe.position(rank) for rank in ranks]
+        layers = tuple(0 if at is None else resolved.coordinate(at) for at in positions)
+    return Deal(
+        ranks,
+        tuple(tile(source, shape, rank) for rank in ranks),
+        tuple(tile(target, shape, rank) for rank in ranks),
+        layers,
+        ranks_per_node,
+    )
