@@ -36,9 +36,7 @@ class Ranks:
     def __init__(self) -> None:
         self._pool: Pool | None = None
 
-    def run(
-        self, fn: Callable[..., T], *args: object, world: int = 8, timeout: float = LIMIT
-    ) -> list[T]:
+    def run(self, fn: Callable[..., T], *args: object, world: int = 8, timeout: float = LIMIT) -> list[T]:
         """`fn(*args)` on every rank; the results by rank. Not 8: a `world` of its own."""
         if world != 8:
             return launch(fn, world, *args, timeout=timeout)
@@ -69,9 +67,7 @@ def pool() -> Iterator[Ranks]:
 def world() -> Callable[..., list[object]]:
     """`world(fn, world_size, *args)`: `axes.launch` that doesn't wait for ever."""
 
-    def run(
-        fn: Callable[..., T], world_size: int, *args: object, timeout: float = LIMIT
-    ) -> list[T]:
+    def run(fn: Callable[..., T], world_size: int, *args: object, timeout: float = LIMIT) -> list[T]:
         return launch(fn, world_size, *args, timeout=timeout)
 
     return run

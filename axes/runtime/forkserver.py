@@ -43,7 +43,6 @@ PRELOADED = (
     "torch._dynamo",
     "torch._inductor",
     "axes.runtime.world",
-    "axes.runtime.sharded",
 )
 """What the server imports. None of these starts a thread, initializes an accelerator (a fork would
 break either) or starts a process (`torch._inductor.async_compile` would)."""

@@ -270,7 +270,7 @@ class Pool:
                     if number is not None:
                         child.signal(number)
                     elif child.exit_code is None:
-                        child.channel.shutdown(socket.SHUT_WR)
+                        child.channel.close()
                 if _all_ended(self._children, _PATIENCE):
                     break
         finally:
