@@ -1,0 +1,433 @@
+"""Collectives by axis name, on the plain tensors of each rank, with gradients.
+
+Inside `axes.shard_map`, or inside `with mesh:`, a name means the ranks that differ from this one in
+that axis alone:
+
+    with axes.init_mesh("dp=2 tp=4") as mesh:
+        total = axes.psum(x, "tp")                       # this rank's group of four
+        whole = axes.all_gather(x, "tp", dim=1)          # tiled: four times as long
+        total = axes.psum(x, ("dp", "tp"))               # all eight
+
+An axis is any name of the mesh's namespace, or a tuple of names: their product, the first the
+slowest. Names are looked up in `mesh=` where it is given, else in the ambient mesh. Every rank of
+the axis calls the same collective with a tensor of the same shape and dtype. An axis of size 1 is
+free: what would be sent is returned as it is. Integers, bool, float8 and complex numbers work.
+
+**Gradients** are those of the local view: each rank has its own `x`, and backward differentiates the
+sum of all ranks' losses.
+
+| forward | backward |
+| --- | --- |
+| `psum`, `pmean` | `psum`, `pmean` |
+| `pmax`, `pmin` | `psum`, to the maxima (minima), divided among ties |
+| `all_gather(dim)` | `psum_scatter(dim)` |
+| `psum_scatter(dim)` | `all_gather(dim)` |
+| `all_to_all(a, b)` | `all_to_all(b, a)` |
+| `ppermute` | `ppermute` the other way |
+
+So backward communicates as well, and all ranks must run it. It needs no ambient mesh: names are
+looked up when the forward runs. The names are those of `jax.lax`, tiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.ambient import ambient_mesh
+from axes.algebra.errors import MeshError, ShardingError, shortened
+from axes.algebra.mesh import Mesh
+from axes.runtime import collectives
+from axes.runtime.collectives import AxisName, Line, axis_layout, line_of
+
+Pairs = Sequence[tuple[int, int]]
+"""`(source, target)` coordinates."""
+
+
+def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """The sum over the axis, elementwise, on every rank: an all-reduce.
+
+        coordinate 0   a         a + b + c
+        coordinate 1   b    ->   a + b + c
+        coordinate 2   c         a + b + c
+
+    Backward: psum of the gradients, since every rank's loss has every rank's `x` in it. Integers
+    wrap around as they do in torch; of bool it is the count, in int64.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     psum(torch.ones(3, 2), "tp").shape
+    torch.Size([3, 2])
+    """
+    line = _line("psum", x, axis, mesh)
+    x = x.to(torch.int64) if x.dtype == torch.bool else x
+    return _total(x, "sum", line) if line.size > 1 else x
+
+
+def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """The mean over the axis, elementwise, on every rank: an all-reduce, divided once.
+
+        coordinate 0   a         (a + b) / 2
+        coordinate 1   b    ->   (a + b) / 2
+
+    Backward: pmean of the gradients. Raises `ShardingError` for integers, whose mean isn't one.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     pmean(torch.ones(3, 2), "dp").shape
+    torch.Size([3, 2])
+    """
+    line = _line("pmean", x, axis, mesh)
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise ShardingError(f"pmean of {x.dtype}: a mean of integers is no integer; write x.float(), or psum")
+    return _total(x, "mean", line) if line.size > 1 else x
+
+
+def pmax(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """The maximum over the axis, elementwise, on every rank: an all-reduce. Of bool it is "any".
+
+        coordinate 0   [1, 5]         [4, 5]
+        coordinate 1   [4, 5]    ->   [4, 5]
+        coordinate 2   [3, 2]         [4, 5]
+
+    Backward: psum of the gradients, to the ranks that have the maximum, divided among them: here
+    `[0, g/2]`, `[g, g/2]`, `[0, 0]`. Two all-reduces.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     pmax(torch.ones(3, 2), "tp").shape
+    torch.Size([3, 2])
+    """
+    return _extreme("pmax", x, axis, mesh, "max")
+
+
+def pmin(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """The minimum over the axis, elementwise, on every rank: an all-reduce. Of bool it is "all".
+
+        coordinate 0   [1, 5]         [1, 2]
+        coordinate 1   [4, 5]    ->   [1, 2]
+        coordinate 2   [3, 2]         [1, 2]
+
+    Backward: psum of the gradients, to the ranks that have the minimum, divided among them. Two
+    all-reduces.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     pmin(torch.ones(3, 2), "tp").shape
+    torch.Size([3, 2])
+    """
+    return _extreme("pmin", x, axis, mesh, "min")
+
+
+def all_gather(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """Every rank's `x`, concatenated along `dim` in the order of the axis, on every rank.
+
+        coordinate 0   [a]         [a b c]
+        coordinate 1   [b]    ->   [a b c]
+        coordinate 2   [c]         [a b c]
+
+    Backward: `psum_scatter(g, axis, dim)`, since every rank's loss has every rank's `x` in it. All
+    ranks' `x` have one shape; pad uneven shards before.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     all_gather(torch.ones(3, 2), "tp", dim=1).shape
+    torch.Size([3, 8])
+    """
+    line = _line("all_gather", x, axis, mesh)
+    dim = _dim("all_gather", x, dim)
+    return _gather(x, dim, line) if line.size > 1 else x
+
+
+def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """The sum over the axis, of which each rank keeps one of equal pieces along `dim`.
+
+        coordinate 0   [a b c]         [a+d+g]
+        coordinate 1   [d e f]    ->   [b+e+h]
+        coordinate 2   [g h i]         [c+f+i]
+
+    Backward: `all_gather(g, axis, dim)`. A reduce-scatter. Raises `SizeError` where `dim` doesn't
+    divide by the size of the axis.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     psum_scatter(torch.ones(3, 8), "tp", dim=1).shape
+    torch.Size([3, 2])
+    """
+    line = _line("psum_scatter", x, axis, mesh)
+    dim = _dim("psum_scatter", x, dim)
+    x = x.to(torch.int64) if x.dtype == torch.bool else x
+    return _scatter(x, dim, line) if line.size > 1 else x
+
+
+def all_to_all(
+    x: torch.Tensor, axis: AxisName, split_dim: int, concat_dim: int, *, mesh: Mesh | None = None
+) -> torch.Tensor:
+    """Each rank cuts `x` along `split_dim`, sends piece i to coordinate i, and concatenates what arrives.
+
+    A matrix of blocks, whose rows are on the ranks, is transposed:
+
+        coordinate 0   [a b c]         [a d g]
+        coordinate 1   [d e f]    ->   [b e h]
+        coordinate 2   [g h i]         [c f i]
+
+    What was split along `concat_dim` is split along `split_dim` after. Backward:
+    `all_to_all(g, axis, concat_dim, split_dim)`. Raises `SizeError` where `split_dim` doesn't divide
+    by the size of the axis.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     all_to_all(torch.ones(3, 8), "tp", split_dim=1, concat_dim=0).shape
+    torch.Size([12, 2])
+    """
+    line = _line("all_to_all", x, axis, mesh)
+    split_dim, concat_dim = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
+    return _swap(x, split_dim, concat_dim, line) if line.size > 1 else x
+
+
+def ppermute(
+    x: torch.Tensor,
+    axis: AxisName,
+    *,
+    shift: int | None = None,
+    perm: Pairs | None = None,
+    mesh: Mesh | None = None,
+) -> torch.Tensor:
+    """Each rank sends `x` to one other: around the ring by `shift`, or along `(source, target)` pairs.
+
+        shift=1                        perm=[(0, 2), (2, 1)]
+        coordinate 0   a         c         a         0
+        coordinate 1   b    ->   a         b    ->   c
+        coordinate 2   c         b         c         a
+
+    `shift=k` sends coordinate i to `(i + k) % size`. With `perm` no coordinate is source twice or
+    target twice; what receives nothing is zero. Backward: the same pairs the other way round.
+    Raises `ShardingError` for pairs that can't be.
+
+    >>> import axes
+    >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
+    ...     ppermute(torch.ones(3, 2), "tp", shift=1).shape
+    torch.Size([3, 2])
+    """
+    line = _line("ppermute", x, axis, mesh)
+    if shift is not None and perm is None:
+        target, source = _neighbours(shift, line)
+        return x if target == line.coordinate else _permute(x, target, source, line)
+    if perm is not None and shift is None:
+        to, origin = _partners(perm, line)
+        if line.size == 1:
+            return x if origin == 0 else torch.zeros_like(x)
+        return _permute(x, to, origin, line)
+    raise ShardingError("ppermute goes by shift=1 or by perm=[(source, target), ...]; give one of the two")
+
+
+def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
+    """This rank's coordinate on the axis, a Python number from 0.
+
+    >>> import axes
+    >>> with axes.Mesh("dp=2 tp=4").at(6):
+    ...     axis_index("tp"), axis_index(("dp", "tp"))
+    (2, 6)
+    """
+    return _coordinate(_mesh("axis_index", axis, mesh), axis)
+
+
+def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
+    """The number of ranks along the axis.
+
+    >>> import axes
+    >>> with axes.Mesh("dp=2 tp=4"):
+    ...     axis_size("tp"), axis_size(("dp", "tp"))
+    (4, 8)
+    """
+    return _size(_mesh("axis_size", axis, mesh), axis)
+
+
+# what a call is about
+
+
+def _mesh(what: str, axis: AxisName, mesh: Mesh | None) -> Mesh:
+    found = mesh if mesh is not None else ambient_mesh()
+    if found is None:
+        raise MeshError(
+            f"{what}: no mesh says which ranks {axis!r} is. Call it in a function that axes.shard_map runs, "
+            "inside `with mesh:`, or with mesh=..."
+        )
+    return found
+
+
+def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line:
+    """The line of the axis, once it is clear that `x` can travel along it."""
+    if isinstance(x, DTensor):
+        raise ShardingError(
+            f"{what} takes this rank's plain tensor; found a DTensor. Call it in a function that axes.shard_map "
+            "runs, or on axes.to_local(x); to move a DTensor, write axes.reshard or axes.rearrange"
+        )
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise ShardingError(f"{what} takes a dense tensor; found {x.layout}. Write x.to_dense()")
+    return line_of(_mesh(what, axis, mesh), axis)
+
+
+@torch.compiler.assume_constant_result
+def _coordinate(mesh: Mesh, axis: AxisName) -> int:
+    layout, name = axis_layout(mesh, axis)
+    position = mesh.universe.position(mesh.rank)
+    if position is None:
+        raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it has no coordinate on '{name}'")
+    return layout.coordinate(position)
+
+
+@torch.compiler.assume_constant_result
+def _size(mesh: Mesh, axis: AxisName) -> int:
+    return axis_layout(mesh, axis)[0].size
+
+
+def _dim(what: str, x: torch.Tensor, dim: int) -> int:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        hint = "a scalar has none; write x[None]" if x.ndim == 0 else f"0 to {x.ndim - 1}"
+        raise ShardingError(f"{what} over dim {shortened(repr(dim))} of a tensor {list(x.shape)}: dims are {hint}")
+    return dim % x.ndim
+
+
+def _neighbours(shift: int, line: Line) -> tuple[int, int]:
+    """Where this rank sends to and receives from when all send by `shift`."""
+    if isinstance(shift, bool) or not isinstance(shift, int):
+        raise ShardingError(f"ppermute's shift is a whole number; found {shortened(repr(shift))}")
+    return (line.coordinate + shift) % line.size, (line.coordinate - shift) % line.size
+
+
+def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
+    """The coordinates to which this rank sends and from which it receives, None where there is none."""
+    pairs = [tuple(pair) for pair in perm]
+    for place, role in enumerate(("source", "target")):
+        seen = [pair[place] for pair in pairs]
+        wrong = [i for i in seen if not 0 <= i < line.size]
+        if wrong:
+            raise ShardingError(
+                f"ppermute over '{line.name}': coordinates are 0 to {line.size - 1}; found the {role} {wrong[0]}"
+            )
+        twice = [i for i in seen if seen.count(i) > 1]
+        if twice:
+            raise ShardingError(
+                f"ppermute over '{line.name}': coordinate {twice[0]} is the {role} of several pairs; a rank sends "
+                "to one and receives from one. To send to several, all_gather and slice"
+            )
+    targets = [target for source, target in pairs if source == line.coordinate]
+    sources = [source for source, target in pairs if target == line.coordinate]
+    return (targets[0] if targets else None), (sources[0] if sources else None)
+
+
+# forward and backward: each function picks the raw collective where nothing needs a gradient
+
+
+def _needs_gradient(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _total(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
+    return _Total.apply(x, op, line) if _needs_gradient(x) else collectives.all_reduce(x, op, line)
+
+
+def _gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+    return _Gather.apply(x, dim, line) if _needs_gradient(x) else collectives.all_gather(x, dim, line)
+
+
+def _scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+    return _Scatter.apply(x, dim, line) if _needs_gradient(x) else collectives.reduce_scatter(x, dim, line)
+
+
+def _swap(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
+    if _needs_gradient(x):
+        return _Swap.apply(x, split_dim, concat_dim, line)
+    return collectives.all_to_all(x, split_dim, concat_dim, line)
+
+
+def _permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
+    if _needs_gradient(x):
+        return _Permute.apply(x, target, source, line)
+    return collectives.permute(x, target, source, line)
+
+
+def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: str) -> torch.Tensor:
+    line = _line(what, x, axis, mesh)
+    if x.dtype.is_complex:
+        raise ShardingError(f"{what}: complex numbers have no order; take x.abs()")
+    if line.size == 1:
+        return x
+    return _Extreme.apply(x, op, line) if _needs_gradient(x) else collectives.all_reduce(x, op, line)
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
+        ctx.op, ctx.line = op, line
+        return collectives.all_reduce(x, op, line)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _total(gradient, ctx.op, ctx.line), None, None
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
+        found = collectives.all_reduce(x, op, line)
+        ctx.save_for_backward(x, found)
+        ctx.line = line
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        x, found = ctx.saved_tensors
+        mine = (x == found).to(gradient.dtype)
+        ties = collectives.all_reduce(mine, "sum", ctx.line)
+        return _total(gradient, "sum", ctx.line) * (mine / ties), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+        ctx.dim, ctx.line = dim, line
+        return collectives.all_gather(x, dim, line)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scatter(gradient, ctx.dim, ctx.line), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+        ctx.dim, ctx.line = dim, line
+        return collectives.reduce_scatter(x, dim, line)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather(gradient, ctx.dim, ctx.line), None, None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
+        ctx.split_dim, ctx.concat_dim, ctx.line = split_dim, concat_dim, line
+        return collectives.all_to_all(x, split_dim, concat_dim, line)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _swap(gradient, ctx.concat_dim, ctx.split_dim, ctx.line), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
+        ctx.target, ctx.source, ctx.line = target, source, line
+        return collectives.permute(x, target, source, line)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _permute(gradient, ctx.source, ctx.target, ctx.line), None, None, None

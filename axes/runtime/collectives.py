@@ -1,0 +1,232 @@
+"""The collectives on one axis, for plain tensors: any dim, any dtype, eager and traced alike.
+
+A `Line` is the ranks of an axis through this one, with their group; rank i of the group is
+coordinate i on the axis. What is sent is always one contiguous tensor; dims other than the first
+are brought to the front before and taken back after.
+
+>>> from axes.runtime.simulate import simulate
+>>> import axes
+>>> with simulate(8, rank=5):
+...     line = line_of(axes.init_mesh("dp=2 tp=4"), "tp")
+...     line.size, line.coordinate, all_gather(torch.zeros(3, 2), 1, line).shape
+(4, 1, torch.Size([3, 8]))
+
+Eager calls go through the methods of the `ProcessGroup` (3 to 4 microseconds, where functional
+collectives take 11 and more); in `torch.compile` each is one functional collective. What a backend
+doesn't know (gloo: float8, 16-bit integers, complex numbers) is moved as bytes, and reduced in a
+wider dtype. Nothing here is differentiable: that is `axes.ops.collectives`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened
+from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
+from axes.runtime import torch_private
+from axes.runtime.groups import current_world, group_of
+
+AxisName = str | tuple[str, ...]
+"""A name of the mesh's namespace, or several: their product, the first the slowest."""
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_EVERY_BACKEND_HAS = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+}
+
+_REDUCED_IN = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    **{dtype: dtype for dtype in _EVERY_BACKEND_HAS},
+}
+
+
+class Line(NamedTuple):
+    """The ranks of an axis through this one: this is `coordinate` of `size`.
+
+    `group` is None for a single rank, which has nobody to talk to.
+    """
+
+    name: str
+    size: int
+    coordinate: int
+    group: dist.ProcessGroup | None
+
+
+@torch.compiler.assume_constant_result
+def line_of(mesh: Mesh, axis: AxisName) -> Line:
+    """The line of an axis of a bound mesh through this rank; its group is made at first use.
+
+    A product of several axes is an axis as well. To `torch.compile` a line is a constant, guarded
+    by the mesh. Raises `MeshError` for a name that the mesh doesn't have, axes that share ranks, a
+    mesh without a running job, and on a rank outside the mesh.
+    """
+    layout, name = axis_layout(mesh, axis)
+    if mesh.binding is None:
+        raise MeshError(
+            f"a collective over '{name}' needs a mesh that is bound to torch.distributed; {mesh!r} is algebra "
+            "alone. Make it with axes.init_mesh(...)"
+        )
+    world = current_world()
+    if mesh.rank != world.rank:
+        raise MeshError(f"a collective over '{name}' runs on rank {world.rank}; the mesh is seen from {mesh.rank}")
+    if layout.size == 1:
+        return Line(name, 1, 0, None)
+    group = group_of(mesh, layout, name)
+    return Line(name, layout.size, group.rank(), group)
+
+
+def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
+    """The layout of an axis or of a product of axes, and what to call it."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"names are looked up in an axes mesh; found {type(mesh).__name__}")
+    if isinstance(axis, str):
+        return mesh.layout(axis), axis
+    if not isinstance(axis, tuple) or not all(isinstance(name, str) for name in axis):
+        raise MeshError(f"an axis is a name like 'tp', or several like ('cp', 'tp'); found {shortened(repr(axis))}")
+    name = " ".join(axis)
+    try:
+        return Layout.product(*map(mesh.layout, axis)), name
+    except AxesError as error:
+        raise MeshError(f"'{name}' isn't a product of axes: {error}") from None
+
+
+def reducible(dtype: torch.dtype, op: str) -> bool:
+    """Whether values of this dtype can be reduced by `op`: "sum", "max" or "min"."""
+    return dtype in _REDUCED_IN or (dtype.is_complex and op == "sum")
+
+
+def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
+    """`op` over the axis, elementwise, in the dtype of `x`: every rank gets the same tensor.
+
+    `op` is "sum", "max", "min", or "mean", which divides before it rounds to the dtype of `x`.
+    """
+    reduction = "sum" if op == "mean" else op
+    wire = _reducible(x, reduction, copy=True)
+    if torch.compiler.is_compiling():
+        wire = torch_private.functional_all_reduce(wire, reduction, _group(line).group_name)
+    else:
+        _group(line).allreduce([wire], _OPS[reduction]).wait()
+    return _reduced(wire / line.size if op == "mean" else wire, x.dtype)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+    """The sum over the axis, of which coordinate i gets the i-th of equal pieces along `dim`."""
+    wire = _reducible(pieces(x, dim, line), "sum")
+    if torch.compiler.is_compiling():
+        out = torch_private.functional_reduce_scatter(wire.view(-1), line.size, _group(line).group_name)
+    else:
+        out = wire.new_empty(wire.numel() // line.size)
+        torch_private.reduce_scatter(_group(line), out, wire.view(-1))
+    return _reduced(out.view(wire.shape[1:]), x.dtype)
+
+
+def all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+    """Every coordinate's `x`, concatenated along `dim` in order."""
+    wire = _as_sent(x)
+    if torch.compiler.is_compiling():
+        out = torch_private.functional_all_gather(wire, line.size, _group(line).group_name)
+    else:
+        out = wire.new_empty(line.size * wire.numel())
+        torch_private.all_gather(_group(line), out, wire)
+    return _joined(_as_received(out, x.dtype).view(line.size, *x.shape), dim)
+
+
+def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
+    """Cut along `split_dim` into equal pieces, the i-th for coordinate i; what arrives is concatenated."""
+    sent = pieces(x, split_dim, line)
+    received = _exchanged(sent, sent.numel() // line.size, range(line.size), range(line.size), line)
+    return _joined(received.view(sent.shape), concat_dim)
+
+
+def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
+    """Sends `x` to coordinate `target` and returns what `source` sends: zeros where there is none.
+
+    Every rank of the line calls it, also one that neither sends nor receives.
+    """
+    targets, sources = (() if target is None else (target,)), (() if source is None else (source,))
+    received = _exchanged(x, x.numel(), targets, sources, line)
+    return torch.zeros_like(x, memory_format=torch.contiguous_format) if source is None else received.view(x.shape)
+
+
+def pieces(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+    """`x` cut along `dim` into one piece for each coordinate: `[size, *piece]`, contiguous.
+
+    Raises `SizeError` where it doesn't divide.
+    """
+    extent = x.shape[dim]
+    if extent % line.size:
+        raise SizeError(
+            f"dim {dim} of {list(x.shape)} has {extent} elements, which doesn't divide into {line.size} pieces, "
+            f"one for each rank of '{line.name}'; pad it to {-(-extent // line.size) * line.size}"
+        )
+    return x.unflatten(dim, (line.size, extent // line.size)).movedim(dim, 0).contiguous()
+
+
+def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """`[size, *piece]` concatenated along `dim` of the pieces; a view where memory allows."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _exchanged(
+    x: torch.Tensor, count: int, targets: range | tuple[int, ...], sources: range | tuple[int, ...], line: Line
+) -> torch.Tensor:
+    """`count` elements of the contiguous `x` to each target, in order; flat, what the sources sent."""
+    wire = _as_sent(x)
+    each = count * x.element_size() // wire.element_size()
+    sends = [each if i in targets else 0 for i in range(line.size)]
+    receives = [each if i in sources else 0 for i in range(line.size)]
+    wire = wire[: sum(sends)]
+    if torch.compiler.is_compiling():
+        out = torch_private.functional_all_to_all(wire, receives, sends, _group(line).group_name)
+    else:
+        out = wire.new_empty(sum(receives))
+        _group(line).alltoall_base(out, wire, receives, sends).wait()
+    return _as_received(out, x.dtype)
+
+
+def _group(line: Line) -> dist.ProcessGroup:
+    assert line.group is not None, "a line of one rank has no group"
+    return line.group
+
+
+def _as_sent(x: torch.Tensor) -> torch.Tensor:
+    """The elements in order, as a dtype that every backend moves."""
+    flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat if x.dtype in _EVERY_BACKEND_HAS else flat.view(torch.uint8)
+
+
+def _as_received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return flat if dtype in _EVERY_BACKEND_HAS else flat.view(dtype)
+
+
+def _reducible(x: torch.Tensor, op: str, copy: bool = False) -> torch.Tensor:
+    """The values as a contiguous tensor of a dtype that every backend reduces; a new one if `copy`."""
+    if not reducible(x.dtype, op):
+        raise ShardingError(f"no {op} over ranks for {x.dtype}; convert it first, x.to(torch.int64) or x.float()")
+    if x.dtype.is_complex:
+        x = torch.view_as_real(x.resolve_conj())
+    wire = x.resolve_neg().to(_REDUCED_IN[x.dtype], copy=copy, memory_format=torch.contiguous_format)
+    return wire.contiguous()
+
+
+def _reduced(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
