@@ -74,6 +74,7 @@ def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Pro
     axes = dict(zip(mesh.axis_names, mesh.layouts, strict=True))
     left, hidden = _matched(tree, tree.left, axes)
     right = _opened(tree, tree.right, hidden)
+    _distinct(tree, right)
     solved = _solved(mesh, tree, left, sizes)
     steps: list[Step] = []
     state: Axes = {}
@@ -98,7 +99,6 @@ def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Pro
             flat = {label: Layout.product(*(ordered[name] for name in names))}
             _agree(known, tree, [Item(label, None, entry.span)], flat)
             steps.append(Step("flatten", tuple((n, ordered[n]) for n in names), tuple(flat.items())))
-    _distinct(tree, right)
     return Program(_reading(mesh, left, right, solved), tuple(axes.items()), tuple(steps))
 
 
@@ -208,7 +208,7 @@ def _distinct(tree: MeshExpression, right: Sequence[Item | Group]) -> None:
         name = entry.name if isinstance(entry, Item) else entry.name or "_".join(i.name for i in entry.items)
         if name in seen:
             _wrong(tree, f"the result would have two axes {shortened(name)}", entry.span)
-        if home.get(name, entry) is not entry:
+        if isinstance(entry, Group) and home.get(name, entry) is not entry:
             _wrong(tree, f"{shortened(name)} is another axis of the expression; take another name", entry.span)
         seen.add(name)
 
