@@ -42,7 +42,6 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch._dynamo",
     "torch._inductor",
-    "axes.runtime.world",
 )
 """What the server imports. None of these starts a thread, initializes an accelerator (a fork would
 break either) or starts a process (`torch._inductor.async_compile` would)."""
