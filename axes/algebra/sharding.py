@@ -28,6 +28,7 @@ from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, 
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, digits
 from axes.algebra.sizes import checked_size
+from axes.algebra.state import Factors, Split, State
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
@@ -647,3 +648,32 @@ def _as_dim(pieces: Sequence[_Piece], mesh: Mesh, index: int) -> ShardedDim:
         # `_` has no place in a group, so what is left of the dim gets a name.
         factors[-1] = replace(factors[-1], name=f"inner{index}")
     return ShardedDim(tuple(factors))
+
+
+@functools.lru_cache(maxsize=8192)
+def state_of(sharding: Sharding, shape: Shape) -> State:
+    """What planning needs of a sharding: layouts in place of names.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> state_of(Mesh("dp=2 tp=2").sharding("b@dp (qkv=3 heads@tp d)", d=4), (8, 24)).splits
+    ((2:2,), Factors(sizes=(3, 2, 4), splits=((), (2:1,), ())))
+    """
+    mesh = sharding.mesh
+
+    def layouts(axes: Sequence[str]) -> tuple[Layout, ...]:
+        return tuple(mesh.namespace[axis] for axis in axes)
+
+    def split(dim: ShardedDim, extents: Sequence[int]) -> Split:
+        outer = all(not factor.axes for factor in dim.factors[1:])
+        if outer:  # splits of the major factor are splits of the dim
+            return layouts(dim.axes)
+        return Factors(tuple(extents), tuple(layouts(factor.axes) for factor in dim.factors))
+
+    return State(
+        mesh.universe,
+        mesh.layout_of_all,
+        tuple(split(dim, extents) for dim, extents in zip(sharding.dims, sharding.extents(shape), strict=True)),
+        tuple((pending.op, layouts(pending.axes)) for pending in sharding.pending),
+        tuple((layout, name) for name, layout in mesh.namespace.items()),
+        sharding.spec,
+    )
