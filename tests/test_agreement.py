@@ -100,7 +100,7 @@ def test_a_rank_makes_few_store_operations_however_many_ranks_there_are(size):
     assert max(per_rank.values()) <= 5
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_meetings_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data):
     """Overlapping groups, used first in orders that the ranks choose: a circle is told at once."""
@@ -350,6 +350,20 @@ def test_ranks_of_different_universes_that_wait_for_one_another_are_told(world):
         assert "init_mesh over ranks 0..3" in text
         assert "init_mesh over ranks 1..3" in text
         assert seconds < 15
+
+
+def one_declares_itself_outside(timeout):
+    ranks = range(3) if dist.get_rank() < 2 else range(2)
+    if dist.get_rank() == 2:
+        return axes.init_mesh("dp", ranks=ranks, timeout=timeout).coordinate
+    return error_of(lambda: axes.init_mesh("dp", ranks=ranks, timeout=timeout))
+
+
+def test_a_member_that_declares_ranks_without_itself_is_named(world):
+    found = world(one_declares_itself_outside, 3, 1.0)
+    assert found[2] is None
+    for text, _ in found[:2]:
+        assert "rank 2 isn't a member of what it declared last, init_mesh over ranks 0, 1" in text
 
 
 def a_bad_declaration_on_one_rank(timeout):

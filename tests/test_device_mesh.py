@@ -114,7 +114,8 @@ def the_objects():
         other = torch_private.constructed_device_mesh(root, dims, case.axis_names, groups)
         ours, theirs = dict(vars(made)), dict(vars(other))
         assert torch.equal(ours.pop("_rank_map"), theirs.pop("_rank_map"))
-        ours["_hash"] = None  # kept once it is computed
+        for fields in (ours, theirs):
+            fields.pop("_hash", None)  # kept once it is computed, 2.11 has no place for it before
         assert ours == theirs
         assert made == other
         assert hash(made) == hash(other)

@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import axes
 from axes import GroupOptions, MeshError
@@ -140,7 +141,8 @@ def destroy_and_use_again():
     for _ in range(3):
         value = torch.tensor([dist.get_rank()])
         dist.all_reduce(value, group=mesh.axis("tp").group)
-        mesh.device_mesh.get_group("dp")
+        x = distribute_tensor(torch.arange(8), mesh.device_mesh, [Shard(0), Shard(0)])
+        assert (x + 1).full_tensor().tolist() == list(range(1, 9))
         sums.append(value.item())
         axes.destroy_process_groups()
         assert dist.is_initialized(), "this world isn't ours to end"
@@ -150,6 +152,29 @@ def destroy_and_use_again():
 
 def test_destroyed_groups_are_made_anew_at_the_next_use(world):
     assert world(destroy_and_use_again, 4) == [[1] * 3, [1] * 3, [5] * 3, [5] * 3]
+
+
+def bound_to_a_device():
+    """The default group of a job with one GPU per rank, as far as torch asks about it."""
+    device, default = torch.device("cuda:0"), dist.group.WORLD
+    default.bound_device_id = device
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    asked = []
+    split_source = c10d._get_split_source
+    c10d._get_split_source = lambda group: asked.append(group) or split_source(group)
+    try:
+        if dist.get_rank() < 2:
+            value = torch.tensor([1])
+            dist.all_reduce(value, group=mesh.axis("tp").group)
+            assert value.item() == 2
+            assert mesh.axis("tp").group.bound_device_id == device
+    finally:
+        c10d._get_split_source = split_source
+    return len(asked), default.bound_device_id == device
+
+
+def test_members_alone_make_a_group_even_where_torch_would_split_the_default_group(world):
+    assert world(bound_to_a_device, 4) == [(0, True)] * 4
 
 
 def a_second_world():

@@ -129,6 +129,12 @@ def refuse(seat: Seat, meeting: Meeting, error: Exception) -> None:
         _leave(seat, key, len(meeting.members))
 
 
+def pass_by(seat: Seat, subject: str) -> None:
+    """Notes that this rank isn't a member of what it declares, for members that expect it."""
+    with contextlib.suppress(dist.DistError):
+        _leave_note(seat, {"subject": subject, "outside": True})
+
+
 def digest(ranks: Sequence[int]) -> str:
     """Sixteen characters that stand for ranks in their order; O(1) for a range.
 
@@ -167,7 +173,11 @@ def _end(store: dist.Store, key: str, error: str | None, present: int, disagree:
 
 
 def _ended(store: dist.Store, key: str) -> dict[str, Any] | None:
-    return json.loads(store.get(f"{key}/end")) if store.check([f"{key}/end"]) else None
+    return _read(store, f"{key}/end")
+
+
+def _read(store: dist.Store, key: str) -> dict[str, Any] | None:
+    return json.loads(store.get(key)) if store.check([key]) else None
 
 
 def _wait_for_end(seat: Seat, meeting: Meeting, key: str, deadline: float, timeout: timedelta) -> dict[str, Any]:
@@ -197,8 +207,10 @@ def _time_is_up(seat: Seat, meeting: Meeting, key: str, timeout: timedelta) -> N
                 return
             time.sleep(_SLOWEST_POLL_SECONDS)
     missing = [rank for rank in meeting.members if _note(seat, rank).get("key") != key]
-    absent, seconds = ranks_text(missing or meeting.members), f"{timeout.total_seconds():g} s"
-    lines = [f"{absent} didn't come to {meeting.subject} within {seconds}:"]
+    seconds = f"{timeout.total_seconds():g} s"
+    lines = [f"{meeting.subject} isn't complete after {seconds}, though all have been seen there"]
+    if missing:
+        lines = [f"{ranks_text(missing)} didn't come to {meeting.subject} within {seconds}:"]
     lines += [f"  {_last_seen(seat, rank)}" for rank in missing[:_RANKS_SHOWN]]
     present = [rank for rank in meeting.members if rank not in set(missing)]
     lines += [f"  {ranks_text(present)} waited for {meeting.subject}", meeting.advice]
@@ -231,14 +243,15 @@ def _leave_note(seat: Seat, note: dict[str, Any]) -> None:
 
 
 def _note(seat: Seat, rank: int) -> dict[str, Any]:
-    key = f"axes/{seat.generation}/rank/{rank}"
-    return json.loads(seat.store.get(key)) if seat.store.check([key]) else {}
+    return _read(seat.store, f"axes/{seat.generation}/rank/{rank}") or {}
 
 
 def _last_seen(seat: Seat, rank: int) -> str:
     note = _note(seat, rank)
     if not note:
         return f"rank {rank} hasn't been seen: it is still starting, has ended, or makes no mesh"
+    if "outside" in note:
+        return f"rank {rank} isn't a member of what it declared last, {note['subject']}"
     if "raised" in note:
         return f"rank {rank} raised in {note['subject']}: {_indented(note['raised'])}"
     end = _ended(seat.store, note["key"])
@@ -274,16 +287,15 @@ def _way_back(
     for rank in members:
         if rank == seat.rank and len(way) > 1:
             return way
-        if rank in {held for held, _, _ in way} or next(budget, None) is None:
+        if rank in {passed for passed, _, _ in way} or next(budget, None) is None:
             continue
         note = _note(seat, rank)
-        if not note or "raised" in note or note["key"] == key or _ended(seat.store, note["key"]) is not None:
+        held = note.get("key", key)
+        if held == key or _ended(seat.store, held) is not None:
             continue
-        stated = (
-            json.loads(seat.store.get(f"{note['key']}/stated")) if seat.store.check([f"{note['key']}/stated"]) else {}
-        )
-        onward = _unpacked(stated.get("members", ""))
-        found = _way_back(seat, note["key"], onward, [*way, (rank, note["key"], note["subject"])], budget)
+        stated = _read(seat.store, f"{held}/stated") or {"members": ""}
+        onward = [*way, (rank, held, note["subject"])]
+        found = _way_back(seat, held, _unpacked(stated["members"]), onward, budget)
         if found is not None:
             return found
     return None

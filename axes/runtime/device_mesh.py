@@ -50,8 +50,9 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     world = current_world()
     found = world.device_meshes.get(mesh)
     if found is None:
-        found = world.device_meshes.get(_content(mesh)) or _built(world, mesh)
-        world.device_meshes[mesh] = world.device_meshes[_content(mesh)] = found
+        with world.lock:
+            found = world.device_meshes.get(_content(mesh)) or _built(world, mesh)
+            world.device_meshes[mesh] = world.device_meshes[_content(mesh)] = found
     return found
 
 
@@ -67,8 +68,9 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     known, mesh = world.meshes.get(device_mesh, (None, None))
     # torch calls two device meshes equal whatever their groups are.
     if mesh is None or not (known is device_mesh or _same_groups(known, device_mesh)):
-        mesh = _adopted(world, device_mesh)
-        world.meshes[device_mesh] = device_mesh, mesh
+        with world.lock:
+            mesh = _adopted(world, device_mesh)
+            world.meshes[device_mesh] = device_mesh, mesh
     return mesh
 
 

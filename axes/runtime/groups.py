@@ -26,7 +26,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -151,6 +151,7 @@ class World:
         self.fake = self.backend == _FAKE
         self.seat = Seat(default.get_group_store(), self.rank, 0 if self.fake else next(_generations))
         self.started_here = False
+        self.era = object()  # what was made of groups is good for as long as this one lasts
         self.lock = threading.RLock()
         self.attempts: Counter[str] = Counter()
         self.groups: dict[_Key, _Entry] = {}
@@ -163,9 +164,10 @@ class World:
 
     def meeting(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Meeting:
         """The next meeting of a kind among these ranks: each call is one attempt."""
-        first = Meeting(subject, members, kind, 0, advice)
-        self.attempts[first.topic] += 1
-        return Meeting(subject, members, kind, self.attempts[first.topic] - 1, advice)
+        meeting = Meeting(subject, members, kind, 0, advice)
+        attempt = self.attempts[meeting.topic]
+        self.attempts[meeting.topic] += 1
+        return replace(meeting, attempt=attempt) if attempt else meeting
 
 
 _generations = itertools.count()
@@ -176,10 +178,12 @@ def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
     global _current
     default = dist.group.WORLD
-    if _current is not None and default is not None and _current.default() is default:
-        return _current
-    if default is None:
+    if _current is not None:
+        if default is not None and _current.default() is default:
+            return _current
+        torch_private.forget_dtensor_world()
         _current = None
+    if default is None:
         raise MeshError("torch.distributed isn't running (any more); axes.init_mesh(...) starts it")
     _current = World(default)
     return _current
@@ -258,6 +262,7 @@ def destroy_process_groups() -> None:
     for group in sorted(made, key=lambda group: group.group_name):
         if torch_private.registered(group):
             dist.destroy_process_group(group)
+    torch_private.forget_dtensor_world()
     if world.started_here:
         dist.destroy_process_group()
         forget_groups()
@@ -265,6 +270,7 @@ def destroy_process_groups() -> None:
     world.groups = {key: entry for key, entry in world.groups.items() if entry.origin == "default"}
     for cache in (world.found, world.device_meshes, world.meshes, world.roots):
         cache.clear()
+    world.era = object()
 
 
 def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str) -> None:

@@ -25,7 +25,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
-from axes.runtime.agreement import Meeting, agree, digest, ranks_text, refuse
+from axes.runtime.agreement import Meeting, agree, pass_by, ranks_text, refuse
 from axes.runtime.groups import (
     GroupOptions,
     World,
@@ -184,17 +184,24 @@ def _bound(
 
 
 def _meeting(world: World, universe: Universe) -> Meeting:
-    return world.meeting("mesh", universe.ranks, f"init_mesh over {ranks_text(universe.ranks)}", _ADVICE)
+    return world.meeting("mesh", universe.ranks, _subject(universe), _ADVICE)
+
+
+def _subject(universe: Universe) -> str:
+    return f"init_mesh over {ranks_text(universe.ranks)}"
 
 
 def _agree(world: World, mesh: Mesh) -> None:
     universe, binding = mesh.universe, mesh.binding
-    if world.fake or universe.position(world.rank) is None:
+    if world.fake:
+        return
+    if universe.position(world.rank) is None:
+        pass_by(world.seat, _subject(universe))
         return
     names = {layout: name for name, layout in mesh.namespace.items()}
     options = [f"options[{names[layout]}]: {given.text}" for layout, given in binding.options]
     nodes = [] if mesh.ranks_per_node is None else [f"ranks_per_node={mesh.ranks_per_node}"]
-    order = f"{ranks_text(universe.ranks)} [{digest(universe.ranks)}]"
+    order = ranks_text(universe.ranks)
     statement = " | ".join([mesh.declaration, order, binding.device_type, *nodes, *options])
     timeout = binding.timeout or torch_private.default_timeout(binding.device_type)
     agree(world.seat, _meeting(world, universe), statement, timeout)
