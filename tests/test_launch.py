@@ -66,7 +66,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -173,9 +173,19 @@ def raise_unsendable() -> None:
     raise Unsendable
 
 
+def write_down(pid: int, folder: Path) -> None:
+    new = folder / f"{dist.get_rank()}.new"
+    new.write_text(str(pid))
+    new.rename(new.with_suffix(".pid"))  # so that nobody reads half of it
+
+
+def written_down(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in folder.glob("*.pid")]
+
+
 def sleep_on(rank: int, folder: Path) -> None:
     """Writes down its pid, then sleeps where `rank` is this one."""
-    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    write_down(os.getpid(), folder)
     if dist.get_rank() == rank or rank < 0:
         time.sleep(600)
 
@@ -187,7 +197,7 @@ def ignore_requests_to_end(folder: Path) -> None:
 
 def leave_a_child(folder: Path) -> None:
     child = subprocess.Popen(["sleep", "600"])
-    (folder / str(dist.get_rank())).write_text(str(child.pid))
+    write_down(child.pid, folder)
 
 
 def big(elements: int) -> torch.Tensor:
@@ -385,7 +395,7 @@ def test_ranks_that_wait_for_the_failed_one_are_ended_soon_and_shown_where_they_
     began = time.monotonic()
     with pytest.raises(ValueError, match="before the barrier") as caught:
         launch(fail_while_others_wait, 3)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20  # the barrier alone would wait for half an hour
     told = notes(caught.value)
     assert "hadn't finished, most recent call first" in told
     assert "in wait_in_a_barrier" in told
@@ -422,22 +432,22 @@ def test_a_rank_that_leaves_is_named_with_its_code():
 def test_when_time_is_up_the_late_ranks_are_named_and_shown_where_they_were(tmp_path: Path):
     began = time.monotonic()
     with pytest.raises(AxesError, match="sleep_on: time is up, rank 2 of 4 hadn't") as caught:
-        launch(sleep_on, 4, 2, tmp_path, timeout=1.5)
-    assert 1.5 <= time.monotonic() - began < 6
+        launch(sleep_on, 4, 2, tmp_path, timeout=4)
+    assert 4 <= time.monotonic() - began < 20
     assert "ranks 0 to 1 and 3 finished" in notes(caught.value)
     assert "in sleep_on" in notes(caught.value)
 
 
 def test_ranks_that_ignore_requests_to_end_are_ended(tmp_path: Path):
     with pytest.raises(AxesError, match="ranks 0 to 1 of 2 hadn't finished"):
-        launch(ignore_requests_to_end, 2, tmp_path, timeout=1)
-    assert not any(lives(int(file.read_text())) for file in tmp_path.iterdir())
+        launch(ignore_requests_to_end, 2, tmp_path, timeout=3)
+    assert [lives(pid) for pid in written_down(tmp_path)] == [False, False]
 
 
 @linux
 def test_what_a_rank_starts_ends_with_it(tmp_path: Path):
     launch(leave_a_child, 2, tmp_path)
-    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    pids = written_down(tmp_path)
     assert len(pids) == 2
     assert wait_until(lambda: not any(lives(pid) for pid in pids))
 
@@ -465,7 +475,7 @@ def test_a_result_that_cannot_be_rebuilt_is_an_error():
 
 def test_an_interrupt_ends_the_ranks(tmp_path: Path):
     def interrupt() -> None:
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
+        wait_until(lambda: len(written_down(tmp_path)) == 3)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -473,7 +483,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         launch(sleep_on, 3, -1, tmp_path)
     thread.join()
-    assert not any(lives(int(file.read_text())) for file in tmp_path.iterdir())
+    assert [lives(pid) for pid in written_down(tmp_path)] == [False] * 3
 
 
 @linux
@@ -500,8 +510,8 @@ def test_when_the_launching_process_is_killed_its_ranks_end_too(tmp_path: Path):
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT)
     try:
-        assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 30)
-        descendants = [int(file.read_text()) for file in tmp_path.iterdir()]
+        assert wait_until(lambda: len(written_down(tmp_path)) == 2)
+        descendants = written_down(tmp_path)
         descendants += children(parent.pid)  # the fork server
         assert len(descendants) == 3
     finally:
@@ -513,7 +523,7 @@ def test_when_the_launching_process_is_killed_its_ranks_end_too(tmp_path: Path):
 @linux
 def test_when_the_fork_server_is_killed_the_ranks_end_and_the_next_launch_works(tmp_path: Path):
     def kill() -> None:
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        wait_until(lambda: len(written_down(tmp_path)) == 2)
         os.kill(server().pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
@@ -521,7 +531,7 @@ def test_when_the_fork_server_is_killed_the_ranks_end_and_the_next_launch_works(
     with pytest.raises(AxesError, match=r"rank \d of 2 was lost with the fork server"):
         launch(sleep_on, 2, -1, tmp_path)
     thread.join()
-    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    pids = written_down(tmp_path)
     assert wait_until(lambda: not any(lives(pid) for pid in pids))
     assert launch(total, 2, 0) == [1, 1]
 

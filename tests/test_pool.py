@@ -156,7 +156,7 @@ def test_ranks_that_wait_for_a_failed_one_are_ended_and_the_pool_starts_again(po
     began = time.monotonic()
     with pytest.raises(ValueError, match="before the barrier") as caught:
         pool.run(fail_and_leave_the_others_waiting, 3)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
     notes = "\n".join(caught.value.__notes__)
     assert "ranks 0 to 2 and 4 to 7 hadn't finished" in notes
     assert "in fail_and_leave_the_others_waiting" in notes
