@@ -45,7 +45,7 @@ class ExpressionError(AxesError):
         super().__init__(f"{message}\n{pointed(text, self.start, self.stop)}" if text else message)
 
     def __reduce__(self):
-        return type(self), (self.message, self.text, self.start, self.stop)
+        return type(self), (self.message, self.text, self.start, self.stop), self.__dict__
 
 
 def printable(text: str) -> str:
