@@ -26,7 +26,7 @@ from axes.algebra import grammar, seam
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, pointed, shortened, suggestion
 from axes.algebra.grammar import parse_spec
-from axes.algebra.layout import Layout, digits
+from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.sizes import checked_size
 from axes.algebra.state import Factors, Split, State
 
@@ -421,35 +421,48 @@ def _same_pending(one: Sharding, two: Sharding) -> bool:
     """The same reductions over the same digits; order matters between different reductions only."""
 
     def classes(sharding: Sharding) -> list[tuple[str, Layout]]:
-        found: list[tuple[str, list[Layout]]] = []
+        found: list[tuple[str, list[Mode]]] = []
         for pending in sharding.pending:
-            layouts = [sharding.mesh.namespace[axis] for axis in pending.axes]
+            modes = [mode for axis in pending.axes for mode in sharding.mesh.namespace[axis].modes]
             if found and found[-1][0] == pending.op:
-                found[-1][1].extend(layouts)
-            else:
-                found.append((pending.op, layouts))
-        ordered = [(op, sorted(m for lay in lays for m in lay.modes)) for op, lays in found]
-        return [(op, Layout.of(sorted(modes, key=lambda mode: -mode[1]))) for op, modes in ordered if modes]
+                found[-1][1].extend(modes)
+            elif modes:
+                found.append((pending.op, modes))
+        return [(op, Layout.of(sorted(modes, key=lambda mode: -mode[1]))) for op, modes in found]
 
     return classes(one) == classes(two)
 
 
 def _same_digits(one: Sharding, mine: ShardedDim, two: Sharding, theirs: ShardedDim) -> bool:
     """Whether two dims are cut the same wherever everything divides."""
+    return _pieces(one, mine, _whole_size(theirs)) == _pieces(two, theirs, _whole_size(mine))
 
-    def flat(sharding: Sharding, dim: ShardedDim) -> list[tuple[int | None, Layout]]:
-        found: list[tuple[int | None, Layout]] = []
-        for factor in dim.factors:
-            layout = Layout.product(*(sharding.mesh.namespace[axis] for axis in factor.axes))
-            found.append((factor.size, layout))
-        while len(found) > 1 and not found[-1][1].modes and not found[-2][1].modes:
-            found.pop()
-        return found
 
-    a, b = flat(one, mine), flat(two, theirs)
-    if len(a) == len(b) == 1:
-        return a[0][1] == b[0][1]
-    return a == b
+def _whole_size(dim: ShardedDim) -> int | None:
+    """The size of a dim where its factors say it."""
+    sizes = [factor.size for factor in dim.factors]
+    return math.prod(s for s in sizes if s is not None) if None not in sizes else None
+
+
+def _pieces(sharding: Sharding, dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None]]:
+    """A dim from the major side, whatever its factors: digits that split it, and how much stays whole behind them.
+
+    None is a size that is open; a dim of size `whole` leaves none open.
+    """
+    known = math.prod(factor.size for factor in dim.factors if factor.size is not None)
+    found: list[tuple[Layout, int | None]] = []
+    for factor in dim.factors:
+        layout = Layout.product(*(sharding.mesh.namespace[axis] for axis in factor.axes))
+        size = whole // known if factor.size is None and whole is not None else factor.size
+        rest = None if size is None else size // layout.size
+        before, between = found[-1] if found else (Layout(), 1)
+        if found and not layout.modes:
+            found[-1] = before, None if rest is None or between is None else between * rest
+        elif found and between == 1:
+            found[-1] = Layout.product(before, layout), rest
+        else:
+            found.append((layout, rest))
+    return found
 
 
 def _same_cuts(
@@ -457,7 +470,7 @@ def _same_cuts(
 ) -> bool:
     """Whether two dims are cut the same at these extents, on every rank."""
     layouts = [s.mesh.namespace[axis] for s, d in ((one, mine), (two, theirs)) for axis in d.axes]
-    if not layouts:
+    if not layouts or math.prod(my) == 0:
         return True
     try:
         refined = sorted({digit for found in digits(*layouts) for digit in found})
