@@ -1,0 +1,21 @@
+"""Flow: what an expression means for sharded tensors, worked out before anything is sent.
+
+The way from text to a recipe: `reading` opens groups and `...` into atoms, `states` hands the splits
+of dims down to atoms and back, `rules` applies the four rules of the notation, `recipe` is the
+result, and `transpose` derives the recipe of each operand's gradient from it.
+
+>>> from axes.algebra.mesh import Mesh
+>>> mesh = Mesh("dp=2 tp=2")
+>>> x, w = mesh.sharding("b@dp s f@tp"), mesh.sharding("f@tp d")
+>>> print(recipe("einsum", "b s f@tp, f@tp d -> b s@tp d", "sum", (x, w), ((8, 4, 16), (16, 6)), mesh))
+b s f@tp, f@tp d -> b s@tp d
+  operand 1  b@dp s f@tp    [8, 4, 16]
+  operand 2  f@tp d    [16, 6]
+  result     b@dp s d | sum@tp  ->  b@dp s@tp d    [8, 4, 6]
+"""
+
+from axes.algebra.flow.recipe import Input, Output, Recipe, unmoved
+from axes.algebra.flow.rules import recipe
+from axes.algebra.flow.transpose import gradient, required
+
+__all__ = ["Input", "Output", "Recipe", "gradient", "recipe", "required", "unmoved"]

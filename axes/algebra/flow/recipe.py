@@ -1,0 +1,128 @@
+"""Recipes: what an operation does on every rank, step by step, as data.
+
+A recipe is what is left of an expression once it has met the shardings and shapes of its tensors.
+Per operand:
+
+    source  --gather-->  opened  --view-->  elementary  --move-->  prepared
+
+then the local computation, then for the result
+
+    derived  --move-->  target  --view-->  closed  --slice-->  output
+
+Each arrow that joins two equal shardings does nothing, and most do: an operation moves data in one
+place, an operation that is local in none. `elementary` and what follows are shardings of a tensor
+with one dim per atom of the expression; `source`, `opened`, `closed` and `output` are those of the
+tensors as they are. `gather` and `slice` happen only where the split of a group doesn't fall on the
+names in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Sharding
+
+Shape = tuple[int, ...]
+Groups = tuple[tuple[str, ...], ...]
+Op = str | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Input:
+    """An operand. `groups` are the atoms of each of its dims, `shape` its whole shape."""
+
+    shape: Shape
+    groups: Groups
+    source: Sharding
+    opened: Sharding
+    elementary: Sharding
+    prepared: Sharding
+    conjugate: bool = False
+
+    @property
+    def atoms(self) -> tuple[str, ...]:
+        """The atoms in order, those of a diagonal repeatedly."""
+        return tuple(atom for group in self.groups for atom in group)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result. `arising` are the axes over which this operation itself leaves it pending."""
+
+    shape: Shape
+    groups: Groups
+    derived: Sharding
+    target: Sharding
+    closed: Sharding
+    output: Sharding
+
+    @property
+    def atoms(self) -> tuple[str, ...]:
+        """The atoms in order."""
+        return tuple(atom for group in self.groups for atom in group)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an operation does. Made by `axes.algebra.flow.recipe`; printable.
+
+    mesh: where it happens. text: the expression.
+    op: how atoms that the result lacks are reduced; "sum" in an einsum.
+    sizes: the whole size of every atom.
+    divisor: the local sum is divided by it: a mean's count (also in the gradient of a mean).
+    multiplier: and multiplied by this: the ranks over which a mean is left pending as a mean.
+    """
+
+    kind: str
+    text: str
+    mesh: Mesh
+    op: Op
+    sizes: tuple[tuple[str, int], ...]
+    inputs: tuple[Input, ...]
+    result: Output
+    divisor: int = 1
+    multiplier: int = 1
+
+    @functools.cached_property
+    def size(self) -> dict[str, int]:
+        """The whole size of every atom."""
+        return dict(self.sizes)
+
+    def shape_of(self, atoms: tuple[str, ...]) -> Shape:
+        """The whole shape of a tensor with one dim per atom."""
+        return tuple(self.size[atom] for atom in atoms)
+
+    @functools.cached_property
+    def moves(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
+        """Where data may move: `(from, to, whole shape)` of each arrow that joins two shardings."""
+        found: list[tuple[Sharding, Sharding, Shape]] = []
+        for i in self.inputs:
+            found += [(i.source, i.opened, i.shape), (i.elementary, i.prepared, self.shape_of(i.atoms))]
+        r = self.result
+        found += [(r.derived, r.target, self.shape_of(r.atoms)), (r.closed, r.output, r.shape)]
+        return tuple(move for move in found if not unmoved(*move))
+
+    def __str__(self) -> str:
+        lines = [self.text]
+        for number, i in enumerate(self.inputs):
+            steps = [i.source, i.opened, i.elementary, i.prepared]
+            lines.append(f"  operand {number + 1}  {_chain(steps)}    {list(i.shape)}")
+        steps = [self.result.derived, self.result.target, self.result.closed, self.result.output]
+        lines.append(f"  result     {_chain(steps)}    {list(self.result.shape)}")
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=8192)
+def unmoved(source: Sharding, target: Sharding, shape: Shape) -> bool:
+    """Whether both put the same data on the same ranks, so that nothing needs to be done."""
+    return source == target or source.is_equivalent(target, shape)
+
+
+def _chain(steps: list[Sharding]) -> str:
+    texts = [step.spec for step in steps]
+    kept = [text for at, text in enumerate(texts) if at == 0 or text != texts[at - 1]]
+    return "  ->  ".join(kept)

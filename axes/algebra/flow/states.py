@@ -1,0 +1,274 @@
+"""States: how single atoms are split, and how the splits of a dim land on its atoms and back.
+
+The state of an atom is a `ShardedDim`, as that of a dim is. A dim that is a group of atoms hands
+its splits down to them (`land`), and takes those of its atoms together (`close`).
+
+>>> mesh = Mesh("tp=2")
+>>> [str(state) for state in land(mesh, split("hd", "tp"), 12, [("h", 6), ("d", 2)])]
+['h@tp', 'd']
+>>> land(mesh, split("sp", "tp"), 15, [("s", 3), ("p", 5)]) is None       # 15 is cut into 8 and 7
+True
+>>> str(close(mesh, [(split("three"), 3), (split("h", "tp"), 4)]))
+'(three=3 h=4@tp)'
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from axes.algebra.errors import ShardingError, SizeError
+from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding
+
+LINEAR = ("sum", "mean")
+"""Reductions that pass through anything linear."""
+
+Cut = tuple[int, str]
+"""`(pieces in front, axis)`: where in a dim, counted from its major side, an axis splits it."""
+
+
+def split(name: str, *axes: str) -> ShardedDim:
+    """An atom that is split over axes, major first; over none, unsplit."""
+    return ShardedDim((Factor(name, None, axes),))
+
+
+def same_split(mesh: Mesh, one: ShardedDim, other: ShardedDim, extent: int) -> bool:
+    """Whether two states put the same of `extent` elements on every rank, whatever the names."""
+    if [f.axes for f in one.factors] == [f.axes for f in other.factors] and len(one.factors) == 1:
+        return True
+    return Sharding(mesh, (sized(one, extent),)).is_equivalent(Sharding(mesh, (sized(other, extent),)), (extent,))
+
+
+def parts(mesh: Mesh, axes: Iterable[str]) -> int:
+    """Into how many pieces axes split."""
+    return math.prod(mesh.namespace[axis].size for axis in axes)
+
+
+def is_even(mesh: Mesh, state: ShardedDim, extent: int) -> bool:
+    """Whether all shards are of one size; a split factor of a group always is."""
+    return len(state.factors) > 1 or extent % parts(mesh, state.axes) == 0
+
+
+def sized(state: ShardedDim, extent: int) -> ShardedDim:
+    """The state with the one size that it leaves open filled in."""
+    if len(state.factors) == 1:
+        return state
+    known = math.prod(f.size for f in state.factors if f.size is not None)
+    factors = (replace(f, size=extent // known) if f.size is None else f for f in state.factors)
+    return ShardedDim(tuple(factors))
+
+
+def cuts(mesh: Mesh, state: ShardedDim, extent: int) -> list[Cut]:
+    """Where the axes of a state split it, in order."""
+    found: list[Cut] = []
+    before = 1
+    for factor in sized(state, extent).factors:
+        at = before
+        for axis in factor.axes:
+            found.append((at, axis))
+            at *= mesh.namespace[axis].size
+        before *= extent if factor.size is None else factor.size
+    return found
+
+
+def land(mesh: Mesh, state: ShardedDim, extent: int, atoms: Sequence[tuple[str, int]]) -> list[ShardedDim] | None:
+    """The states of the atoms of a dim, or None where a split doesn't fall on atoms evenly.
+
+    An axis lands on the atom that its cuts lie in; an atom that is split completely passes the next
+    axis on.
+    """
+    if sum(size != 1 for _, size in atoms) <= 1 and atoms:
+        at = next((i for i, (_, size) in enumerate(atoms) if size != 1), 0)
+        return [_renamed(state, name) if i == at else split(name) for i, (name, _) in enumerate(atoms)]
+    found: list[list[Cut]] = [[] for _ in atoms]
+    for before, axis in cuts(mesh, state, extent):
+        size = mesh.namespace[axis].size
+        at = _atom_at(before, [n for _, n in atoms], size)
+        if at is None:
+            return None
+        front = math.prod(n for _, n in atoms[:at])
+        if before % front or atoms[at][1] % (before // front * size):
+            return None
+        found[at].append((before // front, axis))
+    return [_of_cuts(mesh, name, extent, each) for (name, extent), each in zip(atoms, found, strict=True)]
+
+
+def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
+    """The atom in which a cut that has `before` pieces in front lies."""
+    front = 1
+    for at, extent in enumerate(sizes):
+        if front <= before < front * extent or (size == 1 and front * extent >= before):
+            return at
+        front *= extent
+    return None
+
+
+def _of_cuts(mesh: Mesh, name: str, extent: int, found: Sequence[Cut]) -> ShardedDim:
+    """The state of an atom with these cuts: one factor more wherever a cut leaves a gap."""
+    factors: list[Factor] = []
+    start, reach, axes = 1, 1, []
+    for before, axis in found:
+        if before != reach:
+            factors.append(Factor(None, before // start, tuple(axes)))
+            start, axes = before, []
+        axes.append(axis)
+        reach = before * mesh.namespace[axis].size
+    size = extent // start if factors else None
+    return ShardedDim((*factors, Factor(name, size, tuple(axes))))
+
+
+def _renamed(state: ShardedDim, name: str) -> ShardedDim:
+    if len(state.factors) > 1:
+        return state
+    factor = state.factors[0]
+    return state if factor.name == name else ShardedDim((Factor(name, None, factor.axes),))
+
+
+def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
+    """The state of the dim that consists of atoms in these states, with these whole sizes.
+
+    Raises `ShardingError` where the shards of the atoms aren't regular shards of the dim.
+    """
+    if not atoms:
+        return ShardedDim((Factor(None, 1),))
+    if len(atoms) == 1:
+        return atoms[0][0]
+    opened = [factor for state, extent in atoms for factor in _sized_factors(state, extent)]
+    factors = [f for f in opened if f.axes or f.size != 1] or opened[:1]
+    _check_even(mesh, factors, opened)
+    merged = [factors[0]]
+    for factor in factors[1:]:
+        last = merged[-1]
+        # Pieces that are used up hand the rest of the split on to what follows.
+        used_up = bool(last.axes) and last.size == parts(mesh, last.axes)
+        if not factor.axes and not last.axes or used_up:
+            merged[-1] = _joined(last, factor)
+        else:
+            merged.append(factor)
+    if len(merged) > 1 and merged[0].axes and not any(f.axes for f in merged[1:]):
+        merged = [functools.reduce(_joined, merged)]
+    if len(merged) == 1:
+        return ShardedDim((Factor(_group_name(opened), None, merged[0].axes),))
+    return ShardedDim(tuple(merged))
+
+
+def _sized_factors(state: ShardedDim, extent: int) -> tuple[Factor, ...]:
+    if len(state.factors) == 1:
+        return (replace(state.factors[0], size=extent),)
+    return sized(state, extent).factors
+
+
+def _check_even(mesh: Mesh, factors: Sequence[Factor], opened: Sequence[Factor]) -> None:
+    if len(factors) == 1:
+        return
+    for factor in factors:
+        count = parts(mesh, factor.axes)
+        if factor.size is not None and factor.size % count:
+            raise ShardingError(
+                f"{factor} is split into {count} uneven parts inside {_group_name(opened)}, "
+                "and a split factor of a group must divide"
+            )
+
+
+def _joined(one: Factor, other: Factor) -> Factor:
+    assert one.size is not None and other.size is not None
+    return Factor(None, one.size * other.size, (*one.axes, *other.axes))
+
+
+def _group_name(factors: Iterable[Factor]) -> str:
+    return f"({' '.join(str(f.size) if f.name is None else f.name for f in factors)})"
+
+
+# Digits: what axes are made of, whatever their names
+
+
+class Digits:
+    """Axes as sets of digits that all of them share; the common refinement of those named."""
+
+    def __init__(self, mesh: Mesh, axes: Iterable[str]):
+        self.mesh = mesh
+        names = tuple(dict.fromkeys(axes))
+        refined = digits(*(mesh.namespace[name] for name in names)) if names else ()
+        self._of = dict(zip(names, refined, strict=True))
+
+    def of(self, axes: Iterable[str]) -> tuple[Mode, ...]:
+        """The digits of axes in order; an axis of size one has none."""
+        return tuple(digit for axis in axes for digit in self._of[axis])
+
+    def pick(self, axis: str, wanted: frozenset[Mode] | set[Mode]) -> tuple[str, ...]:
+        """What of an axis consists of the digits in `wanted`, as names."""
+        mine = self._of[axis]
+        if all(digit in wanted for digit in mine):
+            return (axis,) if mine or not wanted else ()
+        return self.names([digit for digit in mine if digit in wanted])
+
+    def names(self, wanted: Sequence[Mode]) -> tuple[str, ...]:
+        """Names of the mesh for digits in order; `ShardingError` where it has none for them."""
+        known = {layout: name for name, layout in reversed(self.mesh.namespace.items())}
+        found: list[str] = []
+        rest = list(wanted)
+        while rest:
+            stop = next((n for n in range(len(rest), 0, -1) if Layout.of(rest[:n]) in known), None)
+            if stop is None:
+                raise ShardingError(f"the mesh has no name for {Layout.of(rest[:1])}, a part of one of its axes; define one")
+            found.append(known[Layout.of(rest[:stop])])
+            del rest[:stop]
+        return tuple(found)
+
+
+def pending_of(entries: Iterable[tuple[str, str]]) -> tuple[PendingReduction, ...]:
+    """`(op, axis)` in order of resolution as a sharding writes them: one entry per run of an op."""
+    found: list[tuple[str, list[str]]] = []
+    for op, axis in entries:
+        if found and found[-1][0] == op:
+            found[-1][1].append(axis)
+        else:
+            found.append((op, [axis]))
+    return tuple(PendingReduction(op, tuple(axes)) for op, axes in found)
+
+
+def entries_of(pending: Iterable[PendingReduction]) -> list[tuple[str, str]]:
+    """A sharding's pending reductions as `(op, axis)` in order."""
+    return [(reduction.op, axis) for reduction in pending for axis in reduction.axes]
+
+
+def whole_sizes(
+    equations: Sequence[tuple[tuple[str, ...], int, str]], known: dict[str, int], needed: Iterable[str]
+) -> dict[str, int]:
+    """The size of every atom from `product of atoms == extent` per dim, with a text for errors.
+
+    Raises `SizeError` where one contradicts itself, doesn't divide, or leaves more than one open.
+    """
+    sizes = dict(known)
+    left = list(equations)
+    while left:
+        ready = [e for e in left if sum(atom not in sizes for atom in e[0]) <= 1]
+        if not ready:
+            atoms, extent, where = left[0]
+            missing = [atom for atom in dict.fromkeys(atoms) if atom not in sizes]
+            names = " and ".join(f"'{atom}'" for atom in missing)
+            raise SizeError(f"the sizes of {names} don't follow from  {_equation(atoms, sizes)} = {extent}    ({where})\ngive all but one of them, like {missing[0]}=2")
+        for equation in ready:
+            left.remove(equation)
+            atoms, extent, where = equation
+            missing = [atom for atom in atoms if atom not in sizes]
+            rest = math.prod(sizes[atom] for atom in atoms if atom in sizes)
+            if len(missing) > 1 or (missing and (rest == 0 or extent % rest)):
+                raise SizeError(f"{extent} doesn't divide by {rest}:  {_equation(atoms, sizes)} = {extent}    ({where})")
+            if missing:
+                sizes[missing[0]] = extent // rest
+            elif rest != extent:
+                raise SizeError(f"{rest} isn't {extent}:  {_equation(atoms, sizes)} = {extent}    ({where})")
+    open_ = [atom for atom in dict.fromkeys(needed) if atom not in sizes]
+    if open_:
+        raise SizeError(f"the size of '{open_[0]}' isn't known from any tensor; give it, like {open_[0]}=2")
+    return sizes
+
+
+def _equation(atoms: Sequence[str], sizes: dict[str, int]) -> str:
+    texts = [f"{a}={sizes[a]}" if a in sizes and "#" not in a else a.split("#")[0] for a in atoms]
+    return " * ".join(texts) or "1"

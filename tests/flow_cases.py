@@ -1,0 +1,212 @@
+"""Generated expressions: text, shardings of the operands, and what einops says about the whole.
+
+`case(random)` draws a mesh, names with sizes and splits, operands (with groups, some of whose factors
+are split), which names are explicit, where the right side moves them, and what is pending. It is
+drawn so that the expression is right; what DTensor can't express may still be refused.
+"""
+
+from __future__ import annotations
+
+import math
+import random as stdlib_random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import einops
+import numpy as np
+import torch
+
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding
+
+Random = stdlib_random.Random
+
+MESHES = ("tp=1", "tp=2", "tp=3", "dp=2 tp=2", "dp=3 tp=2", "dp=2 tp=4", "dp=2 cp=2 tp=2", "dp=2 cp=1 tp=2", "tp=5")
+NAMES = "abcdefg"
+
+Slot = tuple[str, ...]
+
+
+@dataclass
+class Case:
+    """A right expression. `wholes` are the global operands; `expected` is what einops makes of them."""
+
+    kind: str
+    op: str
+    mesh: Mesh
+    text: str
+    shardings: tuple[Sharding, ...]
+    wholes: tuple[torch.Tensor, ...]
+    sizes: dict[str, int]
+    explicit: set[str] = field(default_factory=set)
+    seed: int = 0
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(whole.shape) for whole in self.wholes)
+
+    def expected(self, wholes: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        return whole_result(self.kind, self.text, self.op, self.wholes if wholes is None else wholes, self.sizes)
+
+    def __repr__(self) -> str:
+        operands = ", ".join(f"{s.spec} {list(shape)}" for s, shape in zip(self.shardings, self.shapes, strict=True))
+        return f"{self.kind} {self.op} {self.text!r} of {operands} on {self.mesh!r} with {self.sizes}"
+
+
+def stripped(text: str) -> str:
+    """An expression without `@` and `|`: what einops understands."""
+    left, right = text.split("->")
+    plain = ",".join(re.sub(r"\|.*", "", spec) for spec in left.split(",")) + "->" + re.sub(r"\|.*", "", right)
+    return re.sub(r"@(\([^)]*\)|[a-z*]+)", "", plain)
+
+
+def whole_result(kind: str, text: str, op: str, wholes: Sequence[torch.Tensor], sizes: dict[str, int]) -> torch.Tensor:
+    """einops on whole tensors; an einsum of grouped dims by way of their factors."""
+    pattern = stripped(text)
+    if kind == "einsum":
+        left, right = pattern.split("->")
+        bare = re.sub(r"[()]", "", pattern)
+        opened = []
+        for whole, spec in zip(wholes, left.split(","), strict=True):
+            names = re.findall("[a-z]+", spec)
+            opened.append(whole.reshape([sizes[name] for name in names]))
+        result = einops.einsum(*opened, bare)
+        return result.reshape([math.prod(sizes[n] for n in slot) for slot in slots_of(right)])
+    inside = {name: sizes[name] for name in set(re.findall("[a-z]+", pattern)) & set(sizes)}
+    if kind == "reduce":
+        return einops.reduce(wholes[0], pattern, op, **inside)
+    return getattr(einops, kind)(wholes[0], pattern, **inside)
+
+
+def slots_of(spec: str) -> list[Slot]:
+    return [tuple(re.findall("[a-z]+", word)) for word in re.findall(r"\([^)]*\)|[a-z]+", spec)]
+
+
+def case(random: Random, kind: str | None = None, everything_explicit: bool = False) -> Case:
+    kind = kind or random.choice(["rearrange", "reduce", "repeat", "einsum", "einsum"])
+    op = random.choice(["sum", "mean", "max", "min"]) if kind == "reduce" else "sum"
+    mesh = Mesh(random.choice(MESHES))
+    names = list(NAMES[: random.randint(1, 5)])
+    axes = list(mesh.axis_names)
+    random.shuffle(axes)
+    places: dict[str, list[str]] = {name: [] for name in names}
+    for axis in axes:
+        if random.random() < 0.6:
+            places[random.choice(names)].append(axis)
+    contracted, added, operand_names = _roles(random, kind, names)
+    grouped_operands = [_grouped(random, found) for found in operand_names]
+    result_names = [n for n in names if n not in contracted]
+    random.shuffle(result_names)
+    result = _grouped(random, result_names)
+    in_groups = {n for slots in [*grouped_operands, result] for slot in slots if len(slot) > 1 for n in slot}
+    for name in added:
+        places[name] = []
+    sizes = {}
+    for name in names:
+        count = math.prod(mesh.names[a] for a in places[name])
+        even = name in in_groups or random.random() < 0.6
+        sizes[name] = count * random.randint(1, 3) if even else random.randint(1, 7)
+    explicit = {n for n in names if everything_explicit or random.random() < 0.45}
+    flowing_axes = {a for n in names if n not in explicit and n not in contracted for a in places[n]}
+    pending = _pending(random, kind, op, [a for a in axes if not any(a in p for p in places.values())], len(operand_names))
+    hidden = {a for n in contracted if n not in explicit for a in places[n]}
+    # The right side: explicit names go wherever an axis is free.
+    busy = flowing_axes | {axis for entries in pending for _, axis in entries}
+    free = [a for a in axes if a not in busy]
+    random.shuffle(free)
+    goals: dict[str, list[str]] = {name: [] for name in names}
+    keepers = [n for n in result_names if n in explicit]
+    arising = {a for n in contracted for a in places[n]}
+    keep_any = bool(hidden) and random.random() < 0.5 or random.random() < 0.1
+    for axis in free:
+        if keepers and random.random() < 0.6 and not (keep_any and axis in arising):
+            goals[random.choice(keepers)].append(axis)
+    text_axes = {a for n in explicit for a in [*places[n], *goals[n]]}
+    clause = " | *" if keep_any else ""
+    if hidden - text_axes and not keep_any:
+        clause = " |"
+        pending = [[] for _ in pending] if random.random() < 0.5 else pending
+    left = []
+    for slots, entries in zip(grouped_operands, pending, strict=True):
+        written = [(o, a) for o, a in entries if a in text_axes or random.random() < 0.3]
+        text_axes |= {a for _, a in written}
+        left.append(_spec(random, slots, places, explicit) + ("" if not written else " | " + _clause(written)))
+    if not clause:
+        kept = [(o, a) for entries in pending for o, a in entries if a in text_axes and random.random() < 0.5]
+        clause = f" | {_clause(kept)}" if kept else ""
+    text = f"{', '.join(left)} -> {_spec(random, result, goals, explicit)}{clause}"
+    shardings, wholes = [], []
+    seed = random.randrange(2**31)
+    numbers = np.random.default_rng(seed)
+    for slots, entries in zip(grouped_operands, pending, strict=True):
+        dims = tuple(_dim(slot, places, sizes) for slot in slots)
+        reductions = tuple(PendingReduction(o, (a,)) for o, a in entries)
+        shardings.append(Sharding(mesh, dims, reductions))
+        shape = [math.prod(sizes[n] for n in slot) for slot in slots]
+        wholes.append(torch.from_numpy(numbers.integers(-4, 5, shape).astype(np.float64)))
+    return Case(kind, op, mesh, text, tuple(shardings), tuple(wholes), sizes, explicit, seed)
+
+
+def _roles(random: Random, kind: str, names: list[str]) -> tuple[set[str], set[str], list[list[str]]]:
+    """Which names are contracted, which are added, and the names of each operand in order."""
+    shuffled = random.sample(names, len(names))
+    some = set(random.sample(names, random.randint(0, len(names) - 1)))
+    if kind == "rearrange":
+        return set(), set(), [shuffled]
+    if kind == "reduce":
+        return some, set(), [shuffled]
+    if kind == "repeat":
+        return set(), some, [[n for n in shuffled if n not in some]]
+    count = random.randint(1, 3)
+    operands: list[list[str]] = [[] for _ in range(count)]
+    for name in shuffled:
+        for index in random.sample(range(count), random.randint(1, count)):
+            operands[index].append(name)
+    return some, set(), operands
+
+
+def _grouped(random: Random, names: list[str]) -> list[Slot]:
+    slots: list[Slot] = []
+    rest = list(names)
+    while rest:
+        count = 2 if len(rest) > 1 and random.random() < 0.25 else 1
+        slots.append(tuple(rest[:count]))
+        del rest[:count]
+    return slots
+
+
+def _pending(random: Random, kind: str, op: str, free: list[str], count: int) -> list[list[tuple[str, str]]]:
+    """What each operand has pending, each axis in at most one of them."""
+    found: list[list[tuple[str, str]]] = [[] for _ in range(count)]
+    ops = ["sum", "mean"] if kind in ("einsum", "repeat") or op in ("sum", "mean") else [op]
+    chosen = random.choice(ops)
+    for axis in free:
+        if random.random() < 0.4:
+            found[random.randrange(count)].append((chosen, axis))
+    return found
+
+
+def _clause(entries: list[tuple[str, str]]) -> str:
+    return " ".join(f"{op}@{axis}" for op, axis in entries)
+
+
+def _place(axes: list[str]) -> str:
+    return f"@{axes[0]}" if len(axes) == 1 else f"@({' '.join(axes)})"
+
+
+def _spec(random: Random, slots: list[Slot], places: dict[str, list[str]], explicit: set[str]) -> str:
+    def one(name: str) -> str:
+        bare = name not in explicit or (not places[name] and random.random() < 0.7)
+        return name if bare else name + _place(places[name])
+
+    return " ".join(one(s[0]) if len(s) == 1 else f"({' '.join(map(one, s))})" for s in slots)
+
+
+def _dim(slot: Slot, places: dict[str, list[str]], sizes: dict[str, int]) -> ShardedDim:
+    if len(slot) == 1:
+        return ShardedDim((Factor(slot[0], None, tuple(places[slot[0]])),))
+    first, second = slot
+    if not places[second]:
+        return ShardedDim((Factor(f"({first} {second})", None, tuple(places[first])),))
+    return ShardedDim(tuple(Factor(n, sizes[n], tuple(places[n])) for n in slot))

@@ -1,0 +1,186 @@
+"""What expressions mean, against einops on the whole: thousands of cases, every rank simulated."""
+
+from __future__ import annotations
+
+import random as stdlib_random
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from axes.algebra.errors import ShardingError
+from axes.algebra.flow import Recipe, gradient, recipe
+from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, check_torch_can
+from tests.flow_cases import Case, Random, case
+from tests.flow_oracle import gather, run, scatter
+
+REFUSED = (
+    "DTensor can't express",
+    "which DTensor on",
+    "uneven parts inside",
+    "doesn't divide into",
+    "a mean over uneven shards",
+    "that don't fall on its names",
+)
+"""What a generated expression may be refused for: all else that it says is right."""
+
+EXAMPLES = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def close(found: np.ndarray, expected: np.ndarray, message: str) -> None:
+    np.testing.assert_allclose(found, expected, atol=1e-9, err_msg=message)
+
+
+def recipe_of(found: Case) -> Recipe | None:
+    try:
+        for sharding, shape in zip(found.shardings, found.shapes, strict=True):
+            check_torch_can(sharding, shape)
+        return recipe(
+            found.kind, found.text, found.op, found.shardings, found.shapes, found.mesh, tuple(found.sizes.items())
+        )
+    except ShardingError as error:
+        if any(text in str(error) for text in REFUSED):
+            return None
+        raise AssertionError(f"{found}\n{error}") from error
+
+
+def operands_of(found: Case) -> list[dict[int, np.ndarray]]:
+    pairs = zip(found.wholes, found.shardings, strict=True)
+    return [scatter(whole.numpy(), sharding, found.seed + i) for i, (whole, sharding) in enumerate(pairs)]
+
+
+@EXAMPLES
+@given(st.randoms(use_true_random=False))
+def test_every_expression_is_einops_on_the_whole_in_the_promised_sharding(random: Random):
+    found = case(random)
+    made = recipe_of(found)
+    if made is None:
+        return
+    result = made.result
+    expected = found.expected().numpy()
+    assert result.shape == expected.shape, (found, made)
+    parts = run(made, operands_of(found))
+    close(gather(parts, result.output, result.shape), expected, message=f"{found}\n{made}")
+    for rank, part in parts.items():
+        assert part.shape == result.output.local_shape(result.shape, rank)
+
+
+@EXAMPLES
+@given(st.randoms(use_true_random=False))
+def test_the_gradient_recipe_is_the_gradient_on_the_whole_however_the_cotangent_arrives(random: Random):
+    found = case(random)
+    if found.op in ("max", "min"):
+        return
+    made = recipe_of(found)
+    if made is None:
+        return
+    wholes = [whole.clone().requires_grad_() for whole in found.wholes]
+    value = found.expected(wholes)
+    numbers = np.random.default_rng(found.seed)
+    cotangent = numbers.integers(-3, 4, tuple(value.shape)).astype(np.float64)
+    index = random.randrange(len(wholes))
+    (expected,) = torch.autograd.grad(value, wholes[index], torch.from_numpy(cotangent), materialize_grads=True)
+    arrived = any_sharding(random, made)
+    back = gradient(made, index, arrived)
+    operands = operands_of(found)
+    others = [parts for at, parts in enumerate(operands) if at != index]
+    parts = run(back, [scatter(cotangent, arrived, found.seed), *others])
+    result = back.result
+    message = f"{found}\narrived {arrived}\n{made}\n{back}"
+    close(gather(parts, result.output, result.shape), expected.numpy(), message=message)
+    check_is_a_gradient_of(made.inputs[index].source, result.output, message)
+
+
+def check_is_a_gradient_of(operand: Sharding, found: Sharding, message: str) -> None:
+    """Split where the operand is, replicated where it was pending, anything elsewhere."""
+    for dim, other in zip(operand.dims, found.dims, strict=True):
+        mine, theirs = (tuple(a for a in d.axes if operand.mesh.names[a] > 1) for d in (dim, other))
+        assert theirs[: len(mine)] == mine, message
+    reduced = {axis for p in operand.pending for axis in p.axes}
+    assert not reduced & {axis for p in found.pending for axis in p.axes}, message
+    assert not reduced & {axis for dim in found.dims for axis in dim.axes}, message
+
+
+def any_sharding(random: Random, made: Recipe) -> Sharding:
+    """Some sharding of the result that DTensor can express: its own, or one drawn."""
+    result, mesh = made.result, made.mesh
+    if random.random() < 0.3 and all(p.op in ("sum", "mean") for p in result.output.pending):
+        return result.output
+    axes = random.sample(mesh.axis_names, mesh.ndim)
+    splits: list[list[str]] = [[] for _ in result.shape]
+    pending: list[PendingReduction] = []
+    for axis in axes:
+        choice = random.randint(0, len(splits) + 1)
+        if choice < len(splits):
+            splits[choice].append(axis)
+        elif choice == len(splits):
+            pending.append(PendingReduction(random.choice(["sum", "mean"]), (axis,)))
+    found = Sharding(mesh, tuple(ShardedDim((Factor("_", None, tuple(s)),)) for s in splits), tuple(pending))
+    try:
+        check_torch_can(found, result.shape)
+    except ShardingError:
+        return Sharding(mesh, tuple(ShardedDim((Factor("_"),)) for _ in splits), tuple(pending))
+    return found
+
+
+@settings(parent=EXAMPLES, max_examples=500)
+@given(st.randoms(use_true_random=False))
+def test_the_gradient_of_a_gradient_is_derived_like_any_other(random: Random):
+    found = case(random, kind="einsum")
+    made = recipe_of(found)
+    if made is None:
+        return
+    index = random.randrange(len(found.wholes))
+    once = gradient(made, index, any_sharding(random, made))
+    # The gradient recipe's operands are the cotangent and the others; take the gradient to one.
+    which = random.randrange(len(once.inputs))
+    twice = gradient(once, which, any_sharding(random, once))
+    others = [found.wholes[at] for at in range(len(found.wholes)) if at != index]
+    numbers = np.random.default_rng(found.seed)
+    cotangent = torch.from_numpy(numbers.integers(-3, 4, made.result.shape).astype(np.float64))
+    second = torch.from_numpy(numbers.integers(-3, 4, once.result.shape).astype(np.float64))
+    leaves = [t.clone().requires_grad_() for t in (cotangent, *others)]
+    wholes = [*leaves[1:]]
+    wholes.insert(index, found.wholes[index].clone().requires_grad_())
+    (first,) = torch.autograd.grad(
+        found.expected(wholes), wholes[index], leaves[0], create_graph=True, materialize_grads=True
+    )
+    if not first.requires_grad:
+        return
+    (expected,) = torch.autograd.grad(first, leaves[which], second, materialize_grads=True)
+    inputs = [leaf.detach() for leaf in leaves]
+    feeds = [scatter(t.numpy(), i.source, found.seed + at) for at, (t, i) in enumerate(zip(inputs, once.inputs, strict=True))]
+    del feeds[which]
+    parts = run(twice, [scatter(second.numpy(), twice.inputs[0].source, found.seed), *feeds])
+    close(
+        gather(parts, twice.result.output, twice.result.shape), expected.numpy(), message=f"{found}\n{once}\n{twice}"
+    )
+
+
+@settings(parent=EXAMPLES, max_examples=500)
+@given(st.randoms(use_true_random=False))
+def test_a_plain_shard_means_what_the_declared_dtensor_means(random: Random):
+    """The same steps on every rank, and the promised shards, where all is declared."""
+    found = case(random, everything_explicit=True)
+    specs = [s.spec for s in found.shardings]
+    text = found.text
+    for spec in specs:
+        if "|" in spec and spec.split("|")[1] not in text:
+            return  # something pending that the text doesn't declare
+    made = recipe_of(found)
+    if made is None:
+        return
+    for rank in found.mesh.universe.ranks:
+        shapes = tuple(s.local_shape(shape, rank) for s, shape in zip(found.shardings, found.shapes, strict=True))
+        sizes = tuple(found.sizes.items())
+        plain = recipe(found.kind, text, found.op, (None,) * len(shapes), shapes, found.mesh.at(rank), sizes)
+        assert plain.moves == made.moves or [m[1:] for m in plain.moves] == [m[1:] for m in made.moves]
+        assert plain.result.output.is_equivalent(made.result.output, made.result.shape)
+        assert plain.result.shape == made.result.shape
+
+
+def test_most_generated_expressions_are_accepted():
+    random = stdlib_random.Random(0)
+    refused = sum(recipe_of(case(random)) is None for _ in range(500))
+    assert refused < 100
