@@ -154,25 +154,10 @@ def test_a_rank_outside_has_a_device_mesh_without_coordinate(pool):
     assert pool.run(outside) == [(2, 4), (0, 0)] * 4
 
 
-NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "fsdp", "batch", "loss", "efsdp", "ep")
-
-
-def at_scale():
-    """Groups, groups and device meshes, and torch's own, in seconds, in a world of 131,072 ranks."""
-    dist.destroy_process_group()
-    size, rank = 131_072, 77_777
-    seconds = []
-
-    def start():
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-        return time.perf_counter()
-
-    for with_device_meshes in (False, True):
-        began = start()
+def seconds_for_names(device_meshes):
+    """For each name of the mesh a group, and a device mesh too if asked, in a simulated world."""
+    with axes.simulate(131_072, rank=77_777):
+        began = time.perf_counter()
         mesh = axes.init_mesh(
             "pp dp_replicate dp_shard cp tp",
             "fsdp = dp_shard cp",
@@ -181,26 +166,35 @@ def at_scale():
             "(dp_shard cp tp) = efsdp ep",
             pp=16, dp_replicate=4, cp=4, tp=8, ep=64, device_type="cpu",
         )  # fmt: skip
-        for name in NAMES:
-            assert mesh.axis(name).group.size() == mesh.names[name]
-            if with_device_meshes:
-                assert mesh[name].device_mesh.size() == mesh.names[name]
-        seconds.append(time.perf_counter() - began)
-    began = start()
-    world = init_device_mesh("cpu", (size,), mesh_dim_names=("world",))
-    dense = world._unflatten(0, (16, 4, 64, 4, 8), ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-    world._unflatten(0, (16, 4, 256, 8), ("pp", "dp_replicate", "fsdp", "tp"))
-    world._unflatten(0, (16, 4, 32, 64), ("pp", "dp_replicate", "efsdp", "ep"))
-    dense["dp_replicate", "dp_shard", "cp"]._flatten("loss")
-    seconds.append(time.perf_counter() - began)
+        for name, size in mesh.names.items():
+            assert mesh.axis(name).group.size() == size
+            if device_meshes:
+                assert mesh[name].device_mesh.size() == size
+        return time.perf_counter() - began
+
+
+def seconds_of_torch():
+    with axes.simulate(131_072, rank=77_777):
+        began = time.perf_counter()
+        world = init_device_mesh("cpu", (131_072,), mesh_dim_names=("world",))
+        dense = world._unflatten(0, (16, 4, 64, 4, 8), ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+        world._unflatten(0, (16, 4, 256, 8), ("pp", "dp_replicate", "fsdp", "tp"))
+        world._unflatten(0, (16, 4, 32, 64), ("pp", "dp_replicate", "efsdp", "ep"))
+        dense["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+        return time.perf_counter() - began
+
+
+def at_scale():
     dist.destroy_process_group()
-    return seconds
+    groups = min(seconds_for_names(False) for _ in range(3))  # the first one imports modules
+    device_meshes = min(seconds_for_names(True) for _ in range(3))
+    return groups, device_meshes, seconds_of_torch()
 
 
 def test_131072_ranks_cost_a_fraction_of_what_torch_takes(world):
-    groups, device_meshes, torchs = world(at_scale, 1)[0]
-    assert torchs > 50 * groups
-    assert torchs > 5 * device_meshes
+    groups, device_meshes, of_torch = world(at_scale, 1)[0]
+    assert of_torch > 50 * groups
+    assert of_torch > 5 * device_meshes
 
 
 # ---------------------------------------------------------------------------------- training

@@ -381,6 +381,24 @@ def test_without_a_launcher_a_script_runs_as_a_world_of_one():
     ]
 
 
+def devices_chosen():
+    """What `init_mesh` binds to where the machine has an accelerator, and this world runs gloo."""
+    current = torch.accelerator.current_accelerator
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    try:
+        here = axes.init_mesh("dp").binding.device_type
+        dist.destroy_process_group()
+        with axes.simulate(8):
+            simulated = axes.init_mesh("dp").binding.device_type
+    finally:
+        torch.accelerator.current_accelerator = current
+    return here, simulated
+
+
+def test_a_mesh_is_bound_to_the_accelerator_where_the_running_world_serves_it(world):
+    assert world(devices_chosen, 2) == [("cpu", "cuda")] * 2
+
+
 def started_from_the_environment():
     """As under torchrun: no world yet, but its environment."""
     dist.destroy_process_group()

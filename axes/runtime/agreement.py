@@ -57,14 +57,10 @@ _MEMBERS_STORED = 4096
 
 @dataclass(frozen=True)
 class Seat:
-    """From where a rank takes part: the store, its global rank, and which world of its process.
-
-    `generation` keeps the keys of a world apart from those of an earlier one in the same store.
-    """
+    """From where a rank takes part: the store of its world and its global rank."""
 
     store: dist.Store
     rank: int
-    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def agree(seat: Seat, meeting: Meeting, statement: str, timeout: timedelta) -> N
     if len(meeting.members) == 1:
         return
     with _store_errors(meeting):
-        key = _key(seat, meeting)
+        key = _key(meeting)
         mine = {
             "rank": seat.rank,
             "text": statement,
@@ -121,7 +117,7 @@ def refuse(seat: Seat, meeting: Meeting, error: Exception) -> None:
         return
     # The caller raises `error`, which matters more than a store that can't be reached.
     with contextlib.suppress(dist.DistError):
-        key = _key(seat, meeting)
+        key = _key(meeting)
         said = f"{type(error).__name__}: {error}"
         _leave_note(seat, {"key": key, "subject": meeting.subject, "raised": said})
         text = f"rank {seat.rank} can't take part in {meeting.subject}, it raised {_indented(said)}"
@@ -239,11 +235,11 @@ def _leave(seat: Seat, key: str, present: int) -> None:
 
 
 def _leave_note(seat: Seat, note: dict[str, Any]) -> None:
-    seat.store.set(f"axes/{seat.generation}/rank/{seat.rank}", json.dumps(note))
+    seat.store.set(f"axes/rank/{seat.rank}", json.dumps(note))
 
 
 def _note(seat: Seat, rank: int) -> dict[str, Any]:
-    return _read(seat.store, f"axes/{seat.generation}/rank/{rank}") or {}
+    return _read(seat.store, f"axes/rank/{rank}") or {}
 
 
 def _last_seen(seat: Seat, rank: int) -> str:
@@ -304,8 +300,8 @@ def _way_back(
 # Text
 
 
-def _key(seat: Seat, meeting: Meeting) -> str:
-    return f"axes/{seat.generation}/{meeting.topic}/{meeting.attempt}"
+def _key(meeting: Meeting) -> str:
+    return f"axes/{meeting.topic}/{meeting.attempt}"
 
 
 def _mismatch(meeting: Meeting, first: dict[str, Any], mine: dict[str, Any]) -> str:

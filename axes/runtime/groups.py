@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import threading
 import weakref
 from collections import Counter
@@ -149,7 +148,7 @@ class World:
         self.size = dist.get_world_size()
         self.backend = str(dist.get_backend(default))
         self.fake = self.backend == _FAKE
-        self.seat = Seat(default.get_group_store(), self.rank, 0 if self.fake else next(_generations))
+        self.seat = Seat(default.get_group_store(), self.rank)
         self.started_here = False
         self.era = object()  # what was made of groups is good for as long as this one lasts
         self.lock = threading.RLock()
@@ -170,7 +169,6 @@ class World:
         return replace(meeting, attempt=attempt) if attempt else meeting
 
 
-_generations = itertools.count()
 _current: World | None = None
 
 
@@ -297,16 +295,20 @@ def own_backend(device_type: str) -> str | None:
         return None
 
 
-def backend_for(world: World, device_type: str) -> str:
-    """The backend of groups on a device: the default group's where it serves the device well.
-
-    gloo serves GPUs only through host memory, so they get their own. Raises `MeshError` where this
-    torch has no backend for the device.
-    """
-    own = own_backend(device_type)
+def serves(world: World, device_type: str) -> bool:
+    """Whether the default group serves a device well: gloo serves GPUs only through host memory."""
     served = torch_private.served_devices(world.backend).get(device_type)
-    if served is not None and not (served == "gloo" and own not in (None, "gloo")):
+    return served is not None and (served != "gloo" or own_backend(device_type) in (None, "gloo"))
+
+
+def backend_for(world: World, device_type: str) -> str:
+    """The backend of groups on a device: the default group's where it serves the device, else its own.
+
+    Raises `MeshError` where this torch has no backend for the device.
+    """
+    if serves(world, device_type):
         return world.backend
+    own = own_backend(device_type)
     if own is None or not dist.is_backend_available(own):
         raise MeshError(
             f"this torch has no backend for device type {shortened(device_type)}, and the default "

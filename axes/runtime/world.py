@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from axes.runtime.groups import (
     checked_options,
     current_world,
     own_backend,
+    serves,
 )
 
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,9 +74,10 @@ def init_mesh(
     `declaration`, `equations` and sizes are as for `axes.Mesh`; sizes that are left out follow from
     the number of ranks. `ranks` are global ranks in the order of the mesh, by default the whole
     world; a rank outside them takes no part and gets a mesh whose `coordinate` is None.
-    `device_type` is the current accelerator, else "cpu". `options` gives axes, by name, groups that
-    aren't like the default group. `timeout` (a `timedelta` or seconds, by default that of the
-    default group) bounds how long ranks wait for one another, here and when groups are made.
+    `device_type` is the current accelerator, or "cpu" where there is none or the running world
+    doesn't serve it. `options` gives axes, by name, groups that aren't like the default group.
+    `timeout` (a `timedelta` or seconds, by default that of the default group) bounds how long ranks
+    wait for one another, here and when groups are made.
 
     Raises what `axes.Mesh` raises, `MeshError` for ranks, options or an environment that can't be,
     and `DesyncError` on every rank where ranks disagree or one doesn't come.
@@ -111,39 +114,38 @@ def init_mesh(
 
 def _start(device_type: str, timeout: timedelta | None) -> None:
     """Starts `torch.distributed` where it isn't running, and chooses this rank's device."""
-    if not dist.is_available():
-        raise MeshError("this torch is built without torch.distributed")
-    if dist.group.WORLD is None:
-        present = [name for name in _LAUNCHERS_VARIABLES if name in os.environ]
-        launched = "RANK" in present or "WORLD_SIZE" in present
-        absent = [name for name in _LAUNCHERS_VARIABLES if name not in present]
-        if launched and absent:
-            raise MeshError(
-                f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them"
-            )
-        _select_device(device_type)
-        backend = dist.get_default_backend_for_device(device_type)
-        if launched:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        current_world().started_here = True
-    elif not current_world().fake:
-        _select_device(device_type)
-
-
-def _select_device(device_type: str) -> None:
-    """Sets the launcher's device for this rank, unless the program has chosen one already."""
-    module = getattr(torch, device_type, None)
-    if device_type == "cpu" or module is None or module.is_initialized() or "LOCAL_RANK" not in os.environ:
+    if dist.group.WORLD is not None:
+        if not current_world().fake:
+            _select_device(device_type, dist.get_rank())
         return
-    module.set_device(int(os.environ["LOCAL_RANK"]))
+    present = [name for name in _LAUNCHERS_VARIABLES if name in os.environ]
+    launched = "RANK" in present or "WORLD_SIZE" in present
+    absent = [name for name in _LAUNCHERS_VARIABLES if name not in present]
+    if launched and absent:
+        raise MeshError(f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them")
+    backend = dist.get_default_backend_for_device(device_type)
+    if launched:
+        _select_device(device_type, int(os.environ["RANK"]))
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    current_world().started_here = True
+
+
+def _select_device(device_type: str, rank: int) -> None:
+    """Sets the device of this rank, the launcher's or by turns, unless the program has used one already."""
+    module: Any = getattr(torch, device_type, None)
+    if device_type == "cpu" or not hasattr(module, "set_device") or module.is_initialized():
+        return
+    by_turns = rank % max(1, module.device_count())
+    module.set_device(int(os.environ.get("LOCAL_RANK") or by_turns))
 
 
 def _checked_device(device_type: object) -> str:
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if accelerator is None else accelerator.type
+        served = accelerator is not None and (dist.group.WORLD is None or serves(current_world(), accelerator.type))
+        return accelerator.type if served else "cpu"
     if not isinstance(device_type, str) or not device_type.isalpha():
         raise MeshError(f"device_type is a name without an index, such as 'cuda' or 'cpu'; found {device_type!r:.60}")
     if own_backend(device_type) is None:
