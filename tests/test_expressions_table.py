@@ -1,0 +1,161 @@
+"""Expressions worked through: fifty that decide what the notation means, each as it stands.
+
+Mesh `dp=2 cp=2 tp=2`, alias `cptp = cp tp`. A row says what an expression does to DTensors with the
+shardings given (D), to plain tensors (L), or to both: the spec of the result and the collectives, or
+the error. Where a row gives both, the plain tensors are the shards of the DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from axes.algebra.errors import AxesError
+from axes.algebra.flow import Recipe, recipe
+from axes.algebra.mesh import Mesh
+from axes.algebra.plan import plan
+from axes.algebra.sharding import Sharding, state_of
+
+MESH = Mesh("dp=2 cp=2 tp=2", "cptp = cp tp")
+SHAPE = (8, 16, 32)
+KINDS = {"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "reduce_move"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `specs` and `shapes` are of the whole operands."""
+
+    number: int
+    text: str
+    specs: Sequence[str]
+    shapes: Sequence[tuple[int, ...]] = (SHAPE,)
+    kind: str = "rearrange"
+    op: object = "sum"
+    result: str | None = None
+    collectives: Sequence[str] = ()
+    error: str | None = None
+    views: str = "DL"
+    sizes: Sequence[tuple[str, int]] = ()
+    mesh: Mesh = MESH
+
+
+def row(number: int, text: str, *specs: str, **fields: object) -> Row:
+    return Row(number, text, specs, **fields)  # type: ignore[arg-type]
+
+
+def einsum(number: int, text: str, *specs: str, **fields: object) -> Row:
+    sizes = {"b": 8, "s": 16, "d": 32, "f": 64, "c": 4, "i": 6, "j": 6}
+    names = [[word.split("@")[0] for word in spec.split("|")[0].split()] for spec in text.split("->")[0].split(",")]
+    shapes = [tuple(sizes[name] for name in each) for each in names]
+    return Row(number, text, specs, shapes, "einsum", **fields)  # type: ignore[arg-type]
+
+
+ONE_CP = Mesh("dp=4 cp=1 tp=2")
+
+TABLE = [
+    row(1, "b s@tp d -> b s d", "b@dp s@tp d", result="b@dp s d", collectives=["all_gather tp"], views="D"),
+    row(1, "b s@tp d -> b s d", "b s@tp d", result="b s d", collectives=["all_gather tp"]),
+    row(2, "b s@tp d -> b s d", "b s@tp d | sum@dp", result="b s d | sum@dp", collectives=["all_gather tp"], views="D"),
+    row(3, "b s@tp d -> b s d", "b s@(cp tp) d", error="says  b s@tp d\n  has   b s@\\(cp tp\\) d", views="D"),
+    row(4, "b s d -> b s@tp d", "b s d@tp", error="'tp' would split 's' and 'd'.*write 'd@tp' on the left", views="D"),
+    row(5, "b s d -> b s@tp d", "b s d | sum@tp", error="says  b s d\n  has   b s d | sum@tp", views="D"),
+    row(6, "b s@cp d -> b s@(cp tp) d", "b s@cp d", result="b s@(cp tp) d"),
+    row(7, "b s@(cp tp) d -> b s@cp d", "b s@(cp tp) d", result="b s@cp d", collectives=["all_gather tp"]),
+    row(8, "b s@(cp tp) d -> b s@tp d", "b s@(cp tp) d", result="b s@tp d", collectives=["all_to_all cptp"]),
+    row(9, "b s@(cp tp) h -> b s@cp h@tp", "b s@(cp tp) h", result="b s@cp h@tp", collectives=["all_to_all tp"]),
+    row(10, "b s@(cp tp) h -> b s@tp h@cp", "b s@(cp tp) h", result="b s@tp h@cp", collectives=["all_to_all cptp"]),
+    row(11, "b s@(cp tp) d -> b s@(tp cp) d", "b s@(cp tp) d", result="b s@(tp cp) d", collectives=["permute cptp"]),
+    row(12, "b s@cptp d -> b s d@tp", "b s@(cp tp) d", result="b s d@tp", collectives=["all_to_all cptp"]),
+    row(13, "b d | sum@cptp -> b d | sum@cp", "b d | sum@cptp", shapes=[(8, 32)], result="b d | sum@cp", collectives=["all_reduce tp"]),
+    row(14, "b s@cp (h d) -> b s h@cp d", "b s@cp (h@tp d)", sizes=[("h", 8)], error="says  b s@cp \\(h d\\)\n  has   b s@cp \\(h@tp d\\)", views="D"),
+    row(15, "b s@cp (h d) -> b s h@(* cp) d", "b s@cp (h@tp d)", sizes=[("h", 8)], result="b s h@(tp cp) d", collectives=["all_to_all cp"], views="D"),
+    row(15, "b s@cp (h d) -> b s h@(* cp) d", "b s@cp (h d)", sizes=[("h", 8)], result="b s h@cp d", collectives=["all_to_all cp"]),
+    row(16, "(b s)@tp d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 4)], result="b s d", collectives=["all_gather tp"]),
+    row(16, "(b s)@tp d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 3)], result="b s d", collectives=["all_gather tp"]),
+    row(17, "(b s)@tp d -> b@tp s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 4)], result="b@tp s d"),
+    row(18, "(b@tp s) d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 4)], result="b s d", collectives=["all_gather tp"]),
+    row(19, "(h@tp d)@dp e -> h d e", "(h d) e", shapes=[(32, 4)], error="'@' inside or outside, not both"),
+    row(20, "b (s p) -> b s p", "b sp@tp", shapes=[(8, 12)], sizes=[("s", 4)], result="b s@tp p", views="D"),
+    row(20, "b (s p) -> b s p", "b sp@tp", shapes=[(8, 12)], sizes=[("s", 3)], error="don't fall on its names: \\(s=3 p=4\\)", views="D"),
+    row(21, "b s (h@(tp cp) d) -> b s h@(tp cp) d", "b s (h@(tp cp) d)", sizes=[("h", 8)], result="b s h@(tp cp) d"),
+    row(21, "b s (h (k d)) -> b s h k d", "b s hd", sizes=[("h", 8)], error="groups don't nest"),
+    row(22, "b s@cp d -> b d", "b s@cp d", kind="reduce", result="b d", collectives=["all_reduce cp"]),
+    row(23, "b s d -> b d", "b s@cp d", kind="reduce", error="left pending: sum@cp.*write 's@cp' on the left.*'| \\*' on the right", views="D"),
+    row(24, "b s d -> b d", "b s d", kind="reduce", result="b d"),
+    row(25, "b s@cp d -> b d | mean@cp", "b s@cp d", kind="reduce", op="mean", result="b d | mean@cp"),
+    row(26, "b s@cp d -> b d | mean@cp", "b s@cp d", shapes=[(8, 5, 32)], sizes=[("s", 5)], kind="reduce", op="mean", error="write '| sum@cp' on the right"),
+    row(26, "b s@cp d -> b d | sum@cp", "b s@cp d", shapes=[(8, 5, 32)], sizes=[("s", 5)], kind="reduce", op="mean", result="b d | sum@cp"),
+    row(27, "b s d | sum@tp -> b s", "b s d | sum@tp", kind="reduce", op="max", error="'max' doesn't pass a pending sum"),
+    row(28, "b s@cp -> b", "b s@cp", shapes=[(8, 1)], sizes=[("s", 1)], kind="reduce", op="max", result="b", collectives=["all_reduce cp"]),
+    row(29, "b s@cp -> b", "b s@cp", shapes=[(8, 16)], kind="reduce", op=max, error="'max' doesn't reduce across ranks"),
+    row(30, "b (h 2) -> b h", "b h2", shapes=[(8, 6)], kind="reduce", op="mean", result="b h"),
+    row(31, "b d -> b n@tp d", "b d", shapes=[(8, 32)], sizes=[("n", 4)], kind="repeat", result="b n@tp d"),
+    einsum(32, "b s d, d f@tp -> b s f@tp", "b s d", "d f@tp", result="b s f@tp"),
+    einsum(32, "b s d, d f@tp -> b s f@tp", "b@dp s@cp d", "d f@tp", result="b@dp s@cp f@tp", views="D"),
+    einsum(33, "b s f@tp, f@tp d -> b s@tp d", "b s f@tp", "f@tp d", result="b s@tp d", collectives=["reduce_scatter tp"]),
+    einsum(34, "b s f@tp, f d -> b s d", "b s f@tp", "f d", error="disagree on 'f': 'f@tp' and 'f'.*axes.reshard operand 2 to 'f@tp d'"),
+    einsum(35, "b s d, d f@tp -> b s f", "b s d", "d f@tp", result="b s f", collectives=["all_gather tp"]),
+    einsum(36, "b s f, f d -> b s d", "b s f@tp", "f@tp d", error="left pending: sum@tp.*'f@tp' on the left.*'| \\*' on the right", views="D"),
+    einsum(37, "b s f, f d -> b s d | *", "b s f@tp", "f@tp d", result="b s d | sum@tp", views="D"),
+    einsum(38, "b f@tp, f@tp d, c -> b d c", "b f@tp", "f@tp d", "c@tp", error="'tp' is wanted by 'f' and by 'c'", views="D"),
+    einsum(39, "b d | sum@tp, d f -> b f | sum@tp", "b d | sum@tp", "d f", result="b f | sum@tp"),
+    einsum(40, "b d | sum@tp, d f | sum@tp -> b f", "b d | sum@tp", "d f | sum@tp", error="operands 1 and 2 are both pending over 'tp'"),
+    einsum(41, "b f@tp, f d | sum@tp -> b d", "b f@tp", "f d | sum@tp", error="'tp' splits 'f' and is pending in operand 2"),
+    einsum(42, "i@tp i -> i@tp", "i@tp j", error="a diagonal needs 'i' unsplit"),
+    einsum(43, "b d | sum@tp, b d | mean@tp -> b d", "b d | sum@tp", "b d | mean@tp", error="both pending over 'tp'"),
+    row(44, "... d@tp -> ... d", "b@dp s d@tp", result="b@dp s d", collectives=["all_gather tp"], views="D"),
+    row(44, "... d@tp -> ... d", "b s d@tp", result="b s d", collectives=["all_gather tp"]),
+    row(49, "b@cp s@cp -> b s", "b s", shapes=[(8, 16)], error="'cp' is used twice"),
+    row(49, "b@cp s@cp -> b s", "b s", shapes=[(8, 16)], error="'cp' is used twice", mesh=ONE_CP),
+    row(50, "b s@cp d -> b s d", "b s d", result="b s d", mesh=ONE_CP),
+]
+
+
+def solved(line: Row, view: str) -> Recipe:
+    wholes = [line.mesh.sharding(spec, **_sizes_of(spec, line.sizes)) for spec in line.specs]
+    if view == "D":
+        return recipe(line.kind, line.text, line.op, tuple(wholes), tuple(line.shapes), line.mesh, tuple(line.sizes))
+    shapes = tuple(whole.local_shape(shape) for whole, shape in zip(wholes, line.shapes, strict=True))
+    return recipe(line.kind, line.text, line.op, (None,) * len(shapes), shapes, line.mesh, tuple(line.sizes))
+
+
+def _sizes_of(spec: str, sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
+    return {name: size for name, size in sizes if f"({name}" in spec}
+
+
+def collectives(found: Recipe) -> list[str]:
+    """What the recipe communicates, in order."""
+    steps = []
+    for source, target, shape in found.moves:
+        made = plan(state_of(unmarked(source), shape), state_of(unmarked(target), shape), shape, "float32")
+        steps += [f"{step.kind} {' '.join(step.axes)}" for step in made.steps if step.kind in KINDS]
+    return steps
+
+
+def unmarked(sharding: Sharding) -> Sharding:
+    """Without `same`, which is about gradients alone."""
+    return replace(sharding, pending=tuple(p for p in sharding.pending if p.op != "same"))
+
+
+CASES = [pytest.param(line, view, id=f"{line.number}{view}-{line.text}") for line in TABLE for view in line.views]
+
+
+@pytest.mark.parametrize(("line", "view"), CASES)
+def test_the_table_of_expressions_holds(line: Row, view: str):
+    if line.error is not None:
+        with pytest.raises(AxesError) as caught:
+            solved(line, view)
+        assert caught.match(f"(?s){line.error}")
+        return
+    found = solved(line, view)
+    assert line.result is not None
+    result = found.result
+    assert result.output.is_equivalent(line.mesh.sharding(line.result), result.shape), found
+    assert collectives(found) == list(line.collectives), found
+
+
+def test_the_table_is_whole():
+    elsewhere = {45, 46, 47, 48, 51}  # reshard, shard_map, and the mixture that has no recipe
+    assert {line.number for line in TABLE} == set(range(1, 52)) - elsewhere
