@@ -41,7 +41,7 @@ from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
 from axes.runtime import collectives
-from axes.runtime.collectives import AxisName, Line, axis_layout, line_of
+from axes.runtime.collectives import AxisName, Line, axis_layout, check_axis, line_of
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""
@@ -275,6 +275,7 @@ def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line
 
 @torch.compiler.assume_constant_result
 def _coordinate(mesh: Mesh, axis: AxisName) -> int:
+    check_axis(mesh, axis)
     layout, name = axis_layout(mesh, axis)
     position = mesh.universe.position(mesh.rank)
     if position is None:
@@ -284,6 +285,7 @@ def _coordinate(mesh: Mesh, axis: AxisName) -> int:
 
 @torch.compiler.assume_constant_result
 def _size(mesh: Mesh, axis: AxisName) -> int:
+    check_axis(mesh, axis)
     return axis_layout(mesh, axis)[0].size
 
 

@@ -19,7 +19,11 @@ wider dtype. Nothing here is differentiable: that is `axes.ops.collectives`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,32 +83,45 @@ def line_of(mesh: Mesh, axis: AxisName) -> Line:
     by the mesh. Raises `MeshError` for a name that the mesh doesn't have, axes that share ranks, a
     mesh without a running job, and on a rank outside the mesh.
     """
-    layout, name = axis_layout(mesh, axis)
+    check_axis(mesh, axis)
     if mesh.binding is None:
         raise MeshError(
-            f"a collective over '{name}' needs a mesh that is bound to torch.distributed; {mesh!r} is algebra "
+            f"a collective over {axis!r} needs a mesh that is bound to torch.distributed; {mesh!r} is algebra "
             "alone. Make it with axes.init_mesh(...)"
         )
     world = current_world()
     if mesh.rank != world.rank:
-        raise MeshError(f"a collective over '{name}' runs on rank {world.rank}; the mesh is seen from {mesh.rank}")
+        raise MeshError(f"a collective runs on rank {world.rank}, this one; the mesh is seen from rank {mesh.rank}")
+    return _line_of(world.era, mesh, axis)
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_of(era: object, mesh: Mesh, axis: AxisName) -> Line:
+    """The line of an axis; `era` is that of the world whose group it holds."""
+    layout, name = axis_layout(mesh, axis)
     if layout.size == 1:
         return Line(name, 1, 0, None)
     group = group_of(mesh, layout, name)
     return Line(name, layout.size, group.rank(), group)
 
 
+def check_axis(mesh: Mesh, axis: AxisName) -> None:
+    """`MeshError` where these can't be a mesh and names."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"axes are looked up in an axes mesh; found {type(mesh).__name__}")
+    if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
+        raise MeshError(f"an axis is a name like 'tp', or several like ('cp', 'tp'); found {shortened(repr(axis))}")
+
+
+@functools.lru_cache(maxsize=1024)
 def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
     """The layout of an axis or of a product of axes, and what to call it."""
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"names are looked up in an axes mesh; found {type(mesh).__name__}")
     if isinstance(axis, str):
         return mesh.layout(axis), axis
-    if not isinstance(axis, tuple) or not all(isinstance(name, str) for name in axis):
-        raise MeshError(f"an axis is a name like 'tp', or several like ('cp', 'tp'); found {shortened(repr(axis))}")
     name = " ".join(axis)
+    layouts = [mesh.layout(each) for each in axis]
     try:
-        return Layout.product(*map(mesh.layout, axis)), name
+        return Layout.product(*layouts), name
     except AxesError as error:
         raise MeshError(f"'{name}' isn't a product of axes: {error}") from None
 
@@ -165,6 +182,97 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line)
     targets, sources = (() if target is None else (target,)), (() if source is None else (source,))
     received = _exchanged(x, x.numel(), targets, sources, line)
     return torch.zeros_like(x, memory_format=torch.contiguous_format) if source is None else received.view(x.shape)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That `x` is the same on all ranks of an axis; `label` says what it is."""
+
+    label: str
+    x: torch.Tensor
+    mesh: Mesh
+    axis: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A claim that isn't true: which global ranks differ from the first of their line, by how much."""
+
+    label: str
+    axis: str
+    ranks: tuple[int, ...]
+    most: float
+    scale: float
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        much = "in shape" if self.most == math.inf and self.scale == math.inf else f"by up to {self.most:.3g}"
+        scale = "" if self.scale == math.inf else f" (values up to {self.scale:.3g})"
+        return (
+            f"{self.label} claims to be the same on all ranks of '{self.axis}'; ranks {ranks} differ from the first "
+            f"of their line {much}{scale}"
+        )
+
+
+_CLOSE = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
+"""Relative to the largest value, as in `torch.testing.assert_close`; other dtypes are equal or not."""
+
+
+def disagreement(claims: Sequence[Claim], mesh: Mesh) -> list[Difference]:
+    """Which of the claims aren't true, the same answer on every rank of `mesh`.
+
+    All its ranks call it with the same claims. In a simulated world, without values, all are true.
+    """
+    if current_world().fake or not claims or mesh.size == 1:
+        return []
+    everyone = line_of(mesh, mesh.axis_names)
+    ranks = dist.get_process_group_ranks(_group(everyone))
+    shapes = dict(zip(ranks, _of_every_rank([(tuple(c.x.shape), c.x.dtype) for c in claims], everyone), strict=True))
+    found: list[tuple[float, float]] = []
+    for i, claim in enumerate(claims):
+        lines = [claim.mesh.axis(claim.axis).ranks_of(rank) for rank in ranks]
+        if any(shapes[rank][i] != shapes[line[0]][i] for line in lines for rank in line):
+            line = claim.mesh.axis(claim.axis).ranks
+            found.append((math.inf, math.inf) if shapes[mesh.rank][i] != shapes[line[0]][i] else (0.0, 0.0))
+        else:
+            found.append(_deviation(claim.x, _of_first(claim.x, line_of(claim.mesh, claim.axis))))
+    every = _of_every_rank(found, everyone)
+    differences = []
+    for i, claim in enumerate(claims):
+        off = [(rank, *each[i]) for rank, each in zip(ranks, every, strict=True)]
+        off = [
+            (rank, most, scale)
+            for rank, most, scale in off
+            if most > _CLOSE.get(claim.x.dtype, 0.0) * min(scale, 1e300)
+        ]
+        if off:
+            most, scale = max(most for _, most, _ in off), max(scale for _, _, scale in off)
+            differences.append(Difference(claim.label, claim.axis, tuple(rank for rank, _, _ in off), most, scale))
+    return differences
+
+
+def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:
+    """Coordinate 0's `x`, on every rank of the line."""
+    wire = _as_sent(x).clone()
+    dist.broadcast(wire, group_src=0, group=_group(line))
+    return _as_received(wire, x.dtype).view(x.shape)
+
+
+def _of_every_rank(value: Any, line: Line) -> list[Any]:
+    found: list[Any] = [None] * line.size
+    dist.all_gather_object(found, value, group=_group(line))
+    return found
+
+
+def _deviation(x: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """The largest distance between the two, and the largest value; NaN is as far as can be from a number."""
+    wide = torch.complex128 if x.dtype.is_complex else torch.float64
+    x, other = x.to(wide), other.to(wide)
+    differ = (x != other) & ~(x.isnan() & other.isnan())
+    if not differ.any():
+        return 0.0, 0.0
+    distance = (x - other)[differ].abs().nan_to_num(nan=math.inf)
+    return float(distance.max()), float(other.abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
 def pieces(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:

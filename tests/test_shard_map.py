@@ -1,0 +1,389 @@
+"""SPMD regions: plain tensors inside, DTensors outside, and the gradients of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor.debug import CommDebugMode
+
+import axes
+from axes.algebra.ambient import ambient_mesh
+from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
+from axes.ops.collectives import all_gather, axis_index, axis_size, pmean, ppermute, psum, psum_scatter
+from axes.ops.shard_map import shard_map
+
+
+def mesh() -> axes.Mesh:
+    return axes.init_mesh("dp=2 cp=2 tp=2", "rest = cp tp", "(dp cp tp) = rows ep", ep=4, device_type="cpu")
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return axes.unshard(x).detach()
+
+
+# values and gradients
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`b s d, d f -> b s f` with b, d and f split over disjoint axes, and what happens to the sum over d."""
+
+    b: tuple[str, ...]
+    d: tuple[str, ...]
+    f: tuple[str, ...]
+    sizes: tuple[int, int, int, int]
+    result: str
+    loss: str
+
+    @property
+    def expression(self) -> str:
+        b, d, f = (
+            f"{name}@({' '.join(axes)})" if axes else name
+            for name, axes in zip("bdf", (self.b, self.d, self.f), strict=True)
+        )
+        sum_over = " ".join(self.d)
+        out = {
+            "psum": f"{b} s {f}",
+            "pending": f"{b} s {f}" + (f" | sum@({sum_over})" if self.d else ""),
+            "scatter": f"{b} s@({sum_over}) {f}",
+        }[self.result]
+        return (
+            f"{b} s {d}, {d} {f} -> {out}".replace(" s ", " s@() ")
+            if self.result == "scatter"
+            else f"{b} s {d}, {d} {f} -> {out}"
+        )
+
+
+@st.composite
+def matmuls(draw: st.DrawFn) -> Matmul:
+    names = draw(st.permutations(["dp", "cp", "tp"]))
+    cuts = sorted(draw(st.tuples(st.integers(0, 3), st.integers(0, 3))))
+    b, d, f = names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]
+    result = draw(st.sampled_from(["psum", "pending", "scatter"]))
+    inner = 2 ** len(d)
+    extents = draw(st.tuples(*[st.integers(1, 5)] * 3))
+    b_size, f_size = (n if len(axes) <= 1 else n * 2 ** len(axes) for n, axes in zip(extents[:2], (b, f), strict=True))
+    sizes = b_size, inner * (extents[2] if result == "scatter" else 1) + (result != "scatter"), inner * 2, f_size
+    return Matmul(tuple(b), tuple(d), tuple(f), sizes, result, draw(st.sampled_from(["split", "whole"])))
+
+
+def check_matmuls(cases: list[Matmul]) -> None:
+    for case in cases:
+        with mesh() as m:
+            check_matmul(case, m)
+
+
+def check_matmul(case: Matmul, m: axes.Mesh) -> None:
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        if case.result == "psum":
+            return psum(y, case.d)
+        return psum_scatter(y, case.d, dim=1) if case.result == "scatter" else y
+
+    b, s, d, f = case.sizes
+    x, w, weight = numbers(b, s, d), numbers(d, f, seed=1), numbers(b, s, f, seed=2)
+    inputs = case.expression.split(" -> ")[0].split(", ")
+    dx, dw = (axes.shard(t.clone().requires_grad_(), spec) for t, spec in zip((x, w), inputs, strict=True))
+    y = shard_map(body, case.expression)(dx, dw)
+    assert y.shape == (b, s, f)
+    torch.testing.assert_close(whole(y), x @ w, msg=lambda text: f"{case.expression}: {text}")
+    if case.loss == "split":
+        (y * axes.shard(weight, "b s f")).sum().full_tensor().backward()
+    else:
+        (axes.unshard(y) * weight).sum().backward()
+    x, w = x.requires_grad_(), w.requires_grad_()
+    (x @ w * weight).sum().backward()
+    for got, wanted in ((dx.grad, x.grad), (dw.grad, w.grad)):
+        torch.testing.assert_close(whole(got), wanted, msg=lambda text: f"{case.expression}, {case.loss}: {text}")
+
+
+@settings(max_examples=4, phases=[Phase.generate], deadline=None, derandomize=True, database=None)
+@given(st.lists(matmuls(), min_size=10, max_size=10))
+def test_a_region_is_the_function_of_one_device_and_so_are_its_gradients(pool, cases):
+    pool.run(check_matmuls, cases)
+
+
+# names that flow
+
+
+def flowing() -> None:
+    with mesh() as m:
+        x, y = numbers(5, 4, 6), numbers(6)
+        dx, dy = axes.shard(x, "b@dp s@cp d"), axes.shard(y, "d")
+        # b and s are split as they come; 5 rows over two ranks aren't even
+        out = shard_map(lambda x, y: x * y, "b s d, d -> b s d")(dx, dy)
+        assert axes.spec_of(out) == "_@dp _@cp _"
+        torch.testing.assert_close(whole(out), x * y)
+        out = shard_map(lambda x: x.cos(), "... d -> ... d")(dx)
+        assert axes.spec_of(out) == "_@dp _@cp _"
+        out = shard_map(lambda x: x.sum(0), "b=5 ... -> ... | sum@dp")(axes.shard(x, "b s@cp d"))
+        assert axes.spec_of(out) == "_@cp _ | sum@dp"
+        # `*` is what it has
+        out = shard_map(lambda x: x.tensor_split(2, 0)[axis_index("tp")], "b=8 d -> b@(* tp) d")(
+            axes.shard(numbers(8, 3), "b@dp d")
+        )
+        assert axes.spec_of(out) == "_@(dp tp) _"
+        torch.testing.assert_close(whole(out), numbers(8, 3))
+        # an explicit name is as written on both sides
+        out = shard_map(lambda x: all_gather(x, "cp"), "s@cp d -> s d")(axes.shard(numbers(4, 3), "s@cp d@tp"))
+        assert axes.spec_of(out) == "_ _@tp"
+        # a group that stands the same on both sides flows as one dim
+        out = shard_map(torch.neg, "(h d) e -> (h d) e")(axes.shard(numbers(8, 3), "n@tp e"))
+        assert axes.spec_of(out) == "_@tp _"
+        # a fused projection split by heads
+        qkv = axes.shard(numbers(3 * 4 * 2, 5), "(three heads@tp dim) e", three=3, heads=4)
+        out = shard_map(
+            lambda w: w.unflatten(0, (3, 2, 2))[0].flatten(0, 1), "(three=3 heads=4@tp dim) e -> (heads@tp dim) e"
+        )(qkv)
+        torch.testing.assert_close(whole(out), numbers(24, 5)[:8])
+        assert m.coordinate is not None
+
+
+def test_a_name_without_a_place_leaves_with_the_split_it_came_with(pool):
+    pool.run(flowing)
+
+
+# trees and arguments
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def trees() -> None:
+    with mesh():
+        a, b, c = (axes.shard(numbers(4, 2, seed=i), "n@tp d") for i in range(3))
+
+        def body(pair: tuple, factor: float, *, more: dict, flag: bool = False) -> dict:
+            assert not isinstance(pair[0], axes_dtensor()) and pair[0].shape == (2, 2) and flag
+            return {"z": Pair(pair[0] * factor, pair[1]), "a": [more["c"] + 1, None, "text"]}
+
+        out = shard_map(body, "n@tp d, n@tp d, n@tp d -> n@tp d, n@tp d, n@tp d")([a, b], 2.0, more={"c": c}, flag=True)
+        assert list(out) == ["z", "a"] and isinstance(out["z"], Pair) and out["a"][1:] == [None, "text"]
+        torch.testing.assert_close(whole(out["z"].first), numbers(4, 2) * 2)
+        torch.testing.assert_close(whole(out["z"].second), numbers(4, 2, seed=1))
+        torch.testing.assert_close(whole(out["a"][0]), numbers(4, 2, seed=2) + 1)
+
+
+def axes_dtensor() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def test_trees_keep_their_form_and_what_is_no_tensor_passes(pool):
+    pool.run(trees)
+
+
+@shard_map("b@dp -> b@dp")
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Twice x."""
+    return x * 2
+
+
+def test_it_is_a_decorator_that_keeps_name_and_docstring():
+    assert doubled.__name__ == "doubled" and doubled.__doc__ == "Twice x."
+
+
+def without_tensors() -> None:
+    with mesh() as m:
+        out = shard_map(lambda: torch.full((2,), float(axis_index("tp"))), "-> n@tp")()
+        assert out.full_tensor().tolist() == [0, 0, 1, 1]
+        seen = []
+        assert shard_map(lambda x: seen.append(x), "n@tp -> ")(out) is None
+        assert seen[0].tolist() == [m.axis("tp").index] * 2
+        assert axes.unshard(doubled(axes.shard(torch.arange(4), "n@dp"))).tolist() == [0, 2, 4, 6]
+
+
+def test_regions_without_tensors_make_them_and_without_results_return_nothing(pool):
+    pool.run(without_tensors)
+
+
+# meshes
+
+
+def meshes() -> None:
+    m = mesh()
+    x, w = axes.shard(numbers(4, 6), "b@dp d", mesh=m), axes.shard(numbers(6, 2), "d f@tp", mesh=m["tp"])
+    assert ambient_mesh() is None
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        assert axis_size("rest") == 4 and axis_size("dp") == 2
+        return x @ w
+
+    # names from the tensors' own mesh; the result lies on the larger one
+    y = shard_map(body, "b@dp d, d f@tp -> b@dp f@tp")(x, w)
+    assert axes.spec_of(y) == "_@dp _@tp" and axes.sharding_of(y).mesh.axis_names == ("dp", "cp", "tp")
+    torch.testing.assert_close(whole(y), numbers(4, 6) @ numbers(6, 2))
+    # names of another factorization of the same ranks, from an ambient mesh
+    sparse = m["rows", "ep"]
+    e = axes.shard(numbers(8, 3), "e@ep d", mesh=sparse)
+    with m:
+        y = shard_map(lambda e: e + psum(torch.zeros(2, 3), "cp"), "e@ep d -> e@ep d")(e)
+    assert y.device_mesh is e.device_mesh and axes.spec_of(y) == "_@ep _"
+    # names that several of the mesh's axes are
+    with m:
+        z = axes.shard(numbers(8, 3), "s@(cp tp) d")
+        y = shard_map(lambda z: all_gather(z, "rest"), "s@rest d -> s d")(z)
+        assert axes.spec_of(y) == "_ _"
+        y = shard_map(torch.neg, "s@(cp tp) d -> s@rest d")(z)
+        assert axes.spec_of(y) == "_@(cp tp) _"
+    # mesh= before ambient
+    with m["dp"]:
+        y = shard_map(torch.neg, "s@rest d -> s@rest d", mesh=m)(z)
+        assert axes.spec_of(y) == "_@(cp tp) _"
+    # an ambient mesh of other ranks has no say
+    with axes.Mesh("dp=2"):
+        assert shard_map(torch.neg, "s@rest d -> s@rest d")(z).shape == (8, 3)
+
+
+def test_names_are_looked_up_in_the_given_the_ambient_or_the_tensors_own_mesh(pool):
+    pool.run(meshes)
+
+
+def leaves_the_ambient_mesh_alone() -> None:
+    m = mesh()
+    x = axes.shard(numbers(4), "b@dp", mesh=m)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        assert ambient_mesh() == m
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        shard_map(fail, "b@dp -> b@dp")(x)
+    assert ambient_mesh() is None
+
+
+def test_an_exception_inside_leaves_no_mesh_behind(pool):
+    pool.run(leaves_the_ambient_mesh_alone)
+
+
+def backward_elsewhere() -> None:
+    m = mesh()
+    x = axes.shard(numbers(4, 3), "b@dp d", mesh=m).requires_grad_()
+    y = shard_map(lambda x: psum(x.sum(0).sin(), "dp"), "b@dp d -> d")(x)
+    assert ambient_mesh() is None
+    with m["tp"], CommDebugMode() as counted:
+        y.sum().backward()
+    wanted = numbers(4, 3).requires_grad_()
+    (wanted[:2].sum(0).sin() + wanted[2:].sum(0).sin()).sum().backward()
+    torch.testing.assert_close(whole(x.grad), wanted.grad)
+    assert counted.get_total_counts() == 1  # psum's
+
+
+def test_backward_needs_no_ambient_mesh(pool):
+    pool.run(backward_elsewhere)
+
+
+# what is pending
+
+
+def pending() -> None:
+    with mesh() as m:
+        x = numbers(4, 3)
+        summand = axes.from_local(x * (m.axis("tp").index + 1), "n d | sum@tp").requires_grad_()
+        y = shard_map(lambda s: psum(s, "tp"), "n d | sum@tp -> n d")(summand)
+        torch.testing.assert_close(whole(y), x * 3)
+        y.sum().backward()
+        torch.testing.assert_close(whole(summand.grad), torch.ones(4, 3, dtype=torch.float64))
+        means = axes.from_local(x, "n d | mean@tp").requires_grad_()
+        y = shard_map(lambda s: pmean(s, "tp"), "n d | * -> n d")(means)
+        torch.testing.assert_close(whole(y), x)
+        y.sum().backward()
+        torch.testing.assert_close(whole(means.grad), torch.ones(4, 3, dtype=torch.float64))
+        # a result that is pending
+        whole_x = axes.shard(x, "n d").requires_grad_()
+        y = shard_map(lambda x: x * (axis_index("tp") + 1), "n d -> n d | sum@tp")(whole_x)
+        assert axes.spec_of(y) == "_ _ | sum@tp"
+        (axes.unshard(y) * 2).sum().backward()
+        torch.testing.assert_close(whole(whole_x.grad), torch.full((4, 3), 6.0, dtype=torch.float64))
+
+
+def test_pending_values_go_in_and_come_out_as_the_expression_says(pool):
+    pool.run(pending)
+
+
+# uneven shards
+
+
+def uneven() -> None:
+    with mesh() as m:
+        x = numbers(5, 3)
+        dx = axes.shard(x, "n@dp d").requires_grad_()
+        y = shard_map(lambda x: x.sin(), "n@dp d -> n@dp d")(dx)
+        assert y.shape == (5, 3) and y.to_local().shape == (3 - m.axis("dp").index, 3)
+        (axes.unshard(y) * 2).sum().backward()
+        torch.testing.assert_close(whole(dx.grad), x.cos() * 2)
+        y = shard_map(lambda x: x[:, :1].expand(-1, 2), "n@dp d -> n@dp two=2")(dx)
+        assert y.shape == (5, 2)
+        tall = axes.shard(numbers(1, 2), "n@rest d", mesh=m["rest"])  # three ranks of four hold nothing
+        assert shard_map(torch.neg, "n@rest d -> n@rest d")(tall).shape == (1, 2)
+
+
+def test_global_sizes_of_uneven_results_follow_from_names(pool):
+    pool.run(uneven)
+
+
+# check=True
+
+
+def caught(fn, expression: str, *tensors: torch.Tensor, backward: bool = False) -> str:
+    try:
+        y = shard_map(fn, expression, check=True)(*tensors)
+        if backward:
+            backward_of(y)
+    except AxesError as error:
+        return str(error)
+    return "nothing"
+
+
+def backward_of(y: torch.Tensor) -> None:
+    # a loss that only the ranks 4 to 7 scale: its gradient isn't the same everywhere
+    (y.to_local() * (1.0 + (torch.distributed.get_rank() > 3))).sum().backward()
+
+
+def checking() -> list[str]:
+    with mesh():
+        x = axes.shard(numbers(4, 3), "n@tp d").requires_grad_()
+        summand = axes.from_local(numbers(3), "d | sum@cp").requires_grad_()
+        return [
+            caught(lambda x: psum(x.sum(0), "tp"), "n@tp d -> d", x),
+            caught(lambda x: x.sum(0), "n@tp d -> d", x),
+            caught(lambda x: x.sum(0), "n@tp d -> d | sum@tp", x),
+            caught(lambda x: psum(x.sum(0), "tp"), "n@tp d -> d", x, backward=True),
+            caught(lambda s: psum(s * (axis_index("cp") + 1), "cp"), "d | sum@cp -> d", summand, backward=False),
+            gradient_of(summand),
+            caught(lambda x: x.new_zeros(3 if axis_index("cp") else 2), "n@tp d -> k", x),
+        ]
+
+
+def gradient_of(summand: torch.Tensor) -> str:
+    y = shard_map(lambda s: psum(s * (axis_index("cp") + 1), "cp"), "d | sum@cp -> d", check=True)(summand)
+    try:
+        axes.unshard(y).sum().backward()
+    except AxesError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_check_finds_what_claims_to_be_replicated_and_is_not(pool):
+    every = pool.run(checking)
+    for fine, forgotten, announced, cotangent, linear, gradient, shape in every:
+        assert fine == announced == linear == "nothing"
+        assert "result 0, 'd', claims to be the same on all ranks of 'tp'; ranks 1, 3, 5, 7 differ" in forgotten
+        assert "axes.psum(y, 'tp')" in forgotten and "shard_map 'n@tp d -> d'" in forgotten
+        assert (
+            "the gradient of result 0, 'd', claims to be the same on all ranks of 'dp'; ranks 4, 5, 6, 7" in cotangent
+        )
+        assert "the gradient of tensor 0, which is pending claims to be the same on all ranks of 'cp'" in gradient
+        assert "differ from the first of their line in shape" in shape
