@@ -166,7 +166,7 @@ def with_splits(form: Form, splits: Splits) -> Form:
 
 
 def _exchange(space: Space, source: Form, target: Form) -> Leg:
-    changed = _changed(source.splits, target.splits)
+    changed = _changed(source, target)
     if all(one[: len(two)] == two for one, two in zip(source.splits, target.splits, strict=True)):
         return _gather(space, source, target, changed)
     received = elements(space, target.splits) - overlap(space, source.splits, target.splits)
@@ -179,14 +179,21 @@ def _exchange(space: Space, source: Form, target: Form) -> Leg:
     )
 
 
-def _changed(source: Splits, target: Splits) -> tuple[Digit, ...]:
-    """The digits after the common beginning of each slot, each once, in the order of the slots."""
+def _changed(source: Form, target: Form) -> tuple[Digit, ...]:
+    """The digits of the ranks that exchange, in the order of the slots.
+
+    They are those after the common beginning of each slot. Where the source is the coarser there, the
+    digits over which it is replicated only choose what of it is wanted, and ranks that agree in them
+    have all of that among themselves in equal parts.
+    """
     found: dict[Digit, None] = {}
-    for one, two in zip(source, target, strict=True):
+    for one, two in zip(source.splits, target.splits, strict=True):
         same = 0
         while same < min(len(one), len(two)) and one[same] == two[same]:
             same += 1
-        found.update(dict.fromkeys(digit for side in (one, two) for atom in side[same:] for digit in atom))
+        alone = set(source.free) if same == len(one) else set()
+        after = (digit for side in (one, two) for atom in side[same:] for digit in atom)
+        found.update(dict.fromkeys(digit for digit in after if digit not in alone))
     return tuple(found)
 
 
@@ -356,7 +363,7 @@ def _fused(space: Space, source: Form, target: Form) -> Iterator[Legs]:
     op, divisor = reduction(source, resolved)
     received = size * wanted - overlap(space, cut.splits, target.splits)
     sent = _most_sent(space, cut, target, received)
-    digits = {*resolved, *_changed(cut.splits, target.splits)}
+    digits = {*resolved, *_changed(cut, target)}
     leg = Leg(
         "reduce_move",
         space,
