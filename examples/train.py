@@ -250,7 +250,7 @@ def show_communicators() -> None:
     if dist.get_rank() != 0:
         return
     distinct = sorted({row for rows in every for row in rows})
-    print(f"\n{len(distinct)} in the job, {len(mine)} of them on this rank: the communicators")
+    print(f"\ncommunicators: {len(distinct)} in the job, {len(mine)} of them with this rank")
     for (names, backend), rows in itertools.groupby(distinct, key=lambda row: row[:2]):
         members = " | ".join(" ".join(map(str, ranks)) for _, _, ranks in rows)
         print(f"  {', '.join(names) or '(default)':<18} {backend:<6} ranks {members}")

@@ -91,3 +91,13 @@ def test_the_links_of_a_page_lead_somewhere(page):
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing, missing
+
+
+def test_the_performance_table_has_the_rows_that_the_benchmarks_print():
+    from tests.bench.__main__ import registered
+
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = page.split("<!-- bench -->")[1].split("<!-- /bench -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[3:]]
+    shown = [(what, peer, bar) for what, _, peer, _, _, bar in rows]
+    assert shown == [(b.what, b.peer, f"{b.bar:g}x") for b in registered()]

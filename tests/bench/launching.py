@@ -40,9 +40,7 @@ def with_torch(rank: int, world_size: int, folder: str) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)])
     dist.destroy_process_group()

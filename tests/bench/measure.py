@@ -65,9 +65,7 @@ def seconds_of(call: Callable[[], object], loops: int) -> float:
     return (time.perf_counter() - started) / loops
 
 
-def compare(
-    ours: Callable[[], object], peer: Callable[[], object], *, loops: int = 200, repeats: int = 51
-) -> Times:
+def compare(ours: Callable[[], object], peer: Callable[[], object], *, loops: int = 200, repeats: int = 51) -> Times:
     """Medians of many repeats of two calls that take turns, so that noise meets both."""
     seconds_of(ours, loops)
     seconds_of(peer, loops)
@@ -87,9 +85,7 @@ def in_fresh_processes(ours: str, peer: str, repeats: int = 5) -> Times:
 def printed_by(program: str) -> float:
     """The number in the last line that a Python program prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"a benchmark's program failed:\n{program}\n{done.stderr}")
     return float(json.loads(done.stdout.splitlines()[-1]))

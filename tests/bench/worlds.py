@@ -2,7 +2,7 @@
 
 Dense layers use `pp dp_replicate dp_shard cp tp`, expert layers `efsdp ep` over the same ranks. The
 peer makes what a trainer makes today: `init_device_mesh`, three `_unflatten` and one `_flatten`.
-Each time is that of a fresh interpreter with torch imported, in a simulated world.
+Each time is that of a fresh interpreter in a simulated world, after the imports of either side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ print(time.perf_counter() - started)
 """
 
 SIMULATED = f"""
-import time, torch, axes
+import time, torch, axes, axes.runtime.bridge, axes.runtime.world
 import torch.distributed.device_mesh, torch.distributed.tensor
 with axes.simulate(131072, rank=77777):
     started = time.perf_counter()
