@@ -48,6 +48,13 @@ class Universe:
             return cls(range(listed[0], listed[-1] + 1, step))
         return cls(listed)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.ranks)
+
     @property
     def size(self) -> int:
         """The number of ranks."""
