@@ -19,6 +19,7 @@ step in `axes.algebra.planning.step`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,13 @@ class Plan:
         return sum(step.bytes_out for step in self.steps)
 
     @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that ranks can compare: what is done to what, without names or views."""
+        ends = [(s.universe, s.extent, s.splits, s.pending) for s in (self.source, self.target)]
+        done = [(step.kind, step.layout, step.op, step.divisor, step.target.splits) for step in self.steps]
+        return hashlib.sha256(repr((ends, self.shape, self.dtype, done)).encode()).hexdigest()[:16]
+
+    @property
     def peak_bytes(self) -> int:
         """The most that is held at once: source, the result so far, and one step's two buffers.
 
@@ -119,10 +127,18 @@ def plan(
     a reduction pending where the source has none, or kept while one after it is resolved.
     """
     shape = tuple(shape)
+    source, target = _without_same(source), _without_same(target)
     found = _plan(source, target, shape, dtype, cost_model)
     if found.source.text != source.text or found.target.text != target.text:
         found = replace(found, source=source, target=target)
     return found if rank is None or rank == found.rank else found.at(rank)
+
+
+def _without_same(state: State) -> State:
+    """`same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone."""
+    if all(op != "same" for op, _ in state.pending):
+        return state
+    return replace(state, pending=tuple(item for item in state.pending if item[0] != "same"))
 
 
 @lru_cache(maxsize=4096)
@@ -144,6 +160,7 @@ def choices(
 ) -> list[Plan]:
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
     shape = tuple(shape)
+    source, target = _without_same(source), _without_same(target)
     check_pair(source, target, shape, dtype)
     assemble = _Assembly(source, target, shape, itemsize_of(dtype), cost_model)
     made = [assemble.steps(legs) for legs in _choices(source, target, shape, cost_model)]
