@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from axes.algebra.chunks import largest_chunk, nested_chunk
-from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import (
     PlacementSpec,
@@ -96,9 +96,7 @@ def test_the_runs_of_a_shard_are_as_few_as_can_be_and_inside_the_tensor(case):
 def test_shards_cover_the_tensor_and_each_element_lies_on_as_many_ranks_as_replicate_it(case):
     mesh, spec = case
     sharding = of(mesh, spec)
-    count = Counter(
-        element for rank in mesh.ranks for element in itertools.product(*held(sharding, spec.shape, rank))
-    )
+    count = Counter(element for rank in mesh.ranks for element in itertools.product(*held(sharding, spec.shape, rank)))
     split = math.prod(mesh.sizes[axis] for dim in spec.dims for factor in dim for axis in factor.axes)
     assert set(count) == set(itertools.product(*map(range, spec.shape)))
     assert set(count.values()) <= {len(mesh.ranks) // split}
@@ -443,6 +441,19 @@ def test_placements_come_back_as_an_equivalent_sharding(case):
     assert placement_specs(again) == found
 
 
+@given(sharded(groups=False, pending=False))
+def test_what_is_refused_as_no_product_of_axes_is_equivalent_to_no_plain_placements(case):
+    mesh, spec = case
+    sharding = of(mesh, spec)
+    try:
+        placement_specs(sharding)
+    except ShardingError as error:
+        assert "isn't a product of whole axes" in str(error)
+        options = [Replicate(), *map(Shard, range(sharding.ndim))]
+        for placements in itertools.product(options, repeat=mesh.mesh.ndim):
+            assert not Sharding.from_placements(mesh.mesh, placements, sharding.ndim).is_equivalent(sharding)
+
+
 @given(meshes(), st.data())
 def test_plain_placements_are_the_sharding_that_they_say(case, data):
     ndim = data.draw(st.integers(1, 3))
@@ -478,6 +489,9 @@ def test_plain_placements_are_the_sharding_that_they_say(case, data):
         ("(qkv=3 h@tp d)", (PlacementSpec(), PlacementSpec(), PlacementSpec(0, 3))),
         ("(h=8@tp d)", (PlacementSpec(), PlacementSpec(), PlacementSpec(0))),
         ("(h=8@(dp tp) d)", (PlacementSpec(0), PlacementSpec(), PlacementSpec(0))),
+        ("(one=1 h@(dp tp) d=2)", (PlacementSpec(0), PlacementSpec(), PlacementSpec(0))),
+        ("(a=2@dp b@tp)", (PlacementSpec(0), PlacementSpec(), PlacementSpec(0))),
+        ("s@(dp cp) (qkv=3 h@tp d=2)", (PlacementSpec(0), PlacementSpec(0), PlacementSpec(1, 3))),
     ],
 )
 def test_placements_by_example(spec, placements):
@@ -492,6 +506,7 @@ def test_placements_by_example(spec, placements):
         (Mesh("dp=4 tp=2", "(dp) = a b", a=2), "s | sum@b", "'b' isn't a product of whole axes"),
         (MESH, "(qkv h@tp d=2)", "DTensor needs the sizes of the factors in front of 'tp' in (qkv h@tp d=2); write them: qkv=... h=..."),
         (MESH, "(qkv=3 h@(dp tp) d)", "two axes on a dim with an unsplit factor in front; make the factor in front a dim of its own"),
+        (MESH, "s@(cp dp) (qkv=3 h@tp d=2)", "DTensor can't gather s@(cp dp), whose axes aren't in the mesh's order, beside (qkv=3 h@tp d=2), which has an unsplit factor in front"),
     ],
 )  # fmt: skip
 def test_what_dtensor_cannot_say_is_a_sharding_error_that_says_what_to_write(mesh, spec, message):
@@ -517,7 +532,9 @@ def test_a_dim_that_does_not_divide_is_an_error_where_dtensor_would_cut_it_other
     if can:
         check_torch_can(sharding, shape)
         return
-    with pytest.raises(ShardingError, match=r"uneven parts, which DTensor on .* would cut otherwise; make the size a multiple of 4"):
+    with pytest.raises(
+        ShardingError, match=r"uneven parts, which DTensor on .* would cut otherwise; make the size a multiple of 4"
+    ):
         check_torch_can(sharding, shape)
 
 
@@ -527,7 +544,11 @@ def test_a_dim_that_does_not_divide_is_an_error_where_dtensor_would_cut_it_other
         ([Shard(0)], 1, "has 3 axes; found 1 placements"),
         ([Shard(2), Replicate(), Replicate()], 2, "is about dim 2 of a tensor with 2 dims"),
         ([Shard(-3), Replicate(), Replicate()], 2, "of a tensor with 2 dims"),
-        ([Partial("product"), Replicate(), Replicate()], 2, "a pending 'product' has no name in axes; resolve it first"),
+        (
+            [Partial("product"), Replicate(), Replicate()],
+            2,
+            "a pending 'product' has no name in axes; resolve it first",
+        ),
         (
             [_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=2), Replicate()],
             1,
@@ -618,7 +639,12 @@ def test_an_error_about_a_place_in_the_spec_has_its_caret_there():
 )  # fmt: skip
 def test_a_shape_that_does_not_fit_is_an_error_with_both(spec, shape, error, message):
     sharding = MESH.sharding(spec)
-    for ask in (sharding.local_shape, sharding.local_indices, sharding.extents, lambda s: sharding.is_equivalent(sharding, s)):
+    for ask in (
+        sharding.local_shape,
+        sharding.local_indices,
+        sharding.extents,
+        lambda s: sharding.is_equivalent(sharding, s),
+    ):
         with pytest.raises(error) as caught:
             ask(shape)
         assert message in str(caught.value)

@@ -519,14 +519,9 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     for pending in sharding.pending:
         for name in mesh_axes(mesh, pending.axes):
             found[name] = PlacementSpec(op=pending.op)
+    strided: dict[str, ShardedDim] = {}
     for index, dim in enumerate(sharding.dims):
-        pieces: list[tuple[int | None, str | None]] = []
-        for factor in dim.factors:
-            axes = mesh_axes(mesh, factor.axes)
-            pieces += [(mesh.namespace[name].size, name) for name in axes]
-            if len(dim.factors) > 1 and dim.axes:
-                inner = math.prod(mesh.namespace[name].size for name in axes)
-                pieces.append((None if factor.size is None else factor.size // inner, None))
+        pieces = _torch_pieces(mesh, dim)
         order = sorted((mesh.axis_names.index(name), at) for at, (_, name) in enumerate(pieces) if name)
         done: set[int] = set()
         for axis, at in order:
@@ -538,13 +533,38 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
                     f"write them: {' '.join(f'{f.name}=...' for f in dim.factors if f.size is None)}"
                 )
             done.add(at)
-            if len(order) > 1 and any(name is None for _, name in pieces[:at]):
+            behind = any(name is None for _, name in pieces[:at])
+            if len(order) > 1 and behind:
                 raise ShardingError(
                     f"DTensor can't express {dim}: two axes on a dim with an unsplit factor in front; "
                     "make the factor in front a dim of its own"
                 )
             found[mesh.axis_names[axis]] = PlacementSpec(index, math.prod(sizes))
+            if math.prod(sizes) > 1:
+                strided.setdefault("factor" if behind else "order", dim)
+        for name in mesh_axes(mesh, dim.axes):
+            if mesh.namespace[name].size == 1:
+                found[name] = PlacementSpec(index)
+    if len(strided) > 1:
+        # torch 2.13 undoes strided shards either as an order of axes or as strides, never both.
+        raise ShardingError(
+            f"DTensor can't gather {strided['order']}, whose axes aren't in the mesh's order, beside "
+            f"{strided['factor']}, which has an unsplit factor in front; use the sub-mesh with the axes in "
+            f"the order of {strided['order']}, like mesh['tp', 'cp']"
+        )
     return tuple(found[name] for name in mesh.axis_names)
+
+
+def _torch_pieces(mesh: Mesh, dim: ShardedDim) -> list[tuple[int | None, str | None]]:
+    """A dim as `(size, axis)` from the major side, nothing of size 1; axis is None for what stays whole."""
+    pieces: list[tuple[int | None, str | None]] = []
+    for factor in dim.factors:
+        names = mesh_axes(mesh, factor.axes)
+        pieces += [(mesh.namespace[name].size, name) for name in names]
+        if len(dim.factors) > 1:
+            split = math.prod(mesh.namespace[name].size for name in names)
+            pieces.append((None if factor.size is None else factor.size // split, None))
+    return [(size, name) for size, name in pieces if size != 1]
 
 
 def mesh_axes(mesh: Mesh, axes: Sequence[str]) -> list[str]:
@@ -576,14 +596,10 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
         parts = math.prod(sharding.mesh.namespace[axis].size for axis in dim.axes)
         if len(dim.factors) > 1 or extents[0] % parts == 0:
             continue
-        sizes = [sharding.mesh.namespace[axis].size for axis in dim.axes if sharding.mesh.namespace[axis].size > 1]
-        levels = [
-            size
-            for size, spec in zip(sharding.mesh.shape.values(), specs, strict=True)
-            if spec.dim == index and size > 1
-        ]
+        levels = [name for name, spec in zip(sharding.mesh.axis_names, specs, strict=True) if spec.dim == index]
+        plain = ShardedDim((replace(dim.factors[0], axes=tuple(levels)),))
         strided = any(spec.dim == index and spec.split_factor > 1 for spec in specs)
-        if strided or sizes != levels:
+        if strided or not _same_cuts(sharding, dim, extents, sharding, plain, extents):
             raise ShardingError(
                 f"{dim} cuts a dim of {extents[0]} into {parts} uneven parts, which DTensor on {sharding.mesh!r} "
                 f"would cut otherwise; make the size a multiple of {parts}, or use a sub-mesh with these axes in this order"
