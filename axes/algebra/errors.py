@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 _EXCERPT = 72
 _LONGEST_NAME = 60
@@ -44,7 +45,7 @@ class ExpressionError(AxesError):
         self.start, self.stop = start, start + 1 if stop is None else stop
         super().__init__(f"{message}\n{pointed(text, self.start, self.stop)}" if text else message)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.text, self.start, self.stop), self.__dict__
 
 
@@ -95,7 +96,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     "; did you mean 'dp'?"
     """
     names = list(known)
-    near = difflib.get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.6)
+    swapped = [known for known in names[:1000] if sorted(known) == sorted(name)]
+    near = swapped or difflib.get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"
     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

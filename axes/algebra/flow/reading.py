@@ -190,7 +190,10 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
         raise ExpressionError(f"{kind} takes one tensor; found {len(tree.operands)} specs", text, 0, text.index("->"))
     if len(tree.operands) != len(ranks):
         raise ExpressionError(
-            f"the expression has {len(tree.operands)} operands; found {len(ranks)} tensors", text, 0, text.index("->")
+            f"the expression has {_counted(len(tree.operands), 'operand')}; found {_counted(len(ranks), 'tensor')}",
+            text,
+            0,
+            text.index("->"),
         )
     for spec in (*tree.operands, *tree.results):
         _check_factors(kind, text, spec)
@@ -210,6 +213,10 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
     wholes = _wholes((*terms, result))
     merged = [_merged(term, wholes) for term in (*terms, result)]
     return Reading(kind, text, tuple(merged[:-1]), merged[-1], wholes, inline)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _is_dots(factor: grammar.Factor) -> bool:
@@ -237,9 +244,9 @@ def _dots(text: str, spec: grammar.Spec, rank: int, index: int) -> int | None:
     has = any(_is_dots(factor) for dim in spec.dims for factor in dim.factors)
     others = len(spec.dims) - has
     if rank < others or (not has and rank != others):
-        which = f"operand {index + 1}, " if "," in text.split("->")[0] else ""
+        which = f"operand {index + 1}, '{spec}'," if "," in text.split("->")[0] else f"'{spec}'"
         least = "at least " if has else ""
-        raise SizeError(f"{which}'{spec}', has {least}{others} dims; the tensor has {rank}\nin  {text}")
+        raise SizeError(f"{which} has {least}{_counted(others, 'dim')}; the tensor has {rank}\nin  {text}")
     return rank - others if has else None
 
 

@@ -258,7 +258,7 @@ class _Solver:
                     equations.append((slot.atoms, extent * count, f"{where}, in  {reading.text}"))
         for whole_name, inner in reading.wholes:
             self._check_whole(whole_name, inner, known)
-        found = whole_sizes(equations, {**known, **self._known_wholes(known)}, _all_atoms(reading))
+        found = whole_sizes(equations, {**known, **self._known_wholes(known)}, _all_atoms(reading), reading.text)
         for whole_name, inner in reading.wholes:
             count = math.prod(known.get(name, 1) for name in inner)
             if found[whole_name] % count or (all(n in known for n in inner) and found[whole_name] != count):
@@ -532,6 +532,8 @@ class _Solver:
         return " ".join("..." if t.startswith("...") else t for t in texts)
 
     def _lines(self) -> str:
+        if len(self.operands) == 1:
+            return f"  has   {self.operands[0].text()}"
         return "\n".join(f"  operand {i + 1}  {operand.text()}" for i, operand in enumerate(self.operands))
 
     def _check_shared(self, states: dict[str, ShardedDim]) -> None:
@@ -626,9 +628,9 @@ class _Solver:
         asked = {wanted.get(digit) for digit in self.digits.of((axis,))} - {None}
         if not self._even():
             if "mean" in asked:
-                self._conflict(
-                    f"a mean over uneven shards isn't the mean of their means: write '| sum@{axis}' on the right; "
-                    "it pends as local sums over the whole size"
+                raise ShardingError(
+                    f"a mean over uneven shards isn't the mean of their means\n{self._lines()}\nin  {self.reading.text}\n"
+                    f"write '| sum@{axis}' on the right; it pends as local sums over the whole size"
                 )
             return "sum"
         return "sum" if "sum" in asked else "mean"

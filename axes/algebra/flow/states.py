@@ -237,7 +237,7 @@ def entries_of(pending: Iterable[PendingReduction]) -> list[tuple[str, str]]:
 
 
 def whole_sizes(
-    equations: Sequence[tuple[tuple[str, ...], int, str]], known: dict[str, int], needed: Iterable[str]
+    equations: Sequence[tuple[tuple[str, ...], int, str]], known: dict[str, int], needed: Iterable[str], text: str
 ) -> dict[str, int]:
     """The size of every atom from `product of atoms == extent` per dim, with a text for errors.
 
@@ -261,11 +261,13 @@ def whole_sizes(
                 raise SizeError(f"{extent} doesn't divide by {rest}:  {_equation(atoms, sizes)} = {extent}    ({where})")
             if missing:
                 sizes[missing[0]] = extent // rest
+            elif rest != extent and len(atoms) == 1:
+                raise SizeError(f"'{atoms[0].split('#')[0]}' is {rest}, found {extent}    ({where})")
             elif rest != extent:
                 raise SizeError(f"{rest} isn't {extent}:  {_equation(atoms, sizes)} = {extent}    ({where})")
     open_ = [atom for atom in dict.fromkeys(needed) if atom not in sizes]
     if open_:
-        raise SizeError(f"the size of '{open_[0]}' isn't known from any tensor; give it, like {open_[0]}=2")
+        raise SizeError(f"the size of '{open_[0]}' isn't known from any tensor; give it, like {open_[0]}=2\nin  {text}")
     return sizes
 
 

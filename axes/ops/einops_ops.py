@@ -1,0 +1,168 @@
+"""`rearrange`, `reduce` and `repeat`: einops with an `@`.
+
+    y = axes.rearrange(x, "b s@cp (h d) -> b s h@cp d", h=16)      # Ulysses: one all-to-all
+    m = axes.reduce(x, "b s@cp d -> b d", "mean")                  # a local sum and an all-reduce
+    r = axes.repeat(x, "b d -> b n@tp d", n=4)                     # each rank makes its own copies
+
+On an ordinary tensor without `@` they are einops:
+
+>>> import torch
+>>> rearrange(torch.arange(6), "(a b) -> b a", a=2).tolist()
+[[0, 3], [1, 4], [2, 5]]
+>>> reduce(torch.arange(6.0), "(a 2) -> a", "max").tolist()
+[1.0, 3.0, 5.0]
+
+On DTensors (the global view) the left side asserts how they are sharded; on plain tensors that hold
+this rank's shard (the local view) it declares it. What an expression means is told in
+`axes.algebra.flow`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import einops
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import ShardingError
+from axes.algebra.flow.recipe import Op
+from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.mesh import Mesh
+from axes.ops import global_view, local_view
+from axes.runtime.redistribute import Dtypes
+
+Sizes = Mapping[str, int]
+
+
+def rearrange(
+    x: Any,
+    expression: str,
+    /,
+    mesh: Mesh | None = None,
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    *,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> Any:
+    """A tensor with its dims rearranged, and its shards moved where both sides differ.
+
+    x: a DTensor, a plain tensor that holds this rank's shard, or for an expression without `@`
+    whatever einops takes. Keywords are sizes of names: whole sizes where the name carries `@`. The
+    names of axes are looked up in `mesh`, else in the ambient mesh, else in the tensor's own.
+    `comm_dtype` is the dtype in which values travel, or a pair for `(values, gradients)`; with
+    `async_op` the last collective is waited for at the result's first use.
+
+    | expression | is |
+    | --- | --- |
+    | `"b s@tp d -> b s d"` | all-gather; backward of a DTensor: what its cotangent needs |
+    | `"b s d | sum@tp -> b s d"` | all-reduce |
+    | `"b s d | sum@tp -> b s@tp d"` | reduce-scatter |
+    | `"b s@tp d -> b s d@tp"` | all-to-all |
+    | `"b s d -> b s@tp d"` | a local slice |
+
+    Raises `ExpressionError`, `SizeError`, `MeshError` or `ShardingError` on every rank before
+    anything is sent. As `einops.rearrange`, with JAX's partition specs after the `@`.
+
+    >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
+    torch.Size([2, 3, 2])
+    """
+    if _is_einops(expression) and sizes is None and not isinstance(x, DTensor) and not _holds_dtensors(x):
+        return einops.rearrange(x, expression, **keywords)
+    return _applied("rearrange", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
+
+
+def reduce(
+    x: Any,
+    expression: str,
+    op: Op,
+    /,
+    mesh: Mesh | None = None,
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    *,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> Any:
+    """The dims that the right side lacks reduced by `op`; across ranks where they are split.
+
+    op: "sum", "mean", "max", "min"; over dims that aren't split also "prod", "any", "all" or a
+    function of a tensor and the tuple of its dims. A result that stays pending is named, or `| *`.
+    A mean is exact for uneven shards, and an empty shard has no say. Otherwise as `rearrange`.
+
+    >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
+    [1.0, 4.0]
+    """
+    if _is_einops(expression) and sizes is None and not isinstance(x, DTensor) and not _holds_dtensors(x):
+        return einops.reduce(x, expression, op, **keywords)
+    if not callable(op) and op not in REDUCTIONS:
+        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {op!r}")
+    return _applied("reduce", x, expression, op, mesh, comm_dtype, async_op, sizes, keywords)
+
+
+def repeat(
+    x: Any,
+    expression: str,
+    /,
+    mesh: Mesh | None = None,
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    *,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> Any:
+    """The tensor repeated along the names that only the right side has, which need sizes.
+
+    A new dim that is split is made split: each rank makes its own copies. Otherwise as `rearrange`.
+
+    >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
+    [[0, 0, 0], [1, 1, 1]]
+    """
+    if _is_einops(expression) and sizes is None and not isinstance(x, DTensor) and not _holds_dtensors(x):
+        return einops.repeat(x, expression, **keywords)
+    return _applied("repeat", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_einops(expression: object) -> bool:
+    """Whether an expression has nothing that einops doesn't know."""
+    return not isinstance(expression, str) or not any(sign in expression for sign in "@|=")
+
+
+def _holds_dtensors(x: Any) -> bool:
+    return type(x) is list and any(isinstance(each, DTensor) for each in x)
+
+
+def _applied(
+    kind: str,
+    x: Any,
+    expression: str,
+    op: Op,
+    mesh: Mesh | None,
+    comm_dtype: Dtypes,
+    async_op: bool,
+    sizes: Sizes | None,
+    keywords: Mapping[str, int],
+) -> torch.Tensor:
+    x = _stacked(kind, x) if type(x) is list else x
+    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
+    if isinstance(x, DTensor):
+        return global_view.apply(kind, expression, op, (x,), mesh, given, comm_dtype, async_op)
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"axes.{kind} with '@' takes a tensor; found {type(x).__name__}")
+    return local_view.apply(kind, expression, op, (x,), mesh, given, comm_dtype, async_op)
+
+
+def _stacked(kind: str, tensors: list[Any]) -> torch.Tensor:
+    """A list of tensors as one with a new first dim, as einops takes it."""
+    distributed = [isinstance(x, DTensor) for x in tensors]
+    if any(distributed) and not all(distributed):
+        raise ShardingError(f"axes.{kind} takes DTensors or plain tensors, not both; found a list of both")
+    if any(distributed) and len({(x.device_mesh, x.placements) for x in tensors}) > 1:
+        raise ShardingError("a list of DTensors has one sharding; found several. axes.reshard them before")
+    return torch.stack(tensors)
+
+

@@ -1,0 +1,90 @@
+"""`einsum`: sums of products by name, on whole and on sharded tensors.
+
+    h = axes.einsum(x, w, "b s d, d f@tp -> b s f@tp")             # column parallel; b and s flow
+    y = axes.einsum(h, v, "b s f@tp, f@tp d -> b s@tp d")          # row parallel, reduce-scattered
+
+A name that several operands share is multiplied, one that the result lacks is summed. On ordinary
+tensors without `@` it is einops':
+
+>>> import torch
+>>> einsum(torch.ones(2, 3), torch.ones(3, 4), "a k, k b -> a b").tolist()
+[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]
+
+What is split is multiplied where it lies. A sum over a split name is pending, and the right side
+says what becomes of it: summed everywhere (`b s d`), summed and scattered (`b s@tp d`), or kept
+(`| sum@tp`, `| *`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import einops
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import ExpressionError, ShardingError
+from axes.algebra.mesh import Mesh
+from axes.ops import global_view, local_view
+from axes.runtime.redistribute import Dtypes
+
+
+def einsum(
+    *tensors_and_expression: Any,
+    mesh: Mesh | None = None,
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> Any:
+    """The einsum of any number of tensors by the expression that comes last.
+
+    All operands are DTensors, or all are plain tensors that hold this rank's shard; their results
+    and gradients are those of `torch.einsum` on the whole. One axis splits one name of all the
+    operands, or is pending in one of them. Groups of names are opened and merged as in `rearrange`;
+    keywords are sizes, where the operands leave them open.
+
+    | expression | is |
+    | --- | --- |
+    | `"b s d, d f@tp -> b s f@tp"` | a local product |
+    | `"b s f@tp, f@tp d -> b s@tp d"` | product, reduce-scatter |
+    | `"b s f@tp, f@tp d -> b s d"` | product, all-reduce |
+    | `"b s f, f d -> b s d | *"` | product; pending where f is split |
+
+    Raises `ExpressionError`, `SizeError`, `MeshError` or `ShardingError` on every rank before
+    anything is sent: operands that disagree on a name are shown with the reshard that helps.
+
+    >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
+    5.0
+    """
+    *tensors, expression = tensors_and_expression or (None,)
+    distributed = [isinstance(x, DTensor) for x in tensors]
+    if not any(distributed) and sizes is None and not keywords and _is_einops(expression):
+        return einops.einsum(*tensors_and_expression)
+    if not isinstance(expression, str):
+        raise ExpressionError(f"the last argument of einsum is the expression; found {type(expression).__name__}")
+    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
+    if tensors and all(distributed):
+        return global_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op)
+    _check_plain(tensors, distributed)
+    return local_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_einops(expression: object) -> bool:
+    """Whether an expression has nothing that einops doesn't know."""
+    return not isinstance(expression, str) or not any(sign in expression for sign in "@|=")
+
+
+def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:
+    if any(distributed):
+        plain = distributed.index(False) + 1
+        raise ShardingError(
+            f"einsum takes DTensors or plain tensors, not both: operand {plain} is plain. Make it a DTensor with "
+            "axes.shard or axes.from_local, or take the shards of the others with axes.to_local"
+        )
+    for number, x in enumerate(tensors):
+        if not isinstance(x, torch.Tensor):
+            raise ShardingError(f"operand {number + 1} of einsum isn't a tensor but {type(x).__name__}")

@@ -1,0 +1,345 @@
+"""Recipes on DTensors: one autograd function per call, whose gradient is one more recipe.
+
+    y = apply("einsum", "b s d, d f@tp -> b s f@tp", "sum", (x, w))
+
+The shards are taken out, a `Program` runs on them outside of autograd, and a DTensor is put around
+the result. Backward takes the cotangent in whatever sharding it comes: the gradient's recipe is
+derived from the forward's (`axes.algebra.flow.gradient`), applied the same way, and can be
+differentiated again. What a gradient has pending stays so until something needs it: a leaf resolves
+its own once, when everything that goes into it has been added up.
+
+Each call costs one look-up by text and specs. A spec (torch's `DTensorSpec`) is one object per kind
+of result, so that the next call finds it by identity.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.ambient import ambient_mesh
+from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.flow import Recipe, gradient, recipe
+from axes.algebra.flow.recipe import Op
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import PendingReduction, Sharding
+from axes.ops.recipes import Program, bind, move
+from axes.runtime import torch_private
+from axes.runtime.border import contiguous_strides
+from axes.runtime.groups import current_world
+from axes.runtime.redistribute import Dtypes, both
+from axes.runtime.sharded import torch_placements
+
+Sizes = tuple[tuple[str, Any], ...]
+Spec = Any
+"""torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
+
+_LINEAR_OPS = ("sum", "mean")
+
+
+@dataclass(frozen=True, eq=False)
+class Global:
+    """A program for DTensors: what it does to their shards, and what is put around the result."""
+
+    program: Program
+    device_mesh: Any
+    placements: tuple[Any, ...]
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the program was made from."""
+        return self.program.recipe
+
+    def run(self, operands: Sequence[DTensor]) -> DTensor:
+        """The program on DTensors, outside of autograd."""
+        local = self.program.run(*[torch_private.local_of(x) for x in operands])
+        strides = None if local.is_contiguous() else local.stride()
+        return torch_private.dtensor(local, _spec(self, local.dtype, strides))
+
+
+@functools.lru_cache(maxsize=8192)
+def _spec(made: Global, dtype: torch.dtype, strides: tuple[int, ...] | None) -> Spec:
+    """What the result of a program knows of itself; `strides` are those of a local that isn't contiguous."""
+    shape = made.recipe.result.shape
+    whole = contiguous_strides(shape) if strides is None else _whole_strides(shape, strides)
+    return torch_private.dtensor_spec(made.device_mesh, made.placements, shape, whole, dtype)
+
+
+def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the whole with the dims in the order of memory that they have locally."""
+    found = [0] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        if strides[dim] or shape[dim] == 1:
+            found[dim] = step
+            step *= max(1, shape[dim])
+    return tuple(found)
+
+
+def apply(
+    kind: str,
+    text: str,
+    op: Op,
+    operands: Sequence[DTensor],
+    mesh: Mesh | None = None,
+    sizes: Sizes = (),
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+) -> DTensor:
+    """The operation on DTensors."""
+    specs = tuple([torch_private.spec_of(x) for x in operands])
+    ambient = ambient_mesh() if mesh is None else mesh
+    made = _made(current_world().era, kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    if torch.is_grad_enabled() and any([x.requires_grad for x in operands]):
+        for x in operands:
+            if x.is_leaf and x.requires_grad:
+                resolve_at_leaf(x)
+        return _function(made).apply(made, *operands)
+    return made.run(operands)
+
+
+@functools.lru_cache(maxsize=8192)
+def _made(
+    era: object,
+    kind: str,
+    text: str,
+    op: Op,
+    specs: tuple[Spec, ...],
+    mesh: Mesh | None,
+    given: bool,
+    sizes: Sizes,
+    comm_dtype: Dtypes,
+    async_op: bool,
+) -> Global:
+    """The program for operands with these specs. `mesh` is passed where it is `given`, else ambient."""
+    own = Mesh.from_device_mesh(specs[0].mesh)
+    where = mesh if mesh is not None and (given or mesh.universe == own.universe) else own
+    shardings = tuple(sharding_of_spec(spec) for spec in specs)
+    found = recipe(kind, text, op, shardings, tuple(tuple(spec.shape) for spec in specs), where, sizes)
+    return _global(found, specs[0].mesh, comm_dtype, async_op)
+
+
+def _global(found: Recipe, device_mesh: Any, comm_dtype: Dtypes, async_op: bool) -> Global:
+    placements = torch_placements(found.result.output)
+    return Global(bind(found, "global", comm_dtype, async_op), device_mesh, placements)
+
+
+def sharding_of_spec(spec: Spec) -> Sharding:
+    """The sharding of a DTensor with this spec; `ShardingError` for what placements don't show."""
+    if not torch_private.has_default_order(spec):
+        raise ShardingError(
+            f"{spec.placements} with a shard_order of its own isn't supported; redistribute to the mesh's order first"
+        )
+    return Sharding.from_placements(Mesh.from_device_mesh(spec.mesh), spec.placements, len(spec.shape))
+
+
+# --- gradients
+
+
+def _function(made: Global) -> type[torch.autograd.Function]:
+    op = made.recipe.op
+    if made.recipe.kind != "reduce" or op in _LINEAR_OPS:
+        return _Linear
+    return _Extreme if op in ("max", "min") else _Other
+
+
+class _Linear(torch.autograd.Function):
+    """What is linear in each operand. The gradient is a recipe of the same kind, and differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Global, *operands: DTensor) -> DTensor:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        if len(operands) > 1:
+            ctx.save_for_backward(*operands)
+        return made.run(operands)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        if cotangent is None:
+            return (None,) * (1 + len(needed))
+        operands = ctx.saved_tensors if len(needed) > 1 else (None,)
+        found: list[DTensor | None] = [None]
+        for index, wanted in enumerate(needed):
+            others = [x for at, x in enumerate(operands) if at != index]
+            found.append(_pulled(ctx.made, index, cotangent, others) if wanted else None)
+        return tuple(found)
+
+
+def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
+    """The gradient of one operand."""
+    back = _gradient(made, index, torch_private.spec_of(cotangent))
+    if torch.is_grad_enabled():
+        return _Linear.apply(back, cotangent, *others)
+    return back.run((cotangent, *others))
+
+
+@functools.lru_cache(maxsize=8192)
+def _gradient(made: Global, index: int, spec: Spec) -> Global:
+    """The program of the gradient of operand `index`, for a cotangent with this spec."""
+    forward = made.recipe
+    if forward.op not in _LINEAR_OPS and forward.kind == "reduce":
+        forward = _as_sum(forward)
+    back = gradient(forward, index, _arrived(forward, made, spec))
+    _, dtype = both(made.program.comm_dtype)
+    return _global(back, made.device_mesh, (dtype, dtype), async_op=False)
+
+
+def _arrived(forward: Recipe, made: Global, spec: Spec) -> Sharding:
+    """How a cotangent is sharded, on the mesh of the forward."""
+    found = sharding_of_spec(spec)
+    if found.mesh.universe != forward.mesh.universe or found.mesh.layouts != forward.mesh.layouts:
+        raise MeshError(f"the gradient of a tensor on {forward.mesh!r} came on {found.mesh!r}\nin  {forward.text}")
+    if found.mesh.axis_names != forward.mesh.axis_names:
+        return Sharding.from_placements(forward.mesh, spec.placements, len(spec.shape))
+    return replace(found, mesh=forward.mesh)
+
+
+def _as_sum(forward: Recipe) -> Recipe:
+    """The sum with the same names: its gradient takes a value to every place that was reduced to it."""
+
+    def summed(sharding: Sharding) -> Sharding:
+        entries = tuple(PendingReduction("sum", p.axes) for p in sharding.pending)
+        return replace(sharding, pending=entries)
+
+    result = forward.result
+    kept = replace(
+        result,
+        derived=summed(result.derived),
+        target=summed(result.target),
+        closed=summed(result.closed),
+        output=summed(result.output),
+    )
+    return replace(forward, op="sum", result=kept)
+
+
+class _Extreme(torch.autograd.Function):
+    """A maximum or minimum. The gradient goes to where it was reached, in equal parts."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Global, x: DTensor) -> DTensor:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        y = made.run((x,))
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[None, DTensor | None]:
+        if cotangent is None:
+            return None, None
+        made, (x, y) = ctx.made, ctx.saved_tensors
+        _check_resolved(made.recipe)
+        spread = _gradient(made, 0, torch_private.spec_of(y))
+        there = _gradient(made, 0, torch_private.spec_of(cotangent))
+        local = torch_private.local_of(x)
+        reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
+        count = spread.program.run(_counting(made).run(reached))
+        share = reached / count
+        taken = there.program.run(torch_private.local_of(cotangent))
+        value = (taken * share).contiguous()
+        return None, torch_private.dtensor(value, _spec(there, value.dtype, None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _counting(made: Global) -> Program:
+    """The sum with the same names as a maximum."""
+    return bind(_as_sum(made.recipe), "global")
+
+
+def _check_resolved(made: Recipe) -> None:
+    pending = [p for s in (made.inputs[0].source, made.result.output) for p in s.pending]
+    if pending:
+        raise ShardingError(
+            f"a {made.op} is differentiable where it is resolved in the same expression; found {pending[0]} pending\n"
+            f"in  {made.text}\nname its axes on the left and leave out the '|'"
+        )
+
+
+class _Other(torch.autograd.Function):
+    """A product or a function of the caller's: differentiated by torch on this rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Global, x: DTensor) -> DTensor:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        local = torch_private.local_of(x).detach().requires_grad_()
+        with torch.enable_grad():
+            value = made.program.run(local)
+        ctx.graph = local, value
+        out = value.detach()
+        strides = None if out.is_contiguous() else out.stride()
+        return torch_private.dtensor(out, _spec(made, out.dtype, strides))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[None, DTensor | None]:
+        made, (local, value) = ctx.made, ctx.graph
+        if cotangent is None or not value.requires_grad:
+            return None, None
+        result = made.recipe.result
+        spec = torch_private.spec_of(cotangent)
+        plain = replace(result.output, pending=())
+        moving = move(_arrived(made.recipe, made, spec), plain, result.shape, "global", None)
+        arrived = torch_private.local_of(cotangent)
+        (found,) = torch.autograd.grad(value, local, arrived if moving is None else moving(arrived), allow_unused=True)
+        if found is None:
+            return None, None
+        return None, torch_private.dtensor(found.contiguous(), _unreduced(made, found.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _unreduced(made: Global, dtype: torch.dtype) -> Spec:
+    """What a gradient with the operand's own splits knows of itself."""
+    operand = made.recipe.inputs[0]
+    placements = torch_placements(replace(operand.source, pending=()))
+    strides = contiguous_strides(operand.shape)
+    return torch_private.dtensor_spec(made.device_mesh, placements, operand.shape, strides, dtype)
+
+
+# --- leaves
+
+
+def resolve_at_leaf(leaf: DTensor) -> None:
+    """Has the gradient of a leaf resolved to the leaf's own sharding, once, when it is accumulated."""
+    if not any(hook is _resolved_to or getattr(hook, "func", None) is _resolved_to for hook in torch_private.hooks_of(leaf)):
+        leaf.register_hook(functools.partial(_resolved_to, torch_private.spec_of(leaf)))
+
+
+def _resolved_to(leaf: Spec, found: torch.Tensor) -> DTensor | None:
+    """A gradient in the sharding of its leaf, nothing pending; None where it is so already."""
+    if not isinstance(found, DTensor):
+        return None
+    stage = _resolving(current_world().era, leaf, torch_private.spec_of(found))
+    return None if stage is None else stage(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolving(era: object, leaf: Spec, found: Spec) -> Callable[[DTensor], DTensor] | None:
+    target, source = sharding_of_spec(leaf), sharding_of_spec(found)
+    target = replace(target, pending=())
+    shape = tuple(leaf.shape)
+    if source.mesh != target.mesh:
+        return None  # torch's own accumulation says what is wrong
+    stage = move(source, target, shape, "global", None)
+    if stage is None:
+        return None
+    placements = torch_placements(target)
+
+    def resolved(gradient_: DTensor) -> DTensor:
+        with torch.no_grad():
+            local = stage(torch_private.local_of(gradient_))
+        spec = torch_private.dtensor_spec(leaf.mesh, placements, shape, contiguous_strides(shape), local.dtype)
+        return torch_private.dtensor(local.contiguous(), spec)
+
+    return resolved
+
+
+__all__ = ["Global", "apply", "resolve_at_leaf", "sharding_of_spec"]

@@ -1,0 +1,67 @@
+"""Recipes on plain tensors that hold this rank's shard: the same expressions, under torch's autograd.
+
+    y = apply("rearrange", "b s@cp (h d) -> b s h@cp d", "", (x,), mesh, (("h", 16),))
+
+The left side declares what the shards are; `redistribute` brings the gradients of what is sent, by
+the rules of the local view, and torch's autograd those of everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from axes.algebra.ambient import required_mesh
+from axes.algebra.errors import MeshError
+from axes.algebra.flow import recipe
+from axes.algebra.flow.recipe import Op
+from axes.algebra.mesh import Mesh
+from axes.ops.recipes import Program, bind
+from axes.runtime.groups import current_world
+from axes.runtime.redistribute import Dtypes
+
+Sizes = tuple[tuple[str, Any], ...]
+
+ALONE = Mesh("rank=1")
+"""Where an expression is looked up that names no axis."""
+
+
+def apply(
+    kind: str,
+    text: str,
+    op: Op,
+    operands: Sequence[torch.Tensor],
+    mesh: Mesh | None = None,
+    sizes: Sizes = (),
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+) -> torch.Tensor:
+    """The operation on this rank's shards."""
+    shapes = tuple([x.shape for x in operands])
+    if "@" in text:
+        mesh = required_mesh(mesh, f"axes.{kind} of plain tensors")
+    else:
+        mesh = ALONE
+    era = None if mesh.binding is None else current_world().era
+    return _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op).run(*operands)
+
+
+@functools.lru_cache(maxsize=8192)
+def _made(
+    era: object,
+    kind: str,
+    text: str,
+    op: Op,
+    shapes: tuple[torch.Size, ...],
+    mesh: Mesh,
+    sizes: Sizes,
+    comm_dtype: Dtypes,
+    async_op: bool,
+) -> Program:
+    if mesh.coordinate is None:
+        raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {text}")
+    found = recipe(kind, text, op, (None,) * len(shapes), tuple(tuple(shape) for shape in shapes), mesh, sizes)
+    return bind(found, "local", comm_dtype, async_op)

@@ -1,0 +1,348 @@
+"""Recipes made ready: what an expression does to this rank's tensors, as one function.
+
+    program = bind(recipe, "global")
+    local = program.run(*locals)            # gather? -> view -> move? -> compute -> move? -> view
+
+`bind` turns a recipe of the algebra into a `Program`, a chain of few functions: einops (or a matrix
+product) on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing moves, all
+of it is one einops call with this rank's sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import einops
+import torch
+
+from axes.algebra.flow import Input, Recipe, unmoved
+from axes.algebra.flow.recipe import Groups, Shape
+from axes.algebra.sharding import Sharding
+from axes.ops.contraction import contraction
+from axes.runtime.redistribute import Dtypes, redistribute
+
+Run = Callable[..., torch.Tensor]
+Stage = Callable[[torch.Tensor], torch.Tensor]
+View = Literal["global", "local"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recipe, made ready for one rank. `run` takes and gives local tensors.
+
+    comm_dtype: as in `redistribute`. sends: whether `run` moves data, or might.
+    """
+
+    recipe: Recipe
+    run: Run
+    view: View
+    comm_dtype: Dtypes
+    sends: bool
+
+    # One program is made per key, so identity will do, and hashing a recipe would be slow.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def bind(found: Recipe, view: View, comm_dtype: Dtypes = None, async_op: bool = False) -> Program:
+    """The program of a recipe on the rank that its mesh is seen from."""
+    if found.mesh.coordinate is None:
+        return Program(found, _nothing, view, comm_dtype, False)
+    last = _last(found, view, comm_dtype, async_op)
+    feeds = [_feed(found, i, view, comm_dtype) for i in found.inputs]
+    compute = _compute(found, [feed is None for feed in feeds], merged=last is None)
+    return Program(found, _chained(feeds, compute, last), view, comm_dtype, bool(found.moves))
+
+
+def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
+    """What a rank outside the mesh does: its shard is empty."""
+    return locals_[0].new_empty(0)
+
+
+def _chained(feeds: Sequence[Stage | None], compute: Run, last: Stage | None) -> Run:
+    """`last(compute(*feeds))`, where most of it is nothing."""
+    if all(feed is None for feed in feeds):
+        return compute if last is None else lambda *xs: last(compute(*xs))
+    if len(feeds) == 1:
+        (feed,) = feeds
+        assert feed is not None
+        return (lambda x: compute(feed(x))) if last is None else (lambda x: last(compute(feed(x))))
+
+    def run(*locals_: torch.Tensor) -> torch.Tensor:
+        fed = [x if feed is None else feed(x) for feed, x in zip(feeds, locals_, strict=True)]
+        value = compute(*fed)
+        return value if last is None else last(value)
+
+    return run
+
+
+# --- moves
+
+
+def move(
+    source: Sharding, target: Sharding, shape: Shape, view: View, comm_dtype: Dtypes, async_op: bool = False
+) -> Stage | None:
+    """The redistribution as a function of the local tensor; None where there is nothing to do."""
+    if unmoved(source, target, shape):
+        return None
+    (source, source_same), (target, target_same) = map(unmarked, (source, target))
+    return functools.partial(
+        _redistributed,
+        source=source,
+        target=target,
+        shape=shape,
+        view=view,
+        comm_dtype=comm_dtype,
+        async_op=async_op,
+        source_same=source_same,
+        target_same=target_same,
+    )
+
+
+def _redistributed(x: torch.Tensor, **how: Any) -> torch.Tensor:
+    return redistribute(x, **how)
+
+
+@functools.lru_cache(maxsize=4096)
+def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[str, ...]]:
+    """A sharding without what is `same`, and the axes that are: they are about gradients alone."""
+    same = tuple(axis for p in sharding.pending if p.op == "same" for axis in p.axes)
+    if not same:
+        return sharding, ()
+    return replace(sharding, pending=tuple(p for p in sharding.pending if p.op != "same")), same
+
+
+def _joined(stages: Iterable[Stage | None]) -> Stage | None:
+    found = [stage for stage in stages if stage is not None]
+    if len(found) <= 1:
+        return found[0] if found else None
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for stage in found:
+            x = stage(x)
+        return x
+
+    return run
+
+
+def _feed(found: Recipe, operand: Input, view: View, comm_dtype: Dtypes) -> Stage | None:
+    """From an operand to what the local computation takes; None where it takes the operand itself.
+
+    Otherwise what it takes has one dim per atom.
+    """
+    gathering = move(operand.source, operand.opened, operand.shape, view, comm_dtype)
+    moving = move(operand.elementary, operand.prepared, found.shape_of(operand.atoms), view, comm_dtype)
+    if gathering is None and moving is None:
+        return None
+    return _joined([gathering, _opening(found, operand), moving])
+
+
+def _opening(found: Recipe, operand: Input) -> Stage | None:
+    """One dim per atom."""
+    if all(len(group) == 1 for group in operand.groups):
+        return None
+    shape = operand.elementary.local_shape(found.shape_of(operand.atoms))
+    return lambda x: x.reshape(shape)
+
+
+def _last(found: Recipe, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
+    """From the derived result, with one dim per atom, to the result; None where that only merges dims."""
+    result = found.result
+    slicing = move(result.closed, result.output, result.shape, view, comm_dtype, async_op)
+    moving = move(
+        result.derived, result.target, found.shape_of(result.atoms), view, comm_dtype, async_op and slicing is None
+    )
+    if moving is None and slicing is None:
+        return None
+    return _joined([moving, _merging(found), slicing])
+
+
+def _merging(found: Recipe) -> Stage | None:
+    result = found.result
+    if all(len(group) == 1 for group in result.groups):
+        return None
+    shape = result.closed.local_shape(result.shape)
+    return lambda x: x.reshape(shape)
+
+
+# --- local computation
+
+
+def _compute(found: Recipe, raw: Sequence[bool], merged: bool) -> Run:
+    """The local computation on operands that are as they came (`raw`) or opened into atoms.
+
+    The result is `merged` into its dims, or has one dim per atom.
+    """
+    local = _local_sizes(found)
+    terms = [i.groups if as_is else _singles(i.atoms) for i, as_is in zip(found.inputs, raw, strict=True)]
+    goal = found.result.groups if merged else _singles(found.result.atoms)
+    if len(terms) == 1 and not _repeats(found.result.atoms) and not _repeats(found.inputs[0].atoms):
+        return _single(found, terms[0], goal, local)
+    return _several(found, terms, goal, local)
+
+
+def _singles(atoms: Sequence[str]) -> Groups:
+    return tuple((atom,) for atom in atoms)
+
+
+def _repeats(atoms: Sequence[str]) -> bool:
+    return len(set(atoms)) < len(atoms)
+
+
+def _local_sizes(found: Recipe) -> dict[str, int]:
+    """What this rank has of each atom during the local computation."""
+    sizes: dict[str, int] = {}
+    for atoms, sharding in [
+        *((i.atoms, i.prepared) for i in found.inputs),
+        (found.result.atoms, found.result.derived),
+    ]:
+        sizes.update(zip(atoms, sharding.local_shape(found.shape_of(atoms)), strict=True))
+    return sizes
+
+
+def _single(found: Recipe, term: Groups, goal: Groups, local: Mapping[str, int]) -> Run:
+    """One operand: an einops call."""
+    have = {atom for group in term for atom in group}
+    want = {atom for group in goal for atom in group}
+    letters = {atom: f"x{number}" for number, atom in enumerate(dict.fromkeys([*have, *want]))}
+    reduced, added = [a for a in have if a not in want], [a for a in want if a not in have]
+    if reduced and added:
+        middle = _singles([a for group in term for a in group if a in want])
+        first, then = _single(found, term, middle, local), _single(replace(found, divisor=1), middle, goal, local)
+        return lambda x: then(first(x))
+    grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
+    sizes = {letters[a]: local[a] for a in local if a in letters and (a in grouped or a in added)}
+    pattern = f"{_pattern(term, letters)} -> {_pattern(goal, letters)}"
+    if not reduced and not added and found.divisor == 1:
+        if term == goal:
+            return _same
+        return functools.partial(einops.rearrange, pattern=pattern, **sizes)
+    if not reduced:
+        repeat = functools.partial(einops.repeat, pattern=pattern, **sizes)
+        return repeat if found.divisor == 1 else _scaled_first(repeat, found.divisor)
+    return _reduction(found, pattern, sizes, math.prod(local[a] for a in reduced))
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _pattern(groups: Groups, letters: Mapping[str, str]) -> str:
+    texts = (" ".join(letters[atom] for atom in group) for group in groups)
+    return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
+
+
+def _scaled_first(run: Run, divisor: int) -> Run:
+    return lambda x: run(x / divisor)
+
+
+def _reduction(found: Recipe, pattern: str, sizes: Mapping[str, int], count: int) -> Run:
+    """A reduction of `count` elements each; of none, it gives the reduction's identity."""
+    reduce = functools.partial(einops.reduce, pattern=pattern, **sizes)
+    op = found.op
+    if op in ("max", "min") and count == 0 and all(found.size.values()):
+        return functools.partial(_identity, functools.partial(reduce, reduction="sum"), op)
+    if found.divisor == 1:
+        return functools.partial(reduce, reduction=op)
+    if op != "mean":
+        return lambda x: reduce(x, reduction="sum") / found.divisor
+    # This rank's share of the mean: its own mean, by how much of the whole it has.
+    weight = count * found.multiplier / found.divisor
+    if weight == 1:
+        return functools.partial(reduce, reduction="mean")
+    op = "mean" if count else "sum"
+    return lambda x: reduce(x, reduction=op) * weight
+
+
+def _identity(total: Run, op: str, x: torch.Tensor) -> torch.Tensor:
+    """The maximum or minimum of nothing, which still is a function of `x` as on every other rank."""
+    info = torch.finfo(x.dtype) if x.is_floating_point() else None
+    if x.dtype is torch.bool:
+        return total(x).to(x.dtype) if op == "max" else ~total(x).to(x.dtype)
+    limits = torch.iinfo(x.dtype) if info is None else None
+    least = -math.inf if limits is None else limits.min
+    most = math.inf if limits is None else limits.max
+    return (total(x) + (least if op == "max" else most)).to(x.dtype)
+
+
+def _several(found: Recipe, terms: Sequence[Groups], goal: Groups, local: Mapping[str, int]) -> Run:
+    """Several operands, or a diagonal: a contraction, with views around it where dims are groups."""
+    atoms = tuple(tuple(atom for group in term for atom in group) for term in terms)
+    known = {atom for each in atoms for atom in each}
+    flat = tuple(atom for group in goal for atom in group)
+    kept = tuple(dict.fromkeys(atom for atom in flat if atom in known))
+    opening = [_reshaping(term, local) for term in terms]
+    conjugate = [i.conjugate for i in found.inputs]
+    product = contraction(atoms, kept)
+    scaling = [] if found.divisor == 1 else [lambda x: x / found.divisor]
+    after = _joined([*scaling, *_finishing(kept, flat, goal, local)])
+    if after is None and not any(opening) and not any(conjugate):
+        return product
+    prepare = [_preparing(o, c) for o, c in zip(opening, conjugate, strict=True)]
+
+    def run(*xs: torch.Tensor) -> torch.Tensor:
+        value = product(*[x if p is None else p(x) for p, x in zip(prepare, xs, strict=True)])
+        return value if after is None else after(value)
+
+    return run
+
+
+def _reshaping(groups: Groups, local: Mapping[str, int]) -> Stage | None:
+    if all(len(group) == 1 for group in groups):
+        return None
+    shape = tuple(local[atom] for group in groups for atom in group)
+    return lambda x: x.reshape(shape)
+
+
+def _preparing(opening: Stage | None, conjugate: bool) -> Stage | None:
+    if not conjugate:
+        return opening
+    if opening is None:
+        return lambda x: x.conj() if x.is_complex() else x
+    return lambda x: opening(x.conj() if x.is_complex() else x)
+
+
+def _finishing(kept: Sequence[str], flat: Sequence[str], goal: Groups, local: Mapping[str, int]) -> list[Stage]:
+    """Missing atoms repeated, diagonals written, dims merged."""
+    stages: list[Stage] = []
+    distinct = tuple(dict.fromkeys(flat))
+    if tuple(kept) != distinct:
+        shape = tuple(local[atom] for atom in distinct)
+        stages.append(functools.partial(_repeated, kept=tuple(kept), atoms=distinct, shape=shape))
+    if len(distinct) < len(flat):
+        shape = tuple(local[atom] for atom in flat)
+        stages.append(functools.partial(_on_diagonal, atoms=distinct, goal=tuple(flat), shape=shape))
+    if any(len(group) != 1 for group in goal):
+        merged = tuple(math.prod(local[atom] for atom in group) for group in goal)
+        stages.append(lambda x: x.reshape(merged))
+    return stages
+
+
+def _repeated(x: torch.Tensor, kept: Sequence[str], atoms: Sequence[str], shape: Shape) -> torch.Tensor:
+    """`x` with the atoms that it lacks as repeated dims."""
+    x = x.permute([kept.index(atom) for atom in atoms if atom in kept])
+    for at, atom in enumerate(atoms):
+        x = x if atom in kept else x.unsqueeze(at)
+    return x.expand(shape)
+
+
+def _on_diagonal(x: torch.Tensor, atoms: Sequence[str], goal: Sequence[str], shape: Shape) -> torch.Tensor:
+    """`x` on the diagonal of the dims that stand repeatedly, zero elsewhere."""
+    out = x.new_zeros(shape)
+    view = out
+    names = list(goal)
+    while len(set(names)) < len(names):
+        atom = next(name for name in names if names.count(name) > 1)
+        first = names.index(atom)
+        second = names.index(atom, first + 1)
+        view = view.diagonal(0, first, second)
+        del names[second], names[first]
+        names.append(atom)
+    view.copy_(x.permute([atoms.index(name) for name in names]))
+    return out
