@@ -44,11 +44,7 @@ def declared(
         products.insert(0, Product(names, (), world_size, f"the axes over the {world_size} ranks"))
     else:
         # Without a number of ranks, each axis has a size of its own or one from an equation.
-        products.extend(
-            Product((name,), (name,), 1, "each axis has a size")
-            for name in names
-            if name not in given
-        )
+        products.extend(Product((name,), (name,), 1, "each axis has a size") for name in names if name not in given)
     solved = solve(products, given)
     layouts = row_major([solved[name] for name in names])
     return _with_equations(dict(zip(names, layouts, strict=True)), equations, solved)
@@ -98,9 +94,7 @@ def _as_product(equation: Equation) -> Product:
     return Product(left, right, 1, equation.text)
 
 
-def _with_equations(
-    namespace: dict[str, Layout], equations: Sequence[Equation], sizes: Sizes
-) -> dict[str, Layout]:
+def _with_equations(namespace: dict[str, Layout], equations: Sequence[Equation], sizes: Sizes) -> dict[str, Layout]:
     for equation in equations:
         namespace.update(_new_names(namespace, equation, sizes))
     return namespace
@@ -109,9 +103,7 @@ def _with_equations(
 def _new_names(namespace: Namespace, equation: Equation, sizes: Sizes) -> dict[str, Layout]:
     """The new names of one equation with their layouts; none where it is an assertion that holds."""
     new_side = _new_side(namespace, equation)
-    new, known = (
-        (equation.left, equation.right) if new_side == 0 else (equation.right, equation.left)
-    )
+    new, known = (equation.left, equation.right) if new_side == 0 else (equation.right, equation.left)
     try:
         whole = Layout.product(*(namespace[item.name] for item in known))
         if new_side is None:

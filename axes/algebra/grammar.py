@@ -536,7 +536,9 @@ def parse_spec(text: str) -> Spec:
     """
     expression = parse_tensor(text)
     if expression.results is not None:
-        raise ExpressionError("expected one spec, found an expression with '->'", text, text.index("->"), text.index("->") + 2)
+        raise ExpressionError(
+            "expected one spec, found an expression with '->'", text, text.index("->"), text.index("->") + 2
+        )
     if len(expression.operands) != 1:
         raise ExpressionError(f"expected one spec, found {len(expression.operands)}", text, 0, len(text))
     return expression.operands[0]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 from axes.algebra.errors import MeshError, SizeError
 
@@ -45,6 +46,7 @@ class Layout:
 
     modes: tuple[Mode, ...]
     size: int
+    _hash: int
 
     def __init__(self, sizes: Iterable[int] = (), strides: Iterable[int] = ()):
         sizes, strides = tuple(sizes), tuple(strides)
@@ -80,7 +82,7 @@ class Layout:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Layout is immutable")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return Layout, (self.sizes, self.strides)
 
     def __eq__(self, other: object) -> bool:

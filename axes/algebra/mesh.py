@@ -88,6 +88,8 @@ class Mesh:
     ranks_per_node: int | None
     binding: Any
     size: int
+    _hash: int
+    _view: int | None
 
     def __init__(
         self,
@@ -132,9 +134,7 @@ class Mesh:
         put("binding", binding)
         put("size", _whole(axis_names, layouts).size)
         put("_view", view)
-        put(
-            "_hash", hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding))
-        )
+        put("_hash", hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding)))
 
     def _with(self, **changed: Any) -> Mesh:
         fields = {
@@ -171,9 +171,7 @@ class Mesh:
     @property
     def shape(self) -> dict[str, int]:
         """Size of each axis, in order."""
-        return {
-            name: layout.size for name, layout in zip(self.axis_names, self.layouts, strict=True)
-        }
+        return {name: layout.size for name, layout in zip(self.axis_names, self.layouts, strict=True)}
 
     @property
     def names(self) -> dict[str, int]:
@@ -188,9 +186,7 @@ class Mesh:
         """
         if self._view is not None:
             return self._view
-        return (
-            seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
-        )
+        return seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
 
     @property
     def layout_of_all(self) -> Layout:
@@ -206,9 +202,7 @@ class Mesh:
         try:
             return self.namespace[name]
         except (KeyError, TypeError):
-            raise MeshError(
-                f"the mesh has no axis {shortened(name)}{suggestion(str(name), self.namespace)}"
-            ) from None
+            raise MeshError(f"the mesh has no axis {shortened(name)}{suggestion(str(name), self.namespace)}") from None
 
     def axis(self, name: str) -> Axis:
         """The axis of a name, seen from this mesh's rank.
@@ -232,9 +226,7 @@ class Mesh:
         for name in wanted:
             self.layout(name)
             if wanted.count(name) > 1:
-                raise MeshError(
-                    f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]"
-                )
+                raise MeshError(f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]")
         return self._with(axis_names=wanted)
 
     # ranks
@@ -300,9 +292,7 @@ class Mesh:
 
     # new meshes
 
-    def rearrange(
-        self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int
-    ) -> Mesh:
+    def rearrange(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with its axes split, flattened, renamed or reordered by a mesh expression.
 
         The left side describes the axes as they are, in order; the right side lists those of the
@@ -322,9 +312,7 @@ class Mesh:
             return _rearranged(self, expression, given)
         return _rearranged(self._with(view=None), expression, given).at(self._view)
 
-    def explain(
-        self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int
-    ) -> Explanation:
+    def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
         """How `rearrange` reads an expression: the sizes solved and the layout operations.
 
         >>> print(Mesh("dp=8 tp=2").explain("(a b) tp -> tp a b", a=2))
@@ -335,9 +323,7 @@ class Mesh:
         program = mesh_expression.compile(self, expression, dict(written_sizes(keywords, sizes)))
         return Explanation(program.lines())
 
-    def define(
-        self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int
-    ) -> Mesh:
+    def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.
 
         >>> Mesh("dp=2 cp=2 tp=2").define("loss = dp cp").names["loss"]
@@ -347,9 +333,7 @@ class Mesh:
         namespace = defined(self.namespace, parsed, keywords, sizes)
         return self._with(namespace=namespace)
 
-    def sharding(
-        self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int
-    ) -> Sharding:
+    def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
         """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
 
         `sizes` and keywords are the sizes of factors of grouped dims, where they can't be left open.
@@ -389,9 +373,7 @@ class Mesh:
                 "Make it with axes.init_mesh(...)"
             )
         if self._view is not None and self._view != seam.runtime(what).rank():
-            raise MeshError(
-                f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)"
-            )
+            raise MeshError(f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)")
 
     def __enter__(self) -> Mesh:
         ambient.push(self)
@@ -418,7 +400,7 @@ class Mesh:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         namespace = tuple(self.namespace.items())
         return _unpickled, (
             self.universe,
@@ -483,9 +465,7 @@ class Mesh:
 
     def __str__(self) -> str:
         rows = [(name, self.namespace[name], "") for name in self.axis_names]
-        rows += [
-            (name, self.namespace[name], "= " + self.described(name)) for name in self._further()
-        ]
+        rows += [(name, self.namespace[name], "= " + self.described(name)) for name in self._further()]
         width = max(len(name) for name, _, _ in rows)
         lines = [f"{self!r}  {self.size} ranks, seen from rank {self.rank}"]
         position = self.universe.position(self.rank)
@@ -572,7 +552,14 @@ def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int | None]
     return mesh._with(axis_names=tuple(axes), namespace={**mesh.namespace, **new})
 
 
-def _unpickled(universe, axis_names, namespace, ranks_per_node, binding, view) -> Mesh:
+def _unpickled(
+    universe: Universe,
+    axis_names: tuple[str, ...],
+    namespace: tuple[tuple[str, Layout], ...],
+    ranks_per_node: int | None,
+    binding: Any,
+    view: int | None,
+) -> Mesh:
     mesh = object.__new__(Mesh)
     mesh._set(universe, axis_names, dict(namespace), ranks_per_node, binding, view)
     return mesh

@@ -50,7 +50,8 @@ class Program:
 
     def run(self) -> tuple[Axes, Axes]:
         """The axes of the result in order, and every name that the program made."""
-        axes, made = dict(self.axes), {}
+        axes: Axes = dict(self.axes)
+        made: Axes = {}
         for step in self.steps:
             if step.kind in ("permute", "insert"):
                 axes = dict(step.after) if step.kind == "permute" else {**axes, **dict(step.after)}
@@ -105,7 +106,7 @@ def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Pro
 Entries = tuple[Item | Group, ...]
 
 
-def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, Entries | None]:
+def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, tuple[Item, ...] | None]:
     """The left side, an entry per axis of the mesh, names checked; and what its `...` stands for."""
     names = list(axes)
     dots = next((i for i, entry in enumerate(side) if isinstance(entry, Ellipsis_)), None)
@@ -113,7 +114,7 @@ def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, Ent
     if (dots is None and spare) or spare < 0:
         found = f"the mesh has {len(names)} axes ({' '.join(names)}), the left side describes "
         _wrong(tree, f"{found}{len(side) - (dots is not None)}", (0, max(1, tree.text.find("->"))))
-    hidden: Entries | None = None
+    hidden: tuple[Item, ...] | None = None
     if dots is not None:
         hidden = tuple(Item(name, span=side[dots].span) for name in names[dots : dots + spare])
         side = (*side[:dots], *hidden, *side[dots + 1 :])
@@ -127,7 +128,7 @@ def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, Ent
     return tuple(found_entries), hidden
 
 
-def _opened(tree: MeshExpression, side: Side, hidden: Entries | None) -> Entries:
+def _opened(tree: MeshExpression, side: Side, hidden: tuple[Item, ...] | None) -> Entries:
     """The right side with `...` replaced by what the left side's stands for."""
     found: list[Item | Group] = []
     for entry in side:
@@ -138,8 +139,8 @@ def _opened(tree: MeshExpression, side: Side, hidden: Entries | None) -> Entries
         else:
             found.extend(Item(item.name, span=entry.span) for item in hidden)
     if hidden is not None and not any(isinstance(entry, Ellipsis_) for entry in side):
-        entry = next(entry for entry in tree.left if isinstance(entry, Ellipsis_))
-        _wrong(tree, "'...' stands on the left, so it must stand on the right", entry.span)
+        dots = next(entry for entry in tree.left if isinstance(entry, Ellipsis_))
+        _wrong(tree, "'...' stands on the left, so it must stand on the right", dots.span)
     return tuple(found)
 
 
@@ -149,20 +150,22 @@ def _solved(
     items = (*leaves(tree.left), *leaves(tree.right))
     labels = [entry.name for entry in tree.right if isinstance(entry, Group) and entry.name]
     given = given_sizes(sizes, None, items, [*(item.name for item in items), *labels])
-    products = []
     known = {name: mesh.namespace[name].size for name in (*given, *(i.name for i in items)) if name in mesh.namespace}
-    for entry, name, layout in zip(left, mesh.axis_names, mesh.layouts, strict=True):
-        known[name] = layout.size
-        if isinstance(entry, Group):
-            text = f"axis '{name}' has size {layout.size}"
-            products.append(Product(tuple(item.name for item in entry.items), (), layout.size, text))
+    known.update(mesh.shape)
+    products = [
+        Product(tuple(item.name for item in entry.items), (), size, f"axis '{name}' has size {size}")
+        for entry, (name, size) in zip(left, mesh.shape.items(), strict=True)
+        if isinstance(entry, Group)
+    ]
     for name, size in given.items():
         if known.setdefault(name, size) != size:
             raise MeshError(f"'{name}' has size {known[name]} in the mesh; found {name}={size}\n  in  {tree.text}")
     # A flattened axis may be given its size; it is one more equation.
-    for entry in tree.right:
-        if isinstance(entry, Group) and entry.name in given:
-            products.append(Product((entry.name,), tuple(item.name for item in entry.items), 1, str(entry)))
+    products.extend(
+        Product((entry.name,), tuple(item.name for item in entry.items), 1, str(entry))
+        for entry in tree.right
+        if isinstance(entry, Group) and entry.name in given
+    )
     return solve(products, known)
 
 
@@ -183,7 +186,9 @@ def _insert(
     for item in fresh:
         if sizes.get(item.name) != 1:
             hint = suggestion(item.name, state) if item.name not in sizes else ""
-            _wrong(tree, f"{shortened(item.name)} isn't on the left; a new axis has size one, like pp=1{hint}", item.span)
+            _wrong(
+                tree, f"{shortened(item.name)} isn't on the left; a new axis has size one, like pp=1{hint}", item.span
+            )
     new = {item.name: Layout() for item in fresh}
     _agree(names, tree, fresh, new)
     if new:
@@ -198,7 +203,9 @@ def _same_names(tree: MeshExpression, right: Sequence[Item | Group], state: Axes
         start = tree.text.find("->")
         names = " and ".join(f"'{name}'" for name in missing)
         keep = ", ".join(f'"{name}"' for name in sorted(there & set(state)))
-        _wrong(tree, f"{names} must be on the right, too; for a sub-mesh write mesh[{keep or '...'}]", (start, start + 2))
+        _wrong(
+            tree, f"{names} must be on the right, too; for a sub-mesh write mesh[{keep or '...'}]", (start, start + 2)
+        )
 
 
 def _distinct(tree: MeshExpression, right: Sequence[Item | Group]) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar, seam
 from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, pointed, shortened, suggestion
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.sizes import checked_size
@@ -176,7 +176,9 @@ class Sharding:
         if not _same_pending(self, other):
             return False
         if shape is None:
-            return all(_same_digits(self, mine, other, theirs) for mine, theirs in zip(self.dims, other.dims, strict=True))
+            return all(
+                _same_digits(self, mine, other, theirs) for mine, theirs in zip(self.dims, other.dims, strict=True)
+            )
         shape = tuple(shape)
         pairs = zip(self.dims, self.extents(shape), other.dims, other.extents(shape), strict=True)
         return all(_same_cuts(self, mine, m, other, theirs, t) for mine, m, theirs, t in pairs)
@@ -258,7 +260,9 @@ def index_runs(extents: Sequence[int], ranges: Sequence[tuple[int, int]]) -> lis
     return runs or [(0, 0)]
 
 
-def parsed_sharding(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None) -> Sharding:
+def parsed_sharding(
+    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
+) -> Sharding:
     """The sharding of a spec on a mesh; `...` stands for what is missing to `ndim` dims. Cached."""
     if mesh._view is None:
         return _parsed(mesh, spec, sizes, ndim)
@@ -413,7 +417,9 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
         for factor, size in zip(dim.factors, sizes, strict=True):
             parts = math.prod(sharding.mesh.namespace[axis].size for axis in factor.axes)
             if size % parts:
-                raise ShardingError(f"{size} doesn't divide into {parts} parts: {factor} is split inside a group:  {filled}")
+                raise ShardingError(
+                    f"{size} doesn't divide into {parts} parts: {factor} is split inside a group:  {filled}"
+                )
     return sizes
 
 
@@ -602,7 +608,8 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
         if strided or not _same_cuts(sharding, dim, extents, sharding, plain, extents):
             raise ShardingError(
                 f"{dim} cuts a dim of {extents[0]} into {parts} uneven parts, which DTensor on {sharding.mesh!r} "
-                f"would cut otherwise; make the size a multiple of {parts}, or use a sub-mesh with these axes in this order"
+                f"would cut otherwise; make the size a multiple of {parts}, or use a sub-mesh with these axes in "
+                "this order"
             )
 
 

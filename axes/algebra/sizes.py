@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from axes.algebra.errors import SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
-
 _SHOWN = 12
 
 
@@ -48,7 +47,9 @@ def given_sizes(
     written = [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]
     for name, value in written:
         if name not in names:
-            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the expression{suggestion(str(name), names)}")
+            raise SizeError(
+                f"a size is given for {shortened(name)}, which isn't in the expression{suggestion(str(name), names)}"
+            )
         size = checked_size(str(name), value)
         if size is not None and found.setdefault(name, size) != size:
             raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
@@ -90,7 +91,9 @@ def checked_size(name: str, value: object) -> int | None:
     if size == -1:
         return None
     if not 1 <= size <= LARGEST_SIZE:
-        raise SizeError(f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shown(value)}")
+        raise SizeError(
+            f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shown(value)}"
+        )
     return size
 
 

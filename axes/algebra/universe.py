@@ -33,7 +33,9 @@ class Universe:
         if isinstance(ranks, range) and ranks and max(ranks[0], ranks[-1]) >= LARGEST_SIZE:
             raise MeshError(f"ranks are below {LARGEST_SIZE}; found {shown(ranks)}")
         if isinstance(ranks, range) and ranks.step > 0 and ranks.start >= 0 and len(ranks):
-            return cls(range(ranks.start, ranks[-1] + 1, ranks.step) if len(ranks) > 1 else range(ranks[0], ranks[0] + 1))
+            return cls(
+                range(ranks.start, ranks[-1] + 1, ranks.step) if len(ranks) > 1 else range(ranks[0], ranks[0] + 1)
+            )
         try:
             listed = tuple(int(rank) if rank == int(rank) else -1 for rank in ranks)
         except (TypeError, ValueError, OverflowError) as error:
