@@ -305,7 +305,9 @@ def _neighbours(shift: int, line: Line) -> tuple[int, int]:
 
 def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
     """The coordinates to which this rank sends and from which it receives, None where there is none."""
-    pairs = [tuple(pair) for pair in perm]
+    pairs = list(perm) if isinstance(perm, Sequence) else [perm]
+    if not all(isinstance(p, tuple | list) and len(p) == 2 and all(isinstance(i, int) for i in p) for p in pairs):
+        raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shortened(repr(perm))}")
     for place, role in enumerate(("source", "target")):
         seen = [pair[place] for pair in pairs]
         wrong = [i for i in seen if not 0 <= i < line.size]

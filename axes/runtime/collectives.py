@@ -63,16 +63,25 @@ _REDUCED_IN = {
 }
 
 
+class Methods:
+    """What a process group can do, ready to be called, and its name for functional collectives."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.name = group, group.group_name
+        self.gather, self.exchange, self.reduce, self.scatter = torch_private.collectives_of(group)
+        self.fake = dist.get_backend(group) == "fake"
+
+
 class Line(NamedTuple):
     """The ranks of an axis through this one: this is `coordinate` of `size`.
 
-    `group` is None for a single rank, which has nobody to talk to.
+    A single rank has no `group`: it has nobody to talk to.
     """
 
     name: str
     size: int
     coordinate: int
-    group: dist.ProcessGroup | None
+    group: Methods | None = None
 
 
 @torch.compiler.assume_constant_result
@@ -100,9 +109,9 @@ def _line_of(era: object, mesh: Mesh, axis: AxisName) -> Line:
     """The line of an axis; `era` is that of the world whose group it holds."""
     layout, name = axis_layout(mesh, axis)
     if layout.size == 1:
-        return Line(name, 1, 0, None)
+        return Line(name, 1, 0)
     group = group_of(mesh, layout, name)
-    return Line(name, layout.size, group.rank(), group)
+    return Line(name, layout.size, group.rank(), Methods(group))
 
 
 def check_axis(mesh: Mesh, axis: AxisName) -> None:
@@ -139,9 +148,9 @@ def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
     reduction = "sum" if op == "mean" else op
     wire = _reducible(x, reduction, copy=True)
     if torch.compiler.is_compiling():
-        wire = torch_private.functional_all_reduce(wire, reduction, _group(line).group_name)
+        wire = torch_private.functional_reduce(wire, reduction, _group(line).name)
     else:
-        _group(line).allreduce([wire], _OPS[reduction]).wait()
+        _group(line).reduce(wire, _OPS[reduction])
     return _reduced(wire / line.size if op == "mean" else wire, x.dtype)
 
 
@@ -149,10 +158,10 @@ def reduce_scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
     """The sum over the axis, of which coordinate i gets the i-th of equal pieces along `dim`."""
     wire = _reducible(pieces(x, dim, line), "sum")
     if torch.compiler.is_compiling():
-        out = torch_private.functional_reduce_scatter(wire.view(-1), line.size, _group(line).group_name)
+        out = torch_private.functional_scatter(wire.view(-1), "sum", line.size, _group(line).name)
     else:
         out = wire.new_empty(wire.numel() // line.size)
-        torch_private.reduce_scatter(_group(line), out, wire.view(-1))
+        _group(line).scatter(out, wire.view(-1), _OPS["sum"])
     return _reduced(out.view(wire.shape[1:]), x.dtype)
 
 
@@ -160,10 +169,10 @@ def all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
     """Every coordinate's `x`, concatenated along `dim` in order."""
     wire = _as_sent(x)
     if torch.compiler.is_compiling():
-        out = torch_private.functional_all_gather(wire, line.size, _group(line).group_name)
+        out = torch_private.functional_gather(wire, line.size, _group(line).name)
     else:
         out = wire.new_empty(line.size * wire.numel())
-        torch_private.all_gather(_group(line), out, wire)
+        _group(line).gather(out, wire)
     return _joined(_as_received(out, x.dtype).view(line.size, *x.shape), dim)
 
 
@@ -181,7 +190,14 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line)
     """
     targets, sources = (() if target is None else (target,)), (() if source is None else (source,))
     received = _exchanged(x, x.numel(), targets, sources, line)
-    return torch.zeros_like(x, memory_format=torch.contiguous_format) if source is None else received.view(x.shape)
+    if source is not None:
+        return received.view(x.shape)
+    if not torch.compiler.is_compiling():
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    # A compiled graph drops what nobody uses, and with it what this rank sends: so use the nothing that came.
+    nothing = received.view(torch.uint8).sum().to(torch.uint8)
+    zeros = torch.zeros(x.numel() * x.element_size(), dtype=torch.uint8, device=x.device) + nothing
+    return zeros.view(x.dtype).view(x.shape)
 
 
 @dataclass(frozen=True)
@@ -226,7 +242,7 @@ def disagreement(claims: Sequence[Claim], mesh: Mesh) -> list[Difference]:
     if current_world().fake or not claims or mesh.size == 1:
         return []
     everyone = line_of(mesh, mesh.axis_names)
-    ranks = dist.get_process_group_ranks(_group(everyone))
+    ranks = dist.get_process_group_ranks(_group(everyone).group)
     shapes = dict(zip(ranks, _of_every_rank([(tuple(c.x.shape), c.x.dtype) for c in claims], everyone), strict=True))
     found: list[tuple[float, float]] = []
     for i, claim in enumerate(claims):
@@ -254,13 +270,13 @@ def disagreement(claims: Sequence[Claim], mesh: Mesh) -> list[Difference]:
 def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:
     """Coordinate 0's `x`, on every rank of the line."""
     wire = _as_sent(x).clone()
-    dist.broadcast(wire, group_src=0, group=_group(line))
+    dist.broadcast(wire, group_src=0, group=_group(line).group)
     return _as_received(wire, x.dtype).view(x.shape)
 
 
 def _of_every_rank(value: Any, line: Line) -> list[Any]:
     found: list[Any] = [None] * line.size
-    dist.all_gather_object(found, value, group=_group(line))
+    dist.all_gather_object(found, value, group=_group(line).group)
     return found
 
 
@@ -302,23 +318,25 @@ def _exchanged(
     each = count * x.element_size() // wire.element_size()
     sends = [each if i in targets else 0 for i in range(line.size)]
     receives = [each if i in sources else 0 for i in range(line.size)]
+    if _group(line).fake and not targets and sources:
+        sends = receives  # torch's fake backend refuses to receive where nothing is sent
     wire = wire[: sum(sends)]
     if torch.compiler.is_compiling():
-        out = torch_private.functional_all_to_all(wire, receives, sends, _group(line).group_name)
+        out = torch_private.functional_exchange(wire, receives, sends, _group(line).name)
     else:
         out = wire.new_empty(sum(receives))
-        _group(line).alltoall_base(out, wire, receives, sends).wait()
+        _group(line).exchange(out, wire, receives, sends)
     return _as_received(out, x.dtype)
 
 
-def _group(line: Line) -> dist.ProcessGroup:
+def _group(line: Line) -> Methods:
     assert line.group is not None, "a line of one rank has no group"
     return line.group
 
 
 def _as_sent(x: torch.Tensor) -> torch.Tensor:
     """The elements in order, as a dtype that every backend moves."""
-    flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = _resolved(x).contiguous().view(-1)
     return flat if x.dtype in _EVERY_BACKEND_HAS else flat.view(torch.uint8)
 
 
@@ -330,11 +348,20 @@ def _reducible(x: torch.Tensor, op: str, copy: bool = False) -> torch.Tensor:
     """The values as a contiguous tensor of a dtype that every backend reduces; a new one if `copy`."""
     if not reducible(x.dtype, op):
         raise ShardingError(f"no {op} over ranks for {x.dtype}; convert it first, x.to(torch.int64) or x.float()")
-    if x.dtype.is_complex:
-        x = torch.view_as_real(x.resolve_conj())
-    wire = x.resolve_neg().to(_REDUCED_IN[x.dtype], copy=copy, memory_format=torch.contiguous_format)
-    return wire.contiguous()
+    x = _resolved(x)
+    x = torch.view_as_real(x) if x.dtype.is_complex else x
+    wide = _REDUCED_IN[x.dtype]
+    if wide != x.dtype:
+        return x.contiguous().to(wide)
+    return x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
 
 
 def _reduced(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if wire.dtype == dtype:
+        return wire
     return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
+
+
+def _resolved(x: torch.Tensor) -> torch.Tensor:
+    """The values themselves: what is still under way has come, nothing waits to be conjugated or negated."""
+    return torch_private.waited(x).resolve_conj().resolve_neg()

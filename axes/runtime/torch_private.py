@@ -333,56 +333,6 @@ def forget_dtensor_world() -> None:
     _random._rng_tracker = None
 
 
-# Collectives on one group
-
-_gather_into = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-
-
-def all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> None:
-    """Fills `out` with the `x` of every rank, in order. Both contiguous.
-
-    `dist.all_gather_single` (2.13) would replace it; it costs two thirds more in Python.
-    """
-    _gather_into(group, out, x).wait()
-
-
-def reduce_scatter(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> None:
-    """Fills `out` with this rank's part of the sum of every rank's `x`. Both contiguous.
-
-    `dist.reduce_scatter_single` (2.13) would replace it; it costs two thirds more in Python.
-    """
-    group._reduce_scatter_base(out, x).wait()
-
-
-def functional_all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
-    """An all-reduce as one node of a graph. `x` contiguous; `op` "sum", "max" or "min".
-
-    This and the three below would be replaced by public functional collectives.
-    """
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce(x, op, group_name))
-
-
-def functional_all_gather(x: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """The flat `x` of every rank of a group of `size`, in order, as one node of a graph."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_gather_into_tensor(x, size, group_name))
-
-
-def functional_reduce_scatter(x: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """This rank's part of the sum of every rank's flat `x`, as one node of a graph."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", size, group_name))
-
-
-def functional_all_to_all(
-    x: torch.Tensor, receives: Sequence[int], sends: Sequence[int], group_name: str
-) -> torch.Tensor:
-    """Elements of the flat `x` exchanged by counts per rank, as one node of a graph."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_to_all_single(x, list(receives), list(sends), group_name))
-
-
 # Redistribution: a group's methods, functional collectives, DTensors without their constructor's price
 
 Collective = Callable[..., None]
