@@ -83,10 +83,12 @@ def slots_of(spec: str) -> list[Slot]:
     return [tuple(re.findall("[a-z]+", word)) for word in re.findall(r"\([^)]*\)|[a-z]+", spec)]
 
 
-def case(random: Random, kind: str | None = None, everything_explicit: bool = False) -> Case:
+def case(
+    random: Random, kind: str | None = None, everything_explicit: bool = False, mesh: Mesh | None = None
+) -> Case:
     kind = kind or random.choice(["rearrange", "reduce", "repeat", "einsum", "einsum"])
     op = random.choice(["sum", "mean", "max", "min"]) if kind == "reduce" else "sum"
-    mesh = Mesh(random.choice(MESHES))
+    mesh = Mesh(random.choice(MESHES)) if mesh is None else mesh
     names = list(NAMES[: random.randint(1, 5)])
     axes = list(mesh.axis_names)
     random.shuffle(axes)

@@ -42,7 +42,9 @@ def _pending_digits(shardings: Sequence[Sharding]) -> list[list[tuple[str, tuple
     ]
 
 
-def scatter(whole: np.ndarray, sharding: Sharding, seed: int = 0) -> Locals:
+def scatter(
+    whole: np.ndarray, sharding: Sharding, seed: int = 0, ranks: Sequence[int] | None = None
+) -> Locals:
     """The shards of a whole array; what is pending gets summands (or candidates) at random."""
     random = np.random.default_rng(seed)
     entries = [(op, d) for op, d in _pending_digits([sharding])[0] if op != "same"]
@@ -54,7 +56,7 @@ def scatter(whole: np.ndarray, sharding: Sharding, seed: int = 0) -> Locals:
             for piece, value in enumerate(_pieces(op, size, total, random))
         }
     found = {}
-    for rank in sharding.mesh.universe.ranks:
+    for rank in sharding.mesh.universe.ranks if ranks is None else ranks:
         position = sharding.mesh.universe.position(rank)
         key = tuple(position // stride % size for _, (size, stride) in entries)
         found[rank] = values[key][indices(sharding, whole.shape, rank)]

@@ -184,9 +184,10 @@ def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTens
 def _gradient(made: Global, index: int, spec: Spec) -> Global:
     """The program of the gradient of operand `index`, for a cotangent with this spec."""
     forward = made.recipe
-    if forward.op not in _LINEAR_OPS and forward.kind == "reduce":
-        forward = _as_sum(forward)
-    back = gradient(forward, index, _arrived(forward, made, spec))
+    linear = forward.kind != "reduce" or forward.op in _LINEAR_OPS
+    arrived = _arrived(forward, made, spec)
+    # What is compared with the operand, element by element, lies as the operand does.
+    back = gradient(forward, index, arrived) if linear else gradient(_as_sum(forward), index, arrived, lazy=False)
     _, dtype = both(made.program.comm_dtype)
     return _global(back, made.device_mesh, (dtype, dtype), async_op=False)
 
@@ -309,7 +310,9 @@ def _unreduced(made: Global, dtype: torch.dtype) -> Spec:
 
 def resolve_at_leaf(leaf: DTensor) -> None:
     """Has the gradient of a leaf resolved to the leaf's own sharding, once, when it is accumulated."""
-    if not any(hook is _resolved_to or getattr(hook, "func", None) is _resolved_to for hook in torch_private.hooks_of(leaf)):
+    if not any(
+        hook is _resolved_to or getattr(hook, "func", None) is _resolved_to for hook in torch_private.hooks_of(leaf)
+    ):
         leaf.register_hook(functools.partial(_resolved_to, torch_private.spec_of(leaf)))
 
 

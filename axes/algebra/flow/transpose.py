@@ -34,13 +34,16 @@ Entry = tuple[str, str]
 
 
 @functools.lru_cache(maxsize=4096)
-def gradient(recipe: Recipe, index: int, arrived: Sharding) -> Recipe:
+def gradient(recipe: Recipe, index: int, arrived: Sharding, lazy: bool = True) -> Recipe:
     """The recipe that takes the cotangent of the result, which arrived with this sharding, and the
     other operands in order, to the gradient of operand `index`.
 
-    Only for what is linear in the operand.
+    Only for what is linear in the operand. If not `lazy`, the gradient is split as the operand is
+    and no further.
     """
     assert recipe.op in ("sum", "mean") or recipe.kind in ("rearrange", "repeat")
+    if not lazy:
+        return _Transposed(recipe, index, arrived, lazy=False).recipe()
     try:
         return _Transposed(recipe, index, arrived, lazy=True).recipe()
     except (ShardingError, MeshError):
