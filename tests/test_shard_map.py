@@ -218,7 +218,7 @@ def meshes() -> None:
     assert ambient_mesh() is None
 
     def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        assert axis_size("rest") == 4 and axis_size("dp") == 2
+        assert axis_size(("cp", "tp")) == 4
         return x @ w
 
     # names from the tensors' own mesh; the result lies on the larger one
@@ -244,7 +244,7 @@ def meshes() -> None:
         assert axes.spec_of(y) == "_@(cp tp) _"
     # an ambient mesh of other ranks has no say
     with axes.Mesh("dp=2"):
-        assert shard_map(torch.neg, "s@rest d -> s@rest d")(z).shape == (8, 3)
+        assert shard_map(torch.neg, "s@(cp tp) d -> s@(cp tp) d")(z).shape == (8, 3)
 
 
 def test_names_are_looked_up_in_the_given_the_ambient_or_the_tensors_own_mesh(pool):
@@ -256,7 +256,7 @@ def leaves_the_ambient_mesh_alone() -> None:
     x = axes.shard(numbers(4), "b@dp", mesh=m)
 
     def fail(x: torch.Tensor) -> torch.Tensor:
-        assert ambient_mesh() == m
+        assert ambient_mesh().axis_names == m.axis_names
         raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
@@ -387,3 +387,160 @@ def test_check_finds_what_claims_to_be_replicated_and_is_not(pool):
         )
         assert "the gradient of tensor 0, which is pending claims to be the same on all ranks of 'cp'" in gradient
         assert "differ from the first of their line in shape" in shape
+
+
+# mistakes
+
+
+def arguments(m: axes.Mesh) -> dict[str, torch.Tensor]:
+    return {
+        "x": axes.shard(numbers(4, 6), "b@dp d", mesh=m),
+        "w": axes.shard(numbers(6, 2), "d f@tp", mesh=m),
+        "p": axes.from_local(numbers(4, 6), "b d | sum@cp", mesh=m),
+        "u": axes.shard(numbers(5, 6), "b@dp d", mesh=m),
+    }
+
+
+def same(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+MISTAKES = [
+    # (expression, arguments, function, error, part of its message)
+    ("b d -> b@dq d", "x", same, MeshError, "the mesh has no axis 'dq'; known: dp, cp, tp"),
+    (
+        "b d, d f -> b d",
+        "x",
+        same,
+        ShardingError,
+        "the function is called with 1 tensors, and the left side has 2 specs",
+    ),
+    (
+        "b@dp d -> b@dp d, d",
+        "x",
+        same,
+        ShardingError,
+        "the function returned 1 tensors, and the right side has 2 specs",
+    ),
+    ("b@dp d -> ", "x", same, ShardingError, "result 0 has 2 dims, its spec '' 0"),
+    ("b@dp -> b@dp", "x", same, ShardingError, "tensor 0 has 2 dims, its spec 'b@dp' 1"),
+    (
+        "b@cp d -> b@cp d",
+        "x",
+        same,
+        ShardingError,
+        "  left side  b@cp d\n  tensor     b@dp d    [4, 6], Mesh('dp=2 cp=2 tp=2')",
+    ),
+    ("b@cp d -> b@cp d", "x", same, ShardingError, "move it first: axes.reshard(x, 'b@cp d |')"),
+    ("b d -> b@dp d", "x", same, ShardingError, "tensor 0 isn't sharded as the left side says"),
+    ("b d@dp -> b d@dp", "x", same, ShardingError, "isn't sharded as the left side says"),
+    ("b d -> b d", "p", same, ShardingError, "  tensor     b d | sum@cp"),
+    ("b d | sum@tp -> b d", "p", same, ShardingError, "left side  b d | sum@tp"),
+    ("b d | * -> b d | *", "p", same, ShardingError, "only the function knows what it leaves pending"),
+    ("b d | same@cp -> b d", "p", same, ShardingError, "'same' is about gradients of plain tensors"),
+    ("b@dp d -> b@dp d@dp", "x", same, ShardingError, "axis 'dp' is used twice"),
+    ("b d, b d -> b d", "xp", lambda x, p: x, ShardingError, "isn't sharded"),
+    ("b d, b f | * -> b d", "xp", lambda x, p: x, ShardingError, "the tensors disagree on how 'b' is split"),
+    ("b d, b f -> b d", "uw", lambda x, p: x, SizeError, "'b' has two sizes, 5 and 6"),
+    ("b=8 d -> b d", "x", same, SizeError, "'b' has two sizes, 8 and 4"),
+    ("_ 3 -> _ 3", "x", same, SizeError, "a dim of [4, 6] is written as 3, and has 6 elements"),
+    ("b@dp d -> b@dp d", "u", lambda x: x[:1], ShardingError, "is [5, 6] in whole and so ["),
+    (
+        "b@dp d -> b d",
+        "x",
+        same,
+        ShardingError,
+        "result 0, 'b d', is [4, 6] in whole and so [4, 6] on this rank; the function returned [2, 6]",
+    ),
+    (
+        "b d -> (b d)",
+        "x",
+        lambda x: x.flatten(),
+        ShardingError,
+        "(b d) on the right was part of 'b' on the left, which is _@dp",
+    ),
+    (
+        "(b c) d -> b c d",
+        "x",
+        lambda x: x.unflatten(0, (2, 1)),
+        ShardingError,
+        "b on the right was part of '(b c)' on the left",
+    ),
+    ("b d -> b c@*", "x", same, ShardingError, "'*' in c@* is how 'c' is split on the left, where it isn't"),
+    ("b@dp d -> b@dp d", "plain", same, ShardingError, "tensor 0 among the arguments is a plain one"),
+    ("b@dp d -> b@dp d", "x", lambda x: arguments(mesh())["x"], ShardingError, "the function returned a DTensor"),
+    ("b@dp d -> b@dp d", "x", lambda x: psum(x, "tq"), MeshError, "the mesh has no axis 'tq'"),
+]
+
+
+def mistakes() -> list[str]:
+    found = []
+    m = mesh()
+    given = {**arguments(m), "plain": numbers(4, 6)}
+    with m, CommDebugMode() as counted:
+        for expression, names, function, error, text in MISTAKES:
+            tensors = [given[names]] if names in given else [given[name] for name in names]
+            try:
+                shard_map(function, expression)(*tensors)
+            except AxesError as caught:
+                wrong = type(caught) is not error or text not in str(caught)
+                if wrong or (error is not MeshError and expression not in str(caught)):
+                    found.append(f"{expression}: expected {error.__name__} with {text!r}, caught {caught!r}")
+            else:
+                found.append(f"{expression}: no error, expected {text!r}")
+    return [*found, *([] if counted.get_total_counts() == 0 else ["something was sent"])]
+
+
+def test_mistakes_are_errors_that_show_both_sides_before_anything_is_sent(pool):
+    for found in pool.run(mistakes):
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((torch.neg, "b@dp d"), "a region says what goes in and what comes out"),
+        (("b@dp d",), "a region says what goes in and what comes out"),
+        ((torch.neg, "b@dp -> b@"), "an axis name, '\\*' or '\\(' after '@'"),
+        ((torch.neg, "(b c)@* -> b"), "stands for the split that a name has"),
+        ((torch.neg, "b@(* tp) -> b"), "stands alone: it is the whole split"),
+        ((torch.neg, "...@tp -> b"), "flows; name the dim that is split"),
+        ((torch.neg, "b -> (... c)"), "flows; name the dim that is split"),
+        ((torch.neg,), "takes a function and an expression"),
+        (("b -> b", torch.neg), "takes a function and an expression"),
+        ((3, "b -> b"), "found int and str"),
+    ],
+)
+def test_wrong_text_is_an_error_where_it_is_given(arguments, text):
+    with pytest.raises(ExpressionError, match=text):
+        shard_map(*arguments)
+
+
+def test_a_region_without_tensors_and_mesh_says_what_to_pass():
+    with axes.simulate(2), pytest.raises(MeshError, match="a region without tensors needs a mesh: pass mesh="):
+        shard_map(lambda: torch.ones(2), "-> n")()
+
+
+def outside() -> str:
+    m = axes.init_mesh("tp=2", ranks=[0, 1], device_type="cpu")
+    x = axes.shard(numbers(4), "n@tp", mesh=m)
+    try:
+        return axes.spec_of(shard_map(torch.neg, "n@tp -> n@tp")(x))
+    except MeshError as error:
+        return str(error)
+
+
+def test_a_rank_outside_the_tensors_mesh_is_told(pool):
+    found = pool.run(outside)
+    assert found[:2] == ["_@tp"] * 2
+    assert all("isn't one of the ranks of Mesh('tp=2'); only they run a region" in text for text in found[2:])
+
+
+def test_a_simulated_world_gives_shapes():
+    with axes.simulate(4096, rank=1234), axes.init_mesh("dp=512 tp=8", device_type="cpu"):
+        x = axes.ones("b@dp s@tp d", b=1024, s=64, d=4).requires_grad_()
+        y = shard_map(lambda x: all_gather(x, "tp", dim=1), "b@dp s@tp d -> b@dp s d", check=True)(x)
+        y.sum().backward()
+        assert y.shape == (1024, 64, 4)
+        assert y.to_local().shape == (2, 64, 4)
+        assert x.grad.shape == x.shape

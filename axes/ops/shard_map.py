@@ -168,6 +168,8 @@ def _read(text: str) -> _Reading:
     explicit: set[str | None] = set()
     for side, specs in enumerate((tree.operands, tree.results)):
         for dim in (dim for spec in specs for dim in spec.dims):
+            if _is_dots(dim) and str(dim) != "...":
+                raise ExpressionError("'...' in a region flows; name the dim that is split or grouped", text, *dim.span)
             if _is_relative(dim):
                 _check_relative(text, dim, side)
                 relative.add(dim.factors[0].name)
@@ -203,17 +205,19 @@ def _key(dim: Dim) -> str | None:
 
 def _expanded(spec: Spec, ndim: int, what: str) -> list[Dim]:
     """The dims of the spec for a tensor of `ndim` dims: `...` becomes as many as are missing."""
-    dots = [dim for dim in spec.dims if not dim.grouped and dim.factors[0].name == "..."]
-    missing = ndim - len(spec.dims) + len(dots)
+    dots = sum(map(_is_dots, spec.dims))
+    missing = ndim - len(spec.dims) + dots
     if missing < 0 or (missing and not dots):
-        raise ShardingError(f"{what} has {ndim} dims, its spec '{spec}' {len(spec.dims) - len(dots)}")
-    if dots and (dots[0].factors[0].place is not None):
-        raise ShardingError("'...' in a region flows; name the dim that is split")
+        raise ShardingError(f"{what} has {ndim} dims, its spec '{spec}' {len(spec.dims) - dots}")
     filling = [Dim((Factor(f"...{i}"),)) for i in range(missing)]
-    return [found for dim in spec.dims for found in (filling if dim in dots else [dim])]
+    return [found for dim in spec.dims for found in (filling if _is_dots(dim) else [dim])]
 
 
-def _check_count(reading: _Reading, who: str, count: int, specs: Sequence[Spec], side: str) -> None:
+def _is_dots(dim: Dim) -> bool:
+    return any(factor.name == "..." for factor in dim.factors)
+
+
+def _check_count(who: str, count: int, specs: Sequence[Spec], side: str) -> None:
     nothing = count == 0 and specs == (Spec(()),)
     if count != len(specs) and not nothing:
         raise ShardingError(f"{who} {count} tensors, and the {side} side has {len(specs)} specs; one for each")
@@ -276,7 +280,7 @@ def _opened(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[He
 def _region(era: object, reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
     """The region; `era` is that of the world of the tensors."""
     try:
-        _check_count(reading, "the function is called with", len(held), reading.inputs, "left")
+        _check_count("the function is called with", len(held), reading.inputs, "left")
         return _made_region(reading, mesh, is_given, held)
     except (ShardingError, SizeError, MeshError) as error:
         raise _located(error, reading) from None
@@ -289,6 +293,7 @@ def _made_region(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tup
         operands.append(_Operand(spec, _expanded(spec, len(shape), f"tensor {place}"), sharding, shape))
     home = _home([operand.sharding.mesh for operand in operands])
     names = _mesh_of_names(mesh, is_given, home)
+    _check_names(reading, names)
     home = names if home is None else home
     if home.coordinate is None:
         raise MeshError(f"rank {home.rank} isn't one of the ranks of {home!r}; only they run a region on it")
@@ -300,7 +305,11 @@ def _made_region(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tup
         _take_over(splits, reading, operand)
     pending = [(o.sharding.mesh, tuple(axis for p in o.sharding.pending for axis in p.axes)) for o in operands]
     device_meshes = [device_mesh for device_mesh, _, _ in held if Mesh.from_device_mesh(device_mesh) == home]
-    return _Region(reading, names, home, (device_meshes or [home.device_mesh])[0], splits, sizes, tuple(pending))
+    region = _Region(reading, names, home, (device_meshes or [home.device_mesh])[0], splits, sizes, tuple(pending))
+    for spec in reading.outputs:
+        # What can't be is an error before the function runs and sends anything.
+        _sharding(region, spec, [dim for dim in spec.dims if not _is_dots(dim)])
+    return region
 
 
 def _home(meshes: Sequence[Mesh]) -> Mesh | None:
@@ -327,6 +336,14 @@ def _mesh_of_names(mesh: Mesh | None, is_given: bool, home: Mesh | None) -> Mesh
     if is_given:
         raise MeshError(f"mesh= is over other ranks than the tensors: {mesh!r} and {home!r}")
     return home
+
+
+def _check_names(reading: _Reading, names: Mesh) -> None:
+    for dim in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
+        for place in (dim.place, *(factor.place for factor in dim.factors)):
+            for axis in place.names if place is not None else ():
+                if axis != "*":
+                    names.layout(axis)
 
 
 def _sizes(reading: _Reading, operands: Sequence[_Operand]) -> dict[str, int]:
@@ -409,12 +426,10 @@ class _Placed:
 
 
 def _entered(region: _Region, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    shapes = tuple([tuple(x.shape) for x in results])
-    placed = _left(region, shapes)
     if any(isinstance(x, DTensor) for x in results):
-        raise _located(
-            ShardingError("the function returned a DTensor; inside a region tensors are plain"), region.reading
-        )
+        error = ShardingError("the function returned a DTensor; inside a region tensors are plain")
+        raise _located(error, region.reading)
+    placed = _left(region, tuple([tuple(x.shape) for x in results]))
     return [
         enter_global(x, p.device_mesh, p.placements, p.shape, strides_like(x, p.shape))
         for x, p in zip(results, placed, strict=True)
@@ -430,7 +445,7 @@ def _left(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed
 def _placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
     reading, found = region.reading, []
     try:
-        _check_count(reading, "the function returned", len(shapes), reading.outputs, "right")
+        _check_count("the function returned", len(shapes), reading.outputs, "right")
         for place, shape in enumerate(shapes):
             sharding, whole = _result(region, place, shape)
             found.append(_Placed(region.device_mesh, torch_placements(sharding), torch.Size(whole)))
@@ -442,16 +457,9 @@ def _placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Plac
 def _result(region: _Region, place: int, local: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
     """The sharding and the global shape of a result that is `local` on this rank."""
     spec = region.reading.outputs[place]
-    if any(pending.op == "*" for pending in spec.pending or ()):
-        raise ShardingError(
-            "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
-        )
     dims = _expanded(spec, len(local), f"result {place}")
-    splits = tuple(_split(region, dim) for dim in dims)
-    pending = _pending(region.mesh, spec).pending
-    pending = tuple(replace(p, axes=_named_in(region.home, region.mesh, p.axes)) for p in pending)
-    sharding = Sharding(region.home, splits, pending)
-    whole = tuple(_whole(region, *each) for each in zip(dims, splits, local, strict=True))
+    sharding = _sharding(region, spec, dims)
+    whole = tuple(_whole(region, *each) for each in zip(dims, sharding.dims, local, strict=True))
     expected = sharding.local_shape(whole)
     if expected != local:
         raise ShardingError(
@@ -461,6 +469,17 @@ def _result(region: _Region, place: int, local: tuple[int, ...]) -> tuple[Shardi
     sharding = sharding.sized(whole)
     check_torch_can(sharding, whole)
     return sharding, whole
+
+
+def _sharding(region: _Region, spec: Spec, dims: Sequence[Dim]) -> Sharding:
+    """How a result of these dims lies, on the mesh of the tensors."""
+    if any(pending.op == "*" for pending in spec.pending or ()):
+        raise ShardingError(
+            "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
+        )
+    pending = _pending(region.mesh, spec).pending
+    pending = tuple(replace(p, axes=_named_in(region.home, region.mesh, p.axes)) for p in pending)
+    return Sharding(region.home, tuple(_split(region, dim) for dim in dims), pending)
 
 
 def _split(region: _Region, dim: Dim) -> ShardedDim:
