@@ -118,7 +118,9 @@ def main() -> None:
         found = axes.launch(compare, options.ranks, options.ranks, options.sequence, dtype)[0]
         collectives = found.pop("collectives")
         distances = "  ".join(f"{name} {value:.1e}" for name, value in found.items())
-        print(f"{options.ranks} ranks, {str(dtype)[6:]}: {collectives} collectives; distance to one device: {distances}")
+        print(
+            f"{options.ranks} ranks, {str(dtype)[6:]}: {collectives} collectives; distance to one device: {distances}"
+        )
         assert max(found.values()) < limit, f"expected less than {limit}"
 
 
