@@ -12,7 +12,8 @@ numpy from the text; a sharding comes with its dims and axes as data. A test com
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,22 +21,33 @@ import torch
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
-from axes.algebra.errors import SizeError
+from axes.algebra.errors import AxesError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 
 # One profile for all: the same examples in every run, no clock, and no database of failures.
+# AXES_EXAMPLES=2000 looks further than every run can.
 settings.register_profile(
     "axes",
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=150,
+    max_examples=int(os.environ.get("AXES_EXAMPLES", "80")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("axes")
 
 FACTORS = (1, 2, 2, 3, 4, 5, 6)
+
+
+def refusal(error: type[AxesError], make: Callable[[], object]) -> str | None:
+    """The message of the `error` that `make` raises, None where it raises nothing."""
+    try:
+        make()
+    except error as found:
+        return str(found)
+    return None
+
 
 # ---------------------------------------------------------------------------- layouts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from axes.algebra.grammar import (
     parse_tensor,
 )
 from axes.algebra.mesh import Mesh
+
+from .strategies import refusal
 
 PARSERS = (parse_declaration, parse_equation, parse_mesh, parse_tensor, parse_spec)
 
@@ -416,10 +419,10 @@ def test_white_space_is_no_part_of_what_is_meant():
 
 # ---------------------------------------------------------------------------- anything anyone types
 
-LIKELY = st.sampled_from(
-    [*"()@|,=*_ \t\n", "->", "...", "dp", "tp", "cp", "fsdp", "b", "s", "sum", "mean", "same", "1", "2", "-1", "0"]
-    + ["10", str(10**30), "\x00", "\u202e", "é", "\ud800", "+", "~", "[", ".", "-", "\u0662", "9" * 5000, "x" * 300]
-)
+SIGNS = [*"()@|,=*_ \t\n", "->", "...", "+", "~", "[", ".", "-", "\x00", "\u202e", "é", "\ud800", "\u0662"]
+NUMBERS = ["1", "2", "-1", "0", "10", str(10**30), "9" * 5000]
+WORDS = ["dp", "tp", "cp", "fsdp", "b", "s", "sum", "mean", "same", "x" * 300]
+LIKELY = st.sampled_from([*SIGNS, *NUMBERS, *WORDS])
 
 
 @given(st.text(max_size=40) | st.lists(LIKELY, max_size=14).map("".join) | st.lists(LIKELY, max_size=14).map(" ".join))
@@ -432,11 +435,9 @@ LIKELY = st.sampled_from(
 @example("dp=" + "9" * 10_000)
 def test_no_text_raises_anything_but_an_axes_error(text):
     for use in USES:
-        try:
-            use(text)
-        except AxesError as error:
-            assert str(error)
-            str(error).encode()  # also with lone surrogates in the text
+        message = refusal(AxesError, functools.partial(use, text))
+        assert message != ""
+        (message or "").encode()  # also with lone surrogates in the text
 
 
 @pytest.mark.parametrize("text", [None, 3, 2.5, b"dp", ["dp"], {"dp": 2}, ("dp",), {"dp"}, object(), len])
@@ -545,7 +546,9 @@ GROWING: dict[str, tuple[Callable[[str], object], Callable[[int], str]]] = {
     ),
     "mesh expression, split": (
         MESH.explain,
-        lambda n: "(" + (ones := " ".join(f"a{i}=1" for i in range(n))) + " x) cp tp -> cp tp x " + ones.replace("=1", ""),
+        lambda n: (
+            "(" + (ones := " ".join(f"a{i}=1" for i in range(n))) + " x) cp tp -> cp tp x " + ones.replace("=1", "")
+        ),
     ),
     "mesh expression, flattened": (
         MESH.explain,

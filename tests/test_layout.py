@@ -21,6 +21,7 @@ from .strategies import (
     factorizations,
     families,
     layouts,
+    refusal,
     row_major,
     span,
 )
@@ -72,11 +73,7 @@ def test_a_layout_is_canonical(layout):
 
 @given(digit_systems(most=4, largest=48))
 def test_layouts_are_equal_where_their_functions_are(system):
-    found = [
-        Layout.of(chosen)
-        for count in range(len(system) + 1)
-        for chosen in itertools.permutations(system, count)
-    ]
+    found = [Layout.of(chosen) for count in range(len(system) + 1) for chosen in itertools.permutations(system, count)]
     for one, other in itertools.product(found, repeat=2):
         assert (one == other) == (function_of(one) == function_of(other))
         assert one != other or (hash(one) == hash(other) and str(one) == str(other))
@@ -133,16 +130,16 @@ def test_the_offsets_of_one_digit_are_a_range_however_large():
 @given(layouts(), st.data())
 def test_split_then_product_is_the_layout_again(layout, data):
     sizes = data.draw(factorizations(layout.size))
-    try:
-        parts = layout.split(sizes)
-    except SizeError as error:
-        assert "cuts" in str(error)
+    refused = refusal(SizeError, lambda: layout.split(sizes))
+    if refused:
+        assert "cuts" in refused
         # Right to refuse: a piece boundary lies inside a digit without dividing it.
         bounds = [math.prod(layout.sizes[i:]) for i in range(len(layout.sizes) + 1)]
         wanted = [math.prod(sizes[i:]) for i in range(len(sizes) + 1)]
         chain = sorted({*bounds, *wanted})
         assert any(high % low for low, high in itertools.pairwise(chain))
         return
+    parts = layout.split(sizes)
     assert [part.size for part in parts] == sizes
     assert Layout.product(*parts) == layout
     for i in range(layout.size):
@@ -211,10 +208,9 @@ def test_compose_is_function_composition(layout, data):
     inner = data.draw(digit_systems(largest=max(1, layout.size)))
     assume(span(inner) <= layout.size)
     other = Layout.of(data.draw(st.permutations(inner))[: data.draw(st.integers(0, len(inner)))])
-    try:
-        composed = layout.compose(other)
-    except MeshError as error:
-        assert "cuts the digits" in str(error)
+    refused = refusal(MeshError, lambda: layout.compose(other))
+    if refused:
+        assert "cuts the digits" in refused
         # Right to refuse: the two have boundaries that don't divide, read in the same coordinates.
         coordinates = Layout.of(row_major(layout.sizes))
         bounds = {1, *(b for i in range(len(layout.sizes)) for b in [math.prod(layout.sizes[i:])])}
@@ -222,7 +218,7 @@ def test_compose_is_function_composition(layout, data):
         assert coordinates.size == layout.size
         assert any(high % low for low, high in itertools.pairwise(sorted(bounds)))
     else:
-        assert list(composed.offsets()) == [layout.offset(o) for o in other.offsets()]
+        assert list(layout.compose(other).offsets()) == [layout.offset(o) for o in other.offsets()]
 
 
 @given(disjoint_families(3))
@@ -321,13 +317,9 @@ def test_digits_refine_each_layout_and_are_equal_or_apart(family):
 def test_layouts_have_common_digits_exactly_where_their_boundaries_form_a_chain(one, other):
     bounds = sorted({b for m in (one, other) for size, stride in m.modes for b in (stride, size * stride)})
     chain = all(high % low == 0 for low, high in itertools.pairwise(bounds))
-    try:
-        digits(one, other)
-    except MeshError as error:
-        assert not chain
-        assert "have no common digits" in str(error)
-    else:
-        assert chain
+    refused = refusal(MeshError, lambda: digits(one, other))
+    assert chain == (refused is None)
+    assert chain or "have no common digits" in refused
 
 
 def test_two_factorizations_without_common_digits_say_which_boundary_does_not_divide():

@@ -38,7 +38,10 @@ def expressions(draw: st.DrawFn) -> Case:
         if int(np.prod(total)) * size <= 24:
             total.append(size)
     names = ["dp", "cp", "tp", "pp"][: len(total)]
-    mesh = Mesh(" ".join(f"{n}={s}" for n, s in zip(names, total, strict=True)), ranks=draw(st.permutations(range(int(np.prod(total))))))
+    mesh = Mesh(
+        " ".join(f"{n}={s}" for n, s in zip(names, total, strict=True)),
+        ranks=draw(st.permutations(range(int(np.prod(total))))),
+    )
     # The left side: some axes are split. Of each split, one size may be left out.
     hidden_from, hidden_to = sorted(draw(st.tuples(st.integers(0, len(names)), st.integers(0, len(names)))))
     dots = draw(st.booleans())
@@ -147,7 +150,9 @@ def test_the_view_is_kept_and_the_result_is_cached(case):
     seen = case.mesh.at(rank).rearrange(case.expression, **case.keywords)
     assert seen.rank == rank
     assert seen == case.mesh.rearrange(case.expression, **case.keywords)
-    assert case.mesh.rearrange(case.expression, **case.keywords) is case.mesh.rearrange(case.expression, **case.keywords)
+    assert case.mesh.rearrange(case.expression, **case.keywords) is case.mesh.rearrange(
+        case.expression, **case.keywords
+    )
 
 
 @given(expressions())
@@ -162,7 +167,9 @@ def test_the_printed_program_does_what_the_expression_does(case):
 
         def listed(text: str) -> list[str]:
             # `a 2:4, b (2:2, 2:8)`: names are what stands before a layout.
-            return [word for word in text.replace("(", " ").replace(")", " ").replace(",", " ").split() if ":" not in word]
+            return [
+                word for word in text.replace("(", " ").replace(")", " ").replace(",", " ").split() if ":" not in word
+            ]
 
         def sized(text: str) -> list[int]:
             parts = text.replace("), ", ")|").split("|") if "(" in text else text.split(", ")
@@ -290,15 +297,23 @@ ERRORS = [
     ("dp cp -> dp cp", "   ^^", "the axis in this place is 'tp', not 'cp'"),
     ("dp tp -> dp", "      ^^", "'tp' must be on the right, too; for a sub-mesh write mesh[\"dp\"]"),
     ("dp tp ->", "      ^^", "'dp' and 'tp' must be on the right, too; for a sub-mesh write mesh[...]"),
-    ("(a=2 b) tp -> a tp", "           ^^", "'b' must be on the right, too; for a sub-mesh write mesh[\"a\", \"tp\"]"),
+    ("(a=2 b) tp -> a tp", "           ^^", '\'b\' must be on the right, too; for a sub-mesh write mesh["a", "tp"]'),
     ("dp tp -> dp tp cp", "               ^^", "'cp' isn't on the left; a new axis has size one, like pp=1"),
-    ("dp tp -> dp tpp tp", "            ^^^", "'tpp' isn't on the left; a new axis has size one, like pp=1; did you mean 'tp'?"),
+    (
+        "dp tp -> dp tpp tp",
+        "            ^^^",
+        "'tpp' isn't on the left; a new axis has size one, like pp=1; did you mean 'tp'?",
+    ),
     ("dp tp -> dp tp cp=2", "               ^^^^", "'cp' isn't on the left; a new axis has size one, like pp=1"),
     ("dp tp -> ... dp tp", "         ^^^", "'...' stands on the right only where it stands on the left"),
     ("... tp -> tp", "^^^", "'...' stands on the left, so it must stand on the right"),
     ("dp tp -> x=(dp) x=(tp)", "                ^^^^^^", "the result would have two axes 'x'"),
     ("dp tp -> tp=(dp) x=(tp)", "         ^^^^^^^", "'tp' is another axis of the expression; take another name"),
-    ("(a b=2 c=2) tp -> a=(b c) x=(a) tp", "                  ^^^^^^^", "'a' is another axis of the expression; take another name"),
+    (
+        "(a b=2 c=2) tp -> a=(b c) x=(a) tp",
+        "                  ^^^^^^^",
+        "'a' is another axis of the expression; take another name",
+    ),
     ("dp tp -> dp_tp=1 (dp tp)", "                 ^^^^^^^", "the result would have two axes 'dp_tp'"),
     ("dp tp -> a=(b=1) b=(a=1) dp tp", "         ^^^^^^^", "'a' is another axis of the expression; take another name"),
 ]
@@ -318,7 +333,11 @@ def test_an_expression_that_is_not_about_this_mesh_is_an_error_under_its_place(e
 @pytest.mark.parametrize(
     ("mesh", "expression", "message"),
     [
-        (DP8, "dp tp -> dp=(dp tp)", "'dp' already is the layout 8:2, not 16:1; take another name\n  dp tp -> dp=(dp tp)\n           ^^^^^^^^^^"),
+        (
+            DP8,
+            "dp tp -> dp=(dp tp)",
+            "'dp' already is the layout 8:2, not 16:1; take another name\n  dp tp -> dp=(dp tp)\n           ^^^^^^^^^^",
+        ),
         (DP8, "(dp x=2) tp -> dp x tp", "16 isn't 8:  dp=8 * x=2 = 8"),
         (THREE, "dp cp tp -> fsdp=(cp dp) tp", "'fsdp' already is the layout 6:4, not (3:4, 2:12)"),
         (DP8.define("p = dp"), "(p=2 q) tp -> p q tp", "'p' has size 8 in the mesh; found p=2"),
@@ -341,7 +360,11 @@ def test_a_name_that_means_other_ranks_already_is_an_error(mesh, expression, mes
         ("(a=2 b=2) tp -> a b tp", {}, "4 isn't 8:  a=2 * b=2 = 8    (axis 'dp' has size 8)"),
         ("dp tp -> x=(dp tp)", {"x": 8}, "8 isn't 16:  x=8 = dp=8 * tp=2    (x=(dp tp))"),
         ("(a b) tp -> a b tp", {"c": 3}, "a size is given for 'c', which isn't in the expression"),
-        ("dp tp -> (dp tp)", {"dp_tp": 16}, "a size is given for 'dp_tp', which isn't in the expression; known: dp, tp"),
+        (
+            "dp tp -> (dp tp)",
+            {"dp_tp": 16},
+            "a size is given for 'dp_tp', which isn't in the expression; known: dp, tp",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_a_size_error_with_the_equation(expression, sizes, message):

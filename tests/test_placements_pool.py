@@ -199,13 +199,13 @@ def gathered_right(cases: list[Case]) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return generated(2400, seed=1)
+    return generated(2100, seed=1)
 
 
 @pytest.fixture(scope="module")
 def found(pool, cases) -> list[list[Found]]:
     """By case, what each of the eight ranks found."""
-    return list(zip(*pool.run(examine, cases, 6, timeout=120), strict=True))
+    return list(zip(*pool.run(examine, cases, 8, timeout=120), strict=True))
 
 
 def test_what_dtensor_puts_on_each_rank_is_what_the_sharding_says(found):
@@ -218,7 +218,7 @@ def test_what_dtensor_puts_on_each_rank_is_what_the_sharding_says(found):
 def test_torch_gathers_the_whole_tensor_again(found):
     asked = [rank for ranks in found for rank in ranks if rank.whole is not None]
     assert not [rank.text for rank in asked if not rank.whole][:5]
-    assert len(asked) > 8 * 250
+    assert len(asked) > 8 * 200
 
 
 def test_placements_come_back_as_an_equivalent_sharding(found):

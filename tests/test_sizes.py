@@ -124,7 +124,10 @@ def test_without_a_number_of_ranks_the_sizes_say_it():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mesh("dp tp=3", ranks=range(8)), "8 doesn't divide by 3:  dp * tp=3 = 8    (the axes over the 8 ranks)"),
+        (
+            lambda: Mesh("dp tp=3", ranks=range(8)),
+            "8 doesn't divide by 3:  dp * tp=3 = 8    (the axes over the 8 ranks)",
+        ),
         (lambda: Mesh("dp=2 tp=2", ranks=range(8)), "4 isn't 8:  dp=2 * tp=2 = 8"),
         (lambda: Mesh("dp=4 tp=4", ranks=range(8)), "16 isn't 8:  dp=4 * tp=4 = 8"),
         (lambda: Mesh("dp=16 tp", ranks=range(8)), "8 doesn't divide by 16:  dp=16 * tp = 8"),
@@ -142,10 +145,16 @@ def test_without_a_number_of_ranks_the_sizes_say_it():
         (lambda: Mesh("dp", sizes={"dp": 3}, dp=2), "'dp' is given two sizes: 2 and 3"),
         (lambda: Mesh("dp=8").rearrange("(a b) -> a b", sizes={"a": 4}, a=2), "'a' is given two sizes: 2 and 4"),
         (lambda: Mesh("dp=8").rearrange("(a b) -> a b"), "the sizes of 'a' and 'b' don't follow from  a * b = 8"),
-        (lambda: Mesh("dp=8").rearrange("(a=3 b) -> a b"), "8 doesn't divide by 3:  a=3 * b = 8    (axis 'dp' has size 8)"),
+        (
+            lambda: Mesh("dp=8").rearrange("(a=3 b) -> a b"),
+            "8 doesn't divide by 3:  a=3 * b = 8    (axis 'dp' has size 8)",
+        ),
         (lambda: Mesh("a=2 b=2").rearrange("a b -> x=(a b)", x=8), "8 isn't 4:  x=8 = a=2 * b=2    (x=(a b))"),
         (lambda: Mesh("tp=2").sharding("(h=4@tp d)", h=2), "'h' is given two sizes: 2 and 4"),
-        (lambda: Mesh("tp=2").sharding("(h=4@tp d)").local_shape((6,)), "(h=4@tp d) = 6    (dim of [6] in '(h=4@tp d)')"),
+        (
+            lambda: Mesh("tp=2").sharding("(h=4@tp d)").local_shape((6,)),
+            "(h=4@tp d) = 6    (dim of [6] in '(h=4@tp d)')",
+        ),
         (lambda: Mesh("tp=2").sharding("(h@tp d)").local_shape((6,)), "more than one size is missing in  (h@tp d) = 6"),
         (lambda: Mesh("tp=2").sharding("s=4").local_shape((6,)), "s=4 = 6    (dim of [6] in 's=4')"),
         (
@@ -157,7 +166,7 @@ def test_without_a_number_of_ranks_the_sizes_say_it():
             f"a mesh has at most {LARGEST_SIZE} ranks; the last 3 of its axes have {2**72}",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_contradiction_shows_the_equation_with_its_numbers(make, message):
     with pytest.raises(SizeError) as caught:
         make()
@@ -177,17 +186,26 @@ def test_a_very_long_equation_is_shown_by_its_first_names():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mesh("dp_shard tp", dp_shrad=2), "a size is given for 'dp_shrad', which isn't in the expression; did you mean 'dp_shard'?"),
+        (
+            lambda: Mesh("dp_shard tp", dp_shrad=2),
+            "a size is given for 'dp_shrad', which isn't in the expression; did you mean 'dp_shard'?",
+        ),
         (lambda: Mesh("dp tp", qqq=2), "a size is given for 'qqq', which isn't in the expression; known: dp, tp"),
         (lambda: Mesh("dp tp", sizes={"x y": 2}), "a size is given for 'x y', which"),
         (lambda: Mesh("dp tp", sizes={3: 2}), "a size is given for '3', which"),
-        (lambda: Mesh("dp=8").rearrange("(a b) -> a b", aa=2), "a size is given for 'aa', which isn't in the expression; did you mean 'a'?"),
+        (
+            lambda: Mesh("dp=8").rearrange("(a b) -> a b", aa=2),
+            "a size is given for 'aa', which isn't in the expression; did you mean 'a'?",
+        ),
         (lambda: Mesh("dp=8").rearrange("dp -> dp", tp=-1), "a size is given for 'tp', which"),
         (lambda: Mesh("dp=8").define("x = dp", y=2), "a size is given for 'y', which"),
-        (lambda: Mesh("dp=8").sharding("heads", head=2), "a size is given for 'head', which isn't in the spec; did you mean 'heads'?"),
+        (
+            lambda: Mesh("dp=8").sharding("heads", head=2),
+            "a size is given for 'head', which isn't in the spec; did you mean 'heads'?",
+        ),
         (lambda: Mesh("dp=8").sharding("heads@dp", dp=2), "a size is given for 'dp', which isn't in the spec"),
     ],
-)  # fmt: skip
+)
 def test_a_size_for_a_name_that_is_not_there_is_an_error_with_a_suggestion(make, message):
     with pytest.raises(SizeError) as caught:
         make()
