@@ -308,7 +308,9 @@ def test_a_submesh_moves_within_its_own_lines(data, model):
     extent = Layout.product(*inside)
     shape = tuple(data.draw(st.lists(sizes, max_size=2)))
     source = data.draw(states((universe, inside), len(shape), extent=extent))
-    target = data.draw(states((universe, inside), len(shape), pending=False, extent=extent))
+    kept_axes = data.draw(st.sampled_from([inside, inside[:1], inside[1:]]))  # the target may know fewer axes
+    smaller = Layout.product(*kept_axes)
+    target = data.draw(states((universe, kept_axes), len(shape), pending=False, extent=smaller))
     found = plan(source, target, shape, "float64", model)
     oracle.run(found)
     for step in found.steps:
@@ -508,6 +510,21 @@ def test_two_tiers_send_between_nodes_only_once():
     flat = plan(source, target, (64, 1 << 20), "bfloat16", FLAT)
     assert kinds(flat) == [("all_to_all", ("dp",))]
     oracle.run(plan(source, target, (64, 32), "float64", slow))
+
+
+def test_two_tiers_are_found_within_an_axis_that_covers_several_nodes():
+    mesh = Small(dp=2, fsdp=16)
+    model = CostModel(5.0, 300.0, 10.0, math.inf, ranks_per_node=8)
+    found = plan(mesh("b@dp d"), mesh("b d@dp"), (64, 1 << 20), "bfloat16", model)
+    assert kinds(found) == [("all_to_all", ("dp",)), ("all_gather", ("8:1",))]
+
+
+def test_a_reduce_scatter_spreads_over_dims_where_no_dim_divides():
+    found = plan(MESH("a b | sum@(dp cp tp)"), MESH("a b"), (2, 4), "float32", replace(FLAT, latency_us=0.0))
+    assert found.bytes_in == 2 * 7 * 4
+    spread = [p for p in choices(MESH("a b | sum@(dp cp tp)"), MESH("a b"), (2, 4)) if p.steps[0].padded == 1]
+    assert [step.kind for step in spread[0].steps] == ["reduce_scatter", "all_gather"]
+    oracle.run(replace(spread[0], dtype="float32"))
 
 
 def test_latency_asks_for_few_collectives_and_bandwidth_for_few_bytes():

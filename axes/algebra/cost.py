@@ -85,19 +85,19 @@ class CostModel:
 
 
 def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_node: int) -> int:
-    """How many ranks of a group with these digits share a node, in closed form.
+    """How many ranks of a group with these digits share the node of the first one, digit by digit.
+
+    In closed form where the universe is evenly spaced; else it looks at the ranks along each digit.
 
     >>> node_size(Universe.of(range(64)), [(4, 8), (8, 1)], 8), node_size(Universe.of(range(64)), [(8, 4)], 8)
     (8, 2)
     """
-    digits = tuple(digits)
-    if isinstance(universe.ranks, range):
-        reach = -(-ranks_per_node // universe.ranks.step)
-        return math.prod(min(size, max(1, -(-reach // stride))) for size, stride in digits)
-    offsets = [0]
-    for size, stride in digits:
-        offsets = [base + digit * stride for base in offsets for digit in range(size)]
-    return members_of_node([universe.rank(offset) for offset in offsets], ranks_per_node)
+    ranks = universe.ranks
+    if isinstance(ranks, range):
+        reach = ranks_per_node - ranks.start % ranks_per_node
+        return math.prod(min(size, -(-reach // (stride * ranks.step))) for size, stride in digits)
+    lines = ([ranks[at * stride] for at in range(size)] for size, stride in digits)
+    return math.prod(members_of_node(line, ranks_per_node) for line in lines)
 
 
 def members_of_node(ranks: Sequence[int], ranks_per_node: int) -> int:

@@ -150,7 +150,7 @@ def _plan(source: State, target: State, shape: tuple[int, ...], dtype: str, mode
     if 0 in shape:
         empty = Step("slice", source, target, shape, Layout(), 1, first)
         return Plan(source, target, shape, dtype, (empty,), 0.0, first)
-    best = min(enumerate(_choices(source, target, shape, model)), key=lambda item: assemble.rank(*item))[1]
+    best = min(enumerate(_choices(source, target, shape, model)), key=lambda item: assemble.weight(*item))[1]
     steps = assemble.steps(best)
     return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), first)
 
@@ -170,7 +170,8 @@ def choices(
 
 def _choices(source: State, target: State, shape: tuple[int, ...], model: Model) -> list[Legs]:
     universe = source.universe
-    aligned = common(source, target, shape) if universe == target.universe else None
+    node = Layout((model.ranks_per_node,), (1,))
+    aligned = common(source, target, shape, node) if universe == target.universe else None
     if aligned is None:
         return crossings(source, target, shape)
     space, one, two = aligned
@@ -192,7 +193,7 @@ class _Assembly:
         self.itemsize, self.model = itemsize, model
         self.near = cache(self._near)
 
-    def rank(self, order: int, legs: Legs) -> tuple[float, int, int, int]:
+    def weight(self, order: int, legs: Legs) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
         time = float(f"{sum(map(self.time, legs)):.9g}")
         collectives = sum(leg.kind in COLLECTIVES for leg in legs)
@@ -234,7 +235,7 @@ class _Assembly:
             self.shape,
             None if leg.group is None else Layout.of(leg.group),
             self.near(leg.space.origin.universe, leg.group)[0],
-            source.universe.rank(0),
+            self.source.universe.rank(0),
             leg.op,
             leg.divisor,
             Layout.of(leg.resolved),

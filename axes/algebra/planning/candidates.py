@@ -166,7 +166,7 @@ def with_splits(form: Form, splits: Splits) -> Form:
 
 
 def _exchange(space: Space, source: Form, target: Form) -> Leg:
-    changed = _changed(source, target)
+    changed = _changed(space, source, target)
     if all(one[: len(two)] == two for one, two in zip(source.splits, target.splits, strict=True)):
         return _gather(space, source, target, changed)
     received = elements(space, target.splits) - overlap(space, source.splits, target.splits)
@@ -179,19 +179,19 @@ def _exchange(space: Space, source: Form, target: Form) -> Leg:
     )
 
 
-def _changed(source: Form, target: Form) -> tuple[Digit, ...]:
+def _changed(space: Space, source: Form, target: Form) -> tuple[Digit, ...]:
     """The digits of the ranks that exchange, in the order of the slots.
 
     They are those after the common beginning of each slot. Where the source is the coarser there, the
     digits over which it is replicated only choose what of it is wanted, and ranks that agree in them
-    have all of that among themselves in equal parts.
+    have all of that among themselves, in equal parts if the slot divides.
     """
     found: dict[Digit, None] = {}
-    for one, two in zip(source.splits, target.splits, strict=True):
+    for size, one, two in zip(space.sizes, source.splits, target.splits, strict=True):
         same = 0
         while same < min(len(one), len(two)) and one[same] == two[same]:
             same += 1
-        alone = set(source.free) if same == len(one) else set()
+        alone = set(source.free) if same == len(one) and size % parts(two) == 0 else set()
         after = (digit for side in (one, two) for atom in side[same:] for digit in atom)
         found.update(dict.fromkeys(digit for digit in after if digit not in alone))
     return tuple(found)
@@ -252,15 +252,36 @@ def _two_tier(space: Space, source: Form, target: Form, inside: Callable[[Digit]
 
 
 def appended(space: Space, splits: Splits, digits: Sequence[Digit]) -> Iterator[Splits]:
-    """The digits at the minor end of one slot, each slot in turn; nothing where there are none."""
+    """The digits at the minor end of one slot, each slot in turn; nothing where there are none.
+
+    Where no slot divides by all of them, also one digit after the other wherever it divides.
+    """
     if not digits:
         return
-    for at, atoms in enumerate(splits):
-        grown = (*atoms, *((digit,) for digit in digits))
-        factored = space.factors[space.dims[at]] is not None
-        if factored and space.sizes[at] % parts(grown):
-            continue
-        yield (*splits[:at], grown, *splits[at + 1 :])
+    divides = False
+    for at in range(len(splits)):
+        grown = _grown(splits, at, digits)
+        even = space.sizes[at] % parts(grown[at]) == 0
+        divides = divides or even
+        if even or space.factors[space.dims[at]] is None:
+            yield grown
+    if not divides:
+        spread: Splits | None = splits
+        for digit in digits:
+            spread = None if spread is None else _placed(space, spread, digit)
+        if spread is not None:
+            yield spread
+
+
+def _placed(space: Space, splits: Splits, digit: Digit) -> Splits | None:
+    """The digit at the end of the first slot that it divides, or None where there is none."""
+    grown = (_grown(splits, at, (digit,)) for at in range(len(splits)))
+    even = (found for at, found in enumerate(grown) if space.sizes[at] % parts(found[at]) == 0)
+    return next(even, None)
+
+
+def _grown(splits: Splits, at: int, digits: Iterable[Digit]) -> Splits:
+    return (*splits[:at], (*splits[at], *((digit,) for digit in digits)), *splits[at + 1 :])
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -363,7 +384,7 @@ def _fused(space: Space, source: Form, target: Form) -> Iterator[Legs]:
     op, divisor = reduction(source, resolved)
     received = size * wanted - overlap(space, cut.splits, target.splits)
     sent = _most_sent(space, cut, target, received)
-    digits = {*resolved, *_changed(cut, target)}
+    digits = {*resolved, *_changed(space, cut, target)}
     leg = Leg(
         "reduce_move",
         space,

@@ -73,10 +73,13 @@ class Space:
     factors: tuple[tuple[int, ...] | None, ...]
 
 
-def common(source: State, target: State, shape: Sequence[int]) -> tuple[Space, Form, Form] | None:
+def common(
+    source: State, target: State, shape: Sequence[int], node: Layout | None = None
+) -> tuple[Space, Form, Form] | None:
     """Both states in common digits and slots, or None where there are none.
 
     The target's extent must be within the source's; the target counts as replicated over the rest.
+    node: digits to cut at where that leaves whole digits, so that each is within a node or across nodes.
     """
     aligned = [_aligned(a, b) for a, b in zip(source.splits, target.splits, strict=True)]
     if any(pair is None for pair in aligned):
@@ -92,7 +95,7 @@ def common(source: State, target: State, shape: Sequence[int]) -> tuple[Space, F
     columns = [[layouts for split in side for layouts in _slots_of(split)] for side in zip(*pairs, strict=True)]
     if not columns:
         columns = [[], []]
-    return _forms(space, source, target, columns)
+    return _forms(space, source, target, columns, node)
 
 
 def alone(state: State, shape: Sequence[int]) -> tuple[Space, Form]:
@@ -138,7 +141,7 @@ def factored(layouts: Sequence[Layout], sizes: Sequence[int]) -> Factors | None:
 
 
 def _forms(
-    space: Space, source: State, target: State, columns: list[list[tuple[Layout, ...]]]
+    space: Space, source: State, target: State, columns: list[list[tuple[Layout, ...]]], node: Layout | None
 ) -> tuple[Space, Form, Form] | None:
     """Refine every layout to digits common to all of them, then each slot to atoms."""
     states = (source, target)
@@ -151,11 +154,11 @@ def _forms(
         ],
         (),
     )
-    try:
-        refined = digits(*layouts)
-    except MeshError:
+    refined = None if node is None else _digits(*layouts, node)
+    refined = refined or _digits(*layouts)
+    if refined is None:
         return None
-    layouts = dict(zip(layouts, refined, strict=True))
+    layouts = dict(zip(layouts, refined, strict=False))
     whole = layouts[source.extent]
     forms: list[Form] = []
     for state, column in zip(states, columns, strict=True):
@@ -167,6 +170,13 @@ def _forms(
         taken.update(digit for group in pending for _, digit in group)
         forms.append(Form(splits, tuple(digit for digit in whole if digit not in taken), pending))
     return space, forms[0], forms[1]
+
+
+def _digits(*layouts: Layout) -> tuple[Atom, ...] | None:
+    try:
+        return digits(*layouts)
+    except MeshError:
+        return None
 
 
 def _atoms(size: int, layouts: Iterable[Atom]) -> tuple[Atom, ...]:

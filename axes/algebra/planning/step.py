@@ -34,8 +34,9 @@ reduce_move
     divided by `divisor`. Every element of the output has exactly one contribution of each layer, which
     may come from several transfers; the copies are those of the rank's own `layer`.
 
-A rank that `ranks_of` doesn't list does nothing in a step, and holds no tile where the state that it
-would be of isn't its own (between two sets of ranks).
+Between two sets of ranks, a rank for which `takes_part` is false does nothing in a step; one that has
+no tile of the source comes with nothing (`input_shape` is None), one that has none of the target leaves
+with nothing.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class Step:
         return self.ranks_of(self.rank)
 
     def ranks_of(self, rank: int) -> Sequence[int]:
-        """The global ranks of another rank's group, in its order."""
+        """The global ranks of another rank's group, in its order; none where it takes no part."""
+        if not self.takes_part(rank):
+            return ()
         if self.layout is not None:
             return line(self.source.universe, self.layout, rank)
         sources = self.source.universe.ranks
