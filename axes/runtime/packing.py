@@ -161,21 +161,28 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
         return lambda tile: tile.view(-1)[start:stop]
     if isinstance(places, Grid):
         sizes, strides, offset = places.sizes, places.strides, places.offset
-        return lambda tile: tile.as_strided(sizes, strides, tile.storage_offset() + offset).reshape(-1)
-    parts = [(place, *_slices(box)) for place, box in places.parts]
+        return lambda tile: tile.as_strided(sizes, strides, tile.storage_offset() + offset).reshape(-1).contiguous()
+    parts = [_extents(part) for part in places.parts]
 
     def pack(tile: torch.Tensor) -> torch.Tensor:
         buffer = tile.new_empty(size)
-        for place, count, box, extents in parts:
-            buffer[place : place + count].view(extents).copy_(tile[box])
+        for start, stop, box, extents in parts:
+            buffer[start:stop].view(extents).copy_(tile[box])
         return buffer
 
     return pack
 
 
-def _slices(box: Region) -> tuple[int, tuple[slice, ...], Shape]:
+def slices_of(box: Region) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _extents(part: Part) -> tuple[int, int, tuple[slice, ...], Shape]:
+    """`(start in the buffer, stop, index of the box, its shape)`."""
+    place, box = part
     extents = tuple(stop - start for start, stop in box)
-    return math.prod(extents), tuple(slice(start, stop) for start, stop in box), extents
+    return place, place + math.prod(extents), slices_of(box), extents
 
 
 # --- buffer to tile -------------------------------------------------------------------------------
@@ -187,13 +194,14 @@ def unpacker(places: Places, shape: Shape) -> Pack:
     The tile shares the buffer's memory where it can.
     """
     if isinstance(places, Run):
-        return lambda buffer: buffer.view(shape)
+        count = math.prod(shape)  # behind it there may be padding
+        return lambda buffer: buffer[:count].view(shape)
     if isinstance(places, Grid):
         # Read the buffer in the order of the tile's memory.
         read = zip(places.strides, places.sizes, strides_of(places.sizes), strict=True)
         ordered = sorted(read, key=lambda mode: -mode[0])
         sizes, strides = tuple(mode[1] for mode in ordered), tuple(mode[2] for mode in ordered)
-        return lambda buffer: buffer.as_strided(sizes, strides, buffer.storage_offset()).reshape(shape)
+        return lambda buffer: buffer.as_strided(sizes, strides, buffer.storage_offset()).reshape(shape).contiguous()
     write = filler(places, shape)
 
     def unpack(buffer: torch.Tensor) -> torch.Tensor:
@@ -220,10 +228,10 @@ def filler(places: Places, shape: Shape) -> Callable[[torch.Tensor, torch.Tensor
             tile.as_strided(sizes, strides, tile.storage_offset() + offset).copy_(buffer.view(sizes))
 
         return fill_grid
-    parts = [(place, *_slices(box)) for place, box in places.parts]
+    parts = [_extents(part) for part in places.parts]
 
     def fill(tile: torch.Tensor, buffer: torch.Tensor) -> None:
-        for place, count, box, extents in parts:
-            tile[box].copy_(buffer[place : place + count].view(extents))
+        for start, stop, box, extents in parts:
+            tile[box].copy_(buffer[start:stop].view(extents))
 
     return fill

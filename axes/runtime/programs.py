@@ -37,8 +37,8 @@ from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
 from axes.algebra.state import slots
-from axes.runtime import torch_private
-from axes.runtime.packing import Boxes, Grid, Part, Places, Shape, filler, packer, places_of, unpacker
+from axes.runtime import packing, torch_private
+from axes.runtime.packing import Boxes, Part, Places, Shape, filler, packer, places_of, slices_of, unpacker
 
 Counts = Sequence[int] | None
 """Elements for or from each rank of a group; None where all are equal."""
@@ -97,7 +97,11 @@ class _Eager:
 
     def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
         out = x.new_empty(shape)
-        self._gather(out, x)
+        # gloo cuts the first dim, so the buffers are flat unless the parts are its rows.
+        if len(shape) > 0 and shape[0] % self.size == 0:
+            self._gather(out, x)
+        else:
+            self._gather(out.view(-1), x.view(-1))
         return out
 
     def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
@@ -183,6 +187,7 @@ class Program:
 
     groups: for each step that communicates, its group; None for others. backend: what serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
+    before: what the ranks do before each use, to see whether they agree.
     """
 
     plan: Plan
@@ -190,6 +195,7 @@ class Program:
     groups: tuple[dist.ProcessGroup | None, ...]
     backend: str
     comm_dtype: torch.dtype | None = None
+    before: Callable[[], None] | None = None
 
     @cached_property
     def eager(self) -> Run:
@@ -202,9 +208,9 @@ class Program:
         return _compiled(self, _Traced)
 
     @cached_property
-    def moves(self) -> bool:
-        """Whether anything is sent."""
-        return any(group is not None for group in self.groups)
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.plan.steps and self.before is None
 
 
 def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> None:
@@ -229,7 +235,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _compiled(program: Program, made: type[_Eager] | type[_Traced]) -> Run:
-    stages: list[Run] = []
+    stages: list[Run] = [] if program.before is None else [_announced(program.before)]
     steps, wire, owned = program.plan.steps, program.dtype, False
     sending = [at for at, group in enumerate(program.groups) if group is not None]
     for at, step in enumerate(steps):
@@ -244,6 +250,14 @@ def _compiled(program: Program, made: type[_Eager] | type[_Traced]) -> Run:
             wire = program.dtype
             stages.append(_cast(wire))
     return _chained(stages)
+
+
+def _announced(before: Callable[[], None]) -> Run:
+    def announce(x: torch.Tensor) -> torch.Tensor:
+        before()
+        return x
+
+    return announce
 
 
 def _cast(dtype: torch.dtype) -> Run:
@@ -348,13 +362,9 @@ def _shape(shape: Shape | None) -> Shape:
     return (0,) if shape is None else shape
 
 
-def _slices(box: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
-
-
 def _slice(step: Step, exchange: Exchange) -> Run:
     shape = _shape(step.output_shape())
-    boxes = [(_slices(source), _slices(target)) for source, target in exchange.copies]
+    boxes = [(slices_of(source), slices_of(target)) for source, target in exchange.copies]
     if len(boxes) == 1:
         only = boxes[0][0]
         return lambda x: x[only].contiguous()
@@ -410,7 +420,7 @@ def _reduce_by_exchange(step: Step, exchange: Exchange, link: Link) -> Run:
     """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
     shape, tile = _shape(step.output_shape()), _shape(step.input_shape())
     sends = _side(exchange.sends, tile, exchange)
-    pack = packer(sends.places, tile, math.prod(tile))
+    pack = packer(sends.places, tile, sum(sends.counts))
     layers = len(exchange.ranks)
     even = _even(step)
     given, got = None if even else sends.counts, None if even else [math.prod(shape)] * layers
@@ -469,19 +479,23 @@ def _exchanged(step: Step, exchange: Exchange, link: Link, receives: Side, kept:
     """Boxes of the tile sent, boxes of the result received, and the rank's own boxes copied.
 
     Where it makes both sides regular, what the rank keeps goes through the collective as well: then
-    there is at most one strided copy on either side, and often none.
+    there is at most one strided copy on either side, and often none. Where all counts are equal it
+    must, on all ranks alike: backends have another algorithm for that.
     """
     sends = _side(exchange.sends, _shape(step.input_shape()), exchange)
     me = exchange.ranks.index(step.rank)
     every_send = sends.joined(me, tuple(box for box, _ in exchange.copies))
     every_receive = receives.joined(me, kept)
-    if not isinstance(every_send.places, Boxes) and not isinstance(every_receive.places, Boxes):
-        return _regular(link, every_send, every_receive, _even(step))
+    # Between even tiles the counts of one rank are, in another order, those of every other.
+    alike = len({*every_send.counts, *every_receive.counts}) == 1 and _even(step)
+    regular = not isinstance(every_send.places, Boxes) and not isinstance(every_receive.places, Boxes)
+    if alike or regular:
+        return _all_through(link, every_send, every_receive, alike)
     pack = packer(sends.places, sends.shape, sum(sends.counts))
     fill = filler(receives.places, receives.shape)
     given, got, shape, move = sends.counts, receives.counts, receives.shape, link.all_to_all
     count = (sum(got),)
-    copies = [(_slices(source), _slices(target)) for (source, _), target in zip(exchange.copies, kept, strict=True)]
+    copies = [(slices_of(source), slices_of(target)) for (source, _), target in zip(exchange.copies, kept, strict=True)]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(shape)
@@ -493,14 +507,12 @@ def _exchanged(step: Step, exchange: Exchange, link: Link, receives: Side, kept:
     return run
 
 
-def _regular(link: Link, sends: Side, receives: Side, even: bool) -> Run:
-    """An exchange with at most one strided copy before and after."""
-    given, got, shape, move = sends.counts, receives.counts, receives.shape, link.all_to_all
-    pack = packer(sends.places, sends.shape, sum(given))
-    # Whether all counts are equal must be judged alike on all ranks: between even tiles it is.
-    alike = even and len({*given, *got}) == 1
-    counts: tuple[Counts, Counts] = (None, None) if alike else (got, given)
-    if isinstance(receives.places, Grid):
-        count, unpack = (sum(got),), unpacker(receives.places, shape)
-        return lambda x: unpack(move(pack(x), counts[0], counts[1], count))
-    return lambda x: move(pack(x), counts[0], counts[1], shape)
+def _all_through(link: Link, sends: Side, receives: Side, alike: bool) -> Run:
+    """An exchange through which everything goes, what the rank keeps as well."""
+    shape, move = receives.shape, link.all_to_all
+    pack = packer(sends.places, sends.shape, sum(sends.counts))
+    given, got = (None, None) if alike else (sends.counts, receives.counts)
+    if isinstance(receives.places, packing.Run):
+        return lambda x: move(pack(x), got, given, shape)
+    count, unpack = (sum(receives.counts),), unpacker(receives.places, shape)
+    return lambda x: unpack(move(pack(x), got, given, count))

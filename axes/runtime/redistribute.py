@@ -1,0 +1,449 @@
+"""Redistribution of local tensors: this rank's tile of one sharding to its tile of another.
+
+    local = redistribute(local, mesh.sharding("b s@tp d"), mesh.sharding("b s d@tp"), (8, 32, 64))
+
+One look-up gives a `Program` for (source, target, shape, dtype); it packs, sends, unpacks. Nothing
+happens where both shardings put the same data on the same ranks.
+
+**Gradients.** A redistribution is a linear map (but for max and min), and its gradient is the
+transposed map, which is a redistribution, too. What it is depends on what a gradient means, for each
+axis:
+
+- *local view*: backward differentiates the sum of all ranks' losses. The gradient of a replicated
+  value is this rank's summand of it, so it is pending; the gradient of a pending value is replicated.
+  Axes can be declared `same`: equal values *and* equal, whole gradients on every rank. Axes that
+  neither side mentions are unknown: what differs along them is never compared, mixed or borrowed.
+- *global view*: there is one loss and one gradient. That of a replicated value is replicated: every
+  replicated axis is `same`. (A DTensor says of its gradient how it is sharded, and reduces nothing
+  before it must: see `gradients`, which builds on this.)
+
+So the two views are one rule with another set of `same` axes, and section by section the table of
+gradients follows from it: split <-> split, replicated <-> pending, same <-> replicated.
+
+`AXES_LOG=plan` prints each distinct plan once, on the first of the ranks that it is for.
+`AXES_CHECK=1` makes ranks compare what they are about to do, so that disagreement is a `DesyncError`
+on all of them and not a hang. Both are read when a program is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from axes.algebra.cost import CostModel
+from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.mesh import Mesh
+from axes.algebra.plan import Plan, plan
+from axes.algebra.planning.exchange import Region, regions
+from axes.algebra.planning.step import Step
+from axes.algebra.sharding import Sharding, state_of
+from axes.algebra.state import State, tile, tile_shape, used_layouts
+from axes.runtime import torch_private
+from axes.runtime.agreement import agree, ranks_text
+from axes.runtime.gradients import Same, transposed
+from axes.runtime.groups import current_world, group_of
+from axes.runtime.packing import slices_of
+from axes.runtime.programs import Program, check_dtypes
+
+Shape = tuple[int, ...]
+Dtypes = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
+"""`comm_dtype`: one for values and gradients, or one for each."""
+
+_log = logging.getLogger("axes")
+
+
+def redistribute(
+    local: torch.Tensor,
+    source: Sharding,
+    target: Sharding,
+    shape: Sequence[int],
+    *,
+    view: Literal["global", "local"] = "global",
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    source_same: tuple[str, ...] = (),
+    target_same: tuple[str, ...] = (),
+) -> torch.Tensor:
+    """This rank's tile of `target`, from its tile of `source`, of a tensor whose whole shape is `shape`.
+
+    The result may share memory with `local`, and is `local` where nothing has to be done.
+    Differentiable; in the global view the gradient arrives with the target's splits, replicated over
+    all other axes, and leaves so with the source's. `source_same` and `target_same` are axes that are
+    `same` on that side, in the local view alone. `comm_dtype` is the dtype in which values travel and
+    are reduced, or a pair for `(values, gradients)`. With `async_op` the result of the last
+    collective is waited for at its first use.
+
+    Raises `ShardingError` where `local` isn't the source's tile, or where nothing takes source to
+    target; on every rank, before anything is sent.
+    """
+    there, back = both(comm_dtype)
+    shape = tuple(shape)
+    made = _map(
+        current_world().era, source, target, shape, local.dtype, view, source_same, target_same, there, back
+    )
+    if tuple(local.shape) != made.tile:
+        raise ShardingError(
+            f"the tile of {list(shape)} on this rank is {list(made.tile)} by '{source}'; found {list(local.shape)}"
+        )
+    return made.apply(local, async_op)
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(
+    era: object,
+    source: Sharding,
+    target: Sharding,
+    shape: Shape,
+    dtype: torch.dtype,
+    view: str,
+    source_same: tuple[str, ...],
+    target_same: tuple[str, ...],
+    there: torch.dtype | None,
+    back: torch.dtype | None,
+) -> Map:
+    """The map between two shardings. `era` is that of the world whose groups it uses."""
+    ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
+    if view == "global":
+        if source_same or target_same:
+            raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
+        return Map(era, ends, dtype, (None, None), (there, back))
+    same = _digits(source.mesh, source_same), _digits(target.mesh, target_same)
+    return Map(era, mentioned(ends, same), dtype, same, (there, back))
+
+
+def _digits(mesh: Mesh, names: Iterable[str]) -> frozenset[Mode]:
+    return frozenset(mode for name in names for mode in mesh.layout(name).modes)
+
+
+def mentioned(ends: Ends, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Ends:
+    """The ends on the axes alone that one of them mentions.
+
+    In the local view tensors may differ along the others, so nothing may be taken from there.
+    """
+    layouts = [*used_layouts(ends.source), *used_layouts(ends.target)]
+    layouts += [Layout.of([digit]) for side in same for digit in side]
+    found = {digit for refined in digits(*layouts) for digit in refined} if layouts else ()
+    extent = Layout.of(sorted(found, key=lambda digit: -digit[1]))
+    return replace(
+        ends, source=replace(ends.source, extent=extent), target=replace(ends.target, extent=extent)
+    )
+
+
+def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """`comm_dtype` for values and for gradients."""
+    return comm_dtype if isinstance(comm_dtype, tuple) else (comm_dtype, comm_dtype)
+
+
+def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+    """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
+    local = torch_private.waited(local)
+    if async_op or type(local) not in (torch.Tensor, torch.nn.Parameter):
+        return program.traced(local.contiguous())
+    return program.eager(local.contiguous())
+
+
+# --- programs by what they do ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a redistribution goes from and to, as planning sees it, and whose groups it uses.
+
+    `meshes` are those of source and target: groups of the one's ranks are made by the one.
+    """
+
+    source: State
+    target: State
+    shape: Shape
+    meshes: tuple[Mesh, Mesh]
+
+
+@functools.lru_cache(maxsize=4096)
+def program(era: object, ends: Ends, dtype: torch.dtype, comm_dtype: torch.dtype | None = None) -> Program:
+    """The program of this rank between two ends. `era` is that of the world whose groups it uses.
+
+    Raises `ShardingError` where there is none, and `MeshError` where a mesh isn't of a running job.
+    """
+    source_mesh, target_mesh = ends.meshes
+    for mesh in ends.meshes:
+        if mesh.binding is None:
+            raise MeshError(f"{mesh!r} is algebra alone; data moves on a mesh made with axes.init_mesh(...)")
+    world = current_world()
+    if all(mesh.universe.position(world.rank) is None for mesh in ends.meshes):
+        raise ShardingError(
+            f"rank {world.rank} is neither among the ranks of the source nor among those of the target\n"
+            f"  source  {ends.source}  on  {source_mesh!r}\n  target  {ends.target}  on  {target_mesh!r}"
+        )
+    made = planned(ends, dtype)
+    check_dtypes(made, dtype, comm_dtype)
+    _log_plan(made)
+    groups = tuple(_group(step, ends) for step in made.steps)
+    backend = torch_private.served_devices(_backend(groups)).get(source_mesh.binding.device_type, "")
+    return Program(made, dtype, groups, backend, comm_dtype, _check(made, ends, comm_dtype))
+
+
+def planned(ends: Ends, dtype: torch.dtype) -> Plan:
+    """The plan between two ends, seen from this rank."""
+    model = model_of(ends.meshes[0])
+    return plan(ends.source, ends.target, ends.shape, name_of(dtype), model, current_world().rank)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=64)
+def model_of(mesh: Mesh) -> CostModel:
+    """The cost model of a mesh: the default one, with the mesh's own number of ranks per node."""
+    return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)
+
+
+def _group(step: Step, ends: Ends) -> dist.ProcessGroup | None:
+    """The group of a step; None where nothing is sent or this rank takes no part."""
+    if step.kind == "slice" or not step.takes_part(step.rank):
+        return None
+    if step.layout is None:
+        mesh = union_of(*ends.meshes)
+        return group_of(mesh, mesh.layout_of_all, "union")
+    mesh = next(mesh for mesh in ends.meshes if mesh.universe == step.source.universe)
+    if mesh.universe.position(step.rank) is None:
+        return None
+    return group_of(mesh, step.layout, " ".join(step.axes))
+
+
+@functools.lru_cache(maxsize=64)
+def union_of(one: Mesh, two: Mesh) -> Mesh:
+    """All ranks of two meshes as one axis, those of the first before the others."""
+    has = set(one.universe.ranks)
+    ranks = [*one.universe.ranks, *(rank for rank in two.universe.ranks if rank not in has)]
+    return Mesh("union", ranks=ranks, binding=one.binding)
+
+
+def _backend(groups: Iterable[dist.ProcessGroup | None]) -> str:
+    found = [group for group in groups if group is not None]
+    return str(dist.get_backend(found[0])) if found else current_world().backend
+
+
+def _log_plan(made: Plan) -> None:
+    if os.environ.get("AXES_LOG") != "plan":
+        return
+    state = made.source if made.source.universe.position(made.rank) is not None else made.target
+    if state.line(made.rank)[0] == made.rank:
+        _log_once(str(made))
+
+
+@functools.lru_cache(maxsize=65536)
+def _log_once(text: str) -> None:
+    if not _log.hasHandlers():
+        _log.addHandler(logging.StreamHandler(sys.stderr))
+        _log.setLevel(logging.INFO)
+    _log.info(text)
+
+
+def _check(made: Plan, ends: Ends, comm_dtype: torch.dtype | None) -> Callable[[], None] | None:
+    """What makes the ranks of a plan compare it before each use; None without `AXES_CHECK=1`."""
+    world = current_world()
+    if os.environ.get("AXES_CHECK") != "1" or world.fake:
+        return None
+    lines = (s.line(made.rank) for s in (ends.source, ends.target) if s.universe.position(made.rank) is not None)
+    members = sorted({rank for line in lines for rank in line})
+    if ends.source.universe != ends.target.universe:
+        members = sorted(union_of(*ends.meshes).universe.ranks)
+    binding = ends.meshes[0].binding
+    timeout = binding.timeout or torch_private.default_timeout(binding.device_type)
+    statement = f"{made}" + ("" if comm_dtype is None else f", moved as {comm_dtype}")
+    subject = f"a redistribution on {ranks_text(members)}"
+    advice = "Every rank of a mesh redistributes the same tensors in the same order"
+
+    def check() -> None:
+        agree(world.seat, world.meeting("redistribute", members, subject, advice), statement, timeout)
+
+    return check
+
+
+# --- maps and their transposes --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A program, and what a transposed one needs beside: zeros around the result, and a division."""
+
+    program: Program
+    frame: Frame | None = None
+    divisor: int = 1
+
+    def __call__(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+        """The map on this rank's tile."""
+        y = run(self.program, x, async_op)
+        if self.frame is not None:
+            y = self.frame.around(y)
+        return y if self.divisor == 1 else y / self.divisor
+
+    @property
+    def idle(self) -> bool:
+        """Whether the map is the identity."""
+        return self.program.idle and self.frame is None and self.divisor == 1
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where a tile lies in a larger one of `shape`: pairs of `(box of the tile, box of the larger)`."""
+
+    shape: Shape
+    boxes: tuple[tuple[Region, Region], ...]
+
+    def around(self, x: torch.Tensor) -> torch.Tensor:
+        """The larger tile, zero where `x` has nothing to say."""
+        out = x.new_zeros(self.shape)
+        for inner, outer in self.boxes:
+            out[slices_of(outer)].copy_(x[slices_of(inner)])
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """What a redistribution does to a local tensor and to its gradient.
+
+    There is one for each pair of ends, dtype and so on, kept as long as the groups live. `same` are
+    the digits that count as `same` in the source and in the target.
+    """
+
+    era: object
+    ends: Ends
+    dtype: torch.dtype
+    same: tuple[Same, Same]
+    comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+
+    @cached_property
+    def tile(self) -> Shape:
+        """The shape of this rank's tile of the source."""
+        held = tile(self.ends.source, self.ends.shape, current_world().rank)
+        return (0,) if held is None else tile_shape(held)
+
+    @cached_property
+    def forth(self) -> Linear:
+        """From the source to the target."""
+        return Linear(program(self.era, self.ends, self.dtype, self.comm_dtypes[0]))
+
+    @cached_property
+    def back(self) -> Linear:
+        """From the target's gradient to the source's."""
+        arriving, middle, divisor = transposed(self.ends.source, self.ends.target, self.same)
+        means = math.prod(step.divisor for step in self.forth.program.plan.steps)
+        ends = Ends(arriving, middle, self.ends.shape, self.ends.meshes[::-1])
+        made = program(self.era, ends, self.dtype, self.comm_dtypes[1])
+        return Linear(made, _frame(middle, self.ends.source, self.ends.shape), divisor * means)
+
+    @cached_property
+    def idle(self) -> bool:
+        """Whether neither the tensor nor its gradient changes."""
+        return self.forth.idle and self.back.idle
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The kinds of reductions that are resolved, in order: "sum", "max" or "min"."""
+        return tuple(step.op for step in self.forth.program.plan.steps if step.op is not None)
+
+    def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+        """The target's tile, with its gradient."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return self.forth(x, async_op)
+        if self.idle:
+            return x
+        if not any(op in ("max", "min") for op in self.classes):
+            return _Linear.apply(x, self, False, async_op)
+        if len(self.classes) == 1:
+            return _Extreme.apply(x, self, async_op)
+        first, rest = _one_by_one(self)
+        return rest.apply(first.apply(x), async_op)
+
+
+def _frame(middle: State, source: State, shape: Shape) -> Frame | None:
+    """Where this rank's tile of `middle` lies in its tile of `source`; None where it is all of it."""
+    rank = current_world().rank
+    inner, outer = tile(middle, shape, rank), tile(source, shape, rank)
+    if inner == outer or inner is None or outer is None:
+        return None
+    pairs = zip(regions(inner, inner), regions(inner, outer), strict=True) if math.prod(tile_shape(inner)) else ()
+    return Frame(tile_shape(outer), tuple(pairs))
+
+
+class _Linear(torch.autograd.Function):
+    """A map or its transpose; each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, made: Map, reverse: bool, async_op: bool) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.made, ctx.reverse = made, reverse
+        return (made.back if reverse else made.forth)(x, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        return None if g is None else _Linear.apply(g, ctx.made, not ctx.reverse, False), None, None, None
+
+
+class _Extreme(torch.autograd.Function):
+    """A pending maximum or minimum, resolved. Its gradient goes to where it was reached, in equal parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, made: Map, async_op: bool) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.made = made
+        ctx.save_for_backward(x)
+        return made.forth(x, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if g is None:
+            return None, None, None
+        (x,) = ctx.saved_tensors
+        extreme, total, summed = _reached(ctx.made)
+        with torch.no_grad():
+            hits = (x == run(extreme, x)).to(x.dtype)
+            share = hits / run(total, hits)
+        return _Linear.apply(g, summed, True, False) * share, None, None
+
+
+def _reached(made: Map) -> tuple[Program, Program, Map]:
+    """The extreme on the source's own splits, the count of where it is reached, and `made` as a sum."""
+    source, target = made.ends.source, made.ends.target
+    added = replace(source, pending=_as_sum(source, target), text=None)
+    here = replace(source, pending=target.pending, text=None)
+    ends = Ends(source, here, made.ends.shape, (made.ends.meshes[0],) * 2)
+    extreme = program(made.era, ends, made.dtype, made.comm_dtypes[0])
+    counted = program(made.era, replace(ends, source=added), made.dtype, made.comm_dtypes[0])
+    return extreme, counted, replace(made, ends=replace(made.ends, source=added))
+
+
+def _as_sum(source: State, target: State) -> tuple[tuple[str, tuple[Layout, ...]], ...]:
+    """What the source has pending, as a sum over all that the target has no longer."""
+    kept = [layout for _, layouts in target.pending for layout in layouts]
+    refined = digits(*kept, *(layout for _, layouts in source.pending for layout in layouts))
+    still = {digit for layout in refined[: len(kept)] for digit in layout}
+    resolved = dict.fromkeys(digit for layout in refined[len(kept) :] for digit in layout if digit not in still)
+    return (("sum", tuple(Layout.of([digit]) for digit in resolved)), *target.pending)
+
+
+def _one_by_one(made: Map) -> tuple[Map, Map]:
+    """The first of several kinds of reductions on its own, and the others."""
+    steps = made.forth.program.plan.steps
+    first = next(step for step in steps if step.op is not None)
+    middle = replace(made.ends.source, pending=first.target.pending, text=None)
+    one = replace(made.ends, target=middle, meshes=(made.ends.meshes[0],) * 2)
+    source_same, target_same = made.same
+    return (
+        replace(made, ends=one, same=(source_same, source_same)),
+        replace(made, ends=replace(made.ends, source=middle), same=(source_same, target_same)),
+    )
