@@ -52,6 +52,8 @@ SPECS = {  # what the tp axis splits of each parameter; the first pattern that f
 }
 
 MOST_LOCAL = 64
+"""More processes than this on one machine are a mistake."""
+
 AGREEMENT = 1e-3
 """The largest relative difference that the two loss curves may have."""
 
@@ -63,8 +65,8 @@ def parallelize(model: Transformer, mesh: axes.Mesh) -> Transformer:
     """The model spread over the mesh: its parameters by `SPECS` on `tp`, then FSDP2 on the rest.
 
     Inside, every activation is a DTensor on `tp`. Attention alone works on this rank's own heads,
-    as plain tensors; and what a row-parallel layer leaves pending is summed right there, rather
-    than wherever DTensor would next want to.
+    as plain tensors. What a row-parallel layer leaves pending is summed right there, and so is the
+    gradient that a column-parallel one leaves, rather than wherever DTensor would next want to.
     """
     tp = mesh["tp"]
     for name, parameter in list(model.named_parameters()):
@@ -87,14 +89,15 @@ def parallelize(model: Transformer, mesh: axes.Mesh) -> Transformer:
     def all_heads(module: nn.Module, arguments: object, mixed: Tensor) -> DTensor:
         return axes.from_local(mixed, "batch sequence heads@tp", mesh=tp)
 
-    def summed(module: nn.Module, arguments: object, partial: DTensor) -> DTensor:
-        return partial.redistribute(placements=whole)
+    def summed(module: nn.Module, arguments: object, x: DTensor) -> DTensor:
+        return x.redistribute(placements=whole)  # forward the value, backward its gradient
 
     for block in model.blocks:
         block.attention.heads.register_forward_pre_hook(own_heads)
         block.attention.heads.register_forward_hook(all_heads)
-        block.attention.out.register_forward_hook(summed)
-        block.mlp.down.register_forward_hook(summed)
+        for layer in (block.attention_norm, block.attention.out, block.mlp_norm, block.mlp.down):
+            layer.register_forward_hook(summed)
+    model.norm.register_forward_hook(summed)
 
     data_parallel = mesh["dp_replicate", "fsdp"].device_mesh
     for block in model.blocks:
@@ -197,11 +200,9 @@ def batch_mean(loss: Tensor, mesh: axes.Mesh | None) -> float:
 
 def train_on_mesh(options: Options) -> list[float]:
     """What each rank of the job does: trains, shows what was made for it, writes the checkpoint."""
-    ranks = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)  # the ranks share the machine's cores
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     mesh = axes.init_mesh(*DECLARATION, device_type=options.device, **options.axis_sizes)
     if dist.get_rank() == 0:
         print(f"{mesh}\n", flush=True)
@@ -269,6 +270,7 @@ def show_curves(many: list[float], one: list[float], ranks: int) -> float:
 
 def compare(options: Options, many: list[float], ranks: int) -> int:
     """Trains in this process alone, compares, and lets the checkpoint write a line; exit status."""
+    torch.set_num_threads(1)  # as each rank had; more don't help a model of this size
     one = train(options).losses
     worst = show_curves(many, one, ranks)
     print(f"\nlargest relative difference over {len(one)} steps: {worst:.1e}")
