@@ -98,7 +98,7 @@ class _Eager:
     def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
         out = x.new_empty(shape)
         # gloo cuts the first dim, so the buffers are flat unless the parts are its rows.
-        if len(shape) > 0 and shape[0] % self.size == 0:
+        if x.dim() == len(shape) > 0 and x.shape[0] * self.size == shape[0]:
             self._gather(out, x)
         else:
             self._gather(out.view(-1), x.view(-1))
