@@ -41,12 +41,14 @@ Shape = tuple[int, ...]
 class Factor:
     """A name, its size where it is known, and the axes that split it, major first.
 
-    `name` is None for a plain number.
+    `name` is None for a plain number. A group that is split as a whole is one factor, whose size is
+    a multiple of the sizes known in it.
     """
 
     name: str | None
     size: int | None = None
     axes: tuple[str, ...] = ()
+    multiple: int = 1
 
     def __str__(self) -> str:
         text = str(self.size) if self.name is None else self.name
@@ -312,9 +314,9 @@ def _dim(spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
     if dim.place is not None or not any(factor.axes for factor in factors):
         # Split as a whole, or not at all: to a sharding such a group is one name.
         known = [factor.size for factor in factors]
-        size = math.prod(s for s in known if s is not None) if None not in known else None
+        multiple = math.prod(size for size in known if size is not None)
         name = f"({' '.join(str(Factor(f.name, f.size)) for f in factors)})"
-        return ShardedDim((Factor(name, size if factors else 1, _axes(spec, dim.place)),))
+        return ShardedDim((Factor(name, None if None in known else multiple, _axes(spec, dim.place), multiple),))
     return ShardedDim(tuple(factors))
 
 
@@ -410,7 +412,8 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
     filled = f"{dim} = {extent}    (dim of {list(shape)} in '{sharding}')"
     if missing > 1:
         raise SizeError(f"more than one size is missing in  {filled}")
-    if (missing and (rest == 0 or extent % rest)) or (not missing and rest != extent):
+    multiple = math.prod(factor.multiple if factor.size is None else factor.size for factor in dim.factors)
+    if (missing and extent % multiple) or (not missing and rest != extent):
         raise SizeError(f"the sizes don't multiply to the dim:  {filled}")
     sizes = tuple(extent // rest if size is None else size for size in known)
     if len(dim.factors) > 1:
