@@ -16,7 +16,7 @@ from tests.flow_cases import Case, Random, case
 from tests.flow_oracle import gather, run, scatter
 
 REFUSED = (
-    "DTensor can't express",
+    "DTensor can't",
     "which DTensor on",
     "uneven parts inside",
     "doesn't divide into",
