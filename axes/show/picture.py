@@ -74,10 +74,9 @@ def trace(made: Plan) -> list[Scene]:
         before, after = scenes[-1].parts, {}
         arrows: list[tuple[int, int]] = []
         for rank in step.target.universe.ranks:
-            came = list(arrivals(step, rank))
-            arrows += [(peer, rank) for peer, boxes in came if peer != rank and boxes]
-            clipped = [cut for peer, boxes in came for part in before[peer] for cut in _clipped(part, boxes)]
-            after[rank] = overlay(clipped)
+            came = [(peer, _clipped(before[peer], boxes)) for peer, boxes in arrivals(step, rank)]
+            arrows += [(peer, rank) for peer, parts in came if parts and peer != rank]
+            after[rank] = overlay([part for _, parts in came for part in parts])
         scenes.append(Scene(after, tuple(arrows), step))
     return scenes
 
@@ -121,11 +120,14 @@ def _filled(box: Region) -> bool:
     return all(start < stop for start, stop in box)
 
 
-def _clipped(part: Part, boxes: Iterable[Region]) -> Iterator[Part]:
-    for box in boxes:
+def _clipped(parts: Iterable[Part], boxes: Sequence[Region]) -> list[Part]:
+    """What of the parts lies in one of the boxes."""
+    found = []
+    for part, box in product(parts, boxes):
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.box, box, strict=True))
         if _filled(common):
-            yield replace(part, box=common)
+            found.append(replace(part, box=common))
+    return found
 
 
 def overlay(parts: Sequence[Part]) -> tuple[Part, ...]:
