@@ -4,10 +4,10 @@ tensor and back, and what its gradient is on the other side.
 In the local view backward differentiates the sum of all ranks' losses, so a replicated value's
 gradient is this rank's summand of it. In the global view there is one loss. Per axis:
 
-| value | gradient into the global view (`to_local`) | gradient into the local view (`from_local`) |
+| value | gradient into the global view (`leave_global`) | gradient into the local view (`enter_global`) |
 | --- | --- | --- |
 | split | split the same way | split the same way |
-| replicated | pending sum of the ranks' summands | a summand: what is pending as it is, else 1/n |
+| replicated | pending sum of the ranks' summands | a summand: pending stays, split within zeros, else 1/n |
 | pending sum | replicated | replicated |
 | pending mean | replicated, times n | replicated, by n |
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,96 +31,129 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
+from axes.algebra.sharding import Sharding, state_of
+from axes.runtime import torch_private
+from axes.runtime.groups import current_world
+from axes.runtime.placements import contiguous_strides, sharding_of_spec
+from axes.runtime.redistribute import Frame, frame_of
+from axes.runtime.reshard import Route, Spec, gradient_sharding, route
+
+__all__ = ["contiguous_strides", "enter_global", "gradient_of_local", "leave_global"]
 
 Placements = tuple[Placement, ...]
 
 
 def gradient_of_local(placements: Sequence[Placement]) -> Placements:
-    """What the local gradients of `to_local` are, as one global value."""
-    return tuple(
-        Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in placements
-    )
+    """What the local gradients of `leave_global` are, as one global value."""
+    return tuple(Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in placements)
 
 
 def leave_global(x: DTensor) -> torch.Tensor:
     """This rank's tensor of a DTensor, with the gradient rule of the border."""
-    if not x.requires_grad:
-        return x.to_local()
-    local = x.to_local(grad_placements=gradient_of_local(x.placements))
-    means = _sizes(x, lambda op: op == "avg" or op == "mean")
-    if _sizes(x, lambda op: op in ("max", "min")) > 1:
-        raise ShardingError(
-            "a pending max or min has no gradient across the border; resolve it first, like "
-            f"unshard, found {x.placements}"
-        )
-    return _scaled_gradient(local, means) if means > 1 else local
+    local = torch_private.local_of(x)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return local
+    return _Leave.apply(x, torch_private.spec_of(x))
 
 
 def enter_global(
-    local: torch.Tensor, device_mesh: Any, placements: Placements, shape: torch.Size, stride: tuple[int, ...]
+    local: torch.Tensor, device_mesh: Any, placements: Placements, shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:
     """The DTensor whose shard on this rank is `local`, with the gradient rule of the border."""
+    spec = _spec(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
-    return _Enter.apply(local, device_mesh, placements, shape, stride)
-
-
-def _sizes(x: DTensor, wanted: Any) -> int:
-    """The product of the sizes of the axes over which a reduction that is `wanted` is pending."""
-    pairs = zip(x.placements, x.device_mesh.shape, strict=True)
-    return math.prod(size for p, size in pairs if isinstance(p, Partial) and wanted(p.reduce_op))
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, local, device_mesh, placements, shape, stride):
-        ctx.set_materialize_grads(False)
-        ctx.placements, ctx.sizes = placements, tuple(device_mesh.shape)
-        return DTensor.from_local(
-            local.detach(), device_mesh, placements, run_check=False, shape=shape, stride=stride
-        )
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        if cotangent is None:
-            return None, None, None, None, None
-        wanted, share = [], 1
-        for placement, arrived, size in zip(ctx.placements, cotangent.placements, ctx.sizes, strict=True):
-            summand = placement.is_replicate() and arrived.is_partial() and arrived.reduce_op == "sum"
-            if placement.is_partial() and placement.reduce_op in ("max", "min") and size > 1:
-                raise ShardingError(f"a pending {placement.reduce_op} has no gradient across the border; resolve it first")
-            wanted.append(arrived if summand else Replicate() if placement.is_partial() else placement)
-            mean = placement.is_partial() and placement.reduce_op == "avg"
-            share *= size if mean or (placement.is_replicate() and not summand) else 1
-        local = cotangent.redistribute(placements=wanted).to_local()
-        return local / share if share > 1 else local, None, None, None, None
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
-
-
-def _scaled_gradient(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """`x`, whose gradient is multiplied by `factor` on the way back."""
-    return _ScaledGradient.apply(x, factor)
+        return torch_private.dtensor(local, spec)
+    return _Enter.apply(local, spec)
 
 
 @functools.lru_cache(maxsize=4096)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous tensor.
+def _spec(
+    device_mesh: Any, placements: Placements, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Spec:
+    return torch_private.dtensor_spec(device_mesh, placements, shape, stride, dtype)
 
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    found, stride = [], 1
-    for extent in reversed(shape):
-        found.append(stride)
-        stride *= max(1, extent)
-    return tuple(reversed(found))
+
+def _pending_size(spec: Spec, *ops: str) -> int:
+    """The product of the sizes of the axes over which one of `ops` is pending."""
+    pairs = zip(spec.placements, spec.mesh.shape, strict=True)
+    return math.prod(size for p, size in pairs if isinstance(p, Partial) and p.reduce_op in ops)
+
+
+def _check_differentiable(spec: Spec) -> None:
+    if _pending_size(spec, "max", "min") > 1:
+        raise ShardingError(
+            f"a pending max or min has no gradient across the border; resolve it first. Found {spec.placements}"
+        )
+
+
+class _Leave(torch.autograd.Function):
+    """The shard of a DTensor; its gradient is that of one value, each rank's as the table says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, spec: Spec) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        _check_differentiable(spec)
+        ctx.spec = spec
+        return torch_private.local_of(x).view_as(torch_private.local_of(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
+        if gradient is None:
+            return None, None
+        spec, means = _leaving(ctx.spec, gradient.dtype)
+        scaled = gradient * means if means > 1 else gradient
+        return _Enter.apply(scaled.contiguous(), spec), None
+
+
+@functools.lru_cache(maxsize=4096)
+def _leaving(spec: Spec, dtype: torch.dtype) -> tuple[Spec, int]:
+    """The spec of the gradients of a DTensor's shards as one value, and what they are multiplied by."""
+    shape = tuple(spec.shape)
+    placements = gradient_of_local(spec.placements)
+    return _spec(spec.mesh, placements, shape, contiguous_strides(shape), dtype), _pending_size(spec, "avg", "mean")
+
+
+class _Enter(torch.autograd.Function):
+    """The DTensor of a shard; this rank's gradient is its part of the one gradient, as the table says."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
+        ctx.set_materialize_grads(False)
+        _check_differentiable(spec)
+        ctx.spec = spec
+        return torch_private.dtensor(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None]:
+        if cotangent is None:
+            return None, None
+        found = _entering(current_world().era, ctx.spec, torch_private.spec_of(cotangent))
+        local = leave_global(found.route.take(cotangent))
+        local = local if found.frame is None else found.frame.around(local)
+        return local if found.share == 1 else local / found.share, None
+
+
+@dataclass(frozen=True, eq=False)
+class _Entering:
+    """How a cotangent becomes this rank's gradient: moved, put within zeros, divided by `share`."""
+
+    route: Route
+    frame: Frame | None
+    share: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _entering(era: object, value: Spec, cotangent: Spec) -> _Entering:
+    shape = tuple(value.shape)
+    whole, arrived = sharding_of_spec(value), sharding_of_spec(cotangent)
+    middle = gradient_sharding(whole, arrived, shape)
+    there = route(era, cotangent, middle, (None, None))
+    frame = frame_of(state_of(middle, shape), state_of(_plain(whole), shape), shape)
+    # What is whole on every rank of an axis over which the value is replicated counts n times.
+    pairs = zip(value.placements, there.spec.placements, value.mesh.shape, strict=True)
+    copies = math.prod(size for mine, theirs, size in pairs if mine.is_replicate() and theirs.is_replicate())
+    return _Entering(there, frame, copies * _pending_size(value, "avg", "mean"))
+
+
+def _plain(sharding: Sharding) -> Sharding:
+    return Sharding(sharding.mesh, sharding.dims)

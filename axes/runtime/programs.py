@@ -121,7 +121,7 @@ class _Eager:
         if out.is_complex():
             self._scatter(torch.view_as_real(out), torch.view_as_real(x), _REDUCE[op])
         else:
-            self._scatter(out, x, _REDUCE[op])
+            self._scatter(out.view(-1), x.view(-1), _REDUCE[op])
         return out
 
 
@@ -221,8 +221,10 @@ def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None)
     for step in plan.steps:
         if step.op is None:
             continue
-        if wire not in REDUCED and not (wire.is_complex and step.op == "sum") and not (
-            wire is torch.bool and step.op != "sum"
+        if (
+            wire not in REDUCED
+            and not (wire.is_complex and step.op == "sum")
+            and not (wire is torch.bool and step.op != "sum")
         ):
             raise ShardingError(
                 f"{wire} isn't reduced by every backend: a {step.op} over '{' '.join(step.axes)}' needs "

@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ from axes.runtime.packing import slices_of
 from axes.runtime.programs import Program, check_dtypes
 
 Shape = tuple[int, ...]
-Dtypes = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
+Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 """`comm_dtype`: one for values and gradients, or one for each."""
 
 _log = logging.getLogger("axes")
@@ -89,9 +89,7 @@ def redistribute(
     """
     there, back = both(comm_dtype)
     shape = tuple(shape)
-    made = _map(
-        current_world().era, source, target, shape, local.dtype, view, source_same, target_same, there, back
-    )
+    made = _map(current_world().era, source, target, shape, local.dtype, view, source_same, target_same, there, back)
     if tuple(local.shape) != made.tile:
         raise ShardingError(
             f"the tile of {list(shape)} on this rank is {list(made.tile)} by '{source}'; found {list(local.shape)}"
@@ -135,9 +133,7 @@ def mentioned(ends: Ends, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Ends
     layouts += [Layout.of([digit]) for side in same for digit in side]
     found = {digit for refined in digits(*layouts) for digit in refined} if layouts else ()
     extent = Layout.of(sorted(found, key=lambda digit: -digit[1]))
-    return replace(
-        ends, source=replace(ends.source, extent=extent), target=replace(ends.target, extent=extent)
-    )
+    return replace(ends, source=replace(ends.source, extent=extent), target=replace(ends.target, extent=extent))
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -344,7 +340,7 @@ class Map:
         means = math.prod(step.divisor for step in self.forth.program.plan.steps)
         ends = Ends(arriving, middle, self.ends.shape, self.ends.meshes[::-1])
         made = program(self.era, ends, self.dtype, self.comm_dtypes[1])
-        return Linear(made, _frame(middle, self.ends.source, self.ends.shape), divisor * means)
+        return Linear(made, frame_of(middle, self.ends.source, self.ends.shape), divisor * means)
 
     @cached_property
     def idle(self) -> bool:
@@ -370,7 +366,7 @@ class Map:
         return rest.apply(first.apply(x), async_op)
 
 
-def _frame(middle: State, source: State, shape: Shape) -> Frame | None:
+def frame_of(middle: State, source: State, shape: Shape) -> Frame | None:
     """Where this rank's tile of `middle` lies in its tile of `source`; None where it is all of it."""
     rank = current_world().rank
     inner, outer = tile(middle, shape, rank), tile(source, shape, rank)

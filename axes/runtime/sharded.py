@@ -12,24 +12,25 @@ take these DTensors as they take their own.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 
 from axes.algebra import seam
 from axes.algebra.ambient import required_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Indices, Sharding, check_torch_can, parsed_sharding, placement_specs
+from axes.algebra.sharding import Indices, Sharding, check_torch_can, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.border import contiguous_strides, enter_global, leave_global
+from axes.runtime.placements import sharding_of_spec, torch_placements
+from axes.runtime.reshard import resharded, unsharded
 
 Sizes = Mapping[str, int]
 
@@ -115,10 +116,10 @@ def from_local(
 def unshard(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank, pending reductions done. Differentiable.
 
-        axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
+    axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
     """
     _distributed(x, "axes.unshard")
-    return x.full_tensor()
+    return unsharded(x)
 
 
 def to_local(x: DTensor) -> torch.Tensor:
@@ -142,7 +143,7 @@ def sharding_of(x: DTensor) -> Sharding:
     Raises `ShardingError` for placements that no spec can say.
     """
     _distributed(x, "axes.sharding_of")
-    return _sharding_of(x.device_mesh, x.placements, x.ndim)
+    return sharding_of_spec(torch_private.spec_of(x))
 
 
 def lift(x: DTensor, mesh: Mesh) -> DTensor:
@@ -172,26 +173,11 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
         sharding = sharding_of(x)
         renamed = dict(zip(old.axis_names, names, strict=True))
         placements = torch_placements(_renamed(sharding, mesh, renamed))
-    return _Lift.apply(x, mesh.device_mesh, placements, tuple(mesh.axis_names.index(n) for n in names))
+    spec = torch_private.dtensor_spec(mesh.device_mesh, placements, x.shape, x.stride(), x.dtype)
+    return _Lift.apply(x, spec)
 
 
 # what the rest of the runtime uses
-
-
-@functools.lru_cache(maxsize=4096)
-def torch_placements(sharding: Sharding) -> tuple[Placement, ...]:
-    """The DTensor placements of a sharding, one per axis of its mesh."""
-    found: list[Placement] = []
-    for spec in placement_specs(sharding):
-        if spec.op is not None:
-            found.append(Partial({"mean": "avg"}.get(spec.op, spec.op)))
-        elif spec.dim is None:
-            found.append(Replicate())
-        elif spec.split_factor == 1:
-            found.append(Shard(spec.dim))
-        else:
-            found.append(torch_private.strided_shard(spec.dim, spec.split_factor))
-    return tuple(found)
 
 
 def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
@@ -211,11 +197,6 @@ def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     packed = contiguous_strides(tuple(shape[dim] for dim in order))
     by_dim = dict(zip(order, packed, strict=True))
     return tuple(by_dim[dim] for dim in range(local.ndim))
-
-
-@functools.lru_cache(maxsize=4096)
-def _sharding_of(device_mesh: Any, placements: tuple[Placement, ...], ndim: int) -> Sharding:
-    return Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, ndim)
 
 
 def _whole_spec(mesh: Mesh, spec: str, ndim: int, shape: Sequence[int], sizes: Sizes) -> Sharding:
@@ -242,6 +223,7 @@ def _taken(tensor: torch.Tensor, dim: int, indices: Indices) -> torch.Tensor:
 
 
 def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], device_mesh: Any) -> DTensor:
+    """The DTensor of a shard, outside of autograd."""
     whole = torch.Size(shape)
     return DTensor.from_local(
         local,
@@ -267,8 +249,6 @@ def _broadcast(tensor: torch.Tensor, mesh: Mesh, source_rank: int) -> torch.Tens
 
 
 def _renamed(sharding: Sharding, mesh: Mesh, names: Mapping[str, str]) -> Sharding:
-    from dataclasses import replace
-
     dims = tuple(
         replace(dim, factors=tuple(replace(f, axes=tuple(names[a] for a in f.axes)) for f in dim.factors))
         for dim in sharding.dims
@@ -278,31 +258,29 @@ def _renamed(sharding: Sharding, mesh: Mesh, names: Mapping[str, str]) -> Shardi
 
 
 class _Lift(torch.autograd.Function):
-    """The same local tensor on a larger mesh. `places[i]`: where axis i of the old mesh is now."""
+    """The same local tensor on a larger mesh; its gradient is resolved over the further axes."""
 
     @staticmethod
-    def forward(ctx, x, device_mesh, placements, places):
-        ctx.device_mesh, ctx.placements, ctx.places = x.device_mesh, x.placements, places
-        return DTensor.from_local(
-            x.to_local(), device_mesh, placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
+    def forward(ctx: Any, x: DTensor, spec: Any) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.old, ctx.new = torch_private.spec_of(x), spec
+        return torch_private.dtensor(torch_private.local_of(x), spec)
 
     @staticmethod
-    def backward(ctx, cotangent):
-        wanted = [
-            p if axis in ctx.places else Replicate() for axis, p in enumerate(cotangent.placements)
-        ]
-        resolved = cotangent.redistribute(placements=wanted)
-        placements = [wanted[axis] for axis in ctx.places]
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
+        if cotangent is None:
+            return None, None
+        resolved = resharded(cotangent, replace(sharding_of_spec(ctx.new), pending=()))
+        placements = [Replicate() if p.is_partial() else p for p in ctx.old.placements]
         lowered = DTensor.from_local(
             resolved.to_local(),
-            ctx.device_mesh,
+            ctx.old.mesh,
             placements,
             run_check=False,
             shape=cotangent.shape,
-            stride=cotangent.stride(),
+            stride=resolved.stride(),
         )
-        return lowered, None, None, None
+        return lowered, None
 
 
 def _plain(tensor: Any, function: str, instead: str) -> None:

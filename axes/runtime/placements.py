@@ -1,0 +1,70 @@
+"""Shardings as torch says them: the placements of a `DTensor`, and back.
+
+>>> from axes.algebra.mesh import Mesh
+>>> mesh = Mesh("dp=2 tp=2")
+>>> torch_placements(mesh.sharding("b@dp s | sum@tp"))
+(Shard(dim=0), Partial(sum))
+>>> torch_placements(mesh.sharding("b@(tp dp) s"))       # another order than the mesh's
+(_StridedShard(dim=0, sf=2), Shard(dim=0))
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from axes.algebra.errors import ShardingError
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Sharding, placement_specs
+from axes.runtime import torch_private
+
+
+@functools.lru_cache(maxsize=4096)
+def torch_placements(sharding: Sharding) -> tuple[Placement, ...]:
+    """The DTensor placements of a sharding, one per axis of its mesh."""
+    found: list[Placement] = []
+    for spec in placement_specs(sharding):
+        if spec.op is not None:
+            found.append(Partial({"mean": "avg"}.get(spec.op, spec.op)))
+        elif spec.dim is None:
+            found.append(Replicate())
+        elif spec.split_factor == 1:
+            found.append(Shard(spec.dim))
+        else:
+            found.append(torch_private.strided_shard(spec.dim, spec.split_factor))
+    return tuple(found)
+
+
+def adopted(device_mesh: Any) -> Mesh:
+    """The mesh of a torch DeviceMesh."""
+    return Mesh.from_device_mesh(device_mesh)
+
+
+def sharding_of_spec(spec: Any) -> Sharding:
+    """The sharding of a DTensor with this `DTensorSpec`, on the mesh that it was made on.
+
+    Raises `ShardingError` for placements that no spec can say, and for an order of axes that
+    placements don't show.
+    """
+    if not torch_private.has_default_order(spec):
+        raise ShardingError(
+            f"{spec.placements} with a shard_order of its own isn't supported; redistribute to the mesh's order first"
+        )
+    return Sharding.from_placements(adopted(spec.mesh), spec.placements, len(spec.shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    found, stride = [], 1
+    for extent in reversed(shape):
+        found.append(stride)
+        stride *= max(1, extent)
+    return tuple(reversed(found))

@@ -1,0 +1,190 @@
+"""Resharding DTensors: `redistribute`, with what torch needs around it, in the global view.
+
+    y = resharded(x, mesh.sharding("b s d@tp"))
+
+A call is one look-up by what x knows of itself (its `DTensorSpec`), a program on its shard, and a
+DTensor around the result. The result's spec is made once, too.
+
+**Gradients.** There is one loss, and a cotangent is one value however it is sharded: what arrives
+says so itself. Nothing is reduced until something needs it:
+
+| value is | its gradient is |
+| --- | --- |
+| split | split the same way: a pending one is reduce-scattered, a whole one sliced |
+| replicated | as it arrived: split or pending, it stays so |
+| pending | replicated |
+
+(`axes.algebra.flow.required` is this rule, digit by digit.) A leaf's gradient is resolved where it is
+accumulated, by whoever made the leaf part of a computation.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import ShardingError
+from axes.algebra.flow import required
+from axes.algebra.sharding import Sharding, check_torch_can, state_of
+from axes.runtime import torch_private
+from axes.runtime.groups import current_world
+from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
+from axes.runtime.programs import Program
+from axes.runtime.redistribute import Dtypes, Ends, both, program, run
+
+Spec = Any
+"""torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """A redistribution of DTensors with one spec: `program` for their shards, `spec` of the result."""
+
+    source: Sharding
+    target: Sharding
+    program: Program
+    spec: Spec
+    comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    stays: bool
+
+    def take(self, x: DTensor, async_op: bool = False) -> DTensor:
+        """The DTensor in its new sharding; `x` itself where it is so already."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return x if self.stays else _Reshard.apply(x, self, async_op)
+        return x if self.stays else self.moved(x, async_op)
+
+    def moved(self, x: DTensor, async_op: bool = False) -> DTensor:
+        """The same, outside of autograd."""
+        return torch_private.dtensor(run(self.program, torch_private.local_of(x), async_op), self.spec)
+
+
+def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None, async_op: bool = False) -> DTensor:
+    """`x` in another sharding, on the target's mesh. Differentiable, any number of times.
+
+    `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`;
+    with `async_op` the result of the last collective is waited for at its first use.
+
+    Raises `ShardingError` where nothing takes the sharding of `x` to the target, or where DTensor can't
+    express the target for this shape; on every rank, before anything is sent.
+    """
+    return route(current_world().era, torch_private.spec_of(x), target, both(comm_dtype)).take(x, async_op)
+
+
+@functools.lru_cache(maxsize=8192)
+def route(
+    era: object, spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+) -> Route:
+    """How DTensors with this spec come to a target. `era` is that of the world whose groups it uses."""
+    source, shape, dtype = sharding_of_spec(spec), tuple(spec.shape), spec.tensor_meta.dtype
+    if target.ndim != len(shape):
+        raise ShardingError(
+            f"the target has {target.ndim} dims, the tensor {len(shape)}: {list(shape)}\n"
+            f"  source  {source}\n  target  {target}"
+        )
+    target = target.sized(shape)
+    check_torch_can(target, shape)
+    ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
+    made = program(era, ends, dtype, comm_dtypes[0])
+    alike = source.mesh.universe == target.mesh.universe and source.mesh.layouts == target.mesh.layouts
+    device_mesh = spec.mesh if alike else target.mesh.device_mesh
+    placements = torch_placements(target)
+    stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
+    strides = tuple(spec.tensor_meta.stride) if made.idle else contiguous_strides(shape)
+    result = torch_private.dtensor_spec(device_mesh, placements, shape, strides, dtype)
+    return Route(source, target, made, result, comm_dtypes, stays)
+
+
+class _Reshard(torch.autograd.Function):
+    """A route, and back the one that the cotangent's own sharding asks for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, there: Route, async_op: bool) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.there = there
+        return there.moved(x, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None, None]:
+        if cotangent is None:
+            return None, None, None
+        spec = torch_private.spec_of(cotangent)
+        return _back(current_world().era, spec, ctx.there).take(cotangent), None, None
+
+
+@functools.lru_cache(maxsize=8192)
+def _back(era: object, spec: Spec, there: Route) -> Route:
+    """The route of a cotangent with this spec."""
+    dtype = there.comm_dtypes[1]
+    return route(era, spec, gradient_sharding(there.source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
+
+
+def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """What sharding the gradient of a value gets, by that of the cotangent that arrives.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> mesh = Mesh("dp=2 tp=2")
+    >>> gradient_sharding(mesh.sharding("b@dp d"), mesh.sharding("b d | sum@(dp tp)"), (4, 4)).spec
+    'b@dp d | sum@tp'
+    """
+    plain = replace(source, pending=())
+    if source.mesh.universe != arrived.mesh.universe or source.mesh.layouts != arrived.mesh.layouts:
+        return plain
+    try:
+        found = required(source.sized(shape), arrived.sized(shape))
+        check_torch_can(found, shape)
+    except ShardingError:
+        # What is kept as it arrived may not fit the dims of the source; then it is gathered.
+        return required(source.sized(shape), arrived.sized(shape), lazy=False)
+    return found
+
+
+# --- the whole, as a plain tensor
+
+
+def unsharded(x: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
+    there = _to_whole(current_world().era, torch_private.spec_of(x))
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Unshard.apply(x, there)
+    return run(there.program, torch_private.local_of(x))
+
+
+@functools.lru_cache(maxsize=4096)
+def _to_whole(era: object, spec: Spec) -> Route:
+    mesh = sharding_of_spec(spec).mesh
+    return route(era, spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))
+
+
+class _Unshard(torch.autograd.Function):
+    """The whole as a plain tensor; a plain gradient is taken for a replicated one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, there: Route) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.there = there
+        found = run(there.program, torch_private.local_of(x))
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
+        if gradient is None:
+            return None, None
+        replicated = _Replicated.apply(gradient.contiguous(), ctx.there.spec)
+        return _back(current_world().era, ctx.there.spec, ctx.there).take(replicated), None
+
+
+class _Replicated(torch.autograd.Function):
+    """A plain tensor that is the same on every rank, as a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
+        ctx.set_materialize_grads(False)
+        return torch_private.dtensor(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None]:
+        return None if cotangent is None else unsharded(cotangent), None
