@@ -6,14 +6,13 @@ and the gradient of the sum of all ranks' losses, by plain torch and compares wi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
 from functorch.compile import make_boxed_func
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -260,7 +259,10 @@ def exact() -> None:
             assert named.all_gather(x, "dp").view(torch.uint8).tolist() == bytes_ * 2
             assert named.ppermute(x, "tp", shift=1).view(torch.uint8).tolist() == bytes_
             turned = named.all_to_all(x.view(2, -1), "cp", 0, 0)
-            assert turned.view(torch.uint8).flatten().tolist() == x.view(2, -1)[[named.axis_index("cp")] * 2].view(torch.uint8).flatten().tolist()
+            assert (
+                turned.view(torch.uint8).flatten().tolist()
+                == x.view(2, -1)[[named.axis_index("cp")] * 2].view(torch.uint8).flatten().tolist()
+            )
         x = torch.tensor([1.5 + 2j, 3j])
         assert named.all_gather(x.conj(), "tp").tolist() == x.conj().tolist() * 2
         assert named.psum(x.conj().imag, "tp").tolist() == [-4, -6]
@@ -301,18 +303,42 @@ MISTAKES = [
     (lambda: named.psum(X, "tq"), MeshError, "the mesh has no axis 'tq'; known: dp, cp, tp"),
     (lambda: named.psum(X, "row"), MeshError, "the mesh has no axis 'row'; did you mean 'rows'?"),
     (lambda: named.psum(X, ("tp", "rest")), MeshError, "'tp rest' isn't a product of axes"),
-    (lambda: named.psum(X, ["tp"]), MeshError, "an axis is a name like 'tp', or several like ('cp', 'tp'); found '['tp']'"),
-    (lambda: named.psum(X, "tp", mesh=axes.Mesh("tp=2")), MeshError, "is algebra alone. Make it with axes.init_mesh(...)"),
+    (
+        lambda: named.psum(X, ["tp"]),
+        MeshError,
+        "an axis is a name like 'tp', or several like ('cp', 'tp'); found '['tp']'",
+    ),
+    (
+        lambda: named.psum(X, "tp", mesh=axes.Mesh("tp=2")),
+        MeshError,
+        "is algebra alone. Make it with axes.init_mesh(...)",
+    ),
     (lambda: named.psum(X, "tp", mesh="tp"), MeshError, "axes are looked up in an axes mesh; found str"),
     (lambda: named.psum(X.tolist(), "tp"), ShardingError, "psum takes a tensor; found list"),
     (lambda: named.psum(X.to_sparse(), "tp"), ShardingError, "psum takes a dense tensor; found torch.sparse_coo"),
-    (lambda: named.psum(axes.shard(X, "a b"), "tp"), ShardingError, "psum takes this rank's plain tensor; found a DTensor"),
+    (
+        lambda: named.psum(axes.shard(X, "a b"), "tp"),
+        ShardingError,
+        "psum takes this rank's plain tensor; found a DTensor",
+    ),
     (lambda: named.pmean(X.long(), "tp"), ShardingError, "a mean of integers is no integer; write x.float(), or psum"),
     (lambda: named.pmax(X.cfloat(), "tp"), ShardingError, "complex numbers have no order; take x.abs()"),
-    (lambda: named.psum(X.to(torch.uint64), "tp"), ShardingError, "no sum over ranks for torch.uint64; convert it first"),
-    (lambda: named.all_gather(X, "tp", dim=2), ShardingError, "all_gather over dim '2' of a tensor [6, 4]: dims are 0 to 1"),
+    (
+        lambda: named.psum(X.to(torch.uint64), "tp"),
+        ShardingError,
+        "no sum over ranks for torch.uint64; convert it first",
+    ),
+    (
+        lambda: named.all_gather(X, "tp", dim=2),
+        ShardingError,
+        "all_gather over dim '2' of a tensor [6, 4]: dims are 0 to 1",
+    ),
     (lambda: named.all_gather(X[0, 0], "tp"), ShardingError, "a scalar has none; write x[None]"),
-    (lambda: named.psum_scatter(X, "rest"), SizeError, "6 elements, which doesn't divide into 4 pieces, one for each rank of 'rest'; pad it to 8"),
+    (
+        lambda: named.psum_scatter(X, "rest"),
+        SizeError,
+        "6 elements, which doesn't divide into 4 pieces, one for each rank of 'rest'; pad it to 8",
+    ),
     (lambda: named.all_to_all(X, "rest", 0, 1), SizeError, "dim 0 of [6, 4] has 6 elements"),
     (lambda: named.all_to_all(X, "rest", 1, "0"), ShardingError, "all_to_all over dim ''0'' of a tensor"),
     (lambda: named.ppermute(X, "tp"), ShardingError, "ppermute goes by shift=1 or by perm=[(source, target), ...]"),
@@ -320,8 +346,16 @@ MISTAKES = [
     (lambda: named.ppermute(X, "tp", shift=0.5), ShardingError, "ppermute's shift is a whole number; found '0.5'"),
     (lambda: named.ppermute(X, "tp", perm=[(0, 2)]), ShardingError, "coordinates are 0 to 1; found the target 2"),
     (lambda: named.ppermute(X, "tp", perm=[(-1, 0)]), ShardingError, "coordinates are 0 to 1; found the source -1"),
-    (lambda: named.ppermute(X, "tp", perm=[(0, 1), (0, 0)]), ShardingError, "coordinate 0 is the source of several pairs"),
-    (lambda: named.ppermute(X, "tp", perm=[(0, 1), (1, 1)]), ShardingError, "coordinate 1 is the target of several pairs"),
+    (
+        lambda: named.ppermute(X, "tp", perm=[(0, 1), (0, 0)]),
+        ShardingError,
+        "coordinate 0 is the source of several pairs",
+    ),
+    (
+        lambda: named.ppermute(X, "tp", perm=[(0, 1), (1, 1)]),
+        ShardingError,
+        "coordinate 1 is the target of several pairs",
+    ),
     (lambda: named.ppermute(X, "tp", perm=[(0, 1, 2)]), ShardingError, "pairs"),
     (lambda: named.ppermute(X, "tp", perm=3), ShardingError, "pairs"),
     (lambda: named.axis_size("tq"), MeshError, "the mesh has no axis 'tq'"),
@@ -346,7 +380,9 @@ def test_mistakes_are_errors_that_say_what_to_write_before_anything_is_sent(pool
     assert pool.run(mistakes) == [[]] * 8
 
 
-@pytest.mark.parametrize("call", [lambda: named.psum(X, "tp"), lambda: named.axis_index("tp"), lambda: named.axis_size("tp")])
+@pytest.mark.parametrize(
+    "call", [lambda: named.psum(X, "tp"), lambda: named.axis_index("tp"), lambda: named.axis_size("tp")]
+)
 def test_without_a_mesh_the_error_says_what_to_write(call):
     with pytest.raises(MeshError, match=r"no mesh says which ranks 'tp' is. Call it in a function that axes.shard_map"):
         call()
@@ -426,4 +462,6 @@ def test_every_rank_has_the_same_collectives_in_its_graph():
     # also those that neither send nor receive in a partial permutation
     first, *others = [graphs(rank) for rank in (0, 1, 3, 6)]
     assert all(found == first for found in others)
-    assert first[0] == ["all_reduce"] * 3 + ["all_gather_into_tensor", "reduce_scatter_tensor"] + ["all_to_all_single"] * 3
+    assert (
+        first[0] == ["all_reduce"] * 3 + ["all_gather_into_tensor", "reduce_scatter_tensor"] + ["all_to_all_single"] * 3
+    )

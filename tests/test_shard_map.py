@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import axes
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
-from axes.ops.collectives import all_gather, axis_index, axis_size, pmean, ppermute, psum, psum_scatter
+from axes.ops.collectives import all_gather, axis_index, axis_size, pmean, psum, psum_scatter
 from axes.ops.shard_map import shard_map
 
 
@@ -165,11 +165,15 @@ def trees() -> None:
         a, b, c = (axes.shard(numbers(4, 2, seed=i), "n@tp d") for i in range(3))
 
         def body(pair: tuple, factor: float, *, more: dict, flag: bool = False) -> dict:
-            assert not isinstance(pair[0], axes_dtensor()) and pair[0].shape == (2, 2) and flag
+            assert not isinstance(pair[0], axes_dtensor())
+            assert pair[0].shape == (2, 2)
+            assert flag
             return {"z": Pair(pair[0] * factor, pair[1]), "a": [more["c"] + 1, None, "text"]}
 
         out = shard_map(body, "n@tp d, n@tp d, n@tp d -> n@tp d, n@tp d, n@tp d")([a, b], 2.0, more={"c": c}, flag=True)
-        assert list(out) == ["z", "a"] and isinstance(out["z"], Pair) and out["a"][1:] == [None, "text"]
+        assert list(out) == ["z", "a"]
+        assert isinstance(out["z"], Pair)
+        assert out["a"][1:] == [None, "text"]
         torch.testing.assert_close(whole(out["z"].first), numbers(4, 2) * 2)
         torch.testing.assert_close(whole(out["z"].second), numbers(4, 2, seed=1))
         torch.testing.assert_close(whole(out["a"][0]), numbers(4, 2, seed=2) + 1)
@@ -192,7 +196,8 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_it_is_a_decorator_that_keeps_name_and_docstring():
-    assert doubled.__name__ == "doubled" and doubled.__doc__ == "Twice x."
+    assert doubled.__name__ == "doubled"
+    assert doubled.__doc__ == "Twice x."
 
 
 def without_tensors() -> None:
@@ -223,14 +228,16 @@ def meshes() -> None:
 
     # names from the tensors' own mesh; the result lies on the larger one
     y = shard_map(body, "b@dp d, d f@tp -> b@dp f@tp")(x, w)
-    assert axes.spec_of(y) == "_@dp _@tp" and axes.sharding_of(y).mesh.axis_names == ("dp", "cp", "tp")
+    assert axes.spec_of(y) == "_@dp _@tp"
+    assert axes.sharding_of(y).mesh.axis_names == ("dp", "cp", "tp")
     torch.testing.assert_close(whole(y), numbers(4, 6) @ numbers(6, 2))
     # names of another factorization of the same ranks, from an ambient mesh
     sparse = m["rows", "ep"]
     e = axes.shard(numbers(8, 3), "e@ep d", mesh=sparse)
     with m:
         y = shard_map(lambda e: e + psum(torch.zeros(2, 3), "cp"), "e@ep d -> e@ep d")(e)
-    assert y.device_mesh is e.device_mesh and axes.spec_of(y) == "_@ep _"
+    assert y.device_mesh is e.device_mesh
+    assert axes.spec_of(y) == "_@ep _"
     # names that several of the mesh's axes are
     with m:
         z = axes.shard(numbers(8, 3), "s@(cp tp) d")
@@ -321,7 +328,8 @@ def uneven() -> None:
         x = numbers(5, 3)
         dx = axes.shard(x, "n@dp d").requires_grad_()
         y = shard_map(lambda x: x.sin(), "n@dp d -> n@dp d")(dx)
-        assert y.shape == (5, 3) and y.to_local().shape == (3 - m.axis("dp").index, 3)
+        assert y.shape == (5, 3)
+        assert y.to_local().shape == (3 - m.axis("dp").index, 3)
         (axes.unshard(y) * 2).sum().backward()
         torch.testing.assert_close(whole(dx.grad), x.cos() * 2)
         y = shard_map(lambda x: x[:, :1].expand(-1, 2), "n@dp d -> n@dp two=2")(dx)
@@ -381,7 +389,8 @@ def test_check_finds_what_claims_to_be_replicated_and_is_not(pool):
     for fine, forgotten, announced, cotangent, linear, gradient, shape in every:
         assert fine == announced == linear == "nothing"
         assert "result 0, 'd', claims to be the same on all ranks of 'tp'; ranks 1, 3, 5, 7 differ" in forgotten
-        assert "axes.psum(y, 'tp')" in forgotten and "shard_map 'n@tp d -> d'" in forgotten
+        assert "axes.psum(y, 'tp')" in forgotten
+        assert "shard_map 'n@tp d -> d'" in forgotten
         assert (
             "the gradient of result 0, 'd', claims to be the same on all ranks of 'dp'; ranks 4, 5, 6, 7" in cotangent
         )

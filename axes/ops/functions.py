@@ -1,0 +1,538 @@
+"""Functions over split dims, by name: softmax, losses, norms and embeddings that gather nothing.
+
+    p = axes.softmax(scores, "b h q k@cp", over="k")                            # two small all-reduces
+    loss = axes.cross_entropy(logits, labels, "b s v@tp, b s -> ")              # the vocabulary stays split
+    h = axes.embedding(ids, table, "b s, v@tp d -> b s@tp d")                   # summed and scattered
+    y = axes.rms_norm(h, "b s d@tp", over="d", weight=w)
+
+Each is the function of one device, values and gradients, on DTensors (the global view) as on plain
+tensors that hold this rank's shard (the local view). A dim that is worked over must say how it is
+split: where it has no `@` it is unsplit. Others flow. What goes over the wire has the size of the
+result without the dim, never that of the dim.
+
+16-bit floats are computed in 32 bits and rounded once. In the local view a split dim is taken to
+divide evenly, unless its whole size is given as a keyword (`v=32_001`), and gradients are those of
+the sum of all ranks' losses; `| same@tp` right of `->` makes them those of a loss that all ranks of
+`tp` compute together.
+
+The vocabulary-parallel loss and embedding are Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.chunks import nested_chunk
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, suggestion
+from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
+from axes.algebra.mesh import Mesh
+from axes.ops.collectives import axis_index, axis_size, pmax, psum
+from axes.ops.einops_ops import rearrange
+from axes.ops.shard_map import shard_map
+
+Axes = tuple[str, ...]
+Local = Callable[..., torch.Tensor]
+
+
+def softmax(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> torch.Tensor:
+    """The softmax over the named dims; the result is sharded as `x` is.
+
+    Two all-reduces (a maximum and a sum) of the size of `x` without these dims, none where they
+    aren't split; one in backward. As `torch.softmax`.
+
+    >>> softmax(torch.zeros(2, 4), "q k", over="k")[0].tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    form = _form("softmax", spec, _names(over))
+    return _applied("softmax", functools.partial(_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
+
+
+def logsumexp(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> torch.Tensor:
+    """The logarithm of the sum of exponentials over the named dims, which the result lacks.
+
+    Two all-reduces of the size of the result, none where the dims aren't split; one in backward. As
+    `torch.logsumexp`.
+
+    >>> round(logsumexp(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
+    2.0794
+    """
+    form = _form("logsumexp", spec, _names(over))
+    return _applied("logsumexp", functools.partial(_logsumexp, form), f"{form.spec} -> {form.rest}", (x,), mesh)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    spec: str,
+    /,
+    over: str | Sequence[str],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    mesh: Mesh | None = None,
+    **sizes: int,
+) -> torch.Tensor:
+    """`x` over the root of its mean square over the named dims; times `weight`, which has these dims.
+
+    `weight` is split as they are. One all-reduce of the size of `x` without these dims, and one in
+    backward. `eps` is that of the dtype by default. As `torch.nn.functional.rms_norm`.
+
+    >>> rms_norm(torch.full((2, 4), 3.0), "s d", over="d")[0].tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+    form = _form("rms_norm", spec, _names(over))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    local = functools.partial(_rms_norm, form, _wholes(form.places, x, sizes), eps)
+    return _normed("rms_norm", local, form, (x, weight), mesh)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    spec: str,
+    /,
+    over: str | Sequence[str],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    mesh: Mesh | None = None,
+    **sizes: int,
+) -> torch.Tensor:
+    """`x` with mean 0 and variance 1 over the named dims; times `weight`, plus `bias`.
+
+    `weight` and `bias` have these dims, split as they are. Two all-reduces of the size of `x`
+    without them, and two in backward. As `torch.nn.functional.layer_norm`.
+
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), "s d", over="d", eps=0.0)[0].tolist()
+    [-1.0, 1.0]
+    """
+    form = _form("layer_norm", spec, _names(over))
+    local = functools.partial(_layer_norm, form, _wholes(form.places, x, sizes), eps, weight is not None)
+    return _normed("layer_norm", local, form, (x, weight, bias), mesh)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    expression: str,
+    /,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    mesh: Mesh | None = None,
+    **sizes: int,
+) -> torch.Tensor:
+    """The negative log-likelihood of labels: `"b@dp s v@tp, b@dp s -> "`.
+
+    The name that only the logits have is the vocabulary; those that the result lacks are averaged
+    ("mean", over the labels that aren't `ignore_index`) or summed ("sum"). A split vocabulary costs
+    two all-reduces of the size of the labels, forward, and one backward; split dims that are reduced
+    one more each way of the size of the result, unless it says `| sum@dp`. A label outside of the
+    vocabulary gives NaN. As `torch.nn.functional.cross_entropy`.
+
+    >>> round(cross_entropy(torch.zeros(2, 8), torch.tensor([1, 7]), "s v, s -> ").item(), 4)
+    2.0794
+    """
+    form = _loss_form(expression)
+    if reduction not in ("mean", "sum"):
+        raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shortened(repr(reduction))}")
+    _check_integers("cross_entropy", "labels", labels)
+    (whole,) = _wholes((form.vocabulary,), logits, sizes)
+    local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignore_index)
+    return _applied("cross_entropy", local, form.expression, (logits, labels), mesh)
+
+
+def embedding(
+    ids: torch.Tensor, table: torch.Tensor, expression: str, /, mesh: Mesh | None = None, **sizes: int
+) -> torch.Tensor:
+    """Rows of a table: `"b s, v@tp d -> b s d"`.
+
+    Each rank looks up the rows that it has; what it doesn't have is zero, and the sum over the axes
+    of the rows goes where the right side says: summed (`b s d`), summed and scattered (`b s@tp d`),
+    or kept (`| sum@tp`). An index outside of the table gives NaN. As `torch.nn.functional.embedding`.
+
+    >>> embedding(torch.tensor([2, 0]), torch.eye(3), "s, v d -> s d").tolist()
+    [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    """
+    form = _table_form(expression)
+    _check_integers("embedding", "ids", ids)
+    (whole,) = _wholes((form.rows,), table, sizes)
+    local = functools.partial(_embedding, form.rows, whole)
+    found = _applied("embedding", local, f"{form.left} -> {form.middle}", (ids, table), mesh)
+    return found if form.middle == form.right else rearrange(found, f"{form.middle} -> {form.right}", mesh=mesh)
+
+
+# expressions
+
+
+@dataclass(frozen=True)
+class _Where:
+    """A dim that is worked over: its name, its place among the dims of the tensor, the axes that split it.
+
+    `dim` is negative where it stands behind an ellipsis.
+    """
+
+    name: str
+    dim: int
+    axes: Axes
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A spec and the dims to work over. `spec` says of these that they are unsplit where it is so.
+
+    `rest` is the spec without them, `parameter` that of a tensor with nothing else.
+    """
+
+    spec: str
+    rest: str
+    parameter: str
+    places: tuple[_Where, ...]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims to work over."""
+        return tuple(where.dim for where in self.places)
+
+    @property
+    def axes(self) -> Axes:
+        """All axes that split them."""
+        return tuple(axis for where in self.places for axis in where.axes)
+
+
+def _names(over: str | Sequence[str]) -> Axes:
+    return tuple(over.split() if isinstance(over, str) else over)
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(what: str, spec: str, over: Axes) -> _Form:
+    tree = parse_spec(spec)
+    if tree.pending:
+        raise ShardingError(f"{what} isn't linear, so it can't take what is pending; resolve it before: '{spec}'")
+    known = [_name(dim) for dim in tree.dims]
+    for name in over or ("",):
+        if name not in known:
+            hint = suggestion(name, filter(None, known))
+            raise ExpressionError(
+                f"{what} is over dims of the spec by name; found {shortened(name)}{hint}", spec, 0, len(spec)
+            )
+    dots = known.index("...") if "..." in known else len(known)
+    places, dims = [], []
+    for at, dim in enumerate(tree.dims):
+        if known[at] in over:
+            dim = _explicit(dim)
+            places.append(_Where(str(known[at]), at if at < dots else at - len(known), _axes(what, spec, dim)))
+        dims.append(dim)
+    rest = [dim for dim, name in zip(dims, known, strict=True) if name not in over]
+    own = [dim for dim, name in zip(dims, known, strict=True) if name in over]
+    whole, rest_, own_ = (str(Spec(tuple(each))) for each in (dims, rest, own))
+    return _Form(whole, rest_, own_, tuple(places))
+
+
+def _name(dim: Dim) -> str | None:
+    """The name of a dim that is one; None for groups, numbers and `_`."""
+    return None if dim.grouped or dim.factors[0].name == "_" else dim.factors[0].name
+
+
+def _explicit(dim: Dim) -> Dim:
+    """The dim with a place, that of an unsplit one where it has none."""
+    factor = dim.factors[0]
+    return dim if factor.place is not None else replace(dim, factors=(replace(factor, place=Place(())),))
+
+
+def _axes(what: str, text: str, dim: Dim) -> Axes:
+    place = dim.factors[0].place
+    if place is not None and "*" in place.names:
+        raise ExpressionError(f"{what} needs to know how {dim} is split; '*' doesn't say it", text, *dim.span)
+    return () if place is None else place.names
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """An expression of a loss: where the vocabulary is, and what is reduced beside it.
+
+    `reduced` are dims of the labels, `sums` the axes that split them, `kept` those whose sum stays pending,
+    `same` those over which the loss is `same`.
+    """
+
+    expression: str
+    vocabulary: _Where
+    reduced: tuple[int, ...]
+    sums: Axes
+    kept: Axes
+    same: Axes
+
+
+@functools.lru_cache(maxsize=1024)
+def _loss_form(expression: str) -> _Loss:
+    logits, labels, result = _three("cross_entropy", expression, "logits, labels -> loss")
+    ours, theirs, kept = ({_name(dim): dim for dim in spec.dims} for spec in (logits, labels, result))
+    missing = [name for name in ours if name not in theirs]
+    if len(missing) != 1 or [name for name in ours if name in theirs] != list(theirs):
+        _wrong(
+            expression,
+            "labels have the names of the logits without the vocabulary, in the same order: 'b s v, b s -> '",
+        )
+    if [name for name in theirs if name in kept] != list(kept):
+        _wrong(expression, "the loss has names of the labels, in the same order, or none")
+    for name in theirs:
+        places = {str(spec[name].factors[0].place) for spec in (ours, theirs, kept) if name in spec}
+        if len(places) > 1:
+            _wrong(expression, f"'{name}' is split the same in all; cross_entropy doesn't move data")
+    gone = [name for name in theirs if name not in kept]
+    fixed = [
+        Spec(tuple(dim if _name(dim) not in (*gone, *missing) else _explicit(dim) for dim in spec.dims))
+        for spec in (logits, labels)
+    ]
+    at = [_name(dim) for dim in logits.dims].index(missing[0])
+    vocabulary = _Where(str(missing[0]), at, _axes("cross_entropy", expression, logits.dims[at]))
+    sums = tuple(axis for name in gone for axis in _axes("cross_entropy", expression, theirs[name]))
+    pending, same = (_pending_axes(expression, result, op) for op in ("sum", "same"))
+    if not set(pending) <= set(sums) or any(p.op not in ("sum", "same") for p in result.pending or ()):
+        _wrong(expression, "what a loss can leave pending is the sum over axes that split what it reduces")
+    reduced = tuple(list(theirs).index(name) for name in gone)
+    text = f"{fixed[0]}, {fixed[1]} -> {result}"
+    return _Loss(text, vocabulary, reduced, tuple(axis for axis in sums if axis not in pending), pending, same)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """An expression of an embedding: where the rows are, and what a look-up gives before its sum."""
+
+    left: str
+    middle: str
+    right: str
+    rows: _Where
+
+
+@functools.lru_cache(maxsize=1024)
+def _table_form(expression: str) -> _Table:
+    ids, table, result = _three("embedding", expression, "ids, table -> rows")
+    known, columns, wanted = ([_name(dim) for dim in spec.dims] for spec in (ids, table, result))
+    missing = [name for name in columns if name not in wanted]
+    rest = [name for name in columns if name in wanted]
+    if len(missing) != 1 or sorted(map(str, [*known, *rest])) != sorted(map(str, wanted)):
+        _wrong(expression, "the result has the names of the ids and of the table without its rows: 'b s, v d -> b s d'")
+    at = columns.index(missing[0])
+    axes = _axes("embedding", expression, table.dims[at])
+    opened = replace(table, dims=tuple(_explicit(dim) if i == at else dim for i, dim in enumerate(table.dims)))
+    pending = (Pending("sum", Place(axes)),) if axes else None
+    middle = Spec((*ids.dims, *(dim for i, dim in enumerate(table.dims) if i != at)), pending)
+    return _Table(f"{ids}, {opened}", str(middle), str(result), _Where(str(missing[0]), at, axes))
+
+
+def _three(what: str, expression: str, shape: str) -> tuple[Spec, Spec, Spec]:
+    """The three specs of `one, two -> result`, with a name for each dim."""
+    tree = parse_tensor(expression)
+    if len(tree.operands) != 2 or tree.results is None or len(tree.results) != 1:
+        _wrong(expression, f"{what} is '{shape}'")
+    for dim in (dim for spec in (*tree.operands, *tree.results) for dim in spec.dims):
+        if _name(dim) in (None, "..."):
+            raise ExpressionError(f"{what} needs a name for each dim", expression, *dim.span)
+    if any(spec.pending for spec in tree.operands):
+        _wrong(expression, f"{what} can't take what is pending; resolve it before")
+    return *tree.operands, tree.results[0]
+
+
+def _pending_axes(expression: str, spec: Spec, op: str) -> Axes:
+    return tuple(axis for p in spec.pending or () if p.op == op and p.place is not None for axis in p.place.names)
+
+
+def _wrong(expression: str, message: str) -> NoReturn:
+    raise ExpressionError(message, expression, 0, len(expression))
+
+
+# calls
+
+
+def _applied(
+    what: str, local: Local, expression: str, tensors: Sequence[torch.Tensor], mesh: Mesh | None
+) -> torch.Tensor:
+    """The function on DTensors as a region, on plain tensors as it is."""
+    distributed = [isinstance(x, DTensor) for x in tensors]
+    if all(distributed):
+        return shard_map(local, expression, mesh=mesh)(*tensors)
+    if any(distributed):
+        raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
+    for x, spec in zip(tensors, parse_tensor(expression).operands, strict=True):
+        _check_shape(what, x, spec)
+    if mesh is None:
+        return local(*tensors)
+    with mesh:
+        return local(*tensors)
+
+
+def _check_shape(what: str, x: object, spec: Spec) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
+    names = [_name(dim) for dim in spec.dims]
+    if x.ndim != len(names) and "..." not in names:
+        raise ShardingError(f"{what}: the spec '{spec}' has {len(names)} dims, the tensor {x.ndim}: {list(x.shape)}")
+
+
+def _check_integers(what: str, which: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ShardingError(f"{what}: {which} are whole numbers; found {found}")
+
+
+def _normed(
+    what: str, local: Local, form: _Form, tensors: Sequence[torch.Tensor | None], mesh: Mesh | None
+) -> torch.Tensor:
+    x, *parameters = tensors
+    given = [p for p in parameters if p is not None]
+    left = ", ".join([form.spec, *[form.parameter] * len(given)])
+    return _applied(what, local, f"{left} -> {form.spec}", [x, *given], mesh)  # type: ignore[list-item]
+
+
+def _wholes(places: Sequence[_Where], x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
+    """The whole sizes of dims, None where a plain tensor leaves them open."""
+    names = [where.name for where in places]
+    for name in sizes:
+        if name not in names:
+            raise SizeError(f"a size is given for {shortened(name)}; it is for {', '.join(names)}")
+    if isinstance(x, DTensor):
+        return tuple(x.shape[where.dim] for where in places)
+    return tuple(sizes.get(name) for name in names)
+
+
+def _part(where: _Where, local: int, whole: int | None) -> tuple[int, int]:
+    """Where this rank's part of a split dim starts, and the whole size."""
+    parts = [axis_size(axis) for axis in where.axes]
+    whole = local * math.prod(parts) if whole is None else whole
+    start, stop = nested_chunk(whole, parts, [axis_index(axis) for axis in where.axes])
+    if stop - start != local:
+        raise SizeError(f"'{where.name}' is {whole} in whole and so {stop - start} on this rank; found {local}")
+    return start, whole
+
+
+# the functions on this rank's tensors; names of axes mean the ambient mesh
+
+
+def _softmax(form: _Form, x: torch.Tensor) -> torch.Tensor:
+    wide = _wide(x)
+    weights = (wide - _largest(wide, form.dims, form.axes)).exp()
+    return (weights / _sum(weights.sum(form.dims, keepdim=True), form.axes)).to(x.dtype)
+
+
+def _logsumexp(form: _Form, x: torch.Tensor) -> torch.Tensor:
+    wide = _wide(x)
+    largest = _largest(wide, form.dims, form.axes)
+    total = _sum((wide - largest).exp().sum(form.dims, keepdim=True), form.axes)
+    return (total.log() + largest).squeeze(form.dims).to(x.dtype)
+
+
+def _rms_norm(
+    form: _Form, wholes: Sequence[int | None], eps: float, x: torch.Tensor, weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    wide, count = _wide(x), _count(form, wholes, x)
+    square = _sum(wide.square().sum(form.dims, keepdim=True), form.axes) / count
+    normed = wide * (square + eps).rsqrt()
+    return (normed if weight is None else normed * _along(form, x, weight)).to(x.dtype)
+
+
+def _layer_norm(
+    form: _Form, wholes: Sequence[int | None], eps: float, weighted: bool, x: torch.Tensor, *parameters: torch.Tensor
+) -> torch.Tensor:
+    wide, count = _wide(x), _count(form, wholes, x)
+    centred = wide - _sum(wide.sum(form.dims, keepdim=True), form.axes) / count
+    variance = _sum(centred.square().sum(form.dims, keepdim=True), form.axes) / count
+    normed = centred * (variance + eps).rsqrt()
+    weight, *bias = parameters if weighted else (None, *parameters)
+    normed = normed if weight is None else normed * _along(form, x, weight)
+    return (normed + _along(form, x, bias[0]) if bias else normed).to(x.dtype)
+
+
+def _cross_entropy(
+    form: _Loss, whole: int | None, mean: bool, ignore_index: int, logits: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    vocabulary = form.vocabulary
+    start, whole = _part(vocabulary, logits.shape[vocabulary.dim], whole)
+    x = _wide(logits).movedim(vocabulary.dim, -1)
+    x = x - _largest(x, (-1,), vocabulary.axes)
+    chosen = _picked(x, labels.long() - start)
+    total, chosen = _sum(torch.stack((x.exp().sum(-1), chosen)), vocabulary.axes)
+    ignored = labels == ignore_index
+    outside = ~ignored & ((labels < 0) | (labels >= whole))
+    loss = (total.log() - chosen).masked_fill(ignored, 0.0).masked_fill(outside, math.nan)
+    if form.reduced:
+        loss = _sum(loss.sum(form.reduced), form.sums)
+        counted = _sum((~ignored).sum(form.reduced), (*form.sums, *form.kept))
+        loss = loss / counted if mean else loss
+    return _same(loss, form.same).to(logits.dtype)
+
+
+def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The elements of the last dim by index; 0 where this rank doesn't have them."""
+    size = x.shape[-1]
+    if size == 0:
+        return x.sum(-1)
+    found = x.gather(-1, index.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1)
+    return torch.where((index >= 0) & (index < size), found, 0.0)
+
+
+def _embedding(rows: _Where, whole: int | None, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    if not table.is_floating_point():
+        raise ShardingError(f"embedding: a table of {table.dtype} has no NaN for an index outside; use floats")
+    start, whole = _part(rows, table.shape[rows.dim], whole)
+    table = table.movedim(rows.dim, 0)
+    index = ids.long() - start
+    size = table.shape[0]
+    here = ((index >= 0) & (index < size)).view(*ids.shape, *[1] * (table.ndim - 1))
+    outside = ((ids < 0) | (ids >= whole)).view(here.shape)
+    if size == 0:
+        found = table.sum(0).expand(*ids.shape, *table.shape[1:])
+    else:
+        found = torch.where(here, table[index.clamp(0, size - 1)], 0.0)
+    return found.masked_fill(outside, math.nan)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _sum(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    return psum(x, axes) if axes else x
+
+
+def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor:
+    """The maximum over dims, kept as size 1, as a number that can be subtracted: 0 where it is infinite."""
+    x = x.detach()
+    some = all(x.shape[dim] for dim in dims)
+    found = x.amax(dims, keepdim=True) if some else x.sum(dims, keepdim=True) - math.inf
+    found = pmax(found, axes) if axes else found
+    return found.masked_fill(found.isinf(), 0.0)
+
+
+def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> int:
+    """How many elements are worked over in whole."""
+    pairs = zip(form.places, wholes, strict=True)
+    return math.prod(_part(where, x.shape[where.dim], whole)[1] for where, whole in pairs)
+
+
+def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter with the dims that are worked over, as it multiplies `x`."""
+    wanted = tuple(x.shape[dim] for dim in form.dims)
+    if tuple(parameter.shape) != wanted:
+        raise SizeError(f"a weight or bias of '{form.parameter}' is {list(wanted)} here; found {list(parameter.shape)}")
+    dims = [dim % x.ndim for dim in form.dims]
+    return parameter.view([x.shape[dim] if dim in dims else 1 for dim in range(x.ndim)])
+
+
+def _same(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """`x`, whose gradient is whole and the same on all ranks of these axes: each takes its part of it."""
+    return _Shared.apply(x, math.prod(axis_size(axis) for axis in axes)) if axes else x
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: int) -> torch.Tensor:
+        ctx.parts = parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / ctx.parts, None
