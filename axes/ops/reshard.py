@@ -1,0 +1,147 @@
+"""`reshard`: the same tensor, sharded otherwise.
+
+y = axes.reshard(x, "b s d@tp")             # tp goes to d, wherever it was; what isn't named stays
+y = axes.reshard(x, "b s@() d |")           # s unsplit, nothing pending
+y = axes.reshard(x, sharding)               # exactly this, on the mesh of the sharding
+y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: what it is, and what it becomes
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.ambient import ambient_mesh
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened
+from axes.algebra.grammar import parse_tensor
+from axes.algebra.mesh import Mesh
+from axes.algebra.redistribution import retargeted
+from axes.algebra.sharding import Sharding
+from axes.ops import local_view
+from axes.ops.global_view import resolve_at_leaf
+from axes.runtime import torch_private
+from axes.runtime.groups import current_world
+from axes.runtime.placements import sharding_of_spec
+from axes.runtime.redistribute import Dtypes, both
+from axes.runtime.reshard import Route, route
+
+Sizes = tuple[tuple[str, Any], ...]
+
+
+def reshard(
+    x: torch.Tensor,
+    spec: str | Sharding,
+    /,
+    mesh: Mesh | None = None,
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    grad: Literal["resolved", "pending"] = "resolved",
+    *,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> Any:
+    """`x` in another sharding, by the fewest collectives (`axes.plan` shows them).
+
+    On a DTensor, the axes that `spec` names go where it says and leave where they were; dims with `@`
+    become exactly that, bare dims keep what is left to them; `@()` unsplits, and a `|` clause fixes what
+    is pending. A `Sharding` is the exact target. `mesh` moves the tensor to another mesh: other axes of
+    the same ranks, or other ranks, where every rank of both calls this. Keywords are sizes of factors of
+    grouped dims.
+
+    On a plain tensor that holds this rank's shard, `spec` is an expression: left of `->` what the shard
+    is, right of it what it becomes, `same@` included. Keywords are whole sizes.
+
+    `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
+    With `async_op` the result of the last collective is waited for at its first use. The result may share
+    memory with `x`. The gradient of a leaf is resolved to its own sharding when it is accumulated;
+    `grad="pending"` leaves that to the caller.
+
+    | spec | of a DTensor | is | its gradient |
+    | --- | --- | --- | --- |
+    | `"b s@() d"` | `b s@tp d` | all-gather | a reduce-scatter of what is pending, a slice of what is whole |
+    | `"b s d |"` | `b s d | sum@tp` | all-reduce | an all-reduce of what is pending, else nothing |
+    | `"b s@tp d"` | `b s d | sum@tp` | reduce-scatter | all-gather |
+    | `"b s d@tp"` | `b s@tp d` | all-to-all | all-to-all |
+    | `"b s@tp d"` | `b s d` | a slice | nothing: it stays split |
+
+    Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
+    anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
+    """
+    given: Sizes = tuple(sorted({**keywords, **(sizes or {})}.items())) if keywords or sizes else ()
+    if not isinstance(x, DTensor):
+        return _of_shard(x, spec, mesh, comm_dtype, async_op, given)
+    where = ambient_mesh() if mesh is None else None
+    found = _route(current_world().era, torch_private.spec_of(x), spec, mesh, where, given, both(comm_dtype))
+    if grad == "resolved" and x.requires_grad and x.is_leaf:
+        resolve_at_leaf(x)
+    return found.take(x, async_op)
+
+
+@functools.lru_cache(maxsize=8192)
+def _route(
+    era: object,
+    spec: Any,
+    target: str | Sharding,
+    mesh: Mesh | None,
+    ambient: Mesh | None,
+    sizes: Sizes,
+    comm_dtypes: tuple[torch.dtype | None, torch.dtype | None],
+) -> Route:
+    """The route of DTensors with this `DTensorSpec`."""
+    source = sharding_of_spec(spec)
+    if isinstance(target, Sharding):
+        if mesh is not None and mesh != target.mesh:
+            raise MeshError(f"a Sharding has its own mesh, {target.mesh!r}; leave out mesh={mesh!r}")
+    elif isinstance(target, str):
+        if "->" in target:
+            after = shortened(target.split("->")[1].strip())
+            raise ShardingError(
+                f"a DTensor knows how it is sharded: write only what it becomes, {after}\n"
+                f"  source  {source}\n  target  {target}"
+            )
+        target = _target(source, target, tuple(spec.shape), mesh, ambient, sizes)
+    else:
+        raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(target).__name__}")
+    return route(era, spec, target, comm_dtypes)
+
+
+def _target(
+    source: Sharding, text: str, shape: tuple[int, ...], mesh: Mesh | None, ambient: Mesh | None, sizes: Sizes
+) -> Sharding:
+    """The target that a text means: on the source's mesh, or on `mesh` where that has other axes."""
+    own = source.mesh
+    if mesh is not None:
+        elsewhere = mesh.universe != own.universe or mesh.layouts != own.layouts
+        return retargeted(source, text, shape, mesh, mesh if elsewhere else None, sizes)
+    where = ambient if ambient is not None and ambient.universe == own.universe else own
+    return retargeted(source, text, shape, where, None, sizes)
+
+
+def _of_shard(
+    x: Any, spec: str | Sharding, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, sizes: Sizes
+) -> torch.Tensor:
+    """`reshard` of a plain tensor: a rearrangement that leaves the dims where they are."""
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"axes.reshard takes a tensor; found {type(x).__name__}")
+    if not isinstance(spec, str) or "->" not in spec:
+        raise ShardingError(
+            f"a plain tensor doesn't know how it is sharded: write both sides, like 'b s@tp d -> b s d'; found "
+            f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"
+        )
+    _check_dims(spec)
+    return local_view.apply("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_dims(text: str) -> None:
+    tree = parse_tensor(text)
+    sides = [*tree.operands, *(tree.results or ())]
+    names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in sides]
+    if len(sides) != 2 or names[0] != names[1]:
+        raise ExpressionError(
+            "reshard has the same dims on both sides of '->'; to rearrange them use axes.rearrange", text, 0, len(text)
+        )
