@@ -23,6 +23,7 @@ from axes.algebra import seam as _seam
 
 if TYPE_CHECKING:
     from axes.algebra.ambient import use_mesh as use_mesh
+    from axes.algebra.cost import CostModel as CostModel
     from axes.algebra.errors import AxesError as AxesError
     from axes.algebra.errors import DesyncError as DesyncError
     from axes.algebra.errors import ExpressionError as ExpressionError
@@ -32,7 +33,31 @@ if TYPE_CHECKING:
     from axes.algebra.layout import Layout as Layout
     from axes.algebra.mesh import Axis as Axis
     from axes.algebra.mesh import Mesh as Mesh
+    from axes.algebra.plan import Plan as Plan
+    from axes.algebra.redistribution import plan as plan
     from axes.algebra.sharding import Sharding as Sharding
+    from axes.ops.collectives import all_gather as all_gather
+    from axes.ops.collectives import all_to_all as all_to_all
+    from axes.ops.collectives import axis_index as axis_index
+    from axes.ops.collectives import axis_size as axis_size
+    from axes.ops.collectives import pmax as pmax
+    from axes.ops.collectives import pmean as pmean
+    from axes.ops.collectives import pmin as pmin
+    from axes.ops.collectives import ppermute as ppermute
+    from axes.ops.collectives import psum as psum
+    from axes.ops.collectives import psum_scatter as psum_scatter
+    from axes.ops.einops_ops import rearrange as rearrange
+    from axes.ops.einops_ops import reduce as reduce
+    from axes.ops.einops_ops import repeat as repeat
+    from axes.ops.einsum import einsum as einsum
+    from axes.ops.functions import cross_entropy as cross_entropy
+    from axes.ops.functions import embedding as embedding
+    from axes.ops.functions import layer_norm as layer_norm
+    from axes.ops.functions import logsumexp as logsumexp
+    from axes.ops.functions import rms_norm as rms_norm
+    from axes.ops.functions import softmax as softmax
+    from axes.ops.reshard import reshard as reshard
+    from axes.ops.shard_map import shard_map as shard_map
     from axes.runtime.factories import empty as empty
     from axes.runtime.factories import full as full
     from axes.runtime.factories import ones as ones
@@ -55,29 +80,34 @@ if TYPE_CHECKING:
 
 _HOME = {
     "axes.algebra.ambient": ("use_mesh",),
-    "axes.algebra.errors": (
-        "AxesError",
-        "DesyncError",
-        "ExpressionError",
-        "MeshError",
-        "ShardingError",
-        "SizeError",
-    ),
+    "axes.algebra.cost": ("CostModel",),
+    "axes.algebra.errors": ("AxesError", "DesyncError", "ExpressionError", "MeshError", "ShardingError", "SizeError"),
     "axes.algebra.layout": ("Layout",),
     "axes.algebra.mesh": ("Axis", "Mesh"),
+    "axes.algebra.plan": ("Plan",),
+    "axes.algebra.redistribution": ("plan",),
     "axes.algebra.sharding": ("Sharding",),
+    "axes.ops.collectives": (
+        "all_gather",
+        "all_to_all",
+        "axis_index",
+        "axis_size",
+        "pmax",
+        "pmean",
+        "pmin",
+        "ppermute",
+        "psum",
+        "psum_scatter",
+    ),
+    "axes.ops.einops_ops": ("rearrange", "reduce", "repeat"),
+    "axes.ops.einsum": ("einsum",),
+    "axes.ops.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
+    "axes.ops.reshard": ("reshard",),
+    "axes.ops.shard_map": ("shard_map",),
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
     "axes.runtime.launch": ("launch",),
-    "axes.runtime.sharded": (
-        "from_local",
-        "lift",
-        "shard",
-        "sharding_of",
-        "spec_of",
-        "to_local",
-        "unshard",
-    ),
+    "axes.runtime.sharded": ("from_local", "lift", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),
     "axes.runtime.world": ("init_mesh",),
 }
