@@ -1,0 +1,492 @@
+"""The page "Gradients": the table of what goes back for what went forward, each row run by four ranks.
+
+Whole numbers in float64 add up exactly in any order, so a gradient that is right is off by 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import einops
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import axes
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Sharding
+from axes.runtime.border import gradient_of_local
+from docs.pages.page import WRITTEN, Session, inline, paragraph, table
+
+EXTENTS = {"b": 4, "s": 8, "d": 12, "f": 16}
+"""Whole sizes of the tensors that are run."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An operation in one of the two views, and how the gradient of its result arrives (global view).
+
+    before, after: local expressions around it, where what is between is `same`.
+    """
+
+    view: str
+    text: str
+    kind: str = "rearrange"
+    op: str = "sum"
+    arrives: str = ""
+    before: str = ""
+    after: str = ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The specs of the operands."""
+        return replace(self, text=self.before).operands_alone if self.before else self.operands_alone
+
+    @property
+    def operands_alone(self) -> tuple[str, ...]:
+        """The specs of the operands of its own text."""
+        return tuple(part.strip() for part in self.text.split("->")[0].split(","))
+
+    def __call__(self, tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+        """The operation, on DTensors or shards."""
+        return getattr(axes, self.kind)(*tensors, self.text, *self.how, mesh=mesh)
+
+    def on_one_device(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same by einops on whole tensors: the text without what stands after an `@` or a `|`."""
+        text = re.sub(r"\|[^,>]*?(?=,|->|$)|@\([^)]*\)|@\w+", "", self.text)
+        return getattr(einops, self.kind)(*wholes, text, *self.how)
+
+    @property
+    def how(self) -> tuple[str, ...]:
+        """What a reduction takes beside its text."""
+        return (self.op,) if self.kind == "reduce" else ()
+
+
+def both(text: str, *arrives: str, kind: str = "rearrange", op: str = "sum") -> tuple[Expression, ...]:
+    """One expression in both views."""
+    local = Expression("local", text, kind, op)
+    return local, *(replace(local, view="global", arrives=way) for way in arrives)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What happened: the collectives forward and backward, the gradients' shardings, how far they are off."""
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    gradients: tuple[str, ...]
+    off: float
+
+
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "wait_tensor": "",
+    "_wrap_tensor_autograd": "",
+}
+"""What torch's operators are called here; one that isn't listed has its own name."""
+
+
+class Sent(TorchDispatchMode):
+    """The collectives that run while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first what it does to its local tensors
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.split("::")[1]
+            kind = COLLECTIVES.get(name, name)
+            self.kinds += [kind] if kind else []
+        return func(*args, **(kwargs or {}))
+
+
+# what every rank does
+
+
+def run_everything() -> list[Ran]:
+    """Every expression of the page, on this rank, in order."""
+    torch.set_num_threads(1)
+    runners: dict[str, Callable[..., Ran]] = {"local": run_local, "global": run_global, "region": run_region}
+    found = []
+    for row in ROWS:
+        for run in row.runs:
+            mesh = axes.init_mesh(declaration_of(run.text), device_type="cpu")
+            found.append(runners[run.view](run, mesh))
+    return found
+
+
+def declaration_of(text: str) -> str:
+    """The mesh that an expression is run on."""
+    return "cp=2 tp=2" if "cp" in text else "tp=4"
+
+
+def run_global(e: Expression, mesh: Mesh) -> Ran:
+    """DTensors: the gradient arrives as it is said to, and is resolved to the leaf's own sharding."""
+    wholes, leaves = _operands(e, mesh)
+    raw: dict[int, str] = {}
+    for at, leaf in enumerate(leaves):
+        leaf.register_hook(functools.partial(_note, raw, at, e.operands[at]))
+    with Sent() as there:
+        y = e(leaves, mesh)
+    cotangent = numbers(y.shape, 99)
+    arriving = placed(cotangent, e.arrives, mesh)
+    with Sent() as back:
+        y.backward(arriving)
+    off = _off(e, wholes, leaves, y, cotangent)
+    return Ran(tuple(there.kinds), tuple(back.kinds), tuple(raw[at] for at in range(len(leaves))), off)
+
+
+def _note(raw: dict[int, str], at: int, operand: str, found: torch.Tensor) -> None:
+    """Keeps how a gradient came to the leaf."""
+    raw[at] = axes.sharding_of(found).named(_dims(operand)).spec
+
+
+def run_local(e: Expression, mesh: Mesh) -> Ran:
+    """Plain tensors: taken out of DTensors and put back into one, between which the gradient is single-device's."""
+    wholes, leaves = _operands(e, mesh)
+    shards = [axes.to_local(leaf) for leaf in leaves]
+    if e.before:
+        shards = [axes.rearrange(*shards, e.before, mesh=mesh)]
+    plain = [shard.detach().requires_grad_() for shard in shards]
+    with Sent() as there:
+        alone = e(plain, mesh)
+    with Sent() as back:
+        alone.backward(torch.ones_like(alone))
+    y = e(shards, mesh)
+    if e.after:
+        y = axes.rearrange(y, e.after, mesh=mesh)
+    result = (e.after or e.text).split("->")[1].strip()
+    y = axes.from_local(y, result, mesh=mesh)
+    cotangent = numbers(y.shape, 99)
+    y.backward(placed(cotangent, result.split("|")[0], mesh))
+    return Ran(tuple(there.kinds), tuple(back.kinds), (), _off(e, wholes, leaves, y, cotangent))
+
+
+def _operands(e: Expression, mesh: Mesh) -> tuple[list[torch.Tensor], list[DTensor]]:
+    """Each operand whole, and sharded; both leaves that want a gradient."""
+    wholes = [numbers([EXTENTS[name] for name in _dims(spec)], at) for at, spec in enumerate(e.operands)]
+    leaves = [placed(whole, spec, mesh) for whole, spec in zip(wholes, e.operands, strict=True)]
+    return [whole.requires_grad_() for whole in wholes], [leaf.requires_grad_() for leaf in leaves]
+
+
+def _dims(spec: str) -> list[str]:
+    return [word.split("@")[0] for word in re.sub(r"@\([^)]*\)", "@", spec).split("|")[0].split()]
+
+
+def numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Small whole numbers, the same on every rank, so that sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, tuple(shape), generator=generator).double()
+
+
+def placed(whole: torch.Tensor, spec: str, mesh: Mesh) -> DTensor:
+    """The tensor in a sharding, with summands of their own on every rank where it is pending."""
+    sharding = mesh.sharding(spec)
+    if not sharding.pending:
+        return axes.shard(whole.detach(), spec, mesh=mesh)
+    (pending,) = sharding.pending
+    noise = [numbers(whole.shape, 1000 + rank) for rank in range(mesh.size)]
+    if mesh.rank == 0:
+        count = mesh.size if pending.op == "mean" else 1
+        local = count * whole.detach() - sum(noise[1:])
+    else:
+        local = noise[mesh.rank]
+    return axes.from_local(local, spec, mesh=mesh)
+
+
+def _off(
+    e: Expression, wholes: Sequence[torch.Tensor], leaves: Sequence[DTensor], y: DTensor, cotangent: torch.Tensor
+) -> float:
+    """How far the value and the gradients are from those of one device, at most."""
+    expected = e.on_one_device(wholes)
+    expected.backward(cotangent)
+    pairs = [(axes.unshard(y.detach()), expected.detach())]
+    pairs += [(axes.unshard(leaf.grad), whole.grad) for leaf, whole in zip(leaves, wholes, strict=True)]
+    return max((found - wanted).abs().max().item() for found, wanted in pairs)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A function on plain tensors between DTensors. `call` is its code, `whole` the same on one device."""
+
+    text: str
+    arrives: str
+    call: str = "x"
+    whole: str = "x"
+    view: str = "region"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The specs of the operands."""
+        return (self.text.split("->")[0].strip(),)
+
+    def on_one_device(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The function on the whole tensor."""
+        return eval(self.whole, {"x": wholes[0] * 1})
+
+
+def run_region(e: Region, mesh: Mesh) -> Ran:
+    """A region, and what the gradient of its result is inside."""
+    wholes, (leaf,) = _operands(e, mesh)
+    raw: dict[int, str] = {}
+    inside: list[torch.Tensor] = []
+    leaf.register_hook(functools.partial(_note, raw, 0, e.operands[0]))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = eval(e.call, {"axes": axes, "x": x * 1})
+        y.register_hook(inside.append)
+        return y
+
+    with Sent() as there:
+        y = axes.shard_map(function, e.text, mesh=mesh)(leaf)
+    cotangent = numbers(y.shape, 99)
+    arriving = placed(cotangent, e.arrives, mesh)
+    with Sent() as back:
+        y.backward(arriving)
+    off = _off(e, wholes, [leaf], y, cotangent)
+    described = _described(inside[0], cotangent, arriving, e, mesh)
+    return Ran(tuple(there.kinds), tuple(back.kinds), (described, raw[0]), off)
+
+
+def _described(found: torch.Tensor, whole: torch.Tensor, arriving: DTensor, e: Region, mesh: Mesh) -> str:
+    """What a rank's gradient of the result is, of the gradient of the whole; an error where it is nothing known."""
+    result = e.text.split("->")[1].split("|")[0]
+    part = axes.to_local(axes.shard(whole, result, mesh=mesh))
+    name = "its part of G" if "@" in result else "G"
+    here = axes.sharding_of(arriving).local_indices(whole.shape)
+    padded = torch.zeros_like(whole)
+    padded[here] = whole[here]
+    known = {
+        name: part,
+        f"{name} / {mesh.size}": part / mesh.size,
+        "its summand of G": arriving.to_local(),
+        "its part of G, within zeros": padded,
+    }
+    for text, value in known.items():
+        if torch.equal(value, found):
+            return text
+    raise AssertionError(f"the gradient inside '{e.text}' is none of {', '.join(known)}")
+
+
+# the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table of gradients, and what is run of it."""
+
+    title: str
+    why: str
+    runs: tuple[Expression | Region, ...]
+
+
+P, R, S = "b s d | sum@tp", "b s d", "b s@tp d"
+
+ROWS = (
+    Row(
+        "S -> R",
+        "What is gathered goes back by a reduce-scatter in the local view: every rank has a summand of the whole "
+        "gradient, and wants its own part of the sum. In the global view it depends on what arrives.",
+        both("b s@tp d -> b s d", P, R, S, "b s d@tp"),
+    ),
+    Row(
+        "R -> S",
+        "A slice costs nothing, and neither does its gradient. In the local view each rank pads with zeros what it "
+        "has, and the result is pending; a DTensor needs no zeros, since its gradient may stay split.",
+        both("b s d -> b s@tp d", S, R),
+    ),
+    Row(
+        "P -> R",
+        "In the local view an all-reduce goes back by an all-reduce, since the sum is in every rank's loss. In the "
+        "global view there is one loss, so that a gradient that arrives whole is what every summand gets.",
+        both("b s d | sum@tp -> b s d", R, P, S),
+    ),
+    Row(
+        "P -> S",
+        "A reduce-scatter goes back by an all-gather.",
+        both("b s d | sum@tp -> b s@tp d", S, R, P),
+    ),
+    Row(
+        "S -> S', permutation",
+        "An exchange goes back by the inverse one.",
+        both("b s@tp d -> b s d@tp", "b s d@tp", R, P)
+        + both("b s@(cp tp) d -> b s@(tp cp) d", "b s@(tp cp) d", "b s d", "b s@(cp tp) d"),
+    ),
+    Row(
+        "P -> I; I -> R; R -> I",
+        "I is `same`: equal values *and* equal, whole gradients on every rank, as between the blocks of a "
+        "tensor-parallel model. The first two are Megatron's g and f. A DTensor has no `same`: it knows how its "
+        "gradient is sharded.",
+        (
+            Expression("local", "b s d | sum@tp -> b s d | same@tp", after="b s d | same@tp -> b s d"),
+            Expression("local", "b s d | same@tp -> b s d", before="b s d -> b s d | same@tp"),
+            Expression("local", "b s d -> b s d | same@tp", after="b s d | same@tp -> b s d"),
+        ),
+    ),
+    Row(
+        "S -> I; I -> S",
+        "As the first two rows, but that no sum is left to do: a gather goes back by a slice and a slice by a gather.",
+        (
+            Expression("local", "b s@tp d -> b s d | same@tp", after="b s d | same@tp -> b s d"),
+            Expression("local", "b s d | same@tp -> b s@tp d", before="b s d -> b s d | same@tp"),
+        ),
+    ),
+    Row(
+        "mean -> R",
+        "As P -> R, divided by the number of ranks once each way.",
+        both("b s d | mean@tp -> b s d", R, P, S),
+    ),
+    Row(
+        "max -> R",
+        "The gradient goes to where the maximum was reached, in equal parts, as in `torch.amax`. So backward has to "
+        "know how many ranks reached it.",
+        both("b s@tp d -> b d", "b d", "b d | sum@tp", "b d@tp", kind="reduce", op="max"),
+    ),
+    Row(
+        "einsum operand: lacks a splitting axis; split; pending",
+        "Over an axis that splits the other operand and not this one, the gradient is pending; over one that splits "
+        "it, it is split; over one that it is pending on, it is whole.",
+        both("b s d, d f@tp -> b s f@tp", "b s f@tp", "b s f", kind="einsum")
+        + both("b s f@tp, f@tp d -> b s@tp d", "b s@tp d", "b s d", kind="einsum")
+        + both("b d | sum@tp, d f -> b f | sum@tp", "b f", "b f | sum@tp", kind="einsum"),
+    ),
+    Row(
+        "reduce over a split dim: kept; resolved",
+        "A sum goes back by copies. Where it was left pending, each rank copies what it gets; where it was resolved, "
+        "the gradients of all ranks are summed first in the local view.",
+        both("b s@tp d -> b d | sum@tp", "b d", "b d | sum@tp", kind="reduce")
+        + both("b s@tp d -> b d", "b d", "b d | sum@tp", kind="reduce"),
+    ),
+    Row(
+        "ppermute; all_gather; psum_scatter; all_to_all",
+        "The named collectives, on the plain tensors of a region. G is the gradient of the whole result.",
+        (
+            Region("b s@tp d -> b s@tp d", S, 'axes.ppermute(x, "tp", shift=1)', "x.roll(x.shape[1] // 4, 1)"),
+            Region("b s@tp d -> b s d", R, 'axes.all_gather(x, "tp", dim=1)'),
+            Region("b s d | sum@tp -> b s@tp d", S, 'axes.psum_scatter(x, "tp", dim=1)'),
+            Region("b s@tp d -> b s d@tp", "b s d@tp", 'axes.all_to_all(x, "tp", split_dim=2, concat_dim=1)'),
+        ),
+    ),
+    Row(
+        "the border of a region",
+        "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. The gradient of a "
+        "replicated result comes inside as summands, which add up to it; that of a replicated operand leaves pending.",
+        (
+            Region("b s@tp d -> b s@tp d", S),
+            Region("b s@tp d -> b s@tp d", R),
+            Region("b s@tp d -> b s@tp d", P),
+            Region("b s d -> b s d", R),
+            Region("b s d -> b s d", P),
+            Region("b s d -> b s d", S),
+            Region("b s d | sum@tp -> b s d | sum@tp", R),
+            Region("b s d | mean@tp -> b s d | mean@tp", R),
+        ),
+    ),
+)
+
+
+def results() -> list[Ran]:
+    """What happens when four ranks run everything; the same on each, but for how far they are off."""
+    return combined(axes.launch(run_everything, 4, timeout=300))
+
+
+def combined(by_rank: Sequence[Sequence[Ran]]) -> list[Ran]:
+    """What happened, of what each rank says: all say the same, but for how far they are off."""
+    found = []
+    for runs in zip(*by_rank, strict=True):
+        off = max(run.off for run in runs)
+        assert len({replace(run, off=off) for run in runs}) == 1, f"ranks did different things: {runs}"
+        found.append(replace(runs[0], off=off))
+    return found
+
+
+def page(results: Sequence[Ran]) -> str:
+    """The page of these results, which are in the order of the rows."""
+    parts = [Session().page(INTRODUCTION)]
+    left = iter(results)
+    for row in ROWS:
+        lines = [_line(run, next(left)) for run in row.runs]
+        parts += [f"## {row.title}", paragraph(row.why), table(HEADS[type(row.runs[0])], lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def off_text(off: float) -> str:
+    """How far a gradient is off, in text that stays the same from run to run."""
+    return "0" if off == 0 else "< 1e-12" if off < 1e-12 else f"{off:.0e}"
+
+
+HEADS = {
+    Expression: ["view", "expression", "gradient arrives as", "forward", "backward", "gradient comes as", "off by"],
+    Region: ["region", "function", "gradient arrives as", "inside", "forward", "backward", "comes as", "off by"],
+}
+
+
+def _line(run: Expression | Region, ran: Ran) -> list[str]:
+    sent = [", ".join(kinds) or "nothing" for kinds in (ran.forward, ran.backward)]
+    off = off_text(ran.off)
+    if isinstance(run, Region):
+        inside, outside = ran.gradients
+        return [inline(run.text), inline(run.call), inline(run.arrives), inside, *sent, inline(outside), off]
+    call = " ".join([*([] if run.kind == "rearrange" else [run.kind]), *run.how, inline(run.text)])
+    arrives = run.arrives or of_summand(run.text.split("->")[1].strip())
+    comes = ran.gradients or [of_summand(spec) for spec in run.operands_alone]
+    return [run.view, call, inline(arrives), *sent, ", ".join(map(inline, comes)), off]
+
+
+def of_summand(spec: str) -> str:
+    """How the gradient of a plain tensor lies over the ranks, by the rule of the border; on `same` axes it is whole."""
+    mesh = Mesh(declaration_of(spec))
+    plain, _, same = spec.partition("| same@")
+    value = mesh.sharding(plain)
+    dual = Sharding.from_placements(mesh, gradient_of_local(value.placements), value.ndim).named(_dims(spec))
+    kept = [replace(p, axes=tuple(a for a in p.axes if a != same)) for p in dual.pending]
+    return replace(dual, pending=tuple(p for p in kept if p.axes)).spec
+
+
+INTRODUCTION = f"""# Gradients
+
+{WRITTEN}
+
+A tensor is replicated (R), split (S) or pending (P) over an axis, and so is its gradient, but not always the same way.
+What the one tells of the other depends on the view.
+
+- **Global view**, of DTensors: there is one tensor, one loss and one gradient, which may arrive in any sharding.
+  Nothing is reduced before something needs it. A leaf's gradient is resolved once, to the leaf's own sharding, when
+  all that goes into it has been added up.
+- **Local view**, of plain tensors: each rank has a tensor and a loss of its own, and the sum of all losses is what
+  backward differentiates. So the gradient of a replicated value is this rank's summand of it, which is pending, and the
+  gradient of a pending value is replicated. `same` (I) declares a replica whose gradient is whole on every rank.
+
+A weight of a data-parallel model, in the global view: what arrives is pending over `dp`, what is left in `.grad` isn't.
+
+```python
+import axes, torch
+with axes.simulate(4):
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    x = axes.ones("b@dp d", mesh=mesh, b=8, d=4)
+    w = axes.ones("d f@tp", mesh=mesh, d=4, f=6, requires_grad=True)
+    handle = w.register_hook(lambda found: print("arrives as ", axes.spec_of(found)))
+    y = axes.einsum(x, w, "b d, d f -> b f")
+    y.backward(torch.ones_like(y))
+    print("is kept as ", axes.spec_of(w.grad))
+```
+
+Below, four ranks run each row: forward, then backward for each way in which the gradient may arrive. The tables show
+the collectives that ran (in the global view with the one that resolves the leaf's gradient, if it needs one), how the
+gradient comes to the leaf, and how far value and gradients are off those of one device without any mesh. In the local
+view tensors come out of DTensors by `axes.to_local` and go back by `axes.from_local`: only across them is a gradient
+the one-device one. A permutation is an all-to-all in which each rank sends to one. The ranks are processes over gloo,
+where a reduce-scatter of the planner's runs as an exchange and a local sum."""
