@@ -20,7 +20,8 @@ import axes
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, recipe
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, Sharding, check_torch_can
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops.einops_ops import rearrange, reduce, repeat
 from axes.ops.einsum import einsum
 from axes.runtime.redistribute import redistribute

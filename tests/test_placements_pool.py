@@ -23,7 +23,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding, check_torch_can
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Sharding
 from axes.runtime.sharded import torch_placements
 
 MESHES = {

@@ -17,14 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from axes.algebra.chunks import largest_chunk, nested_chunk
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import (
-    PlacementSpec,
-    Sharding,
-    check_torch_can,
-    index_runs,
-    parsed_sharding,
-    placement_specs,
-)
+from axes.algebra.placements import PlacementSpec, check_torch_can, placement_specs
+from axes.algebra.sharding import Sharding, index_runs, parsed_sharding
 
 from .strategies import (
     FactorCase,

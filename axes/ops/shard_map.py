@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, overload
@@ -46,12 +47,15 @@ from axes.algebra import ambient
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.grammar import Dim, Factor, Spec, parse_tensor
 from axes.algebra.mesh import Mesh
+from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Factor as ShardedFactor
-from axes.algebra.sharding import ShardedDim, Sharding, check_torch_can, parsed_sharding
-from axes.runtime.border import enter_global, leave_global
+from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding
+from axes.ops.global_view import resolve_at_leaf
+from axes.runtime.border import enter_global, gradient_of_local, leave_global
 from axes.runtime.collectives import Claim, disagreement
 from axes.runtime.groups import current_world
-from axes.runtime.sharded import strides_like, torch_placements
+from axes.runtime.placements import contiguous_strides, torch_placements
+from axes.runtime.sharded import strides_like
 
 Function = Callable[..., Any]
 
@@ -106,7 +110,7 @@ def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: bool) ->
         held = tuple([_held(x, place, expression) for place, x in enumerate(tensors)])
         names = mesh if mesh is not None else ambient.ambient_mesh()
         region = _opened(reading, names, mesh is not None, held)
-        shards = [leave_global(x) for x in tensors]
+        shards = _left(region, tensors)
         if check:
             _check_gradients(region, shards)
         args, kwargs = _replaced((args, kwargs), iter(shards))
@@ -234,13 +238,28 @@ Held = tuple[Any, tuple[Placement, ...], tuple[int, ...]]
 """Device mesh, placements and shape of a DTensor."""
 
 
+def _shape(x: torch.Tensor) -> tuple[int, ...]:
+    """The shape in numbers: a compiled graph is for this shape, also with dynamic ones."""
+    return tuple([operator.index(size) for size in x.shape])
+
+
+def _left(region: _Region, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors' shards on this rank; the gradients of leaves are resolved when they have come."""
+    if not torch.compiler.is_compiling():
+        for x in tensors:
+            if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+                resolve_at_leaf(x)
+        return [leave_global(x) for x in tensors]
+    return [_traced_leave(x, border) for x, border in zip(tensors, region.borders, strict=True)]
+
+
 @dataclass(frozen=True, eq=False)
 class _Region:
     """What is known once the tensors are: the mesh of the names, and what results take over.
 
     Results lie on `home`, the mesh of the tensors. `splits` has, for each dim by name, how its
     tensor splits it, on that tensor's own mesh; `sizes` its global size. `pending` has, for each
-    tensor, the axes of its own mesh over which it is pending.
+    tensor, the axes of its own mesh over which it is pending; `borders` what becomes of gradients.
     """
 
     reading: _Reading
@@ -250,6 +269,7 @@ class _Region:
     splits: Mapping[str, tuple[ShardedDim, Mesh]]
     sizes: Mapping[str, int]
     pending: tuple[tuple[Mesh, tuple[str, ...]], ...]
+    borders: tuple[_Border, ...]
 
 
 @dataclass(frozen=True)
@@ -268,12 +288,24 @@ def _held(x: torch.Tensor, place: int, expression: str) -> Held:
             f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
             f"axes.shard or axes.from_local\n  in  shard_map '{expression}'"
         )
-    return x.device_mesh, x.placements, tuple(x.shape)
+    return x.device_mesh, x.placements, _shape(x)
+
+
+def _opened(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
+    if torch.compiler.is_compiling():
+        return _traced[_number_of(reading, mesh, is_given, held)]
+    return _region(current_world().era, reading, mesh, is_given, held)
+
+
+_traced: dict[int, _Region] = {}
+"""The regions of compiled graphs by number: dynamo guards what is in a global, not what a constant call returns."""
 
 
 @torch.compiler.assume_constant_result
-def _opened(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
-    return _region(current_world().era, reading, mesh, is_given, held)
+def _number_of(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> int:
+    region = _region(current_world().era, reading, mesh, is_given, held)
+    _traced[id(region)] = region
+    return id(region)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -305,7 +337,10 @@ def _made_region(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tup
         _take_over(splits, reading, operand)
     pending = [(o.sharding.mesh, tuple(axis for p in o.sharding.pending for axis in p.axes)) for o in operands]
     device_meshes = [device_mesh for device_mesh, _, _ in held if Mesh.from_device_mesh(device_mesh) == home]
-    region = _Region(reading, names, home, (device_meshes or [home.device_mesh])[0], splits, sizes, tuple(pending))
+    borders = tuple(_border(device_mesh, placements) for device_mesh, placements, _ in held)
+    region = _Region(
+        reading, names, home, (device_meshes or [home.device_mesh])[0], splits, sizes, tuple(pending), borders
+    )
     for spec in reading.outputs:
         # What can't be is an error before the function runs and sends anything.
         _sharding(region, spec, [dim for dim in spec.dims if not _is_dots(dim)])
@@ -418,37 +453,47 @@ def _take_over(splits: dict[str, tuple[ShardedDim, Mesh]], reading: _Reading, op
 
 @dataclass(frozen=True)
 class _Placed:
-    """What a result is outside: how it lies, and its global shape."""
+    """What a result is outside: how it lies, its global shape, and by what its gradient is divided.
+
+    `strides` are those of a contiguous one.
+    """
 
     device_mesh: Any
     placements: tuple[Placement, ...]
     shape: torch.Size
+    strides: tuple[int, ...]
+    share: int
 
 
 def _entered(region: _Region, results: list[torch.Tensor]) -> list[torch.Tensor]:
     if any(isinstance(x, DTensor) for x in results):
         error = ShardingError("the function returned a DTensor; inside a region tensors are plain")
         raise _located(error, region.reading)
-    placed = _left(region, tuple([tuple(x.shape) for x in results]))
-    return [
-        enter_global(x, p.device_mesh, p.placements, p.shape, strides_like(x, p.shape))
-        for x, p in zip(results, placed, strict=True)
-    ]
+    placed = _placed(region, tuple([_shape(x) for x in results]))
+    enter = _traced_enter if torch.compiler.is_compiling() else _enter
+    return [enter(x, p) for x, p in zip(results, placed, strict=True)]
+
+
+def _enter(x: torch.Tensor, placed: _Placed) -> DTensor:
+    return enter_global(x, placed.device_mesh, placed.placements, placed.shape, strides_like(x, placed.shape))
 
 
 @torch.compiler.assume_constant_result
-def _left(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
-    return _placed(region, shapes)
+def _placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
+    return _cached_placed(region, shapes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
+def _cached_placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
     reading, found = region.reading, []
     try:
         _check_count("the function returned", len(shapes), reading.outputs, "right")
         for place, shape in enumerate(shapes):
             sharding, whole = _result(region, place, shape)
-            found.append(_Placed(region.device_mesh, torch_placements(sharding), torch.Size(whole)))
+            placements = torch_placements(sharding)
+            copies = math.prod(n for n, p in zip(region.device_mesh.shape, placements, strict=True) if p.is_replicate())
+            share = copies * _mean_size(region.device_mesh, placements)
+            found.append(_Placed(region.device_mesh, placements, torch.Size(whole), contiguous_strides(whole), share))
     except (ShardingError, SizeError, MeshError) as error:
         raise _located(error, reading) from None
     return tuple(found)
@@ -548,6 +593,64 @@ def _named_in(target: Mesh, source: Mesh, axes: Sequence[str]) -> tuple[str, ...
             raise ShardingError(f"axis '{axis}' isn't made of the axes of {target!r}, on which the tensors lie")
         found.extend(names)
     return tuple(found)
+
+
+# the border in torch.compile: its rule in what dynamo can trace
+
+
+@dataclass(frozen=True)
+class _Border:
+    """What the gradients of a tensor's shards are as one value, and what they are multiplied by."""
+
+    placements: tuple[Placement, ...]
+    times: int
+    is_linear: bool
+
+
+def _border(device_mesh: Any, placements: tuple[Placement, ...]) -> _Border:
+    extreme = any(p.is_partial() and p.reduce_op in ("max", "min") for p in placements)
+    return _Border(gradient_of_local(placements), _mean_size(device_mesh, placements), not extreme)
+
+
+def _mean_size(device_mesh: Any, placements: Sequence[Placement]) -> int:
+    """The number of ranks over which a mean is pending."""
+    means = [p.is_partial() and p.reduce_op == "avg" for p in placements]
+    return math.prod(size for size, is_mean in zip(device_mesh.shape, means, strict=True) if is_mean)
+
+
+def _traced_leave(x: DTensor, border: _Border) -> torch.Tensor:
+    if x.requires_grad and not border.is_linear:
+        raise ShardingError("a pending max or min has no gradient across the border; resolve it first")
+    local = x.to_local(grad_placements=border.placements)
+    return local if border.times == 1 else scaled_gradient(local, border.times, 1)
+
+
+def _traced_enter(x: torch.Tensor, placed: _Placed) -> DTensor:
+    local = x if placed.share == 1 else scaled_gradient(x, 1, placed.share)
+    return DTensor.from_local(
+        local.contiguous(),
+        placed.device_mesh,
+        placed.placements,
+        run_check=False,
+        shape=placed.shape,
+        stride=placed.strides,
+    )
+
+
+def scaled_gradient(x: torch.Tensor, times: int, over: int) -> torch.Tensor:
+    """`x`, whose gradient is multiplied by `times` and divided by `over`."""
+    return _Scaled.apply(x, times, over)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, times: int, over: int) -> torch.Tensor:
+        ctx.times, ctx.over = times, over
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient * ctx.times / ctx.over, None, None
 
 
 # check=True

@@ -20,7 +20,8 @@ from axes.algebra import seam
 from axes.algebra.ambient import required_mesh
 from axes.algebra.errors import ShardingError, SizeError
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Indices, Sharding, check_torch_can, parsed_sharding
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Indices, Sharding, parsed_sharding
 from axes.runtime.sharded import Sizes, dtensor_of
 
 _BLOCK = 1 << 20

@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding, placement_specs
+from axes.algebra.placements import placement_specs
+from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 
 

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import required
-from axes.algebra.sharding import Sharding, check_torch_can, state_of
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
 from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements

@@ -26,7 +26,8 @@ from axes.algebra.ambient import required_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Indices, Sharding, check_torch_can, parsed_sharding
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Indices, Sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.border import contiguous_strides, enter_global, leave_global
 from axes.runtime.placements import sharding_of_spec, torch_placements

@@ -35,7 +35,8 @@ from axes.algebra.flow.states import (
 )
 from axes.algebra.layout import Mode
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Factor, ShardedDim, Sharding, check_torch_can
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Factor, ShardedDim, Sharding
 from axes.algebra.sizes import given_sizes
 
 Entry = tuple[str, str]

@@ -28,7 +28,8 @@ from axes.algebra.flow.recipe import Groups, Input, Output, Recipe, Shape
 from axes.algebra.flow.states import LINEAR, Digits, close, entries_of, land, pending_of, split
 from axes.algebra.layout import Mode
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Factor, ShardedDim, Sharding, check_torch_can
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Factor, ShardedDim, Sharding
 
 Entry = tuple[str, str]
 

@@ -1,0 +1,210 @@
+"""DTensor's placements as algebra: what torch's objects say about a sharding, without torch.
+
+DTensor describes a tensor by one placement per axis of the mesh and cuts it axis by axis in mesh
+order. A spec lists, per dim, axes in any order. The two meet here: an axis that a spec writes before
+an earlier one of the mesh, or behind a factor that isn't split, becomes a strided shard.
+
+>>> from axes.algebra.mesh import Mesh
+>>> mesh = Mesh("cp=2 tp=2")
+>>> placement_specs(mesh.sharding("s@(tp cp) d"))[0]
+PlacementSpec(dim=0, split_factor=2, op=None)
+
+What DTensor can't say, or would cut otherwise, is a `ShardingError`, never another tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from axes.algebra.errors import ShardingError
+from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, same_cuts
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSpec:
+    """One placement: `dim` is None for replicated and pending; `split_factor` is 1 for a plain shard."""
+
+    dim: int | None = None
+    split_factor: int = 1
+    op: str | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
+    """What DTensor needs to be told per axis of the mesh; `ShardingError` where it can't be.
+
+    DTensor cuts by mesh axis in mesh order. An axis that is written before an earlier one of the
+    mesh, or behind a factor that isn't split, becomes a strided shard: `split_factor` counts the
+    pieces that still lie in front of it at that time.
+    """
+    mesh = sharding.mesh
+    found = {name: PlacementSpec() for name in mesh.axis_names}
+    for pending in sharding.pending:
+        for name in mesh_axes(mesh, pending.axes):
+            found[name] = PlacementSpec(op=pending.op)
+    strided: dict[str, ShardedDim] = {}
+    for index, dim in enumerate(sharding.dims):
+        pieces = _torch_pieces(mesh, dim)
+        order = sorted((mesh.axis_names.index(name), at) for at, (_, name) in enumerate(pieces) if name)
+        done: set[int] = set()
+        for axis, at in order:
+            before = [size for i, (size, _) in enumerate(pieces[:at]) if i not in done]
+            sizes = [size for size in before if size is not None]
+            if len(sizes) < len(before):
+                raise ShardingError(
+                    f"DTensor needs the sizes of the factors in front of '{mesh.axis_names[axis]}' in {dim}; "
+                    f"write them: {' '.join(f'{f.name}=...' for f in dim.factors if f.size is None)}"
+                )
+            done.add(at)
+            behind = any(name is None for _, name in pieces[:at])
+            if len(order) > 1 and behind:
+                raise ShardingError(
+                    f"DTensor can't express {dim}: two axes on a dim with an unsplit factor in front; "
+                    "make the factor in front a dim of its own"
+                )
+            found[mesh.axis_names[axis]] = PlacementSpec(index, math.prod(sizes))
+            if math.prod(sizes) > 1:
+                strided.setdefault("factor" if behind else "order", dim)
+        for name in mesh_axes(mesh, dim.axes):
+            if mesh.namespace[name].size == 1:
+                found[name] = PlacementSpec(index)
+    if len(strided) > 1:
+        # torch 2.13 undoes strided shards either as an order of axes or as strides, never both.
+        raise ShardingError(
+            f"DTensor can't gather {strided['order']}, whose axes aren't in the mesh's order, beside "
+            f"{strided['factor']}, which has an unsplit factor in front; use the sub-mesh with the axes in "
+            f"the order of {strided['order']}, like mesh['tp', 'cp']"
+        )
+    return tuple(found[name] for name in mesh.axis_names)
+
+
+def _torch_pieces(mesh: Mesh, dim: ShardedDim) -> list[tuple[int | None, str | None]]:
+    """A dim as `(size, axis)` from the major side, nothing of size 1; axis is None for what stays whole."""
+    pieces: list[tuple[int | None, str | None]] = []
+    for factor in dim.factors:
+        names = mesh_axes(mesh, factor.axes)
+        pieces += [(mesh.namespace[name].size, name) for name in names]
+        if len(dim.factors) > 1:
+            split = math.prod(mesh.namespace[name].size for name in names)
+            pieces.append((None if factor.size is None else factor.size // split, None))
+    return [(size, name) for size, name in pieces if size != 1]
+
+
+def mesh_axes(mesh: Mesh, axes: Sequence[str]) -> list[str]:
+    """A product of names as axes of the mesh itself; `ShardingError` where it cuts one."""
+    found: list[str] = []
+    modes: list[tuple[int, int]] = []
+    for axis in axes:
+        if axis in mesh.axis_names and not modes:
+            found.append(axis)
+        else:
+            modes.extend(mesh.namespace[axis].modes)
+            names = mesh.factored(Layout.of(modes))
+            if names is not None:
+                found.extend(names)
+                modes = []
+    if modes:
+        text = " ".join(axes)
+        raise ShardingError(
+            f"'{text}' isn't a product of whole axes of {mesh!r}, so DTensor can't express it; "
+            "use the sub-mesh that has these axes, like mesh['dp', 'tp']"
+        )
+    return found
+
+
+def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
+    """`ShardingError` where DTensor would cut a tensor of this shape otherwise than the sharding says."""
+    specs = placement_specs(sharding)
+    for index, (dim, extents) in enumerate(zip(sharding.dims, sharding.extents(shape), strict=True)):
+        parts = math.prod(sharding.mesh.namespace[axis].size for axis in dim.axes)
+        if len(dim.factors) > 1 or extents[0] % parts == 0:
+            continue
+        levels = [name for name, spec in zip(sharding.mesh.axis_names, specs, strict=True) if spec.dim == index]
+        plain = ShardedDim((replace(dim.factors[0], axes=tuple(levels)),))
+        strided = any(spec.dim == index and spec.split_factor > 1 for spec in specs)
+        if strided or not same_cuts(sharding, dim, extents, sharding, plain, extents):
+            raise ShardingError(
+                f"{dim} cuts a dim of {extents[0]} into {parts} uneven parts, which DTensor on {sharding.mesh!r} "
+                f"would cut otherwise; make the size a multiple of {parts}, or use a sub-mesh with these axes in "
+                "this order"
+            )
+
+
+def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
+    """The sharding of placements on the axes of a mesh; see `Sharding.from_placements`."""
+    if len(placements) != mesh.ndim:
+        raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
+    pieces: list[list[_Piece]] = [[_Piece(None, None)] for _ in range(ndim)]
+    pending: list[PendingReduction] = []
+    for name, placement in zip(mesh.axis_names, placements, strict=True):
+        dim = getattr(placement, "dim", None)
+        op = getattr(placement, "reduce_op", None)
+        if op is not None:
+            op = {"avg": "mean"}.get(op, op)
+            if op not in ("sum", "mean", "max", "min"):
+                raise ShardingError(f"a pending '{op}' has no name in axes; resolve it first")
+            if pending and pending[-1].op == op:
+                pending[-1] = PendingReduction(op, (*pending[-1].axes, name))
+            else:
+                pending.append(PendingReduction(op, (name,)))
+        elif dim is not None:
+            dim = dim + ndim if dim < 0 else dim
+            if not 0 <= dim < ndim:
+                raise ShardingError(f"{placement} is about dim {dim} of a tensor with {ndim} dims")
+            factor = getattr(placement, "split_factor", 1)
+            pieces[dim] = _cut(pieces[dim], name, mesh.namespace[name].size, factor, placement)
+    return Sharding(mesh, tuple(_as_dim(found, mesh, index) for index, found in enumerate(pieces)), tuple(pending))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of a dim from the major side: `size` None is the rest, `axis` None isn't split."""
+
+    size: int | None
+    axis: str | None
+
+
+def _cut(pieces: list[_Piece], axis: str, size: int, split_factor: int, placement: Any) -> list[_Piece]:
+    """The dim after one more shard: `split_factor` unsplit pieces stay in front of it."""
+    found, left = [], split_factor
+    for at, piece in enumerate(pieces):
+        if piece.axis is not None:
+            found.append(piece)
+        elif left > 1 and piece.size is not None and left % piece.size == 0:
+            found.append(piece)
+            left //= piece.size
+        elif piece.size is None:
+            front = [_Piece(left, None)] if left > 1 else []
+            return [*found, *front, _Piece(size, axis), piece, *pieces[at + 1 :]]
+        elif piece.size % (left * size) == 0:
+            front = [_Piece(left, None)] if left > 1 else []
+            inner = piece.size // (left * size)
+            back = [_Piece(inner, None)] if inner > 1 else []
+            return [*found, *front, _Piece(size, axis), *back, *pieces[at + 1 :]]
+        else:
+            break
+    raise ShardingError(f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec")
+
+
+def _as_dim(pieces: Sequence[_Piece], mesh: Mesh, index: int) -> ShardedDim:
+    """Pieces as factors: the axes in front of an unsplit piece split the factor that ends with it."""
+    factors: list[Factor] = []
+    axes: list[str] = []
+    for piece in pieces:
+        if piece.axis is not None:
+            axes.append(piece.axis)
+            continue
+        parts = math.prod(mesh.namespace[axis].size for axis in axes)
+        size = None if piece.size is None else piece.size * parts
+        factors.append(Factor(None if size else "_", size, tuple(axes)))
+        axes = []
+    if len(factors) > 1:
+        # `_` has no place in a group, so what is left of the dim gets a name.
+        factors[-1] = replace(factors[-1], name=f"inner{index}")
+    return ShardedDim(tuple(factors))
