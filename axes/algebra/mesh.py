@@ -99,7 +99,6 @@ class Mesh:
         ranks: Iterable[int] | None = None,
         ranks_per_node: int | None = None,
         sizes: Mapping[str, int] | None = None,
-        binding: Any = None,
         **keywords: int,
     ):
         items = parse_declaration(declaration)
@@ -110,7 +109,7 @@ class Mesh:
         names = tuple(item.name for item in items)
         if universe is None:
             universe = Universe(range(math.prod(namespace[name].size for name in names)))
-        self._set(universe, names, namespace, _checked_node(ranks_per_node), binding, None)
+        self._set(universe, names, namespace, _checked_node(ranks_per_node), None, None)
 
     def _set(
         self,

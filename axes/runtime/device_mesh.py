@@ -114,7 +114,7 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
         raise MeshError("from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)")
     universe = Universe.of(torch_private.root_ranks(device_mesh))
     layouts = [Layout.of(modes) for modes in torch_private.dims_of(device_mesh)]
-    plain = Mesh("universe", ranks=universe.ranks, binding=Binding(device_mesh.device_type))
+    plain = Mesh("universe", ranks=universe.ranks)._with(binding=Binding(device_mesh.device_type))
     mesh = plain._with(axis_names=tuple(names), namespace=dict(zip(names, layouts, strict=True)))
     member = universe.position(world.rank) is not None
     groups = [device_mesh.get_group(i) for i in range(len(names))] if member else []

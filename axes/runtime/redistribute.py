@@ -224,7 +224,7 @@ def union_of(one: Mesh, two: Mesh) -> Mesh:
     """All ranks of two meshes as one axis, those of the first before the others."""
     has = set(one.universe.ranks)
     ranks = [*one.universe.ranks, *(rank for rank in two.universe.ranks if rank not in has)]
-    return Mesh("union", ranks=ranks, binding=one.binding)
+    return Mesh("union", ranks=ranks)._with(binding=one.binding)
 
 
 def _backend(groups: Iterable[dist.ProcessGroup | None]) -> str:
