@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,7 +35,7 @@ from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_te
 from axes.algebra.mesh import Mesh
 from axes.ops.collectives import axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
-from axes.ops.shard_map import shard_map
+from axes.ops.shard_map import scaled_gradient, shard_map
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
@@ -524,15 +524,4 @@ def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 
 def _same(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """`x`, whose gradient is whole and the same on all ranks of these axes: each takes its part of it."""
-    return _Shared.apply(x, math.prod(axis_size(axis) for axis in axes)) if axes else x
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: int) -> torch.Tensor:
-        ctx.parts = parts
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient / ctx.parts, None
+    return scaled_gradient(x, 1, math.prod(axis_size(axis) for axis in axes)) if axes else x
