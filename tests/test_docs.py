@@ -22,9 +22,7 @@ import axes
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 MODULES = sorted(
-    found.name
-    for found in pkgutil.walk_packages(axes.__path__, "axes.")
-    if not found.name.endswith("__main__")
+    found.name for found in pkgutil.walk_packages(axes.__path__, "axes.") if not found.name.endswith("__main__")
 )
 
 RUNNER = """
@@ -77,9 +75,7 @@ def test_the_examples_of_a_module_run(name):
 def test_a_page_with_wrong_output_is_noticed(tmp_path):
     page = tmp_path / "wrong.md"
     page.write_text("```python\n>>> 1 + 1\n3\n```\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(page)], cwd=ROOT, capture_output=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", RUNNER, str(page)], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode != 0
 
 

@@ -24,9 +24,7 @@ MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"
 
 
 def run(*command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
 
 
@@ -180,9 +178,7 @@ PRIVATE_ATTRIBUTES = {
 
 
 def test_torch_private_api_is_used_in_one_file_alone():
-    wrong = [
-        f"{path} {use}" for path in MODULES if path != PRIVATE for use in private_uses(tree(path))
-    ]
+    wrong = [f"{path} {use}" for path in MODULES if path != PRIVATE for use in private_uses(tree(path))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -226,9 +222,7 @@ def test_importing_the_algebra_imports_no_torch():
         "heavy = {'torch', 'numpy', 'einops'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
