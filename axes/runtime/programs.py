@@ -105,11 +105,9 @@ class _Eager:
         return out
 
     def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
-        out = x.new_empty(shape)
-        # Counts are of the first dim, so the buffer is flat unless the parts are its rows.
-        rows = receives is None and len(shape) > 0 and shape[0] % self.size == 0
-        self._exchange(out if rows else out.view(-1), x, receives or [], sends or [])
-        return out
+        out = x.new_empty(math.prod(shape))
+        self._exchange(out, x, receives or [], sends or [])
+        return out.view(shape)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
         out = x if owned else x.clone(memory_format=torch.contiguous_format)
