@@ -33,7 +33,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from axes.algebra.errors import ExpressionError, shortened
 
@@ -184,15 +184,11 @@ class TensorExpression:
     results: tuple[Spec, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(NamedTuple):
     kind: str
     text: str
     start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.text)
+    stop: int
 
     @property
     def span(self) -> Span:
@@ -209,22 +205,25 @@ _RESERVED = "+~<>[]:;"
 def _tokens(text: str) -> list[_Token]:
     found: list[_Token] = []
     at = 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            char = text[at]
-            why = "is reserved" if char in _RESERVED else "has no meaning here"
-            raise ExpressionError(f"{shortened(char)} {why}", text, at)
+    for match in _TOKEN.finditer(text):
+        start, stop = match.span()
+        if start != at:
+            break
+        at = stop
         kind = match.lastgroup or ""
-        if kind != "space":
-            word = match.group()
-            if kind == "name" and found and found[-1].kind == "int" and found[-1].stop == at:
-                raise ExpressionError("a name doesn't start with a digit", text, found[-1].start, match.end())
-            if kind == "name" and len(word) > _LONGEST_NAME:
-                raise ExpressionError(f"a name has at most {_LONGEST_NAME} characters", text, at, match.end())
-            found.append(_Token(word if kind == "sign" else kind, word, at))
-        at = match.end()
-    found.append(_Token("end", "", len(text)))
+        if kind == "space":
+            continue
+        word = match.group()
+        if kind == "name":
+            if found and found[-1].kind == "int" and found[-1].stop == start:
+                raise ExpressionError("a name doesn't start with a digit", text, found[-1].start, stop)
+            if len(word) > _LONGEST_NAME:
+                raise ExpressionError(f"a name has at most {_LONGEST_NAME} characters", text, start, stop)
+        found.append(_Token(word if kind == "sign" else kind, word, start, stop))
+    if at < len(text):
+        why = "is reserved" if text[at] in _RESERVED else "has no meaning here"
+        raise ExpressionError(f"{shortened(text[at])} {why}", text, at)
+    found.append(_Token("end", "", len(text), len(text)))
     return found
 
 
@@ -249,8 +248,8 @@ class _Parser:
 
     def ahead(self, *kinds: str) -> bool:
         """Whether the next tokens have these kinds."""
-        here = self.tokens[self.at : self.at + len(kinds)]
-        return len(here) == len(kinds) and all(t.kind == k for t, k in zip(here, kinds, strict=True))
+        # "end" is of no kind that is asked for, so this never looks past it.
+        return all(self.tokens[self.at + ahead].kind == kind for ahead, kind in enumerate(kinds))
 
     def take(self, kind: str) -> _Token | None:
         """The next token if it is of this kind."""

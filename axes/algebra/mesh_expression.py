@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
 
 Axes = dict[str, Layout]
+Entries = tuple[Item | Group, ...]
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What an expression compiles to on one mesh."""
+    """What an expression compiles to on one mesh: how it was read, and the steps."""
 
-    reading: str
     axes: tuple[tuple[str, Layout], ...]
+    left: Entries
+    right: Entries
+    sizes: Mapping[str, int]
     steps: tuple[Step, ...]
 
     def run(self) -> tuple[Axes, Axes]:
@@ -62,7 +65,7 @@ class Program:
 
     def lines(self) -> tuple[str, ...]:
         """The reading, then one line per step."""
-        return self.reading, *(f"  {step}" for step in self.steps or ("nothing to do",))
+        return _reading(self), *(f"  {step}" for step in self.steps or ("nothing to do",))
 
 
 def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Program:
@@ -100,10 +103,7 @@ def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Pro
             flat = {label: Layout.product(*(ordered[name] for name in names))}
             _agree(known, tree, [Item(label, None, entry.span)], flat)
             steps.append(Step("flatten", tuple((n, ordered[n]) for n in names), tuple(flat.items())))
-    return Program(_reading(mesh, left, right, solved), tuple(axes.items()), tuple(steps))
-
-
-Entries = tuple[Item | Group, ...]
+    return Program(tuple(axes.items()), left, right, solved, tuple(steps))
 
 
 def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, tuple[Item, ...] | None]:
@@ -242,14 +242,16 @@ def _replaced(axes: Axes, step: Step) -> Axes:
     return found
 
 
-def _reading(mesh: Mesh, left: Sequence[Item | Group], right: Sequence[Item | Group], sizes: Mapping[str, int]) -> str:
+def _reading(program: Program) -> str:
+    sizes = program.sizes
+
     def text(entry: Item | Group) -> str:
         if isinstance(entry, Item):
             return f"{entry.name}={sizes.get(entry.name, 1)}"
         return str(Group(tuple(Item(item.name, sizes[item.name]) for item in entry.items), entry.name))
 
-    sides = "  ->  ".join(" ".join(map(text, side)) for side in (left, right))
-    return f"({' '.join(mesh.axis_names)}) read as  {sides}"
+    sides = "  ->  ".join(" ".join(map(text, side)) for side in (program.left, program.right))
+    return f"({' '.join(name for name, _ in program.axes)}) read as  {sides}"
 
 
 def _wrong(tree: MeshExpression, message: str, span: tuple[int, int]) -> NoReturn:
