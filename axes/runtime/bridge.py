@@ -11,7 +11,7 @@ from axes.algebra.errors import MeshError
 from axes.runtime.device_mesh import device_mesh, from_device_mesh
 from axes.runtime.groups import create_groups
 from axes.runtime.groups import group_of as group
-from axes.runtime.sharded import torch_placements as placements
+from axes.runtime.placements import torch_placements as placements
 
 __all__ = ["create_groups", "device_mesh", "from_device_mesh", "group", "placements", "rank"]
 
