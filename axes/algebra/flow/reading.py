@@ -185,7 +185,9 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
     if tree.results is None:
         raise ExpressionError(f"{kind} needs '->' and the result behind it", text, len(text) - 1, len(text))
     if len(tree.results) != 1:
-        raise ExpressionError(f"{kind} has one result; found {len(tree.results)}", text, text.index("->") + 2, len(text))
+        raise ExpressionError(
+            f"{kind} has one result; found {len(tree.results)}", text, text.index("->") + 2, len(text)
+        )
     if kind != "einsum" and len(tree.operands) != 1:
         raise ExpressionError(f"{kind} takes one tensor; found {len(tree.operands)} specs", text, 0, text.index("->"))
     if len(tree.operands) != len(ranks):
@@ -197,7 +199,9 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
         )
     for spec in (*tree.operands, *tree.results):
         _check_factors(kind, text, spec)
-    dots = tuple(_dots(text, spec, rank, index) for index, (spec, rank) in enumerate(zip(tree.operands, ranks, strict=True)))
+    dots = tuple(
+        _dots(text, spec, rank, index) for index, (spec, rank) in enumerate(zip(tree.operands, ranks, strict=True))
+    )
     most = max((count for count in dots if count is not None), default=0)
     terms = []
     for index, (spec, count) in enumerate(zip(tree.operands, dots, strict=True)):

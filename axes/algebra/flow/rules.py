@@ -264,14 +264,18 @@ class _Solver:
             count = math.prod(known.get(name, 1) for name in inner)
             if found[whole_name] % count or (all(n in known for n in inner) and found[whole_name] != count):
                 given_text = " * ".join(f"{n}={known[n]}" for n in inner if n in known)
-                raise SizeError(f"{found[whole_name]} isn't a multiple of  {given_text}  for {whole_name} in  {reading.text}")
+                raise SizeError(
+                    f"{found[whole_name]} isn't a multiple of  {given_text}  for {whole_name} in  {reading.text}"
+                )
         return found
 
     def _check_whole(self, name: str, inner: Sequence[str], known: dict[str, int]) -> None:
         if self.reading.kind == "repeat" and name not in {a for t in self.reading.operands for a in t.atoms}:
             missing = [n for n in inner if n not in known]
             if missing:
-                raise SizeError(f"repeat needs the size of '{missing[0]}', like {missing[0]}=2\nin  {self.reading.text}")
+                raise SizeError(
+                    f"repeat needs the size of '{missing[0]}', like {missing[0]}=2\nin  {self.reading.text}"
+                )
 
     def _known_wholes(self, known: dict[str, int]) -> dict[str, int]:
         found = {}
@@ -329,7 +333,9 @@ class _Solver:
         """A plain tensor is the shard that the declaration says this rank has."""
         sharding = Sharding(self.mesh, operand.dims)
         if self.mesh.coordinate is None:
-            raise MeshError(f"rank {self.mesh.rank} isn't in {self.mesh!r}, so it has no shard\nin  {self.reading.text}")
+            raise MeshError(
+                f"rank {self.mesh.rank} isn't in {self.mesh!r}, so it has no shard\nin  {self.reading.text}"
+            )
         expected = sharding.local_shape(operand.shape)
         if expected != tuple(shape):
             raise SizeError(
@@ -348,8 +354,7 @@ class _Solver:
         marks = list(operand.marks)
         for at, (atom, axes) in enumerate(_marked(term, groups=False)):
             marks[at] = self._assert_mark(index, operand, atom, axes, marks[at])
-        final = _Operand(term, shape, tuple(dims), operand.opened, tuple(marks), entries, ())
-        return final
+        return _Operand(term, shape, tuple(dims), operand.opened, tuple(marks), entries, ())
 
     def _unmentioned(self, dim: ShardedDim, slot: Slot) -> ShardedDim:
         """A dim without axes of size one that the text names, since of those it decides alone, or of
@@ -463,16 +468,15 @@ class _Solver:
             f"write '{has}' on the left, or axes.reshard it before"
         )
 
-    def _no_landing(
-        self, operand: _Operand, slot: Slot, dim: ShardedDim, atoms: Sequence[tuple[str, int]]
-    ) -> NoReturn:
+    def _no_landing(self, operand: _Operand, slot: Slot, dim: ShardedDim, atoms: Sequence[tuple[str, int]]) -> NoReturn:
         sizes = " ".join(f"{name}={size}" for name, size in atoms)
         raise ShardingError(
             f"{place_text(dim.axes)} splits {_group(slot)} into {parts(self.mesh, dim.axes)} parts that don't fall "
             f"on its names: ({sizes})\n"
             f"  has   {operand.text()}\n"
             f"in  {self.reading.text}\n"
-            f"write '{_group(slot)}@{place_text(dim.axes)}' on the left to have it gathered, or choose sizes that divide"
+            f"write '{_group(slot)}@{place_text(dim.axes)}' on the left to have it gathered, "
+            "or choose sizes that divide"
         )
 
     def _fail(self, message: str, span: tuple[int, int] | None = None) -> NoReturn:
@@ -515,7 +519,8 @@ class _Solver:
             )
         states = f"{_at(atom, one[0])} and {_at(atom, other[0])}"
         raise ShardingError(
-            f"the operands disagree on '{atom}': {states}\n{self._lines()}\nin  {self.reading.text}\n{self._resolve(atom, one, other)}"
+            f"the operands disagree on '{atom}': {states}\n{self._lines()}\n"
+            f"in  {self.reading.text}\n{self._resolve(atom, one, other)}"
         )
 
     def _resolve(self, atom: str, one: tuple[ShardedDim, _Operand], other: tuple[ShardedDim, _Operand]) -> str:
@@ -600,7 +605,7 @@ class _Solver:
         if self.reading.kind != "reduce":
             return
         for op, axis in self.operands[0].pending:
-            passes = op in LINEAR and self.op in LINEAR or (op == self.op)
+            passes = (op in LINEAR and self.op in LINEAR) or (op == self.op)
             if not passes:
                 name = self.op if isinstance(self.op, str) else getattr(self.op, "__name__", "a function")
                 raise ShardingError(
@@ -625,18 +630,21 @@ class _Solver:
         wanted = {}
         for p in self.reading.result.pending or ():
             if p.place is not None:
-                wanted.update({digit: p.op for digit in self.digits.of(p.place.names)})
+                wanted.update(dict.fromkeys(self.digits.of(p.place.names), p.op))
         asked = {wanted.get(digit) for digit in self.digits.of((axis,))} - {None}
         if not self._even():
             if "mean" in asked:
                 raise ShardingError(
-                    f"a mean over uneven shards isn't the mean of their means\n{self._lines()}\nin  {self.reading.text}\n"
+                    f"a mean over uneven shards isn't the mean of their means\n{self._lines()}\n"
+                    f"in  {self.reading.text}\n"
                     f"write '| sum@{axis}' on the right; it pends as local sums over the whole size"
                 )
             return "sum"
         return "sum" if "sum" in asked else "mean"
 
-    def _target_pending(self, inherited: list[Entry], arising: list[Entry]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    def _target_pending(
+        self, inherited: list[Entry], arising: list[Entry]
+    ) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
         """What the right side leaves pending, in the order of resolution; and what it calls the same."""
         term = self.reading.result
         derived = [*inherited, *arising]
@@ -709,11 +717,15 @@ class _Solver:
         if axes == ("*",) and (star is None or star == has.axes):
             return has
         if star is None and len(has.factors) > 1:
-            self._fail(f"'{atom}' is split by one of its factors; '*' has no place to add to", self.reading.span_of_atom(atom))
+            self._fail(
+                f"'{atom}' is split by one of its factors; '*' has no place to add to", self.reading.span_of_atom(atom)
+            )
         rest = has.axes if star is None else star
         return split(atom, *(name for axis in axes for name in (rest if axis == "*" else (axis,))))
 
-    def _check_target(self, atoms: dict[str, ShardedDim], dims: dict[int, ShardedDim], pending: Sequence[Entry], same: Axes) -> None:
+    def _check_target(
+        self, atoms: dict[str, ShardedDim], dims: dict[int, ShardedDim], pending: Sequence[Entry], same: Axes
+    ) -> None:
         """No digit twice in the result; where one flows into a place that the text gave away, say so."""
         uses = [(atom, axis) for atom, state in atoms.items() for axis in state.axes]
         uses += [(str(dim.factors[0].name), axis) for dim in dims.values() for axis in dim.axes]
@@ -727,8 +739,11 @@ class _Solver:
                 flowing = next((w for w in (what, other) if w in self.states and w not in self.reading.explicit), None)
                 advice = "write the split of both"
                 if flowing is not None:
-                    advice = f"'{flowing}' came split over it: write {_at(flowing, self.states[flowing])} on the left to have it moved"
-                raise ShardingError(f"'{axis}' would split '{other}' and '{what}'\n{self._lines()}\nin  {self.reading.text}\n{advice}")
+                    written = _at(flowing, self.states[flowing])
+                    advice = f"'{flowing}' came split over it: write {written} on the left to have it moved"
+                raise ShardingError(
+                    f"'{axis}' would split '{other}' and '{what}'\n{self._lines()}\nin  {self.reading.text}\n{advice}"
+                )
 
     # the recipe
 

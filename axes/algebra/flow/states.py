@@ -82,8 +82,8 @@ def land(mesh: Mesh, state: ShardedDim, extent: int, atoms: Sequence[tuple[str, 
     axis on.
     """
     if sum(size != 1 for _, size in atoms) <= 1 and atoms:
-        at = next((i for i, (_, size) in enumerate(atoms) if size != 1), 0)
-        return [_renamed(state, name) if i == at else split(name) for i, (name, _) in enumerate(atoms)]
+        whole = next((i for i, (_, size) in enumerate(atoms) if size != 1), 0)
+        return [_renamed(state, name) if i == whole else split(name) for i, (name, _) in enumerate(atoms)]
     found: list[list[Cut]] = [[] for _ in atoms]
     for before, axis in cuts(mesh, state, extent):
         size = mesh.namespace[axis].size
@@ -110,7 +110,8 @@ def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
 def _of_cuts(mesh: Mesh, name: str, extent: int, found: Sequence[Cut]) -> ShardedDim:
     """The state of an atom with these cuts: one factor more wherever a cut leaves a gap."""
     factors: list[Factor] = []
-    start, reach, axes = 1, 1, []
+    start, reach = 1, 1
+    axes: list[str] = []
     for before, axis in found:
         if before != reach:
             factors.append(Factor(None, before // start, tuple(axes)))
@@ -145,7 +146,7 @@ def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
         last = merged[-1]
         # Pieces that are used up hand the rest of the split on to what follows.
         used_up = bool(last.axes) and last.size == parts(mesh, last.axes)
-        if not factor.axes and not last.axes or used_up:
+        if (not factor.axes and not last.axes) or used_up:
             merged[-1] = _joined(last, factor)
         else:
             merged.append(factor)
@@ -175,7 +176,8 @@ def _check_even(mesh: Mesh, factors: Sequence[Factor], opened: Sequence[Factor])
 
 
 def _joined(one: Factor, other: Factor) -> Factor:
-    assert one.size is not None and other.size is not None
+    assert one.size is not None
+    assert other.size is not None
     return Factor(None, one.size * other.size, (*one.axes, *other.axes))
 
 
@@ -208,13 +210,15 @@ class Digits:
 
     def names(self, wanted: Sequence[Mode]) -> tuple[str, ...]:
         """Names of the mesh for digits in order; `ShardingError` where it has none for them."""
-        known = {layout: name for name, layout in reversed(self.mesh.namespace.items())}
+        known = {layout: name for name, layout in reversed(list(self.mesh.namespace.items()))}
         found: list[str] = []
         rest = list(wanted)
         while rest:
             stop = next((n for n in range(len(rest), 0, -1) if Layout.of(rest[:n]) in known), None)
             if stop is None:
-                raise ShardingError(f"the mesh has no name for {Layout.of(rest[:1])}, a part of one of its axes; define one")
+                raise ShardingError(
+                    f"the mesh has no name for {Layout.of(rest[:1])}, a part of one of its axes; define one"
+                )
             found.append(known[Layout.of(rest[:stop])])
             del rest[:stop]
         return tuple(found)
@@ -251,14 +255,19 @@ def whole_sizes(
             atoms, extent, where = left[0]
             missing = [atom for atom in dict.fromkeys(atoms) if atom not in sizes]
             names = " and ".join(f"'{atom}'" for atom in missing)
-            raise SizeError(f"the sizes of {names} don't follow from  {_equation(atoms, sizes)} = {extent}    ({where})\ngive all but one of them, like {missing[0]}=2")
+            raise SizeError(
+                f"the sizes of {names} don't follow from  {_equation(atoms, sizes)} = {extent}    ({where})\n"
+                f"give all but one of them, like {missing[0]}=2"
+            )
         for equation in ready:
             left.remove(equation)
             atoms, extent, where = equation
             missing = [atom for atom in atoms if atom not in sizes]
             rest = math.prod(sizes[atom] for atom in atoms if atom in sizes)
             if len(missing) > 1 or (missing and (rest == 0 or extent % rest)):
-                raise SizeError(f"{extent} doesn't divide by {rest}:  {_equation(atoms, sizes)} = {extent}    ({where})")
+                raise SizeError(
+                    f"{extent} doesn't divide by {rest}:  {_equation(atoms, sizes)} = {extent}    ({where})"
+                )
             if missing:
                 sizes[missing[0]] = extent // rest
             elif rest != extent and len(atoms) == 1:
