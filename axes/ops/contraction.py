@@ -101,4 +101,3 @@ def _flattened(one: Atoms, two: Atoms, result: Atoms, contracted: list[str]) -> 
         return rows.flatten(0, -2).mT @ columns.flatten(0, -2)
 
     return flattened
-

@@ -70,9 +70,16 @@ def rearrange(
     >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
     torch.Size([2, 3, 2])
     """
-    if _is_einops(expression) and sizes is None and not isinstance(x, DTensor) and not _holds_dtensors(x):
+    if type(x) is list:
+        x = _stacked("rearrange", x, expression)
+    if isinstance(x, DTensor):
+        view = global_view.apply
+    elif _is_einops(expression) and sizes is None:
         return einops.rearrange(x, expression, **keywords)
-    return _applied("rearrange", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
+    else:
+        view = local_view.apply
+    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
+    return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op)
 
 
 def reduce(
@@ -96,11 +103,17 @@ def reduce(
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]
     """
-    if _is_einops(expression) and sizes is None and not isinstance(x, DTensor) and not _holds_dtensors(x):
+    if type(x) is list:
+        x = _stacked("reduce", x, expression)
+    if isinstance(x, DTensor):
+        view = global_view.apply
+    elif _is_einops(expression) and sizes is None:
         return einops.reduce(x, expression, op, **keywords)
-    if not callable(op) and op not in REDUCTIONS:
-        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {op!r}")
-    return _applied("reduce", x, expression, op, mesh, comm_dtype, async_op, sizes, keywords)
+    else:
+        view = local_view.apply
+    _check_op(op)
+    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
+    return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op)
 
 
 def repeat(
@@ -121,9 +134,16 @@ def repeat(
     >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
     [[0, 0, 0], [1, 1, 1]]
     """
-    if _is_einops(expression) and sizes is None and not isinstance(x, DTensor) and not _holds_dtensors(x):
+    if type(x) is list:
+        x = _stacked("repeat", x, expression)
+    if isinstance(x, DTensor):
+        view = global_view.apply
+    elif _is_einops(expression) and sizes is None:
         return einops.repeat(x, expression, **keywords)
-    return _applied("repeat", x, expression, "", mesh, comm_dtype, async_op, sizes, keywords)
+    else:
+        view = local_view.apply
+    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
+    return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,37 +152,18 @@ def _is_einops(expression: object) -> bool:
     return not isinstance(expression, str) or not any(sign in expression for sign in "@|=")
 
 
-def _holds_dtensors(x: Any) -> bool:
-    return type(x) is list and any(isinstance(each, DTensor) for each in x)
+def _check_op(op: Op) -> None:
+    if not callable(op) and op not in REDUCTIONS:
+        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {op!r}")
 
 
-def _applied(
-    kind: str,
-    x: Any,
-    expression: str,
-    op: Op,
-    mesh: Mesh | None,
-    comm_dtype: Dtypes,
-    async_op: bool,
-    sizes: Sizes | None,
-    keywords: Mapping[str, int],
-) -> torch.Tensor:
-    x = _stacked(kind, x) if type(x) is list else x
-    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
-    if isinstance(x, DTensor):
-        return global_view.apply(kind, expression, op, (x,), mesh, given, comm_dtype, async_op)
-    if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"axes.{kind} with '@' takes a tensor; found {type(x).__name__}")
-    return local_view.apply(kind, expression, op, (x,), mesh, given, comm_dtype, async_op)
-
-
-def _stacked(kind: str, tensors: list[Any]) -> torch.Tensor:
+def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
     """A list of tensors as one with a new first dim, as einops takes it."""
     distributed = [isinstance(x, DTensor) for x in tensors]
+    if _is_einops(expression) and not any(distributed):
+        return tensors
     if any(distributed) and not all(distributed):
         raise ShardingError(f"axes.{kind} takes DTensors or plain tensors, not both; found a list of both")
     if any(distributed) and len({(x.device_mesh, x.placements) for x in tensors}) > 1:
         raise ShardingError("a list of DTensors has one sharding; found several. axes.reshard them before")
     return torch.stack(tensors)
-
-

@@ -15,7 +15,7 @@ of result, so that the next call finds it by identity.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,10 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops.recipes import Program, bind, move
 from axes.runtime import torch_private
-from axes.runtime.border import contiguous_strides
 from axes.runtime.groups import current_world
+from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.sharded import torch_placements
+from axes.runtime.reshard import resharded
 
 Sizes = tuple[tuple[str, Any], ...]
 Spec = Any
@@ -127,15 +127,6 @@ def _made(
 def _global(found: Recipe, device_mesh: Any, comm_dtype: Dtypes, async_op: bool) -> Global:
     placements = torch_placements(found.result.output)
     return Global(bind(found, "global", comm_dtype, async_op), device_mesh, placements)
-
-
-def sharding_of_spec(spec: Spec) -> Sharding:
-    """The sharding of a DTensor with this spec; `ShardingError` for what placements don't show."""
-    if not torch_private.has_default_order(spec):
-        raise ShardingError(
-            f"{spec.placements} with a shard_order of its own isn't supported; redistribute to the mesh's order first"
-        )
-    return Sharding.from_placements(Mesh.from_device_mesh(spec.mesh), spec.placements, len(spec.shape))
 
 
 # --- gradients
@@ -310,39 +301,20 @@ def _unreduced(made: Global, dtype: torch.dtype) -> Spec:
 
 def resolve_at_leaf(leaf: DTensor) -> None:
     """Has the gradient of a leaf resolved to the leaf's own sharding, once, when it is accumulated."""
-    if not any(
-        hook is _resolved_to or getattr(hook, "func", None) is _resolved_to for hook in torch_private.hooks_of(leaf)
-    ):
-        leaf.register_hook(functools.partial(_resolved_to, torch_private.spec_of(leaf)))
+    for hook in torch_private.hooks_of(leaf):
+        if type(hook) is _Resolve:
+            return
+    leaf.register_hook(_Resolve(replace(sharding_of_spec(torch_private.spec_of(leaf)), pending=())))
 
 
-def _resolved_to(leaf: Spec, found: torch.Tensor) -> DTensor | None:
-    """A gradient in the sharding of its leaf, nothing pending; None where it is so already."""
-    if not isinstance(found, DTensor):
-        return None
-    stage = _resolving(current_world().era, leaf, torch_private.spec_of(found))
-    return None if stage is None else stage(found)
+@dataclass(frozen=True, eq=False, slots=True)
+class _Resolve:
+    """A leaf's hook: its gradient in its own sharding, nothing pending."""
+
+    target: Sharding
+
+    def __call__(self, found: torch.Tensor) -> DTensor | None:
+        return resharded(found, self.target) if isinstance(found, DTensor) else None
 
 
-@functools.lru_cache(maxsize=4096)
-def _resolving(era: object, leaf: Spec, found: Spec) -> Callable[[DTensor], DTensor] | None:
-    target, source = sharding_of_spec(leaf), sharding_of_spec(found)
-    target = replace(target, pending=())
-    shape = tuple(leaf.shape)
-    if source.mesh != target.mesh:
-        return None  # torch's own accumulation says what is wrong
-    stage = move(source, target, shape, "global", None)
-    if stage is None:
-        return None
-    placements = torch_placements(target)
-
-    def resolved(gradient_: DTensor) -> DTensor:
-        with torch.no_grad():
-            local = stage(torch_private.local_of(gradient_))
-        spec = torch_private.dtensor_spec(leaf.mesh, placements, shape, contiguous_strides(shape), local.dtype)
-        return torch_private.dtensor(local.contiguous(), spec)
-
-    return resolved
-
-
-__all__ = ["Global", "apply", "resolve_at_leaf", "sharding_of_spec"]
+__all__ = ["Global", "apply", "resolve_at_leaf"]

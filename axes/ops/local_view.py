@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from axes.algebra.ambient import required_mesh
-from axes.algebra.errors import MeshError
+from axes.algebra.ambient import ambient_mesh, required_mesh
+from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import recipe
 from axes.algebra.flow.recipe import Op
 from axes.algebra.mesh import Mesh
@@ -40,13 +40,20 @@ def apply(
     async_op: bool = False,
 ) -> torch.Tensor:
     """The operation on this rank's shards."""
-    shapes = tuple([x.shape for x in operands])
-    if "@" in text:
-        mesh = required_mesh(mesh, f"axes.{kind} of plain tensors")
-    else:
-        mesh = ALONE
+    if mesh is None:
+        mesh = ambient_mesh() or _mesh_for(kind, text)
     era = None if mesh.binding is None else current_world().era
+    shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
     return _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op).run(*operands)
+
+
+def _refuse(kind: str, x: object) -> NoReturn:
+    raise ShardingError(f"axes.{kind} with '@' takes a tensor; found {type(x).__name__}")
+
+
+def _mesh_for(kind: str, text: str) -> Mesh:
+    """Where there is no mesh: none is needed for text that names no axis."""
+    return required_mesh(None, f"axes.{kind} of plain tensors") if "@" in text else ALONE
 
 
 @functools.lru_cache(maxsize=8192)
@@ -61,6 +68,8 @@ def _made(
     comm_dtype: Dtypes,
     async_op: bool,
 ) -> Program:
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh is an axes mesh; found {type(mesh).__name__}")
     if mesh.coordinate is None:
         raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {text}")
     found = recipe(kind, text, op, (None,) * len(shapes), tuple(tuple(shape) for shape in shapes), mesh, sizes)

@@ -20,7 +20,7 @@ import einops
 import torch
 
 from axes.algebra.flow import Input, Recipe, unmoved
-from axes.algebra.flow.recipe import Groups, Shape
+from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
 from axes.runtime.redistribute import Dtypes, redistribute
@@ -222,9 +222,9 @@ def _single(found: Recipe, term: Groups, goal: Groups, local: Mapping[str, int])
     if not reduced and not added and found.divisor == 1:
         if term == goal:
             return _same
-        return functools.partial(einops.rearrange, pattern=pattern, **sizes)
+        return lambda x: einops.rearrange(x, pattern, **sizes)
     if not reduced:
-        repeat = functools.partial(einops.repeat, pattern=pattern, **sizes)
+        repeat: Run = lambda x: einops.repeat(x, pattern, **sizes)
         return repeat if found.divisor == 1 else _scaled_first(repeat, found.divisor)
     return _reduction(found, pattern, sizes, math.prod(local[a] for a in reduced))
 
@@ -244,20 +244,22 @@ def _scaled_first(run: Run, divisor: int) -> Run:
 
 def _reduction(found: Recipe, pattern: str, sizes: Mapping[str, int], count: int) -> Run:
     """A reduction of `count` elements each; of none, it gives the reduction's identity."""
-    reduce = functools.partial(einops.reduce, pattern=pattern, **sizes)
+
+    def reduced_by(op: Op) -> Run:
+        return lambda x: einops.reduce(x, pattern, op, **sizes)
+
     op = found.op
     if op in ("max", "min") and count == 0 and all(found.size.values()):
-        return functools.partial(_identity, functools.partial(reduce, reduction="sum"), op)
+        return functools.partial(_identity, reduced_by("sum"), op)
     if found.divisor == 1:
-        return functools.partial(reduce, reduction=op)
+        return reduced_by(op)
     if op != "mean":
-        return lambda x: reduce(x, reduction="sum") / found.divisor
+        total = reduced_by("sum")
+        return lambda x: total(x) / found.divisor
     # This rank's share of the mean: its own mean, by how much of the whole it has.
     weight = count * found.multiplier / found.divisor
-    if weight == 1:
-        return functools.partial(reduce, reduction="mean")
-    op = "mean" if count else "sum"
-    return lambda x: reduce(x, reduction=op) * weight
+    own = reduced_by("mean" if count else "sum")
+    return own if weight == 1 else lambda x: own(x) * weight
 
 
 def _identity(total: Run, op: str, x: torch.Tensor) -> torch.Tensor:
