@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def test_the_example_runs_as_a_script():
     done = subprocess.run(
         [sys.executable, "examples/ring_attention.py", "--ranks", "2", "--sequence", "16"],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

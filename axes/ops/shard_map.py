@@ -51,10 +51,11 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Factor as ShardedFactor
 from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding
 from axes.ops.global_view import resolve_at_leaf
+from axes.runtime import torch_private
 from axes.runtime.border import enter_global, gradient_of_local, leave_global
 from axes.runtime.collectives import Claim, disagreement
 from axes.runtime.groups import current_world
-from axes.runtime.placements import contiguous_strides, torch_placements
+from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.sharded import strides_like
 
 Function = Callable[..., Any]
@@ -234,8 +235,8 @@ def _located(error: AxesError, reading: _Reading) -> AxesError:
 
 # going in
 
-Held = tuple[Any, tuple[Placement, ...], tuple[int, ...]]
-"""Device mesh, placements and shape of a DTensor."""
+Held = Any
+"""What is known of a DTensor: torch's spec of it; in a graph, where that can't be, mesh, placements and shape."""
 
 
 def _shape(x: torch.Tensor) -> tuple[int, ...]:
@@ -280,6 +281,17 @@ class _Operand:
     dims: list[Dim]
     sharding: Sharding
     shape: tuple[int, ...]
+    device_mesh: Any
+    placements: tuple[Placement, ...]
+
+
+def _operand(place: int, spec: Spec, held: Held) -> _Operand:
+    if isinstance(held, tuple):
+        device_mesh, placements, shape = held
+        sharding = Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, len(shape))
+    else:
+        device_mesh, placements, shape, sharding = held.mesh, held.placements, tuple(held.shape), sharding_of_spec(held)
+    return _Operand(spec, _expanded(spec, len(shape), f"tensor {place}"), sharding, shape, device_mesh, placements)
 
 
 def _held(x: torch.Tensor, place: int, expression: str) -> Held:
@@ -288,7 +300,7 @@ def _held(x: torch.Tensor, place: int, expression: str) -> Held:
             f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
             f"axes.shard or axes.from_local\n  in  shard_map '{expression}'"
         )
-    return x.device_mesh, x.placements, _shape(x)
+    return (x.device_mesh, x.placements, _shape(x)) if torch.compiler.is_compiling() else torch_private.spec_of(x)
 
 
 def _opened(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
@@ -319,10 +331,9 @@ def _region(era: object, reading: _Reading, mesh: Mesh | None, is_given: bool, h
 
 
 def _made_region(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
-    operands = []
-    for place, (spec, (device_mesh, placements, shape)) in enumerate(zip(reading.inputs, held, strict=False)):
-        sharding = Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, len(shape))
-        operands.append(_Operand(spec, _expanded(spec, len(shape), f"tensor {place}"), sharding, shape))
+    operands = [
+        _operand(place, spec, each) for place, (spec, each) in enumerate(zip(reading.inputs, held, strict=False))
+    ]
     home = _home([operand.sharding.mesh for operand in operands])
     names = _mesh_of_names(mesh, is_given, home)
     _check_names(reading, names)
@@ -336,8 +347,8 @@ def _made_region(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tup
             _mismatch(place, operand)
         _take_over(splits, reading, operand)
     pending = [(o.sharding.mesh, tuple(axis for p in o.sharding.pending for axis in p.axes)) for o in operands]
-    device_meshes = [device_mesh for device_mesh, _, _ in held if Mesh.from_device_mesh(device_mesh) == home]
-    borders = tuple(_border(device_mesh, placements) for device_mesh, placements, _ in held)
+    device_meshes = [operand.device_mesh for operand in operands if operand.sharding.mesh == home]
+    borders = tuple(_border(operand.device_mesh, operand.placements) for operand in operands)
     region = _Region(
         reading, names, home, (device_meshes or [home.device_mesh])[0], splits, sizes, tuple(pending), borders
     )
