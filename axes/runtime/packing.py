@@ -85,7 +85,7 @@ def places_of(parts: Sequence[Part], shape: Shape) -> Places:
     joined = all(end == start for end, start in zip(ends, at[1:], strict=False))
     if joined and all(_is_run(size, shape) for size in sizes):
         return Run(at[0], ends[-1])
-    steps = _nested(at) if len(set(sizes)) == 1 else None
+    steps = _nested(at) if all(size == sizes[0] for size in sizes) else None
     if steps is None:
         return Boxes(tuple(parts))
     outer = [(count, step) for count, step in steps if count > 1]

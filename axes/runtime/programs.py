@@ -24,157 +24,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import ShardingError
+from axes.algebra.layout import Layout, digits
 from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
-from axes.algebra.state import slots
-from axes.runtime import packing, torch_private
+from axes.algebra.state import Factors, slots
+from axes.runtime import packing
+from axes.runtime.links import REDUCED, Link, link_of
 from axes.runtime.packing import Boxes, Part, Places, Shape, filler, packer, places_of, slices_of, unpacker
 
-Counts = Sequence[int] | None
-"""Elements for or from each rank of a group; None where all are equal."""
-
 Run = Callable[[torch.Tensor], torch.Tensor]
-
-MOVED = {
-    torch.bool,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
-"""The dtypes that every backend moves."""
-
-REDUCED = MOVED - {torch.bool}
-"""The dtypes that every backend reduces; complex ones are summed as pairs."""
-
-_CARRIER = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""What carries the bytes of an element of so many bytes; nothing is computed in it."""
-
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-# --- collectives ----------------------------------------------------------------------------------
-
-
-class Link(Protocol):
-    """The collectives of one group. Tensors are contiguous; results are new and have the shape asked for."""
-
-    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """The `x` of every rank, end to end."""
-
-    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
-        """`sends[i]` elements of `x` go to rank i, `receives[i]` come from it."""
-
-    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
-        """`op` of every rank's `x`; `x` is overwritten only where it is `owned`."""
-
-    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
-        """This rank's part of `op` of every rank's `x`."""
-
-
-class _Eager:
-    """The methods of a `ProcessGroup`, waited for."""
-
-    __slots__ = ("_exchange", "_gather", "_reduce", "_scatter", "size")
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.size = group.size()
-        self._gather, self._exchange, self._reduce, self._scatter = torch_private.collectives_of(group)
-
-    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        out = x.new_empty(shape)
-        # gloo cuts the first dim, so the buffers are flat unless the parts are its rows.
-        if x.dim() == len(shape) > 0 and x.shape[0] * self.size == shape[0]:
-            self._gather(out, x)
-        else:
-            self._gather(out.view(-1), x.view(-1))
-        return out
-
-    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
-        out = x.new_empty(math.prod(shape))
-        self._exchange(out, x, receives or [], sends or [])
-        return out.view(shape)
-
-    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
-        out = x if owned else x.clone(memory_format=torch.contiguous_format)
-        self._reduce(torch.view_as_real(out) if out.is_complex() else out, _REDUCE[op])
-        return out
-
-    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
-        out = x.new_empty(shape)
-        if out.is_complex():
-            self._scatter(torch.view_as_real(out), torch.view_as_real(x), _REDUCE[op])
-        else:
-            self._scatter(out.view(-1), x.view(-1), _REDUCE[op])
-        return out
-
-
-class _Traced:
-    """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
-
-    __slots__ = ("name", "size")
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.name, self.size = group.group_name, group.size()
-
-    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        return torch_private.functional_gather(x.view(-1), self.size, self.name).view(shape)
-
-    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
-        each = [x.numel() // self.size] * self.size
-        got, given = each if receives is None else receives, each if sends is None else sends
-        return torch_private.functional_exchange(x.view(-1), got, given, self.name).view(shape)
-
-    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
-        if x.is_complex():
-            return torch.view_as_complex(torch_private.functional_reduce(torch.view_as_real(x), op, self.name))
-        return torch_private.functional_reduce(x, op, self.name)
-
-    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
-        if x.is_complex():
-            pairs = torch.view_as_real(x.view(-1))
-            part = torch_private.functional_scatter(pairs, op, self.size, self.name)
-            return torch.view_as_complex(part).view(shape)
-        return torch_private.functional_scatter(x.view(-1), op, self.size, self.name).view(shape)
-
-
-@dataclass(frozen=True)
-class _Carried:
-    """A link that moves a dtype which the backend doesn't know, as another one of `ratio` per element."""
-
-    link: Link
-    carrier: torch.dtype
-    ratio: int
-
-    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        out = self.link.all_gather(x.view(-1).view(self.carrier), (math.prod(shape) * self.ratio,))
-        return out.view(x.dtype).view(shape)
-
-    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
-        got, given = (None if counts is None else [n * self.ratio for n in counts] for counts in (receives, sends))
-        out = self.link.all_to_all(x.view(-1).view(self.carrier), got, given, (math.prod(shape) * self.ratio,))
-        return out.view(x.dtype).view(shape)
-
-    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
-        return self.link.all_reduce(x, op, owned)
-
-    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
-        return self.link.reduce_scatter(x, op, shape)
-
 
 # --- programs -------------------------------------------------------------------------------------
 
@@ -198,12 +65,19 @@ class Program:
     @cached_property
     def eager(self) -> Run:
         """The program as a function of the contiguous tile."""
-        return _compiled(self, _Eager)
+        return _compiled(self, eager=True)
 
     @cached_property
     def traced(self) -> Run:
         """The same, of functional collectives."""
-        return _compiled(self, _Traced)
+        return _compiled(self, eager=False)
+
+    def at_sizes(self, tile: Shape) -> Run:
+        """The traced form for a tile of other sizes than the plan's: for symbolic ones.
+
+        Raises `ShardingError` where a dim of another size doesn't divide as the plan's steps divide it.
+        """
+        return _compiled(self, eager=False, scale=_scale(self.plan, tile) if self.plan.steps else None)
 
     @cached_property
     def idle(self) -> bool:
@@ -234,7 +108,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def _compiled(program: Program, made: type[_Eager] | type[_Traced]) -> Run:
+def _compiled(program: Program, eager: bool, scale: Scale | None = None) -> Run:
     stages: list[Run] = [] if program.before is None else [_announced(program.before)]
     steps, wire, owned = program.plan.steps, program.dtype, False
     sending = [at for at, group in enumerate(program.groups) if group is not None]
@@ -244,12 +118,51 @@ def _compiled(program: Program, made: type[_Eager] | type[_Traced]) -> Run:
         if at in sending[:1] and program.comm_dtype not in (None, wire):
             wire, owned = program.comm_dtype or wire, True
             stages.append(_cast(wire))
-        stages.append(_stage(program, at, made, wire, owned))
+        stages.append(_stage(program, at, eager, wire, owned, scale))
         owned = program.groups[at] is not None
         if at in sending[-1:] and wire is not program.dtype:
             wire = program.dtype
             stages.append(_cast(wire))
     return _chained(stages)
+
+
+def _scale(plan: Plan, tile: Shape) -> Scale:
+    """From sizes of the plan to those of a tensor whose tile is `tile`.
+
+    All boxes of a plan between even tiles begin and end at multiples of a dim's finest pieces.
+    """
+    made_for = plan.steps[0].input_shape() or (0,)
+    units: list[tuple[int, int] | None] = []
+    for dim, (planned, found) in enumerate(zip(made_for, tile, strict=True)):
+        pieces = _pieces(plan, dim)
+        if type(found) is int and found == planned:
+            units.append(None)
+        elif pieces is None or planned % pieces or found % pieces:
+            raise ShardingError(
+                f"dim {dim} has a size that varies, which {plan.source} -> {plan.target} can't divide evenly; "
+                f"make it static, with torch._dynamo.mark_static(x, {dim})"
+            )
+        else:
+            units.append((planned // pieces, found // pieces))
+
+    def scale(dim: int, size: int) -> int:
+        unit = units[dim]
+        return size if unit is None else size // unit[0] * unit[1]
+
+    return scale
+
+
+def _pieces(plan: Plan, dim: int) -> int | None:
+    """Into how many pieces the steps cut this rank's tile along a dim; None where factors of it are split."""
+    cuts: list[tuple[Layout, ...]] = []
+    for state in (plan.source, *(step.target for step in plan.steps)):
+        split = state.splits[dim]
+        if isinstance(split, Factors):
+            return None
+        cuts.append(split)
+    layouts = [layout for split in cuts for layout in split]
+    found = {digit for refined in digits(*layouts) for digit in refined} if layouts else set()
+    return math.prod(size for size, _ in found) // math.prod(layout.size for layout in cuts[0])
 
 
 def _announced(before: Callable[[], None]) -> Run:
@@ -281,31 +194,23 @@ def _chained(stages: Sequence[Run]) -> Run:
     return run
 
 
-def _link(made: type[_Eager] | type[_Traced], group: dist.ProcessGroup, dtype: torch.dtype) -> Link:
-    link = made(group)
-    if dtype in MOVED:
-        return link
-    carrier = _CARRIER[dtype.itemsize]
-    return _Carried(link, carrier, dtype.itemsize // carrier.itemsize)
-
-
-def _stage(program: Program, at: int, made: type[_Eager] | type[_Traced], dtype: torch.dtype, owned: bool) -> Run:
+def _stage(program: Program, at: int, eager: bool, dtype: torch.dtype, owned: bool, scale: Scale | None) -> Run:
     step, group = program.plan.steps[at], program.groups[at]
-    exchange = step.exchange()
+    task = _task(step, scale)
     if group is None:
-        return _slice(step, exchange)
-    link = _link(made, group, dtype)
+        return _slice(task)
+    link = link_of(group, dtype, eager)
     if step.kind == "all_reduce":
         return _all_reduce(step, link, owned)
     if step.kind == "all_gather":
-        return _all_gather(step, exchange, link)
+        return _all_gather(task, link)
     if step.kind == "reduce_scatter":
-        if program.backend == "gloo" and made is _Eager:
-            return _reduce_by_exchange(step, exchange, link)
-        return _reduce_scatter(step, exchange, link)
+        if program.backend == "gloo" and eager:
+            return _reduce_by_exchange(task, link)
+        return _reduce_scatter(task, link)
     if step.kind == "reduce_move":
-        return _reduce_move(step, exchange, link)
-    return _move(step, exchange, link)
+        return _reduce_move(task, link)
+    return _move(task, link)
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -353,18 +258,60 @@ def _volume(box: Region) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _side(transfers: Sequence[Transfer], shape: Shape, exchange: Exchange) -> Side:
-    return Side(tuple((t.peer, t.regions) for t in transfers if t.count), shape, len(exchange.ranks))
+@dataclass(frozen=True)
+class Task:
+    """A step as this rank carries it out: the shapes of its tiles, and its boxes.
+
+    Numbers are symbols where sizes are symbolic; `padded` is the size of the parts of the collective.
+    """
+
+    step: Step
+    tile: Shape
+    shape: Shape
+    exchange: Exchange
+    padded: int
+
+    @property
+    def sends(self) -> Side:
+        """What the rank sends of its tile."""
+        return Side(_boxes(self.exchange.sends), self.tile, len(self.exchange.ranks))
+
+    @property
+    def receives(self) -> Side:
+        """What the rank receives of its new tile."""
+        return Side(_boxes(self.exchange.receives), self.shape, len(self.exchange.ranks))
 
 
-def _shape(shape: Shape | None) -> Shape:
-    """The shape of a tile, empty where a rank holds none."""
-    return (0,) if shape is None else shape
+def _boxes(transfers: Sequence[Transfer]) -> tuple[tuple[int, tuple[Region, ...]], ...]:
+    return tuple((transfer.peer, transfer.regions) for transfer in transfers if transfer.regions)
 
 
-def _slice(step: Step, exchange: Exchange) -> Run:
-    shape = _shape(step.output_shape())
-    boxes = [(slices_of(source), slices_of(target)) for source, target in exchange.copies]
+Scale = Callable[[int, int], int]
+"""A size of a dim, from the one that the plan was made for."""
+
+
+def _task(step: Step, scale: Scale | None) -> Task:
+    exchange, tile, shape = step.exchange(), step.input_shape() or (0,), step.output_shape() or (0,)
+    if scale is None:
+        return Task(step, tile, shape, exchange, exchange.padded)
+
+    def box(region: Region) -> Region:
+        return tuple((scale(dim, start), scale(dim, stop)) for dim, (start, stop) in enumerate(region))
+
+    def scaled(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(replace(transfer, regions=tuple(map(box, transfer.regions))) for transfer in transfers)
+
+    tile, shape = (tuple(scale(*extent) for extent in enumerate(extents)) for extents in (tile, shape))
+    copies = tuple((box(source), box(target)) for source, target in exchange.copies)
+    sends, receives = scaled(exchange.sends), scaled(exchange.receives)
+    parts = tile if step.kind == "all_gather" else shape
+    made = replace(exchange, sends=sends, receives=receives, copies=copies)
+    return Task(step, tile, shape, made, math.prod(parts))
+
+
+def _slice(task: Task) -> Run:
+    shape = task.shape
+    boxes = [(slices_of(source), slices_of(target)) for source, target in task.exchange.copies]
     if len(boxes) == 1:
         only = boxes[0][0]
         return lambda x: x[only].contiguous()
@@ -387,13 +334,13 @@ def _divided(divisor: int) -> Run:
     return (lambda x: x) if divisor == 1 else (lambda x: x.div_(divisor))
 
 
-def _all_gather(step: Step, exchange: Exchange, link: Link) -> Run:
-    shape, padded, gather = _shape(step.output_shape()), exchange.padded, link.all_gather
-    if step.flat:
+def _all_gather(task: Task, link: Link) -> Run:
+    shape, padded, gather = task.shape, task.padded, link.all_gather
+    if task.step.flat:
         return lambda x: gather(x, shape)
-    mine = math.prod(_shape(step.input_shape()))
-    everything = (len(exchange.ranks) * padded,)
-    unpack = unpacker(_side(exchange.receives, shape, exchange).padded(padded), shape)
+    mine = math.prod(task.tile)
+    everything = (len(task.exchange.ranks) * padded,)
+    unpack = unpacker(task.receives.padded(padded), shape)
     if mine == padded:
         return lambda x: unpack(gather(x, everything))
 
@@ -405,26 +352,22 @@ def _all_gather(step: Step, exchange: Exchange, link: Link) -> Run:
     return run
 
 
-def _reduce_scatter(step: Step, exchange: Exchange, link: Link) -> Run:
-    shape, tile = _shape(step.output_shape()), _shape(step.input_shape())
-    padded, op, divide, scatter = exchange.padded, step.op or "sum", _divided(step.divisor), link.reduce_scatter
-    rows = _side(exchange.sends, tile, exchange).padded(padded)
-    pack = packer(rows, tile, len(exchange.ranks) * padded)
+def _reduce_scatter(task: Task, link: Link) -> Run:
+    step, shape, padded = task.step, task.shape, task.padded
+    op, divide, scatter = step.op or "sum", _divided(step.divisor), link.reduce_scatter
+    pack = packer(task.sends.padded(padded), task.tile, len(task.exchange.ranks) * padded)
     count = math.prod(shape)
     if count == padded:
         return lambda x: divide(scatter(pack(x), op, shape))
     return lambda x: divide(scatter(pack(x), op, (padded,))[:count].view(shape))
 
 
-def _reduce_by_exchange(step: Step, exchange: Exchange, link: Link) -> Run:
+def _reduce_by_exchange(task: Task, link: Link) -> Run:
     """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
-    shape, tile = _shape(step.output_shape()), _shape(step.input_shape())
-    sends = _side(exchange.sends, tile, exchange)
-    pack = packer(sends.places, tile, sum(sends.counts))
-    layers = len(exchange.ranks)
-    even = _even(step)
-    given, got = None if even else sends.counts, None if even else [math.prod(shape)] * layers
-    move, reduce, stack = link.all_to_all, _local_reduction(step, layers), (layers, *shape)
+    sends, layers, even = task.sends, len(task.exchange.ranks), _even(task.step)
+    pack = packer(sends.places, task.tile, sum(sends.counts))
+    given, got = None if even else sends.counts, None if even else [math.prod(task.shape)] * layers
+    move, reduce, stack = link.all_to_all, _local_reduction(task.step, layers), (layers, *task.shape)
     return lambda x: reduce(move(pack(x), got, given, stack))
 
 
@@ -456,38 +399,37 @@ def _local_reduction(step: Step, layers: int) -> Run:
     return mean
 
 
-def _move(step: Step, exchange: Exchange, link: Link) -> Run:
-    receives = _side(exchange.receives, _shape(step.output_shape()), exchange)
-    return _exchanged(step, exchange, link, receives, tuple(box for _, box in exchange.copies))
+def _move(task: Task, link: Link) -> Run:
+    return _exchanged(task, link, task.receives, tuple(box for _, box in task.exchange.copies))
 
 
-def _reduce_move(step: Step, exchange: Exchange, link: Link) -> Run:
+def _reduce_move(task: Task, link: Link) -> Run:
     """As a move, into a stack of one tile for each layer, which is then reduced."""
 
     def at(layer: int, boxes: Sequence[Region]) -> tuple[Region, ...]:
         return tuple(((layer, layer + 1), *box) for box in boxes)
 
-    stack = (exchange.layers, *_shape(step.output_shape()))
-    transfers = tuple((t.peer, at(t.layer, t.regions)) for t in exchange.receives if t.count)
-    kept = at(exchange.layer, [box for _, box in exchange.copies])
-    collect = _exchanged(step, exchange, link, Side(transfers, stack, len(exchange.ranks)), kept)
-    reduce = _local_reduction(step, exchange.layers)
+    exchange = task.exchange
+    transfers = tuple((t.peer, at(t.layer, t.regions)) for t in exchange.receives if t.regions)
+    receives = Side(transfers, (exchange.layers, *task.shape), len(exchange.ranks))
+    collect = _exchanged(task, link, receives, at(exchange.layer, [box for _, box in exchange.copies]))
+    reduce = _local_reduction(task.step, exchange.layers)
     return lambda x: reduce(collect(x))
 
 
-def _exchanged(step: Step, exchange: Exchange, link: Link, receives: Side, kept: tuple[Region, ...]) -> Run:
+def _exchanged(task: Task, link: Link, receives: Side, kept: tuple[Region, ...]) -> Run:
     """Boxes of the tile sent, boxes of the result received, and the rank's own boxes copied.
 
     Where it makes both sides regular, what the rank keeps goes through the collective as well: then
     there is at most one strided copy on either side, and often none. Where all counts are equal it
     must, on all ranks alike: backends have another algorithm for that.
     """
-    sends = _side(exchange.sends, _shape(step.input_shape()), exchange)
-    me = exchange.ranks.index(step.rank)
-    every_send = sends.joined(me, tuple(box for box, _ in exchange.copies))
-    every_receive = receives.joined(me, kept)
+    sends, copied = task.sends, task.exchange.copies
+    me = task.exchange.ranks.index(task.step.rank)
+    every_send, every_receive = sends.joined(me, tuple(box for box, _ in copied)), receives.joined(me, kept)
     # Between even tiles the counts of one rank are, in another order, those of every other.
-    alike = len({*every_send.counts, *every_receive.counts}) == 1 and _even(step)
+    counts = [*every_send.counts, *every_receive.counts]
+    alike = _even(task.step) and all(count == counts[0] for count in counts)
     regular = not isinstance(every_send.places, Boxes) and not isinstance(every_receive.places, Boxes)
     if alike or regular:
         return _all_through(link, every_send, every_receive, alike)
@@ -495,7 +437,7 @@ def _exchanged(step: Step, exchange: Exchange, link: Link, receives: Side, kept:
     fill = filler(receives.places, receives.shape)
     given, got, shape, move = sends.counts, receives.counts, receives.shape, link.all_to_all
     count = (sum(got),)
-    copies = [(slices_of(source), slices_of(target)) for (source, _), target in zip(exchange.copies, kept, strict=True)]
+    copies = [(slices_of(source), slices_of(target)) for (source, _), target in zip(copied, kept, strict=True)]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(shape)

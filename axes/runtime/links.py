@@ -1,0 +1,160 @@
+"""Links: the few collectives that redistribution needs, on one group, eager or traced.
+
+    link = link_of(group, torch.float32, eager=True)
+    whole = link.all_gather(part, (4 * n,))
+
+Tensors are contiguous; what an element is doesn't matter to what is moved, so a dtype that a backend
+doesn't know goes as integers of the same width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from axes.runtime import torch_private
+from axes.runtime.packing import Shape
+
+Counts = Sequence[int] | None
+"""Elements for or from each rank of a group; None where all are equal."""
+
+MOVED = {
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+"""The dtypes that every backend moves."""
+
+REDUCED = MOVED - {torch.bool}
+"""The dtypes that every backend reduces; complex ones are summed as pairs."""
+
+_CARRIER = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""What carries the bytes of an element of so many bytes; nothing is computed in it."""
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Link(Protocol):
+    """The collectives of one group. Tensors are contiguous; results are new and have the shape asked for."""
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """The `x` of every rank, end to end."""
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        """`sends[i]` elements of `x` go to rank i, `receives[i]` come from it."""
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        """`op` of every rank's `x`; `x` is overwritten only where it is `owned`."""
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        """This rank's part of `op` of every rank's `x`."""
+
+
+class _Eager:
+    """The methods of a `ProcessGroup`, waited for."""
+
+    __slots__ = ("_exchange", "_gather", "_reduce", "_scatter", "size")
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.size = group.size()
+        self._gather, self._exchange, self._reduce, self._scatter = torch_private.collectives_of(group)
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        out = x.new_empty(shape)
+        # gloo cuts the first dim, so the buffers are flat unless the parts are its rows.
+        if x.dim() == len(shape) > 0 and x.shape[0] * self.size == shape[0]:
+            self._gather(out, x)
+        else:
+            self._gather(out.view(-1), x.view(-1))
+        return out
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        out = x.new_empty(math.prod(shape))
+        self._exchange(out, x, receives or [], sends or [])
+        return out.view(shape)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        out = x if owned else x.clone(memory_format=torch.contiguous_format)
+        self._reduce(torch.view_as_real(out) if out.is_complex() else out, _REDUCE[op])
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        out = x.new_empty(shape)
+        if out.is_complex():
+            self._scatter(torch.view_as_real(out), torch.view_as_real(x), _REDUCE[op])
+        else:
+            self._scatter(out.view(-1), x.view(-1), _REDUCE[op])
+        return out
+
+
+class _Traced:
+    """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
+
+    __slots__ = ("name", "size")
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.name, self.size = group.group_name, group.size()
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        return torch_private.functional_gather(x.view(-1), self.size, self.name).view(shape)
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        each = [x.numel() // self.size] * self.size
+        got, given = each if receives is None else receives, each if sends is None else sends
+        return torch_private.functional_exchange(x.view(-1), got, given, self.name).view(shape)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(torch_private.functional_reduce(torch.view_as_real(x), op, self.name))
+        return torch_private.functional_reduce(x, op, self.name)
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        if x.is_complex():
+            pairs = torch.view_as_real(x.view(-1))
+            part = torch_private.functional_scatter(pairs, op, self.size, self.name)
+            return torch.view_as_complex(part).view(shape)
+        return torch_private.functional_scatter(x.view(-1), op, self.size, self.name).view(shape)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """A link that moves a dtype which the backend doesn't know, as another one of `ratio` per element."""
+
+    link: Link
+    carrier: torch.dtype
+    ratio: int
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        out = self.link.all_gather(x.view(-1).view(self.carrier), (math.prod(shape) * self.ratio,))
+        return out.view(x.dtype).view(shape)
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        got, given = (None if counts is None else [n * self.ratio for n in counts] for counts in (receives, sends))
+        out = self.link.all_to_all(x.view(-1).view(self.carrier), got, given, (math.prod(shape) * self.ratio,))
+        return out.view(x.dtype).view(shape)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        return self.link.all_reduce(x, op, owned)
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        return self.link.reduce_scatter(x, op, shape)
+
+
+def link_of(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Link:
+    """The collectives of a group, for tensors of a dtype."""
+    link = _Eager(group) if eager else _Traced(group)
+    if dtype in MOVED:
+        return link
+    carrier = _CARRIER[dtype.itemsize]
+    return _Carried(link, carrier, dtype.itemsize // carrier.itemsize)
