@@ -170,8 +170,8 @@ def check_local(random: Random, found: Case, made: Recipe) -> None:
     value = call(found, leaves)
     output = made.result.output
     close(value, output, found.expected(), "the value")
-    if found.op in ("max", "min"):
-        return
+    if found.op in ("max", "min") and (output.pending or found.shardings[0].pending):
+        return  # it isn't resolved in this expression
     cotangent = random_cotangent(found, made)
     # The cotangent of a replicated value is this rank's summand, and a mean's is divided.
     arrived, share = dual(output, found.text)

@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,10 +35,11 @@ from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_te
 from axes.algebra.mesh import Mesh
 from axes.ops.collectives import axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
-from axes.ops.shard_map import scaled_gradient, shard_map
+from axes.ops.shard_map import run, scaled_gradient
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
+Form = TypeVar("Form")
 
 
 def softmax(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> torch.Tensor:
@@ -184,30 +185,34 @@ class _Where:
 class _Form:
     """A spec and the dims to work over. `spec` says of these that they are unsplit where it is so.
 
-    `rest` is the spec without them, `parameter` that of a tensor with nothing else.
+    `rest` is the spec without them, `parameter` that of a tensor with nothing else. `dims` are
+    those to work over, `axes` all that split them.
     """
 
     spec: str
     rest: str
     parameter: str
     places: tuple[_Where, ...]
+    dims: tuple[int, ...]
+    axes: Axes
 
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The dims to work over."""
-        return tuple(where.dim for where in self.places)
 
-    @property
-    def axes(self) -> Axes:
-        """All axes that split them."""
-        return tuple(axis for where in self.places for axis in where.axes)
+def _read_once(read: Callable[..., Form]) -> Callable[..., Form]:
+    """Cached by text; to `torch.compile` a constant."""
+    cached = functools.lru_cache(maxsize=1024)(read)
+
+    @torch.compiler.assume_constant_result
+    def reading(*texts: Any) -> Form:
+        return cached(*texts)
+
+    return reading
 
 
 def _names(over: str | Sequence[str]) -> Axes:
     return tuple(over.split() if isinstance(over, str) else over)
 
 
-@functools.lru_cache(maxsize=1024)
+@_read_once
 def _form(what: str, spec: str, over: Axes) -> _Form:
     tree = parse_spec(spec)
     if tree.pending:
@@ -229,7 +234,8 @@ def _form(what: str, spec: str, over: Axes) -> _Form:
     rest = [dim for dim, name in zip(dims, known, strict=True) if name not in over]
     own = [dim for dim, name in zip(dims, known, strict=True) if name in over]
     whole, rest_, own_ = (str(Spec(tuple(each))) for each in (dims, rest, own))
-    return _Form(whole, rest_, own_, tuple(places))
+    axes = tuple(axis for where in places for axis in where.axes)
+    return _Form(whole, rest_, own_, tuple(places), tuple(where.dim for where in places), axes)
 
 
 def _name(dim: Dim) -> str | None:
@@ -266,7 +272,7 @@ class _Loss:
     same: Axes
 
 
-@functools.lru_cache(maxsize=1024)
+@_read_once
 def _loss_form(expression: str) -> _Loss:
     logits, labels, result = _three("cross_entropy", expression, "logits, labels -> loss")
     ours, theirs, kept = ({_name(dim): dim for dim in spec.dims} for spec in (logits, labels, result))
@@ -308,7 +314,7 @@ class _Table:
     rows: _Where
 
 
-@functools.lru_cache(maxsize=1024)
+@_read_once
 def _table_form(expression: str) -> _Table:
     ids, table, result = _three("embedding", expression, "ids, table -> rows")
     known, columns, wanted = ([_name(dim) for dim in spec.dims] for spec in (ids, table, result))
@@ -354,7 +360,7 @@ def _applied(
     """The function on DTensors as a region, on plain tensors as it is."""
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
-        return shard_map(local, expression, mesh=mesh)(*tensors)
+        return run(local, expression, tuple(tensors), {}, mesh)
     if any(distributed):
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
     for x, spec in zip(tensors, parse_tensor(expression).operands, strict=True):
@@ -501,8 +507,8 @@ def _sum(x: torch.Tensor, axes: Axes) -> torch.Tensor:
 def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor:
     """The maximum over dims, kept as size 1, as a number that can be subtracted: 0 where it is infinite."""
     x = x.detach()
-    some = all(x.shape[dim] for dim in dims)
-    found = x.amax(dims, keepdim=True) if some else x.sum(dims, keepdim=True) - math.inf
+    empty = 0 in [x.shape[dim] for dim in dims]
+    found = x.sum(dims, keepdim=True) - math.inf if empty else x.amax(dims, keepdim=True)
     found = pmax(found, axes) if axes else found
     return found.masked_fill(found.isinf(), 0.0)
 
@@ -510,7 +516,7 @@ def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor
 def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> int:
     """How many elements are worked over in whole."""
     pairs = zip(form.places, wholes, strict=True)
-    return math.prod(_part(where, x.shape[where.dim], whole)[1] for where, whole in pairs)
+    return math.prod([_part(where, x.shape[where.dim], whole)[1] for where, whole in pairs])
 
 
 def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -524,4 +530,4 @@ def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 
 def _same(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """`x`, whose gradient is whole and the same on all ranks of these axes: each takes its part of it."""
-    return scaled_gradient(x, 1, math.prod(axis_size(axis) for axis in axes)) if axes else x
+    return scaled_gradient(x, 1, math.prod([axis_size(axis) for axis in axes])) if axes else x

@@ -147,7 +147,10 @@ class _Linear(torch.autograd.Function):
         ctx.made = made
         ctx.set_materialize_grads(False)
         if len(operands) > 1:
-            ctx.save_for_backward(*operands)
+            # An operand is kept for the gradients of the others.
+            needed = ctx.needs_input_grad[1:]
+            wanted = [any(needed[:at]) or any(needed[at + 1 :]) for at in range(len(operands))]
+            ctx.save_for_backward(*[x if keep else None for x, keep in zip(operands, wanted, strict=True)])
         return made.run(operands)
 
     @staticmethod

@@ -23,7 +23,7 @@ from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
-from axes.runtime.redistribute import Dtypes, redistribute
+from axes.runtime.redistribute import Dtypes, pulled_back, redistribute
 
 Run = Callable[..., torch.Tensor]
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -57,7 +57,17 @@ def bind(found: Recipe, view: View, comm_dtype: Dtypes = None, async_op: bool = 
     last = _last(found, view, comm_dtype, async_op)
     feeds = [_feed(found, i, view, comm_dtype) for i in found.inputs]
     compute = _compute(found, [feed is None for feed in feeds], merged=last is None)
+    if view == "local" and last is not None and is_extreme_across_ranks(found):
+        whole = extreme(found, compute, last, feeds[0] is None, comm_dtype)
+        return Program(found, _chained(feeds, whole, None), view, comm_dtype, True)
     return Program(found, _chained(feeds, compute, last), view, comm_dtype, bool(found.moves))
+
+
+def is_extreme_across_ranks(found: Recipe) -> bool:
+    """Whether a maximum or minimum arises over ranks here, and is resolved here."""
+    kept = {axis for p in found.result.target.pending if p.op != "same" for axis in p.axes}
+    inherited = any(p.op != "same" for p in found.inputs[0].source.pending)
+    return found.op in ("max", "min") and bool(found.result.derived.pending) and not kept and not inherited
 
 
 def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
@@ -227,6 +237,96 @@ def _single(found: Recipe, term: Groups, goal: Groups, local: Mapping[str, int])
         repeat: Run = lambda x: einops.repeat(x, pattern, **sizes)
         return repeat if found.divisor == 1 else _scaled_first(repeat, found.divisor)
     return _reduction(found, pattern, sizes, math.prod(local[a] for a in reduced))
+
+
+# --- a maximum or minimum across ranks, in the local view
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The stages of a maximum over ranks, and of its gradient: to where it is reached, in equal parts.
+
+    `run` is all of it. For the gradient, `most` gives the local maximum and `count` a local sum, each
+    with one dim per atom; `agreed` and `added` make of these the whole one, and `spread` takes it to the
+    operand's dims. `back` takes the gradient of the result to that of the whole maximum.
+    """
+
+    run: Stage
+    most: Stage
+    agreed: Stage
+    count: Stage
+    added: Stage
+    spread: Stage
+    back: Stage
+
+
+def extreme(found: Recipe, compute: Run, last: Stage, raw: bool, comm_dtype: Dtypes) -> Run:
+    """The computation of a maximum or minimum over ranks, differentiable in the local view.
+
+    torch would divide a gradient among the ties of one rank, and communication among ranks; both at
+    once is what the maximum of the whole does.
+    """
+    derived, shape = found.result.derived, found.shape_of(found.result.atoms)
+    whole = replace(derived, pending=())
+    summed = replace(derived, pending=tuple(replace(p, op="sum") for p in derived.pending))
+    operand = found.inputs[0].groups if raw else _singles(found.inputs[0].atoms)
+    atoms, local = _singles(found.result.atoms), _local_sizes(found)
+    total = replace(found, op="sum")
+    stages = Extreme(
+        run=lambda x: last(compute(x)),
+        most=_single(found, operand, atoms, local),
+        agreed=move(derived, whole, shape, "local", comm_dtype) or _same,
+        count=_single(total, operand, atoms, local),
+        added=move(summed, whole, shape, "local", None) or _same,
+        spread=_single(total, atoms, operand, local),
+        back=_pulling_back(found, summed, comm_dtype),
+    )
+    return lambda x: _ExtremeAcrossRanks.apply(x, stages) if x.requires_grad else stages.run(x)
+
+
+def _pulling_back(found: Recipe, summed: Sharding, comm_dtype: Dtypes) -> Stage:
+    """From the gradient of the result to that of the values which were reduced to it."""
+    result, atoms = found.result, found.shape_of(found.result.atoms)
+    legs = [(result.closed, result.output, result.shape), (summed, result.target, atoms)]
+    opened = result.target.local_shape(atoms)
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        g = _pulled(g, *legs[0], comm_dtype).reshape(opened)
+        return _pulled(g, *legs[1], comm_dtype)
+
+    return back
+
+
+def _pulled(g: torch.Tensor, source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes) -> torch.Tensor:
+    if unmoved(source, target, shape):
+        return g
+    (source, source_same), (target, target_same) = map(unmarked, (source, target))
+    return pulled_back(
+        g,
+        source,
+        target,
+        shape,
+        view="local",
+        comm_dtype=comm_dtype,
+        source_same=source_same,
+        target_same=target_same,
+    )
+
+
+class _ExtremeAcrossRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stages: Extreme) -> torch.Tensor:
+        ctx.stages = stages
+        ctx.save_for_backward(x)
+        return stages.run(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        stages, (x,) = ctx.stages, ctx.saved_tensors
+        reached = (x == stages.spread(stages.agreed(stages.most(x)))).to(x.dtype)
+        ties = stages.added(stages.count(reached))
+        return reached * stages.spread(stages.back(g) / ties), None
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,9 @@ from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
 from axes.ops import local_view
 from axes.ops.global_view import resolve_at_leaf
-from axes.runtime import torch_private
+from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
-from axes.runtime.placements import sharding_of_spec
+from axes.runtime.placements import known_spec, sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import Route, route
 
@@ -75,8 +75,29 @@ def reshard(
     if not isinstance(x, DTensor):
         return _of_shard(x, spec, mesh, comm_dtype, async_op, given)
     where = ambient_mesh() if mesh is None else None
-    found = _route(current_world().era, torch_private.spec_of(x), spec, mesh, where, given, both(comm_dtype))
-    if grad == "resolved" and x.requires_grad and x.is_leaf:
+    if torch.compiler.is_compiling():
+        return _node(x, number_of(spec, mesh, where, comm_dtype, grad, given))
+    return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
+
+
+@torch.compiler.allow_in_graph
+def _node(x: DTensor, number: int) -> DTensor:
+    """`reshard` as one node of a graph; there, every collective is waited for where it is used."""
+    return _reshard(x, *known(number))
+
+
+def _reshard(
+    x: DTensor,
+    spec: str | Sharding,
+    mesh: Mesh | None,
+    where: Mesh | None,
+    comm_dtype: Dtypes,
+    grad: str,
+    sizes: Sizes,
+    async_op: bool = False,
+) -> DTensor:
+    found = _route(current_world().era, known_spec(x), spec, mesh, where, sizes, both(comm_dtype))
+    if x.requires_grad and grad == "resolved" and x.is_leaf:
         resolve_at_leaf(x)
     return found.take(x, async_op)
 

@@ -104,28 +104,41 @@ def shard_map(
 
 
 def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: bool) -> Function:
-    reading = _read(expression)
+    if not torch.compiler.is_compiling():
+        _read(expression)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = _tensors((args, kwargs))
-        held = tuple([_held(x, place, expression) for place, x in enumerate(tensors)])
-        names = mesh if mesh is not None else ambient.ambient_mesh()
-        region = _opened(reading, names, mesh is not None, held)
-        shards = _left(region, tensors)
-        if check:
-            _check_gradients(region, shards)
-        args, kwargs = _replaced((args, kwargs), iter(shards))
-        ambient.push(region.mesh)
-        try:
-            result = fn(*args, **kwargs)
-        finally:
-            ambient.pop()
-        outputs = _entered(region, _tensors(result))
-        if check:
-            _check_outputs(region, outputs)
-        return _replaced(result, iter(outputs))
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        return run(fn, expression, args, kwargs, mesh, check)
 
-    return functools.update_wrapper(run, fn, updated=())
+    return functools.update_wrapper(inside, fn, updated=())
+
+
+def run(
+    fn: Function,
+    expression: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh | None = None,
+    check: bool = False,
+) -> Any:
+    """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`."""
+    tensors = _tensors((args, kwargs))
+    held = tuple([_held(x, place, expression) for place, x in enumerate(tensors)])
+    names = mesh if mesh is not None else ambient.ambient_mesh()
+    region = _opened(expression, names, mesh is not None, held)
+    shards = _left(region, tensors)
+    if check:
+        _check_gradients(region, shards)
+    args, kwargs = _replaced((args, kwargs), iter(shards))
+    ambient.push(region.mesh)
+    try:
+        result = fn(*args, **kwargs)
+    finally:
+        ambient.pop()
+    outputs = _entered(region, _tensors(result))
+    if check:
+        _check_outputs(region, outputs)
+    return _replaced(result, iter(outputs))
 
 
 # trees
@@ -303,10 +316,10 @@ def _held(x: torch.Tensor, place: int, expression: str) -> Held:
     return (x.device_mesh, x.placements, _shape(x)) if torch.compiler.is_compiling() else torch_private.spec_of(x)
 
 
-def _opened(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
+def _opened(expression: str, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
     if torch.compiler.is_compiling():
-        return _traced[_number_of(reading, mesh, is_given, held)]
-    return _region(current_world().era, reading, mesh, is_given, held)
+        return _traced[_number_of(expression, mesh, is_given, held)]
+    return _region(current_world().era, expression, mesh, is_given, held)
 
 
 _traced: dict[int, _Region] = {}
@@ -314,15 +327,16 @@ _traced: dict[int, _Region] = {}
 
 
 @torch.compiler.assume_constant_result
-def _number_of(reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> int:
-    region = _region(current_world().era, reading, mesh, is_given, held)
+def _number_of(expression: str, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> int:
+    region = _region(current_world().era, expression, mesh, is_given, held)
     _traced[id(region)] = region
     return id(region)
 
 
 @functools.lru_cache(maxsize=1024)
-def _region(era: object, reading: _Reading, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
+def _region(era: object, expression: str, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
     """The region; `era` is that of the world of the tensors."""
+    reading = _read(expression)
     try:
         _check_count("the function is called with", len(held), reading.inputs, "left")
         return _made_region(reading, mesh, is_given, held)

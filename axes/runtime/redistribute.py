@@ -54,6 +54,7 @@ from axes.runtime.agreement import agree, ranks_text
 from axes.runtime.gradients import Same, transposed
 from axes.runtime.groups import current_world, group_of
 from axes.runtime.packing import slices_of
+from axes.runtime.placements import is_symbolic, stand_in
 from axes.runtime.programs import Program, check_dtypes
 
 Shape = tuple[int, ...]
@@ -89,12 +90,33 @@ def redistribute(
     """
     there, back = both(comm_dtype)
     shape = tuple(shape)
+    symbolic = is_symbolic(shape)
+    if symbolic:
+        shape = stand_in(shape, source.mesh.size)
     made = _map(current_world().era, source, target, shape, local.dtype, view, source_same, target_same, there, back)
-    if tuple(local.shape) != made.tile:
+    if not symbolic and tuple(local.shape) != made.tile:
         raise ShardingError(
             f"the tile of {list(shape)} on this rank is {list(made.tile)} by '{source}'; found {list(local.shape)}"
         )
     return made.apply(local, async_op)
+
+
+def pulled_back(
+    gradient: torch.Tensor,
+    source: Sharding,
+    target: Sharding,
+    shape: Sequence[int],
+    *,
+    view: Literal["global", "local"] = "global",
+    comm_dtype: Dtypes = None,
+    source_same: tuple[str, ...] = (),
+    target_same: tuple[str, ...] = (),
+) -> torch.Tensor:
+    """The source's gradient from the target's: the transpose of `redistribute`, for what is linear."""
+    there, back = both(comm_dtype)
+    shape, dtype = tuple(shape), gradient.dtype
+    made = _map(current_world().era, source, target, shape, dtype, view, source_same, target_same, there, back)
+    return made.back(gradient)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,9 +166,14 @@ def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
 def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
     local = torch_private.waited(local)
-    if async_op or type(local) not in (torch.Tensor, torch.nn.Parameter):
-        return program.traced(local.contiguous())
-    return program.eager(local.contiguous())
+    if type(local) in _PLAIN:
+        return (program.traced if async_op else program.eager)(local.contiguous())
+    traced = program.at_sizes(tuple(local.shape)) if is_symbolic(local.shape) else program.traced
+    return traced(local.contiguous())
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that aren't part of a graph that is being traced."""
 
 
 # --- programs by what they do ---------------------------------------------------------------------
@@ -297,15 +324,29 @@ class Linear:
 class Frame:
     """Where a tile lies in a larger one of `shape`: pairs of `(box of the tile, box of the larger)`."""
 
+    tile: Shape
     shape: Shape
     boxes: tuple[tuple[Region, Region], ...]
 
     def around(self, x: torch.Tensor) -> torch.Tensor:
         """The larger tile, zero where `x` has nothing to say."""
-        out = x.new_zeros(self.shape)
-        for inner, outer in self.boxes:
+        made = self.at_sizes(tuple(x.shape)) if is_symbolic(x.shape) else self
+        out = x.new_zeros(made.shape)
+        for inner, outer in made.boxes:
             out[slices_of(outer)].copy_(x[slices_of(inner)])
         return out
+
+    def at_sizes(self, tile: Shape) -> Frame:
+        """The frame of a tile of other sizes, where tiles are even."""
+
+        def scaled(sizes: Iterable[int]) -> Iterable[int]:
+            return (size // mine * found for size, mine, found in zip(sizes, self.tile, tile, strict=True))
+
+        def box(region: Region) -> Region:
+            return tuple(zip(*(tuple(scaled(ends)) for ends in zip(*region, strict=True)), strict=True))
+
+        boxes = tuple((box(inner), box(outer)) for inner, outer in self.boxes)
+        return Frame(tile, tuple(scaled(self.shape)), boxes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,7 +414,7 @@ def frame_of(middle: State, source: State, shape: Shape) -> Frame | None:
     if inner == outer or inner is None or outer is None:
         return None
     pairs = zip(regions(inner, inner), regions(inner, outer), strict=True) if math.prod(tile_shape(inner)) else ()
-    return Frame(tile_shape(outer), tuple(pairs))
+    return Frame(tile_shape(inner), tile_shape(outer), tuple(pairs))
 
 
 class _Linear(torch.autograd.Function):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, suggestion
@@ -73,7 +73,8 @@ def recipe(
     reading = read(kind, text, tuple(map(len, shapes)), _units(kind, text, shapes))
     carrier = _carrier(reading, mesh, shardings)
     _check_axes(reading, carrier)
-    return _Solver(reading, carrier, op, shardings, shapes, sizes).recipe()
+    actual = [None if s is None else _on(carrier, s).sized(shape) for s, shape in zip(shardings, shapes, strict=True)]
+    return _Solver(reading, carrier, op, actual, shapes, sizes).recipe()
 
 
 def _units(kind: str, text: str, shapes: tuple[Shape, ...]) -> frozenset[tuple[int, int]]:
@@ -94,30 +95,43 @@ def _carrier(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None])
             reading.fail(f"the mesh has no axis {shortened(name)}{_hint(name, mesh, reading)}", reading.span_of(name))
     if not meshes:
         return mesh
-    if any(m.universe != meshes[0].universe or m.layouts != meshes[0].layouts for m in meshes[1:]):
-        other = next(m for m in meshes if m.layouts != meshes[0].layouts or m.universe != meshes[0].universe)
+    home = meshes[0]
+    other = next((m for m in meshes[1:] if m.universe != home.universe or m.layouts != home.layouts), None)
+    if other is not None:
         raise MeshError(
-            f"the tensors are on two meshes, {meshes[0]!r} and {other!r}; "
+            f"the tensors are on two meshes, {home!r} and {other!r}; "
             f"declare one on the other's mesh with axes.lift(x, mesh)\nin  {reading.text}"
         )
-    if mesh.universe != meshes[0].universe:
-        raise MeshError(f"the tensor is on {meshes[0]!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
-    return _knowing(reading, meshes[0], [*meshes[1:], mesh])
+    if mesh.universe != home.universe:
+        raise MeshError(f"the tensor is on {home!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
+    return _knowing(reading, home, mesh)
 
 
-def _knowing(reading: Reading, home: Mesh, others: Sequence[Mesh]) -> Mesh:
-    """`home` with the names that the expression and the shardings take from other meshes."""
+def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:
+    """`home` with the names that the expression takes from another mesh."""
+    if other is home or all(name in home.namespace for name in reading.axes) and other == home:
+        return home
     namespace = dict(home.namespace)
-    for other in others:
-        for name, layout in other.namespace.items():
-            if name not in namespace:
-                namespace[name] = layout
-            elif namespace[name] != layout and (name in reading.axes or name in other.axis_names):
-                raise MeshError(
-                    f"'{name}' is {home.described(name)} of {home!r}, on which the tensor is, and other ranks on "
-                    f"{other!r}; pass mesh= to say which\nin  {reading.text}"
-                )
+    for name in reading.axes:
+        layout = other.namespace.get(name)
+        if layout is not None and namespace.setdefault(name, layout) != layout:
+            raise MeshError(
+                f"'{name}' is {home.described(name)} of {home!r}, on which the tensor is, and other ranks on "
+                f"{other!r}; two meshes that meet give a name one meaning, so rename one\nin  {reading.text}"
+            )
     return home if len(namespace) == len(home.namespace) else home._with(namespace=namespace)
+
+
+def _on(mesh: Mesh, sharding: Sharding) -> Sharding:
+    """A sharding in the names of another mesh with the same axes."""
+    names = dict(zip(sharding.mesh.axis_names, mesh.axis_names, strict=True))
+    if all(name == new for name, new in names.items()):
+        return replace(sharding, mesh=mesh)
+    dims = tuple(
+        ShardedDim(tuple(replace(f, axes=tuple(names[a] for a in f.axes)) for f in dim.factors)) for dim in sharding.dims
+    )
+    pending = tuple(replace(p, axes=tuple(names[a] for a in p.axes)) for p in sharding.pending)
+    return Sharding(mesh, dims, pending)
 
 
 def _hint(name: str, mesh: Mesh, reading: Reading) -> str:
@@ -226,10 +240,9 @@ class _Solver:
     ):
         self.reading, self.mesh, self.op = reading, mesh, op
         self.is_global = shardings[0] is not None
-        actual = [None if s is None else s.sized(shape) for s, shape in zip(shardings, shapes, strict=True)]
-        self.actual = actual
+        self.actual = shardings
         named = [*reading.axes]
-        for sharding in actual:
+        for sharding in shardings:
             if sharding is not None:
                 named += [a for dim in sharding.dims for a in dim.axes]
                 named += [a for p in sharding.pending for a in p.axes]
