@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow import Recipe, gradient, recipe
+from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.recipe import Op
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -158,12 +158,30 @@ class _Linear(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if cotangent is None:
             return (None,) * (1 + len(needed))
+        target = _wanted(ctx.made, needed, torch_private.spec_of(cotangent))
+        if target is not None:
+            cotangent = resharded(cotangent, target, both(ctx.made.program.comm_dtype)[1])
         operands = ctx.saved_tensors if len(needed) > 1 else (None,)
         found: list[DTensor | None] = [None]
         for index, wanted in enumerate(needed):
             others = [x for at, x in enumerate(operands) if at != index]
             found.append(_pulled(ctx.made, index, cotangent, others) if wanted else None)
         return tuple(found)
+
+
+@functools.lru_cache(maxsize=8192)
+def _wanted(made: Global, needed: tuple[bool, ...], spec: Spec) -> Sharding | None:
+    """Where the gradients of several operands all want the cotangent, so that it is sent once for all of them.
+
+    None where they don't agree, or want it where it is.
+    """
+    if sum(needed) < 2:
+        return None
+    inputs = [_gradient(made, index, spec).recipe.inputs[0] for index, wanted in enumerate(needed) if wanted]
+    first = inputs[0]
+    if any(len(group) != 1 for i in inputs for group in i.groups) or any(i.prepared != first.prepared for i in inputs):
+        return None
+    return None if unmoved(first.source, first.prepared, first.shape) else first.prepared
 
 
 def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
