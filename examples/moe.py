@@ -1,0 +1,316 @@
+"""A mixture of experts: ranks that split tokens in one way split experts in another.
+
+Dense layers see the ranks as `dp_shard cp tp`, and the tokens are split over all of them. Experts
+see the same ranks as `efsdp ep`, another factorization, which is one equation:
+
+    axes.init_mesh("dp_shard cp tp", "(dp_shard cp tp) = efsdp ep")
+
+A rank has the experts of its coordinate on `ep`; their matrices are split over `efsdp`, and
+gathered where they are used. A router chooses experts for each token. One all-to-all over `ep`
+takes the tokens to their experts, and a second one takes the results back:
+
+                rank 0     rank 1
+    tokens      t0 t1 t2   t3 t4 t5
+    chosen      e1 e0 e1   e0 e0 e1
+    dispatch    t1 t3 t4   t0 t2 t5        rank 0 has e0, rank 1 has e1
+    combine     y0 y1 y2   y3 y4 y5
+
+How many tokens choose an expert is known only once they have chosen. Two ways to live with it:
+
+- with a *capacity*, an expert takes so many tokens of each rank, and the others are dropped. Then
+  every rank sends as much, and both exchanges are expressions: `"e c@ep d -> e@ep c d"` and back;
+- *dropless*, ranks first tell each other how many tokens they will send: one small all-gather.
+  `axes.all_to_all` sends equal pieces, so that each is filled up with zeros to the largest; experts
+  compute for tokens alone.
+
+    python examples/moe.py --dp-shard 4 --tp 2 --ep 4
+
+compares both with one process that computes every expert for every token, gradients included. After
+Lepikhin and others, "GShard" (2020), and Gale and others, "MegaBlocks" (2022).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import axes
+
+CHOICES = 2
+"""How many experts each token is sent to."""
+
+BATCH, WIDTH, HIDDEN = 8, 16, 32
+LIMIT = 1e-5
+
+# What the region below takes and gives: tokens, the router, and two matrices of each expert.
+TOKENS, ROUTER, UP, DOWN = "b@dp_shard s@(cp tp) d", "d e", "e@ep d@efsdp f", "e@ep f@efsdp d"
+
+
+# ------------------------------------------------------------------------------------- one layer
+
+
+def experts_layer(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The layer as a function of DTensors. Inside the region, tensors are this rank's plain shards."""
+
+    @axes.shard_map(f"{TOKENS}, {ROUTER}, {UP}, {DOWN} -> {TOKENS}")
+    def layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        up, down = (axes.all_gather(matrix, "efsdp", dim=1) for matrix in (up, down))
+        tokens = x.flatten(0, 1)
+        chosen = choose(tokens, router)
+        return exchange(tokens, chosen, up, down).view_as(x)
+
+    return layer
+
+
+class Chosen(NamedTuple):
+    """Choices, `CHOICES` for each token, in the order of experts: token, expert, and what it counts."""
+
+    token: Tensor
+    expert: Tensor
+    weight: Tensor
+
+
+def choose(x: Tensor, router: Tensor) -> Chosen:
+    """Each token chooses the experts with the highest probability, and weighs them by it."""
+    weight, expert = (x @ router).softmax(-1).topk(CHOICES)
+    expert, order = expert.flatten().sort(stable=True)
+    return Chosen(order // CHOICES, expert, weight.flatten()[order])
+
+
+def computed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """An expert's tokens through its two matrices; with one more dim in each, those of several experts."""
+    return F.gelu(x @ up) @ down
+
+
+def combined(x: Tensor, chosen: Chosen, results: Tensor) -> Tensor:
+    """For each token of `x` the weighted sum of the results of its choices."""
+    return torch.zeros_like(x).index_add(0, chosen.token, results * chosen.weight[:, None])
+
+
+def places(ids: Tensor) -> Tensor:
+    """0, 1, 2, ... within each run of equal numbers, where `ids` are in order."""
+    count = ids.bincount()
+    return torch.arange(len(ids), device=ids.device) - (count.cumsum(0) - count)[ids]
+
+
+# -------------------------------------------------------------------------------- two exchanges
+
+
+def with_capacity(x: Tensor, chosen: Chosen, up: Tensor, down: Tensor, capacity: int) -> Tensor:
+    """Each expert has `capacity` slots for tokens of this rank. A choice that finds none is dropped."""
+    place = places(chosen.expert)
+    kept = place < capacity
+    chosen, place = Chosen(*(each[kept] for each in chosen)), place[kept]
+
+    slots = x.new_zeros(len(up) * axes.axis_size("ep"), capacity, x.shape[-1])
+    slots[chosen.expert, place] = x[chosen.token]
+    slots = axes.rearrange(slots, "e c@ep d -> e@ep c d")  # dispatch
+    slots = computed(slots, up, down)
+    slots = axes.rearrange(slots, "e@ep c d -> e c@ep d")  # combine
+    return combined(x, chosen, slots[chosen.expert, place])
+
+
+def dropless(x: Tensor, chosen: Chosen, up: Tensor, down: Tensor) -> Tensor:
+    """Each rank sends each other rank as many tokens as there are, and no token is dropped."""
+    ranks, here = axes.axis_size("ep"), len(up)
+    count = chosen.expert.bincount(minlength=ranks * here)
+    counts = axes.all_gather(count[None], "ep").unflatten(1, (ranks, here))  # [from, to, expert there]
+    largest = int(counts.sum(-1).max())  # the same on all ranks of ep, as all have all counts
+
+    to = chosen.expert // here
+    pieces = x.new_zeros(ranks, largest, x.shape[-1])
+    pieces[to, places(to)] = x[chosen.token]
+    arrived = axes.all_to_all(pieces, "ep", split_dim=0, concat_dim=0)  # dispatch
+
+    # What came from each rank is in the order of experts: `ends` are where those of each end.
+    ends = counts[:, axes.axis_index("ep")].cumsum(-1)
+    row = torch.arange(largest, device=x.device).expand(ranks, -1)
+    wanted = torch.searchsorted(ends, row.contiguous(), right=True)
+    results = torch.zeros_like(arrived)
+    for i in range(here):
+        results[wanted == i] = computed(arrived[wanted == i], up[i], down[i])
+    pieces = axes.all_to_all(results, "ep", split_dim=0, concat_dim=0)  # combine
+    return combined(x, chosen, pieces[to, places(to)])
+
+
+# ------------------------------------------------------------------------------------ comparison
+
+
+def on_one_device(
+    x: Tensor, router: Tensor, up: Tensor, down: Tensor, capacity: int | None, parts: list[tuple]
+) -> tuple[Tensor, int]:
+    """What is right, and how many choices are dropped: all experts for all tokens, most times zero.
+
+    With a capacity, an expert takes the first tokens that chose it of each of the `parts` of `x`.
+    """
+    probabilities = (x @ router).softmax(-1)
+    best = probabilities.topk(CHOICES).indices
+    weight = torch.zeros_like(probabilities).scatter(-1, best, probabilities.gather(-1, best))
+    kept = wanted = weight > 0
+    if capacity is not None:
+        kept = torch.zeros_like(wanted)
+        for part in parts:
+            earlier = wanted[part].flatten(0, 1).cumsum(0).view_as(wanted[part])
+            kept[part] = wanted[part] & (earlier <= capacity)
+    hidden = F.gelu(axes.einsum(x, up, "b s d, e d f -> b s e f"))
+    out = axes.einsum(hidden, down, weight * kept, "b s e f, e f d, b s e -> b s d")
+    return out, int(wanted.sum() - kept.sum())
+
+
+class Found(NamedTuple):
+    """The largest distances to one device, the collectives sent each way, and the choices that were dropped."""
+
+    distance: dict[str, float]
+    forward: dict[str, int]
+    backward: dict[str, int]
+    dropped: int
+
+
+def compare(
+    sizes: dict[str, int], experts: int, sequence: int, factor: float, dtype: torch.dtype = torch.float32
+) -> dict[str, Found]:
+    """Both variants against one device. A capacity is `factor` times what a rank would have if all were even."""
+    mesh = axes.init_mesh("dp_shard cp tp", "(dp_shard cp tp) = efsdp ep", device_type="cpu", **sizes)
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    x, cotangent = numbers(2, BATCH, sequence, WIDTH)
+    up, down = numbers(experts, WIDTH, HIDDEN) / WIDTH**0.5, numbers(experts, HIDDEN, WIDTH) / HIDDEN**0.5
+    wholes = x, numbers(WIDTH, experts), up, down
+
+    capacity = math.ceil(factor * CHOICES * BATCH * sequence / mesh.size / experts)
+    parts = [mesh.sharding(TOKENS).local_indices(tuple(x.shape), rank) for rank in range(mesh.size)]
+    return {
+        "capacity": compared(partial(with_capacity, capacity=capacity), mesh, wholes, cotangent, capacity, parts),
+        "dropless": compared(dropless, mesh, wholes, cotangent, None, parts),
+    }
+
+
+def compared(
+    exchange: Callable[..., Tensor],
+    mesh: axes.Mesh,
+    wholes: tuple[Tensor, ...],
+    cotangent: Tensor,
+    capacity: int | None,
+    parts: list[tuple],
+) -> Found:
+    """One variant on the mesh against one device."""
+    leaves = [x.clone().requires_grad_() for x in wholes]
+    wanted, dropped = on_one_device(*leaves, capacity, parts)
+    wanted.backward(cotangent)
+
+    # Tokens and router lie on the mesh of the dense layers, the experts' matrices on their own.
+    sparse = mesh["efsdp", "ep"]
+    specs = (TOKENS, mesh), (ROUTER, mesh), (UP, sparse), (DOWN, sparse)
+    shards = [axes.shard(x, spec, mesh=at).requires_grad_() for x, (spec, at) in zip(wholes, specs, strict=True)]
+    with mesh:
+        with CommDebugMode() as forward:
+            out = experts_layer(exchange)(*shards)
+        with CommDebugMode() as backward:
+            out.backward(axes.shard(cotangent, TOKENS))
+
+    pairs = [(out, wanted), *((x.grad, y.grad) for x, y in zip(shards, leaves, strict=True))]
+    names = "out", "dx", "drouter", "dup", "ddown"
+    distance = {
+        name: float((axes.unshard(x) - y).detach().abs().max()) for name, (x, y) in zip(names, pairs, strict=True)
+    }
+    return Found(distance, kinds(forward), kinds(backward), dropped)
+
+
+def kinds(sent: CommDebugMode) -> dict[str, int]:
+    """How many collectives of each kind were sent."""
+    names = "all_gather", "all_reduce", "all_to_all", "reduce_scatter"
+    counts = {str(op).replace("_", ""): count for op, count in sent.get_comm_counts().items()}
+    found = {name: sum(n for op, n in counts.items() if name.replace("_", "") in op) for name in names}
+    return {name: count for name, count in found.items() if count}
+
+
+# ---------------------------------------------------------------------------------------- options
+
+
+class Parser(argparse.ArgumentParser):
+    """A bad option gets one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="moe.py", description="A mixture of experts on a mesh with two factorizations.")
+    parser.add_argument("--dp-shard", type=int, default=4, help="ranks that share a batch")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share a sequence")
+    parser.add_argument("--tp", type=int, default=2, help="ranks that share it further")
+    parser.add_argument("--ep", type=int, default=4, help="ranks that share the experts")
+    parser.add_argument("--experts", type=int, default=8, help="a multiple of --ep")
+    parser.add_argument("--sequence", type=int, default=16, help="tokens of a sample, a multiple of cp times tp")
+    parser.add_argument("--factor", type=float, default=1.0, help="of the capacity: 1 suits tokens that spread evenly")
+    options = parser.parse_args(arguments)
+    wrong = what_is_wrong(options)
+    if wrong:
+        parser.error(wrong)
+    return options
+
+
+def what_is_wrong(options: argparse.Namespace) -> str | None:
+    for name, value in vars(options).items():
+        if not 0 < value < math.inf or (name != "factor" and value < 1):
+            return f"--{name.replace('_', '-')} is a number above 0; found {value}"
+    sizes = sizes_of(options)
+    ranks = options.dp_shard * options.cp * options.tp
+    if ranks > 64:
+        return f"{ranks} ranks are more than one machine should start (64)"
+    try:
+        axes.Mesh("dp_shard cp tp", "(dp_shard cp tp) = efsdp ep", **sizes)
+    except axes.AxesError as error:
+        return " ".join(str(error).split())
+    if BATCH % options.dp_shard:
+        return f"--dp-shard {options.dp_shard} doesn't divide the batch of {BATCH}"
+    if options.sequence % (options.cp * options.tp):
+        return f"--sequence {options.sequence} doesn't divide over --cp {options.cp} times --tp {options.tp}"
+    if options.experts < CHOICES or options.experts % options.ep:
+        return f"--experts {options.experts} isn't a multiple of --ep {options.ep}, or fewer than {CHOICES}"
+    if WIDTH % (ranks // options.ep):
+        return f"the width of {WIDTH} doesn't divide over the {ranks // options.ep} ranks of 'efsdp'"
+    return None
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(options, name) for name in ("dp_shard", "cp", "tp", "ep")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = read_options(arguments)
+    sizes = sizes_of(options)
+    ranks = options.dp_shard * options.cp * options.tp
+    every = axes.launch(compare, ranks, sizes, options.experts, options.sequence, options.factor)
+    distances = []
+    for variant, found in every[0].items():
+        of_ranks = {name: [each[variant].distance[name] for each in every] for name in found.distance}
+        text = "  ".join(f"{name} {max(values):.1e}" for name, values in of_ranks.items())
+        print(f"{variant}: {found.dropped} choices of {CHOICES * BATCH * options.sequence} dropped")
+        print(f"  forward   {sent(found.forward)}\n  backward  {sent(found.backward)}")
+        print(f"  distance to one device: {text}")
+        distances += [value for values in of_ranks.values() for value in values]
+    if all(distance < LIMIT for distance in distances):
+        return 0
+    print(f"moe.py: the distances should be below {LIMIT}", file=sys.stderr)
+    return 1
+
+
+def sent(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
