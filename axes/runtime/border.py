@@ -34,7 +34,8 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
-from axes.runtime.placements import contiguous_strides, sharding_of_spec
+from axes.runtime.packing import strides_of
+from axes.runtime.placements import contiguous_strides, is_symbolic, known_spec, sharding_of_spec
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.reshard import Route, Spec, gradient_sharding, route
 
@@ -60,7 +61,7 @@ def enter_global(
     local: torch.Tensor, device_mesh: Any, placements: Placements, shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:
     """The DTensor whose shard on this rank is `local`, with the gradient rule of the border."""
-    spec = _spec(device_mesh, placements, tuple(shape), stride, local.dtype)
+    spec = _spec_of(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return torch_private.dtensor(local, spec)
     return _Enter.apply(local, spec)
@@ -71,6 +72,13 @@ def _spec(
     device_mesh: Any, placements: Placements, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> Spec:
     return torch_private.dtensor_spec(device_mesh, placements, shape, stride, dtype)
+
+
+def _spec_of(
+    device_mesh: Any, placements: Placements, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Spec:
+    made = torch_private.dtensor_spec if is_symbolic(shape) else _spec
+    return made(device_mesh, placements, shape, stride, dtype)
 
 
 def _pending_size(spec: Spec, *ops: str) -> int:
@@ -100,17 +108,12 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
         if gradient is None:
             return None, None
-        spec, means = _leaving(ctx.spec, gradient.dtype)
+        spec, shape = ctx.spec, tuple(ctx.spec.shape)
+        strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
+        leaving = _spec_of(spec.mesh, gradient_of_local(spec.placements), shape, strides, gradient.dtype)
+        means = _pending_size(spec, "avg", "mean")
         scaled = gradient * means if means > 1 else gradient
-        return _Enter.apply(scaled.contiguous(), spec), None
-
-
-@functools.lru_cache(maxsize=4096)
-def _leaving(spec: Spec, dtype: torch.dtype) -> tuple[Spec, int]:
-    """The spec of the gradients of a DTensor's shards as one value, and what they are multiplied by."""
-    shape = tuple(spec.shape)
-    placements = gradient_of_local(spec.placements)
-    return _spec(spec.mesh, placements, shape, contiguous_strides(shape), dtype), _pending_size(spec, "avg", "mean")
+        return _Enter.apply(scaled.contiguous(), leaving), None
 
 
 class _Enter(torch.autograd.Function):
@@ -120,14 +123,15 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
         ctx.set_materialize_grads(False)
         _check_differentiable(spec)
-        ctx.spec = spec
-        return torch_private.dtensor(local.detach(), spec)
+        made = torch_private.dtensor(local.detach(), spec)
+        ctx.known = known_spec(made)
+        return made
 
     @staticmethod
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None]:
         if cotangent is None:
             return None, None
-        found = _entering(current_world().era, ctx.spec, torch_private.spec_of(cotangent))
+        found = _entering(current_world().era, ctx.known, known_spec(cotangent))
         local = leave_global(found.route.take(cotangent))
         local = local if found.frame is None else found.frame.around(local)
         return local if found.share == 1 else local / found.share, None

@@ -33,7 +33,8 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
-from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
+from axes.runtime.packing import strides_of
+from axes.runtime.placements import contiguous_strides, is_symbolic, known_spec, sharding_of_spec, torch_placements
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, Ends, both, program, run
 
@@ -60,7 +61,17 @@ class Route:
 
     def moved(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The same, outside of autograd."""
-        return torch_private.dtensor(run(self.program, torch_private.local_of(x), async_op), self.spec)
+        found = run(self.program, torch_private.local_of(x), async_op)
+        return torch_private.dtensor(found, self.spec_like(x))
+
+    def spec_like(self, x: DTensor) -> Spec:
+        """The result's spec: with the symbolic sizes of `x` where it has any."""
+        spec = torch_private.spec_of(x)
+        if type(torch_private.local_of(x)) is torch.Tensor or not is_symbolic(spec.shape):
+            return self.spec
+        shape = tuple(spec.shape)
+        strides = tuple(spec.tensor_meta.stride) if self.program.idle else strides_of(shape)
+        return torch_private.dtensor_spec(self.spec.mesh, self.spec.placements, shape, strides, self.program.dtype)
 
 
 def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None, async_op: bool = False) -> DTensor:
@@ -72,7 +83,7 @@ def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None, async_op:
     Raises `ShardingError` where nothing takes the sharding of `x` to the target, or where DTensor can't
     express the target for this shape; on every rank, before anything is sent.
     """
-    return route(current_world().era, torch_private.spec_of(x), target, both(comm_dtype)).take(x, async_op)
+    return route(current_world().era, known_spec(x), target, both(comm_dtype)).take(x, async_op)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -112,8 +123,8 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None, None]:
         if cotangent is None:
             return None, None, None
-        spec = torch_private.spec_of(cotangent)
-        return _back(current_world().era, spec, ctx.there).take(cotangent), None, None
+        back = _back(current_world().era, known_spec(cotangent), ctx.there)
+        return back.take(cotangent), None, None
 
 
 @functools.lru_cache(maxsize=8192)
@@ -148,7 +159,7 @@ def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...
 
 def unsharded(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
-    there = _to_whole(current_world().era, torch_private.spec_of(x))
+    there = _to_whole(current_world().era, known_spec(x))
     if torch.is_grad_enabled() and x.requires_grad:
         return _Unshard.apply(x, there)
     return run(there.program, torch_private.local_of(x))
@@ -166,7 +177,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, there: Route) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.there = there
+        ctx.there, ctx.spec = there, there.spec_like(x)
         found = run(there.program, torch_private.local_of(x))
         return found.view_as(found)
 
@@ -174,7 +185,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
         if gradient is None:
             return None, None
-        replicated = _Replicated.apply(gradient.contiguous(), ctx.there.spec)
+        replicated = _Replicated.apply(gradient.contiguous(), ctx.spec)
         return _back(current_world().era, ctx.there.spec, ctx.there).take(replicated), None
 
 

@@ -459,3 +459,11 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     Would be replaced by a public name for `AsyncCollectiveTensor`.
     """
     return x.trigger_wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
+
+
+def hint_of(size: Any) -> int | None:
+    """The size that a symbolic one has in the call that is being traced; None where it may be any.
+
+    Would be replaced by a public `SymInt.hint`.
+    """
+    return size if isinstance(size, int) else size.node.hint
