@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
@@ -310,7 +311,7 @@ def test_ordinary_tensors_need_no_mesh():
 
 
 def sends() -> list[tuple[dict[str, int], dict[str, int]]]:
-    with mesh():
+    with mesh()["tp"]:
         x, v = (
             axes.shard(numbers(*shape), spec).requires_grad_() for shape, spec in (((4, 16), "b v@tp"), ((16,), "v@tp"))
         )
@@ -430,3 +431,31 @@ def test_dtensors_say_how_what_is_worked_over_is_split(pool):
     assert "left side  b@() v@tp\n  tensor     b@dp v@tp" in reduced
     assert "cross_entropy takes DTensors or plain tensors, not both" in mixed
     assert "'same' is about gradients of plain tensors" in same
+
+
+# torch.compile
+
+
+def compiled() -> None:
+    m = axes.init_mesh("dp=1 tp=2", device_type="cpu")
+
+    def step(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = rms_norm(softmax(x, "b v@tp", over="v"), "b v@tp", over="v", weight=w)
+        return cross_entropy(h, y, "b@dp v@tp, b@dp -> ")
+
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(step, fullgraph=True, backend=counter)
+    found = []
+    for function in (step, fast, fast):
+        x = axes.shard(numbers(4, 6), "b@dp v@tp", mesh=m).requires_grad_()
+        w = axes.shard(numbers(6, seed=1), "v@tp", mesh=m).requires_grad_()
+        loss = function(x, axes.shard(integers(6, 4), "b@dp", mesh=m), w)
+        loss.full_tensor().backward()
+        found.append([t.detach().full_tensor() for t in (loss, x.grad, w.grad)])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+    assert counter.frame_count == 1
+
+
+def test_they_compile_into_one_graph(world):
+    world(compiled, 2, timeout=120)

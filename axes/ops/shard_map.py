@@ -53,7 +53,7 @@ from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding
 from axes.ops.global_view import resolve_at_leaf
 from axes.runtime import torch_private
 from axes.runtime.border import enter_global, gradient_of_local, leave_global
-from axes.runtime.collectives import Claim, disagreement
+from axes.runtime.collectives import Claim, disagreement, kept
 from axes.runtime.groups import current_world
 from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.sharded import strides_like
@@ -318,19 +318,13 @@ def _held(x: torch.Tensor, place: int, expression: str) -> Held:
 
 def _opened(expression: str, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> _Region:
     if torch.compiler.is_compiling():
-        return _traced[_number_of(expression, mesh, is_given, held)]
+        return getattr(kept, _keep_region(expression, mesh, is_given, held))
     return _region(current_world().era, expression, mesh, is_given, held)
 
 
-_traced: dict[int, _Region] = {}
-"""The regions of compiled graphs by number: dynamo guards what is in a global, not what a constant call returns."""
-
-
 @torch.compiler.assume_constant_result
-def _number_of(expression: str, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> int:
-    region = _region(current_world().era, expression, mesh, is_given, held)
-    _traced[id(region)] = region
-    return id(region)
+def _keep_region(expression: str, mesh: Mesh | None, is_given: bool, held: tuple[Held, ...]) -> str:
+    return kept.keep(_region(current_world().era, expression, mesh, is_given, held))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -494,9 +488,11 @@ def _entered(region: _Region, results: list[torch.Tensor]) -> list[torch.Tensor]
     if any(isinstance(x, DTensor) for x in results):
         error = ShardingError("the function returned a DTensor; inside a region tensors are plain")
         raise _located(error, region.reading)
-    placed = _placed(region, tuple([_shape(x) for x in results]))
-    enter = _traced_enter if torch.compiler.is_compiling() else _enter
-    return [enter(x, p) for x, p in zip(results, placed, strict=True)]
+    shapes = tuple([_shape(x) for x in results])
+    if torch.compiler.is_compiling():
+        placed = getattr(kept, _keep_placed(region, shapes))
+        return [_traced_enter(x, p) for x, p in zip(results, placed, strict=True)]
+    return [_enter(x, p) for x, p in zip(results, _placed(region, shapes), strict=True)]
 
 
 def _enter(x: torch.Tensor, placed: _Placed) -> DTensor:
@@ -504,12 +500,12 @@ def _enter(x: torch.Tensor, placed: _Placed) -> DTensor:
 
 
 @torch.compiler.assume_constant_result
-def _placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
-    return _cached_placed(region, shapes)
+def _keep_placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> str:
+    return kept.keep(_placed(region, shapes))
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
+def _placed(region: _Region, shapes: tuple[tuple[int, ...], ...]) -> tuple[_Placed, ...]:
     reading, found = region.reading, []
     try:
         _check_count("the function returned", len(shapes), reading.outputs, "right")

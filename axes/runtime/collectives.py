@@ -84,7 +84,23 @@ class Line(NamedTuple):
     group: Methods | None = None
 
 
-@torch.compiler.assume_constant_result
+class Kept:
+    """What compiled graphs use, as attributes: dynamo guards those, but not what a constant call returns.
+
+    A call that dynamo may not trace is marked as one with a constant result, and returns the name of
+    what it has kept here: `getattr(kept, keep_region(...))`.
+    """
+
+    def keep(self, value: object) -> str:
+        """The name of the attribute that `value` is from now on."""
+        name = f"{type(value).__name__}_{id(value)}"
+        setattr(self, name, value)
+        return name
+
+
+kept = Kept()
+
+
 def line_of(mesh: Mesh, axis: AxisName) -> Line:
     """The line of an axis of a bound mesh through this rank; its group is made at first use.
 
@@ -92,6 +108,15 @@ def line_of(mesh: Mesh, axis: AxisName) -> Line:
     by the mesh. Raises `MeshError` for a name that the mesh doesn't have, axes that share ranks, a
     mesh without a running job, and on a rank outside the mesh.
     """
+    return getattr(kept, _keep_line(mesh, axis)) if torch.compiler.is_compiling() else _line(mesh, axis)
+
+
+@torch.compiler.assume_constant_result
+def _keep_line(mesh: Mesh, axis: AxisName) -> str:
+    return kept.keep(_line(mesh, axis))
+
+
+def _line(mesh: Mesh, axis: AxisName) -> Line:
     check_axis(mesh, axis)
     if mesh.binding is None:
         raise MeshError(
