@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
+import torch.distributed as dist
 
+from axes.runtime.groups import destroy_process_groups
 from axes.runtime.launch import launch
 from axes.runtime.pool import Pool
 
@@ -53,6 +55,17 @@ class Ranks:
         """Lets the ranks end, and waits for it."""
         if self._pool is not None:
             self._pool.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A test leaves no world behind in this process: the next one would find itself in it."""
+    yield
+    if dist.is_initialized():
+        destroy_process_groups()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pytest.fail("the test left torch.distributed running; end it with axes.destroy_process_groups()")
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,7 @@ def test_the_code_of_a_page_runs(page):
 def test_the_examples_of_a_module_run(name):
     module = importlib.import_module(name)
     found = doctest.testmod(module, optionflags=doctest.ELLIPSIS, report=True)
+    axes.destroy_process_groups()  # an example may end with its world of one running
     assert not found.failed, f"{found.failed} of {found.attempted} examples of {name} fail"
 
 
