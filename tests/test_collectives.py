@@ -460,7 +460,7 @@ def graphs(rank: int) -> list[list[str]]:
 
 def test_every_rank_has_the_same_collectives_in_its_graph():
     # also those that neither send nor receive in a partial permutation
-    first, *others = [graphs(rank) for rank in (0, 1, 3, 6)]
+    first, *others = [graphs(rank) for rank in (0, 1, 3)]
     assert all(found == first for found in others)
     assert (
         first[0] == ["all_reduce"] * 3 + ["all_gather_into_tensor", "reduce_scatter_tensor"] + ["all_to_all_single"] * 3

@@ -26,7 +26,8 @@ sum of all ranks' losses.
 | `ppermute` | `ppermute` the other way |
 
 So backward communicates as well, and all ranks must run it. It needs no ambient mesh: names are
-looked up when the forward runs. The names are those of `jax.lax`, tiled.
+looked up when the forward runs. In `torch.compile` each is one functional collective; a graph drops
+what its rank doesn't use, so every rank uses what it gets. The names are those of `jax.lax`, tiled.
 """
 
 from __future__ import annotations
