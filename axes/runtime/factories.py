@@ -30,52 +30,109 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 Fill = Callable[[tuple[int, ...], Sharding, tuple[int, ...]], torch.Tensor]
 
 
-def zeros(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
-          requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+def zeros(
+    spec: str,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
     """A sharded tensor of zeros. Every dim of the spec has a size: inline, as keyword or in `sizes`.
 
-        axes.zeros("b@dp d", mesh=mesh, b=8, d=16)
+    axes.zeros("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return full(spec, 0, mesh=mesh, dtype=dtype or torch.get_default_dtype(), requires_grad=requires_grad,
-                sizes=sizes, **keywords)
+    return full(
+        spec,
+        0,
+        mesh=mesh,
+        dtype=dtype or torch.get_default_dtype(),
+        requires_grad=requires_grad,
+        sizes=sizes,
+        **keywords,
+    )
 
 
-def ones(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
-         requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+def ones(
+    spec: str,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
     """A sharded tensor of ones; sizes as in `zeros`.
 
-        axes.ones("b@dp d=16", mesh=mesh, b=8)
+    axes.ones("b@dp d=16", mesh=mesh, b=8)
     """
-    return full(spec, 1, mesh=mesh, dtype=dtype or torch.get_default_dtype(), requires_grad=requires_grad,
-                sizes=sizes, **keywords)
+    return full(
+        spec,
+        1,
+        mesh=mesh,
+        dtype=dtype or torch.get_default_dtype(),
+        requires_grad=requires_grad,
+        sizes=sizes,
+        **keywords,
+    )
 
 
-def full(spec: str, value: float, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
-         requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+def full(
+    spec: str,
+    value: float,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
     """A sharded tensor of one value, of the value's dtype by default; sizes as in `zeros`.
 
-        axes.full("b@dp d", -1.0, mesh=mesh, b=8, d=16)
+    axes.full("b@dp d", -1.0, mesh=mesh, b=8, d=16)
     """
+
     def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full(local, value, dtype=dtype, device=_device(sharding))
 
     return _made("axes.full", spec, mesh, fill, requires_grad, sizes, keywords)
 
 
-def empty(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
-          requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+def empty(
+    spec: str,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
     """A sharded tensor with whatever lies in memory; sizes as in `zeros`.
 
-        axes.empty("b@dp d", mesh=mesh, b=8, d=16)
+    axes.empty("b@dp d", mesh=mesh, b=8, d=16)
     """
+
     def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(local, dtype=dtype, device=_device(sharding))
 
     return _made("axes.empty", spec, mesh, fill, requires_grad, sizes, keywords)
 
 
-def rand(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
-         requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+def rand(
+    spec: str,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
     """Uniform in [0, 1): the same tensor for the same seed on every mesh; sizes as in `zeros`.
 
     The seed is drawn from torch's default CPU generator of the mesh's first rank.
@@ -85,8 +142,16 @@ def rand(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = 
     return _random("axes.rand", _uniform, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
-def randn(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None = None,
-          requires_grad: bool = False, sizes: Sizes | None = None, **keywords: int) -> DTensor:
+def randn(
+    spec: str,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    sizes: Sizes | None = None,
+    **keywords: int,
+) -> DTensor:
     """Normal with mean 0 and variance 1: the same tensor for the same seed on every mesh.
 
     The seed is drawn from torch's default CPU generator of the mesh's first rank; sizes as in `zeros`.
@@ -96,8 +161,15 @@ def randn(spec: str, /, *, mesh: Mesh | None = None, dtype: torch.dtype | None =
     return _random("axes.randn", _normal, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
-def _made(function: str, spec: str, mesh: Mesh | None, fill: Fill, requires_grad: bool,
-          sizes: Sizes | None, keywords: Mapping[str, int]) -> DTensor:
+def _made(
+    function: str,
+    spec: str,
+    mesh: Mesh | None,
+    fill: Fill,
+    requires_grad: bool,
+    sizes: Sizes | None,
+    keywords: Mapping[str, int],
+) -> DTensor:
     mesh = required_mesh(mesh, function)
     sharding = parsed_sharding(mesh, spec, tuple(sorted({**keywords, **(sizes or {})}.items())))
     if sharding.pending:
@@ -125,9 +197,16 @@ def _device(sharding: Sharding) -> str:
     return sharding.mesh.binding.device_type
 
 
-def _random(function: str, draw: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor], spec: str,
-            mesh: Mesh | None, dtype: torch.dtype | None, requires_grad: bool,
-            sizes: Sizes | None, keywords: Mapping[str, int]) -> DTensor:
+def _random(
+    function: str,
+    draw: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor],
+    spec: str,
+    mesh: Mesh | None,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    sizes: Sizes | None,
+    keywords: Mapping[str, int],
+) -> DTensor:
     wanted = dtype or torch.get_default_dtype()
     if wanted not in _BITS:
         raise ShardingError(f"{function} makes floating point values; found {wanted}")
