@@ -83,9 +83,7 @@ def slots_of(spec: str) -> list[Slot]:
     return [tuple(re.findall("[a-z]+", word)) for word in re.findall(r"\([^)]*\)|[a-z]+", spec)]
 
 
-def case(
-    random: Random, kind: str | None = None, everything_explicit: bool = False, mesh: Mesh | None = None
-) -> Case:
+def case(random: Random, kind: str | None = None, everything_explicit: bool = False, mesh: Mesh | None = None) -> Case:
     kind = kind or random.choice(["rearrange", "reduce", "repeat", "einsum", "einsum"])
     op = random.choice(["sum", "mean", "max", "min"]) if kind == "reduce" else "sum"
     mesh = Mesh(random.choice(MESHES)) if mesh is None else mesh
@@ -111,7 +109,9 @@ def case(
         sizes[name] = count * random.randint(1, 3) if even else random.randint(1, 7)
     explicit = {n for n in names if everything_explicit or random.random() < 0.45}
     flowing_axes = {a for n in names if n not in explicit and n not in contracted for a in places[n]}
-    pending = _pending(random, kind, op, [a for a in axes if not any(a in p for p in places.values())], len(operand_names))
+    pending = _pending(
+        random, kind, op, [a for a in axes if not any(a in p for p in places.values())], len(operand_names)
+    )
     hidden = {a for n in contracted if n not in explicit for a in places[n]}
     # The right side: explicit names go wherever an axis is free.
     busy = flowing_axes | {axis for entries in pending for _, axis in entries}
@@ -120,7 +120,7 @@ def case(
     goals: dict[str, list[str]] = {name: [] for name in names}
     keepers = [n for n in result_names if n in explicit]
     arising = {a for n in contracted for a in places[n]}
-    keep_any = bool(hidden) and random.random() < 0.5 or random.random() < 0.1
+    keep_any = (bool(hidden) and random.random() < 0.5) or random.random() < 0.1
     for axis in free:
         if keepers and random.random() < 0.6 and not (keep_any and axis in arising):
             goals[random.choice(keepers)].append(axis)

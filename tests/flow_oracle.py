@@ -37,14 +37,10 @@ def _pending_digits(shardings: Sequence[Sharding]) -> list[list[tuple[str, tuple
     """Each sharding's pending reductions as `(op, digit)` in order, over common digits."""
     layouts = [s.mesh.namespace[a] for s in shardings for p in s.pending for a in p.axes]
     refined = iter(digits(*layouts) if layouts else ())
-    return [
-        [(p.op, digit) for p in s.pending for _ in p.axes for digit in next(refined)] for s in shardings
-    ]
+    return [[(p.op, digit) for p in s.pending for _ in p.axes for digit in next(refined)] for s in shardings]
 
 
-def scatter(
-    whole: np.ndarray, sharding: Sharding, seed: int = 0, ranks: Sequence[int] | None = None
-) -> Locals:
+def scatter(whole: np.ndarray, sharding: Sharding, seed: int = 0, ranks: Sequence[int] | None = None) -> Locals:
     """The shards of a whole array; what is pending gets summands (or candidates) at random."""
     random = np.random.default_rng(seed)
     entries = [(op, d) for op, d in _pending_digits([sharding])[0] if op != "same"]
@@ -98,7 +94,9 @@ def redistribute(parts: Locals, source: Sharding, target: Sharding, shape: Seque
         slots = pieces.setdefault(key(rank, kept), {})
         whole = slots.setdefault(key(rank, resolved), np.full(shape, np.nan, dtype))
         at = indices(source, shape, rank)
-        assert parts[rank].shape == whole[at].shape, f"rank {rank} holds {parts[rank].shape}, not {whole[at].shape}, of {source}"
+        assert parts[rank].shape == whole[at].shape, (
+            f"rank {rank} holds {parts[rank].shape}, not {whole[at].shape}, of {source}"
+        )
         known = ~np.isnan(whole[at])
         assert np.allclose(whole[at][known], parts[rank][known]), f"replicas of {source} differ"
         whole[at] = parts[rank]
@@ -130,9 +128,7 @@ def run(recipe: Recipe, operands: Sequence[Locals]) -> Locals:
     for rank, value in derived.items():
         assert value.shape == result.derived.local_shape(shape, rank)
     found = _moved(derived, result.derived, result.target, shape)
-    merged = {
-        rank: value.reshape(result.closed.local_shape(result.shape, rank)) for rank, value in found.items()
-    }
+    merged = {rank: value.reshape(result.closed.local_shape(result.shape, rank)) for rank, value in found.items()}
     return _moved(merged, result.closed, result.output, result.shape)
 
 

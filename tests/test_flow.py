@@ -151,12 +151,12 @@ def test_the_gradient_of_a_gradient_is_derived_like_any_other(random: Random):
         return
     (expected,) = torch.autograd.grad(first, leaves[which], second, materialize_grads=True)
     inputs = [leaf.detach() for leaf in leaves]
-    feeds = [scatter(t.numpy(), i.source, found.seed + at) for at, (t, i) in enumerate(zip(inputs, once.inputs, strict=True))]
+    feeds = [
+        scatter(t.numpy(), i.source, found.seed + at) for at, (t, i) in enumerate(zip(inputs, once.inputs, strict=True))
+    ]
     del feeds[which]
     parts = run(twice, [scatter(second.numpy(), twice.inputs[0].source, found.seed), *feeds])
-    close(
-        gather(parts, twice.result.output, twice.result.shape), expected.numpy(), message=f"{found}\n{once}\n{twice}"
-    )
+    close(gather(parts, twice.result.output, twice.result.shape), expected.numpy(), message=f"{found}\n{once}\n{twice}")
 
 
 @settings(parent=EXAMPLES, max_examples=300)

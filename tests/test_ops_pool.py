@@ -10,16 +10,17 @@ from __future__ import annotations
 import random as stdlib_random
 import re
 
+import einops
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, recipe
-from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops.einops_ops import rearrange, reduce, repeat
@@ -203,10 +204,194 @@ def dual(sharding: Sharding, text: str) -> tuple[Sharding, int]:
 
 @pytest.mark.parametrize("view", ["global", "local"])
 @pytest.mark.parametrize(("declaration", "ranks", "count"), ISLANDS, ids=[line[0] for line in ISLANDS])
-def test_generated_expressions_agree_with_einops_on_the_whole(pool, declaration: str, ranks: int, count: int, view: str):
+def test_generated_expressions_agree_with_einops_on_the_whole(
+    pool, declaration: str, ranks: int, count: int, view: str
+):
     done = pool.run(run_cases, declaration, ranks, count, view, timeout=300)
     assert done == [count if rank < 8 // ranks * ranks else 0 for rank in range(8)]
 
 
 def test_more_than_three_thousand_cases_are_generated():
     assert 2 * sum(count * (8 // ranks) for _, ranks, count in ISLANDS) >= 3000
+
+
+# The two views of one block
+
+
+def counted(run):
+    """What `run` returns, and the collectives that it called, by kind."""
+    with CommDebugMode() as mode:
+        value = run()
+    names = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0, "all_to_all": 0}
+    for op, count in mode.get_comm_counts().items():
+        kind = next(kind for kind in (*names, "allreduce", "allgather", "alltoall") if kind in str(op))
+        names[{"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}.get(kind, kind)] += count
+    return value, {kind: count for kind, count in names.items() if count}
+
+
+def block(x, w, v, same: str):
+    """An MLP, column then row parallel; `same` declares what plain tensors need and DTensors know."""
+    h = einsum(x, w, f"b s d{same}, d f@tp -> b s f@tp")
+    return einsum(torch.relu(h), v, f"b s f@tp, f@tp d -> b s d{same}")
+
+
+def megatron(view: str):
+    """The block's value, the gradient of its input, and the collectives of both directions."""
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("dp=2 tp=4", device_type="cpu")
+    torch.manual_seed(0)
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in ((4, 6, 8), (8, 16), (16, 8))]
+    specs = ["b@dp s d", "d f@tp", "f@tp d"]
+    sharded = [axes.shard(t, spec, mesh=mesh) for t, spec in zip(wholes, specs, strict=True)]
+    local = view == "local"
+    leaves = [(x.to_local() if local else x).detach().clone().requires_grad_() for x in sharded]
+    # The input is what an earlier layer made, and its gradient goes on there.
+    inside = leaves[0] * 1
+    with mesh:
+        y, forward = counted(lambda: block(inside, *leaves[1:], " | same@tp" if local else ""))
+    loss = (y if local else y.to_local(grad_placements=y.placements)).square().sum() / 2
+    (gradient,), backward = counted(lambda: torch.autograd.grad(loss, [leaves[0]]))
+    if not local:
+        gradient = gradient.redistribute(placements=leaves[0].placements).to_local()
+    return (y if local else y.to_local()).detach(), gradient, forward, backward
+
+
+def megatron_in_both_views():
+    (y, gradient, *counts), (local_y, local_gradient, *local_counts) = map(megatron, ("global", "local"))
+    return torch.allclose(y, local_y), torch.allclose(gradient, local_gradient), *counts, *local_counts
+
+
+def test_a_megatron_block_is_the_same_in_both_views(pool):
+    for same_value, same_gradient, forward, backward, local_forward, local_backward in pool.run(megatron_in_both_views):
+        assert same_value
+        assert same_gradient
+        assert forward == local_forward == {"all_reduce": 1}
+        assert local_backward == {"all_reduce": 1}
+        assert backward in ({"all_reduce": 1}, {})  # what is pending may be left to whoever needs it
+
+
+def gradients_of_leaves():
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("dp=2 tp=4", device_type="cpu")
+    x = axes.shard(torch.randn(8, 16), "b@dp d", mesh=mesh)
+    report = {}
+    for grad in ("resolved", "pending"):
+        w = axes.shard(torch.randn(16, 16), "d f", mesh=mesh).requires_grad_()
+        y = einsum(einsum(x, w, "b d, d f -> b f", grad=grad), w, "b d, d f -> b f", grad=grad)
+        _, counts = counted(lambda y=y: y.sum().backward())
+        report[grad] = axes.spec_of(w.grad), counts
+    return report
+
+
+def test_the_gradient_of_a_leaf_that_is_used_twice_is_reduced_once(pool):
+    for report in pool.run(gradients_of_leaves):
+        assert report["resolved"] == ("_ _", {"all_reduce": 1})
+        assert report["pending"] == ("_ _ | sum@dp", {})
+
+
+def second_derivatives():
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh(
+        "dp=2 tp=2", device_type="cpu", ranks=range(dist.get_rank() // 4 * 4, dist.get_rank() // 4 * 4 + 4)
+    )
+    torch.manual_seed(0)
+    whole = [torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)]
+
+    def penalty(x, w, product):
+        (g,) = torch.autograd.grad(product(x, w).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), [x, w])
+
+    plain = [t.clone().requires_grad_() for t in whole]
+    expected = penalty(*plain, lambda x, w: x @ w)
+    sharded = [
+        axes.shard(t, spec, mesh=mesh).requires_grad_() for t, spec in zip(whole, ("b@dp d", "d f@tp"), strict=True)
+    ]
+    found = penalty(*sharded, lambda x, w: einsum(x, w, "b d, d f@tp -> b f"))
+    return [torch.allclose(f.full_tensor(), e) for f, e in zip(found, expected, strict=True)]
+
+
+def test_a_gradient_can_be_differentiated_again(pool):
+    assert pool.run(second_derivatives) == [[True, True]] * 8
+
+
+def other_reductions():
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("dp=2 tp=4", device_type="cpu")
+    torch.manual_seed(0)
+    whole = torch.randn(4, 3, 8, dtype=torch.float64)
+    agree = []
+    for op in ("prod", lambda x, dims: torch.logsumexp(x, dims)):
+        plain = whole.clone().requires_grad_()
+        expected = einops.reduce(plain, "b (s1 s2) d -> d s1 b", op, s1=3)
+        (expected**2).sum().backward()
+        leaf = axes.shard(whole, "b s d@tp", mesh=mesh).requires_grad_()
+        found = reduce(leaf, "b (s1 s2) d@tp -> d s1 b", op, s1=3)
+        (found**2).sum().backward()
+        agree.append(torch.allclose(found.full_tensor(), expected))
+        agree.append(torch.allclose(leaf.grad.full_tensor(), plain.grad))
+        agree.append(axes.spec_of(leaf.grad) == "_ _ _@tp")
+    return agree
+
+
+def test_products_and_functions_reduce_what_isnt_split(pool):
+    assert pool.run(other_reductions) == [[True] * 6] * 8
+
+
+def empty_shards():
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("tp=8", device_type="cpu")
+    whole = torch.tensor([[3.0, 1.0, 3.0], [1.0, 5.0, 2.0]])
+    x = axes.shard(whole, "b s@tp", mesh=mesh).requires_grad_()
+    y = reduce(x, "b s@tp -> b", "max")
+    y.sum().backward()
+    local = axes.to_local(x.detach()).clone().requires_grad_()
+    z = reduce(local, "b s@tp -> b", "max", mesh=mesh, s=3)
+    (z / 8).sum().backward()  # a replicated value's gradient is this rank's summand
+    mean = reduce(local, "b s@tp -> b", "mean", mesh=mesh, s=3)
+    return y.to_local().tolist(), x.grad.full_tensor().tolist(), z.tolist(), local.grad.tolist(), mean.tolist()
+
+
+def test_an_empty_shard_has_no_say(pool):
+    for rank, (y, gradient, z, local, mean) in enumerate(pool.run(empty_shards)):
+        assert y == z == [3.0, 5.0]
+        assert gradient == [[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]]
+        assert local == [row[rank : rank + 1] if rank < 3 else [] for row in gradient]
+        assert mean == pytest.approx([7 / 3, 8 / 3])
+
+
+def on_sub_meshes():
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("dp=2 tp=4", "model = tp", device_type="cpu")
+    replica = dist.get_rank() // 4
+    whole = torch.arange(8.0) + 100 * replica
+    x = axes.shard(whole, "d@tp", mesh=mesh["tp"])
+    with mesh:  # the names of the ambient mesh, on the tensor's own
+        y = rearrange(x, "d@model -> d")
+    return y.to_local().tolist() == whole.tolist(), y.device_mesh == mesh["tp"].device_mesh
+
+
+def test_tensors_of_a_sub_mesh_stay_on_it(pool):
+    assert pool.run(on_sub_meshes) == [(True, True)] * 8
+
+
+def with_keywords():
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("tp=8", device_type="cpu")
+    x = axes.from_local(torch.full((8, 4), 1 + 2.0**-10), "s d | sum@tp", mesh=mesh)
+    exact = rearrange(x, "s d | sum@tp -> s@tp d")
+    rough = rearrange(x, "s d | sum@tp -> s@tp d", comm_dtype=torch.bfloat16)
+    later = rearrange(x, "s d | sum@tp -> s@tp d", async_op=True)
+    return (
+        exact.dtype,
+        exact.to_local()[0, 0].item(),
+        rough.dtype,
+        rough.to_local()[0, 0].item(),
+        (later + 0).to_local()[0, 0].item(),
+    )
+
+
+def test_what_communicates_takes_a_dtype_and_may_be_waited_for_later(pool):
+    for exact, value, rough, rounded, later in pool.run(with_keywords):
+        assert exact == rough == torch.float32
+        assert value == later == 8 + 2.0**-7
+        assert rounded == 8.0

@@ -32,6 +32,7 @@ from axes.algebra.flow.recipe import Op
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.mesh import Mesh
 from axes.ops import global_view, local_view
+from axes.ops.global_view import Grad
 from axes.runtime.redistribute import Dtypes
 
 Sizes = Mapping[str, int]
@@ -44,6 +45,7 @@ def rearrange(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
+    grad: Grad = "resolved",
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -54,7 +56,8 @@ def rearrange(
     whatever einops takes. Keywords are sizes of names: whole sizes where the name carries `@`. The
     names of axes are looked up in `mesh`, else in the ambient mesh, else in the tensor's own.
     `comm_dtype` is the dtype in which values travel, or a pair for `(values, gradients)`; with
-    `async_op` the last collective is waited for at the result's first use.
+    `async_op` the last collective is waited for at the result's first use. The gradient of a leaf is
+    resolved to its own sharding when it is accumulated; `grad="pending"` leaves that to the caller.
 
     | expression | is |
     | --- | --- |
@@ -79,7 +82,7 @@ def rearrange(
     else:
         view = local_view.apply
     given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
-    return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op)
+    return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 
 def reduce(
@@ -90,6 +93,7 @@ def reduce(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
+    grad: Grad = "resolved",
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -113,7 +117,7 @@ def reduce(
         view = local_view.apply
     _check_op(op)
     given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
-    return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op)
+    return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op, grad)
 
 
 def repeat(
@@ -123,6 +127,7 @@ def repeat(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
+    grad: Grad = "resolved",
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -143,7 +148,7 @@ def repeat(
     else:
         view = local_view.apply
     given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
-    return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op)
+    return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 
 @functools.lru_cache(maxsize=4096)

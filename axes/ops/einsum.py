@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ExpressionError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.ops import global_view, local_view
+from axes.ops.global_view import Grad
 from axes.runtime.redistribute import Dtypes
 
 
@@ -36,6 +37,7 @@ def einsum(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
+    grad: Grad = "resolved",
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Any:
@@ -44,7 +46,8 @@ def einsum(
     All operands are DTensors, or all are plain tensors that hold this rank's shard; their results
     and gradients are those of `torch.einsum` on the whole. One axis splits one name of all the
     operands, or is pending in one of them. Groups of names are opened and merged as in `rearrange`;
-    keywords are sizes, where the operands leave them open.
+    keywords are sizes, where the operands leave them open; `comm_dtype`, `async_op` and `grad` are as
+    in `rearrange`.
 
     | expression | is |
     | --- | --- |
@@ -67,9 +70,9 @@ def einsum(
         raise ExpressionError(f"the last argument of einsum is the expression; found {type(expression).__name__}")
     given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
     if tensors and all(distributed):
-        return global_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op)
+        return global_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
     _check_plain(tensors, distributed)
-    return local_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op)
+    return local_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
 
 
 @functools.lru_cache(maxsize=4096)

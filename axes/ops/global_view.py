@@ -15,9 +15,10 @@ of result, so that the next call finds it by identity.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,6 +40,10 @@ Sizes = tuple[tuple[str, Any], ...]
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
+Grad = Literal["resolved", "pending"]
+"""What becomes of a leaf's gradient: brought to the leaf's own sharding, or left as it comes."""
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _LINEAR_OPS = ("sum", "mean")
 
 
@@ -90,14 +95,17 @@ def apply(
     sizes: Sizes = (),
     comm_dtype: Dtypes = None,
     async_op: bool = False,
+    grad: Grad = "resolved",
 ) -> DTensor:
     """The operation on DTensors."""
+    if grad != "resolved" and grad != "pending":
+        raise ShardingError(f"grad is 'resolved' or 'pending'; found {grad!r}")
     specs = tuple([torch_private.spec_of(x) for x in operands])
     ambient = ambient_mesh() if mesh is None else mesh
     made = _made(current_world().era, kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
-    if torch.is_grad_enabled() and any([x.requires_grad for x in operands]):
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
-            if x.is_leaf and x.requires_grad:
+            if grad == "resolved" and x.is_leaf and x.requires_grad:
                 resolve_at_leaf(x)
         return _function(made).apply(made, *operands)
     return made.run(operands)

@@ -38,8 +38,13 @@ def apply(
     sizes: Sizes = (),
     comm_dtype: Dtypes = None,
     async_op: bool = False,
+    grad: str = "resolved",
 ) -> torch.Tensor:
     """The operation on this rank's shards."""
+    if grad != "resolved":
+        raise ShardingError(
+            f"grad={grad!r} is about the leaves of DTensors; the gradient of a plain tensor is this rank's"
+        )
     if mesh is None:
         mesh = ambient_mesh() or _mesh_for(kind, text)
     era = None if mesh.binding is None else current_world().era

@@ -234,8 +234,9 @@ def _single(found: Recipe, term: Groups, goal: Groups, local: Mapping[str, int])
             return _same
         return lambda x: einops.rearrange(x, pattern, **sizes)
     if not reduced:
-        repeat: Run = lambda x: einops.repeat(x, pattern, **sizes)
-        return repeat if found.divisor == 1 else _scaled_first(repeat, found.divisor)
+        if found.divisor == 1:
+            return lambda x: einops.repeat(x, pattern, **sizes)
+        return lambda x: einops.repeat(x / found.divisor, pattern, **sizes)
     return _reduction(found, pattern, sizes, math.prod(local[a] for a in reduced))
 
 
@@ -336,10 +337,6 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 def _pattern(groups: Groups, letters: Mapping[str, str]) -> str:
     texts = (" ".join(letters[atom] for atom in group) for group in groups)
     return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
-
-
-def _scaled_first(run: Run, divisor: int) -> Run:
-    return lambda x: run(x / divisor)
 
 
 def _reduction(found: Recipe, pattern: str, sizes: Mapping[str, int], count: int) -> Run:

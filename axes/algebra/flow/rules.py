@@ -109,7 +109,7 @@ def _carrier(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None])
 
 def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:
     """`home` with the names that the expression takes from another mesh."""
-    if other is home or all(name in home.namespace for name in reading.axes) and other == home:
+    if other is home or (all(name in home.namespace for name in reading.axes) and other == home):
         return home
     namespace = dict(home.namespace)
     for name in reading.axes:
@@ -127,10 +127,12 @@ def _on(mesh: Mesh, sharding: Sharding) -> Sharding:
     names = dict(zip(sharding.mesh.axis_names, mesh.axis_names, strict=True))
     if all(name == new for name, new in names.items()):
         return replace(sharding, mesh=mesh)
-    dims = tuple(
-        ShardedDim(tuple(replace(f, axes=tuple(names[a] for a in f.axes)) for f in dim.factors)) for dim in sharding.dims
-    )
-    pending = tuple(replace(p, axes=tuple(names[a] for a in p.axes)) for p in sharding.pending)
+
+    def renamed(entry: Factor) -> Factor:
+        return replace(entry, axes=tuple(names[axis] for axis in entry.axes))
+
+    dims = tuple(ShardedDim(tuple(map(renamed, dim.factors))) for dim in sharding.dims)
+    pending = tuple(replace(p, axes=tuple(names[axis] for axis in p.axes)) for p in sharding.pending)
     return Sharding(mesh, dims, pending)
 
 

@@ -114,11 +114,12 @@ class _Transposed:
         self.operand = forward.inputs[index]
         self.others = [i for at, i in enumerate(forward.inputs) if at != index]
         prepared = [i.prepared for i in forward.inputs]
-        every = [*(i.elementary for i in forward.inputs), *prepared, forward.result.derived, arrived]
+        mine = self.operand.elementary, self.operand.source
+        every = [*mine, *(i.elementary for i in forward.inputs), *prepared, forward.result.derived, arrived]
         self.digits = _digits(self.mesh, every)
         involved = self.digits.of(_axes_of(*prepared, forward.result.derived))
         self.free = _Free(self.digits, involved, lazy)
-        inside = self.digits.of(_axes_of(self.operand.elementary))
+        inside = self.digits.of(_axes_of(*mine))
         self.final = _Free(self.digits, inside, lazy)
 
     def recipe(self) -> Recipe:
