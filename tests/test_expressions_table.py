@@ -294,7 +294,7 @@ def test_the_table_of_expressions_holds(line: Row, view: str):
     assert collectives(found) == list(line.collectives), found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def world() -> Iterator[dict[int, Mesh]]:
     """A simulated job: the mesh of the table, and the one whose cp has size one."""
     with axes.simulate(8):

@@ -23,7 +23,7 @@ from axes.ops.einsum import einsum
 Run = Callable[[Mesh], object]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mesh() -> Iterator[Mesh]:
     with axes.simulate(8):
         yield axes.init_mesh("dp=2 cp=2 tp=2", "cptp = cp tp", device_type="cpu")
