@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -40,6 +41,6 @@ def number_of(*thing: Hashable) -> int:
     return _number(thing[0] if len(thing) == 1 else thing)
 
 
-def known(number: int) -> Hashable:
+def known(number: int) -> Any:
     """The thing that a number stands for."""
     return _things[number]
