@@ -31,8 +31,9 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops.recipes import Program, bind, move
 from axes.runtime import torch_private
+from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
-from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
+from axes.runtime.placements import contiguous_strides, is_symbolic, sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import resharded
 
@@ -100,9 +101,42 @@ def apply(
     """The operation on DTensors."""
     if grad != "resolved" and grad != "pending":
         raise ShardingError(f"grad is 'resolved' or 'pending'; found {grad!r}")
-    specs = tuple([torch_private.spec_of(x) for x in operands])
     ambient = ambient_mesh() if mesh is None else mesh
-    made = _made(current_world().era, kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    if torch.compiler.is_compiling():
+        number = number_of(kind, text, op, ambient, mesh is not None, sizes, comm_dtype, grad)
+        return _node(number, *operands)
+    return _applied(operands, kind, text, op, ambient, mesh is not None, sizes, comm_dtype, grad, async_op)
+
+
+@torch.compiler.allow_in_graph
+def _node(number: int, *operands: DTensor) -> DTensor:
+    """The operation as one node of a graph; there, every collective is waited for where it is used."""
+    return _applied([_of_numbers(x) for x in operands], *known(number))
+
+
+def _of_numbers(x: DTensor) -> DTensor:
+    """The DTensor with numbers for symbolic sizes, on which the graph is guarded: programs are of one shape."""
+    spec = torch_private.spec_of(x)
+    if not is_symbolic(spec.shape):
+        return x
+    shape = tuple(int(size) for size in spec.shape)
+    return x.view(shape)
+
+
+def _applied(
+    operands: Sequence[DTensor],
+    kind: str,
+    text: str,
+    op: Op,
+    mesh: Mesh | None,
+    given: bool,
+    sizes: Sizes,
+    comm_dtype: Dtypes,
+    grad: Grad,
+    async_op: bool = False,
+) -> DTensor:
+    specs = tuple([torch_private.spec_of(x) for x in operands])
+    made = _made(current_world().era, kind, text, op, specs, mesh, given, sizes, comm_dtype, async_op)
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
             if grad == "resolved" and x.is_leaf and x.requires_grad:
