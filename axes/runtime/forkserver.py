@@ -89,6 +89,8 @@ class Child:
 
     def receive(self) -> bytes | None:
         """The next message if all of it is here, else None. `EOFError` where no more will come."""
+        # Python waits for a socket that has a timeout, as `send` gives it, even where the call says not to.
+        self.channel.setblocking(False)
         while True:
             head = len(self._received) >= _NUMBER.size
             end = _NUMBER.size + _NUMBER.unpack_from(self._received)[0] if head else 0
@@ -97,7 +99,7 @@ class Child:
                 del self._received[:end]
                 return message
             try:
-                chunk = self.channel.recv(_CHUNK, socket.MSG_DONTWAIT)
+                chunk = self.channel.recv(_CHUNK)
             except BlockingIOError:
                 return None
             except ConnectionError:  # it died with something of ours unread
