@@ -36,9 +36,9 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     temporary = tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    before = descriptors()
+    before, others = descriptors(), set(children(server().pid))  # the pool's ranks, where there is one
     yield
-    assert children(server().pid) == []
+    assert set(children(server().pid)) <= others
     assert descriptors() == before
     # Importing torch's compiler makes the folder of its cache, with or without us.
     assert [f for f in temporary.iterdir() if not f.name.startswith("torchinductor")] == []
