@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shortened
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.redistribution import retargeted
@@ -27,7 +27,7 @@ from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.placements import known_spec, sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.reshard import Route, route
+from axes.runtime.reshard import Route, route, settled
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -71,19 +71,35 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    given: Sizes = tuple(sorted({**keywords, **(sizes or {})}.items())) if keywords or sizes else ()
+    given: Sizes = _given({**keywords, **(sizes or {})}) if keywords or sizes else ()
+    if not isinstance(spec, (str, Sharding)):
+        raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if not isinstance(x, DTensor):
         return _of_shard(x, spec, mesh, comm_dtype, async_op, given)
     where = ambient_mesh() if mesh is None else None
     if torch.compiler.is_compiling():
-        return _node(x, number_of(spec, mesh, where, comm_dtype, grad, given))
+        settle = grad == "resolved" and x.is_leaf and x.requires_grad
+        return _node(x, number_of(spec, mesh, where, comm_dtype, given), settle)
     return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
 
 
+def _given(sizes: dict[str, Any]) -> Sizes:
+    found = tuple(sorted(sizes.items()))
+    try:
+        hash(found)
+    except TypeError:
+        raise SizeError(f"sizes are whole numbers; found {shortened(repr(sizes))}") from None
+    return found
+
+
 @torch.compiler.allow_in_graph
-def _node(x: DTensor, number: int) -> DTensor:
-    """`reshard` as one node of a graph; there, every collective is waited for where it is used."""
-    return _reshard(x, *known(number))
+def _node(x: DTensor, number: int, settle: bool) -> DTensor:
+    """`reshard` as one node of a graph; there, every collective is waited for where it is used.
+
+    Inside a graph nothing is a leaf, and no hook is reached: what is one outside is settled here.
+    """
+    spec, mesh, where, comm_dtype, sizes = known(number)
+    return _reshard(settled(x) if settle else x, spec, mesh, where, comm_dtype, "pending", sizes)
 
 
 def _reshard(
@@ -117,7 +133,7 @@ def _route(
     if isinstance(target, Sharding):
         if mesh is not None and mesh != target.mesh:
             raise MeshError(f"a Sharding has its own mesh, {target.mesh!r}; leave out mesh={mesh!r}")
-    elif isinstance(target, str):
+    else:
         if "->" in target:
             after = shortened(target.split("->")[1].strip())
             raise ShardingError(
@@ -125,8 +141,6 @@ def _route(
                 f"  source  {source}\n  target  {target}"
             )
         target = _target(source, target, tuple(spec.shape), mesh, ambient, sizes)
-    else:
-        raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(target).__name__}")
     return route(era, spec, target, comm_dtypes)
 
 

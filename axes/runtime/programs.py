@@ -37,7 +37,7 @@ from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
 from axes.algebra.state import Factors, slots
-from axes.runtime import packing
+from axes.runtime import packing, torch_private
 from axes.runtime.links import REDUCED, Link, link_of
 from axes.runtime.packing import Boxes, Part, Places, Shape, filler, packer, places_of, slices_of, unpacker
 
@@ -50,17 +50,31 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 class Program:
     """A plan, made ready for one rank, dtype and device.
 
-    groups: for each step that communicates, its group; None for others. backend: what serves them.
+    group_of: the group of a step, None where this rank doesn't communicate in it; made at first use.
+    device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
     before: what the ranks do before each use, to see whether they agree.
     """
 
     plan: Plan
     dtype: torch.dtype
-    groups: tuple[dist.ProcessGroup | None, ...]
-    backend: str
+    group_of: Callable[[Step], dist.ProcessGroup | None]
+    device_type: str
     comm_dtype: torch.dtype | None = None
     before: Callable[[], None] | None = None
+
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """The group of each step."""
+        return tuple(self.group_of(step) for step in self.plan.steps)
+
+    @cached_property
+    def backend(self) -> str:
+        """What serves the groups: "gloo", "nccl"; nothing where nothing is sent."""
+        group = next((group for group in self.groups if group is not None), None)
+        if group is None:
+            return ""
+        return torch_private.served_devices(str(dist.get_backend(group))).get(self.device_type, "")
 
     @cached_property
     def eager(self) -> Run:
@@ -109,7 +123,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _compiled(program: Program, eager: bool, scale: Scale | None = None) -> Run:
-    stages: list[Run] = [] if program.before is None else [_announced(program.before)]
+    stages: list[Run] = []
     steps, wire, owned = program.plan.steps, program.dtype, False
     sending = [at for at, group in enumerate(program.groups) if group is not None]
     for at, step in enumerate(steps):
@@ -163,14 +177,6 @@ def _pieces(plan: Plan, dim: int) -> int | None:
     layouts = [layout for split in cuts for layout in split]
     found = {digit for refined in digits(*layouts) for digit in refined} if layouts else set()
     return math.prod(size for size, _ in found) // math.prod(layout.size for layout in cuts[0])
-
-
-def _announced(before: Callable[[], None]) -> Run:
-    def announce(x: torch.Tensor) -> torch.Tensor:
-        before()
-        return x
-
-    return announce
 
 
 def _cast(dtype: torch.dtype) -> Run:

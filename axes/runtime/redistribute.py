@@ -167,6 +167,8 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
     local = torch_private.waited(local)
     if type(local) in _PLAIN:
+        if program.before is not None:
+            program.before()
         return (program.traced if async_op else program.eager)(local.contiguous())
     traced = program.at_sizes(tuple(local.shape)) if is_symbolic(local.shape) else program.traced
     return traced(local.contiguous())
@@ -211,9 +213,9 @@ def program(era: object, ends: Ends, dtype: torch.dtype, comm_dtype: torch.dtype
     made = planned(ends, dtype)
     check_dtypes(made, dtype, comm_dtype)
     _log_plan(made)
-    groups = tuple(_group(step, ends) for step in made.steps)
-    backend = torch_private.served_devices(_backend(groups)).get(source_mesh.binding.device_type, "")
-    return Program(made, dtype, groups, backend, comm_dtype, _check(made, ends, comm_dtype))
+    group_of_step = functools.partial(_group, ends)
+    device_type = source_mesh.binding.device_type
+    return Program(made, dtype, group_of_step, device_type, comm_dtype, _check(made, ends, comm_dtype))
 
 
 def planned(ends: Ends, dtype: torch.dtype) -> Plan:
@@ -233,7 +235,7 @@ def model_of(mesh: Mesh) -> CostModel:
     return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)
 
 
-def _group(step: Step, ends: Ends) -> dist.ProcessGroup | None:
+def _group(ends: Ends, step: Step) -> dist.ProcessGroup | None:
     """The group of a step; None where nothing is sent or this rank takes no part."""
     if step.kind == "slice" or not step.takes_part(step.rank):
         return None
@@ -252,11 +254,6 @@ def union_of(one: Mesh, two: Mesh) -> Mesh:
     has = set(one.universe.ranks)
     ranks = [*one.universe.ranks, *(rank for rank in two.universe.ranks if rank not in has)]
     return Mesh("union", ranks=ranks)._with(binding=one.binding)
-
-
-def _backend(groups: Iterable[dist.ProcessGroup | None]) -> str:
-    found = [group for group in groups if group is not None]
-    return str(dist.get_backend(found[0])) if found else current_world().backend
 
 
 def _log_plan(made: Plan) -> None:

@@ -127,6 +127,27 @@ class _Reshard(torch.autograd.Function):
         return back.take(cotangent), None, None
 
 
+def settled(x: DTensor) -> DTensor:
+    """`x`, whose gradient is brought to its own sharding here, nothing pending."""
+    return _Settle.apply(x, sharding_of_spec(known_spec(x)))
+
+
+class _Settle(torch.autograd.Function):
+    """The identity; its gradient has the sharding of the value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, sharding: Sharding) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.sharding = sharding
+        return torch_private.dtensor(torch_private.local_of(x), torch_private.spec_of(x))
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
+        if cotangent is None:
+            return None, None
+        return resharded(cotangent, replace(ctx.sharding, pending=())), None
+
+
 @functools.lru_cache(maxsize=8192)
 def _back(era: object, spec: Spec, there: Route) -> Route:
     """The route of a cotangent with this spec."""
