@@ -521,7 +521,9 @@ def test_when_the_launching_process_is_killed_its_ranks_end_too(tmp_path: Path):
 
 
 @linux
-def test_when_the_fork_server_is_killed_the_ranks_end_and_the_next_launch_works(tmp_path: Path):
+def test_when_the_fork_server_is_killed_the_ranks_end_and_the_next_launch_works(pool, tmp_path: Path):
+    pool.close()  # its ranks would end as well; the next test to use it starts new ones
+
     def kill() -> None:
         wait_until(lambda: len(written_down(tmp_path)) == 2)
         os.kill(server().pid, signal.SIGKILL)
