@@ -39,7 +39,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     before, others = descriptors(), set(children(server().pid))  # the pool's ranks, where there is one
     yield
     assert set(children(server().pid)) <= others
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer where the test let the pool go
     # Importing torch's compiler makes the folder of its cache, with or without us.
     assert [f for f in temporary.iterdir() if not f.name.startswith("torchinductor")] == []
 
