@@ -78,6 +78,34 @@ def test_with_dynamic_sizes_they_are_the_eager_ones_and_graphs_are_shared(world)
         assert (wrong, graphs) == ([], 2)
 
 
+def uneven() -> list[str]:
+    """What differs from the eager call, where some sizes don't divide, and some of their shards are alike."""
+    torch._dynamo.reset()
+    mesh, wrong = axes.init_mesh("a=4", device_type="cpu"), []
+    counted = CompileCounterWithBackend("aot_eager")
+
+    def moved(x: DTensor) -> DTensor:
+        return axes.reshard(x.sin(), "m@() n@a").cos()
+
+    fast = torch.compile(moved, backend=counted, fullgraph=True, dynamic=True)
+    for rows, graphs in ((10, 1), (11, 2), (16, 3), (12, 3), (11, 3), (10, 3), (13, 4)):
+        x = inputs(mesh, rows)
+        results = [moved(x), fast(x)]
+        gradients = [torch.autograd.grad(axes.unshard(y).sum(), x)[0] for y in results]
+        for what, pair in (("value", results), ("gradient", gradients)):
+            one, other = (y.to_local() for y in pair)
+            if one.shape != other.shape or not torch.allclose(one, other):
+                wrong.append(f"{what} of {rows}")
+        if counted.frame_count != graphs:
+            wrong.append(f"{counted.frame_count} graphs after {rows}")
+    return wrong
+
+
+def test_with_dynamic_sizes_uneven_ones_have_graphs_of_their_own(world):
+    for wrong in world(uneven, 4, timeout=180):
+        assert wrong == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

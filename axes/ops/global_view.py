@@ -33,9 +33,10 @@ from axes.ops.recipes import Program, bind, move
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
-from axes.runtime.placements import contiguous_strides, is_symbolic, sharding_of_spec, torch_placements
+from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import resharded
+from axes.runtime.symbols import is_symbolic
 
 Sizes = tuple[tuple[str, Any], ...]
 Spec = Any

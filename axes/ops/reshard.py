@@ -24,10 +24,9 @@ from axes.algebra.sharding import Sharding
 from axes.ops import local_view
 from axes.ops.global_view import resolve_at_leaf
 from axes.runtime.graphs import known, number_of
-from axes.runtime.groups import current_world
-from axes.runtime.placements import known_spec, sharding_of_spec
+from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.reshard import Route, route, settled
+from axes.runtime.reshard import Route, route, routed, settled
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -112,7 +111,7 @@ def _reshard(
     sizes: Sizes,
     async_op: bool = False,
 ) -> DTensor:
-    found = _route(current_world().era, known_spec(x), spec, mesh, where, sizes, both(comm_dtype))
+    found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
     if x.requires_grad and grad == "resolved" and x.is_leaf:
         resolve_at_leaf(x)
     return found.take(x, async_op)

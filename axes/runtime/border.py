@@ -32,12 +32,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.sharding import Sharding, state_of
+from axes.algebra.state import State
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import contiguous_strides, is_symbolic, known_spec, sharding_of_spec
+from axes.runtime.placements import contiguous_strides, sharding_of_spec
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.reshard import Route, Spec, gradient_sharding, route
+from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
 
 __all__ = ["contiguous_strides", "enter_global", "gradient_of_local", "leave_global"]
 
@@ -123,15 +125,14 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
         ctx.set_materialize_grads(False)
         _check_differentiable(spec)
-        made = torch_private.dtensor(local.detach(), spec)
-        ctx.known = known_spec(made)
-        return made
+        ctx.spec = spec
+        return torch_private.dtensor(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None]:
         if cotangent is None:
             return None, None
-        found = _entering(current_world().era, ctx.known, known_spec(cotangent))
+        found = _entered(ctx.spec, cotangent)
         local = leave_global(found.route.take(cotangent))
         local = local if found.frame is None else found.frame.around(local)
         return local if found.share == 1 else local / found.share, None
@@ -139,11 +140,27 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Entering:
-    """How a cotangent becomes this rank's gradient: moved, put within zeros, divided by `share`."""
+    """How a cotangent becomes this rank's gradient: moved, put within zeros, divided by `share`.
+
+    `framed` is what it is before and after it is put within zeros.
+    """
 
     route: Route
     frame: Frame | None
     share: int
+    framed: tuple[State, State]
+
+
+def _entered(value: Spec, cotangent: DTensor) -> _Entering:
+    era, spec = current_world().era, torch_private.spec_of(cotangent)
+    if type(torch_private.local_of(cotangent)) is torch.Tensor:
+        return _entering(era, value, spec)
+    return settled_sizes(
+        spec.shape,
+        spec.mesh.size(),
+        lambda shape: _entering(era, spec_at(value, shape), spec_at(spec, shape)),
+        lambda found: [*states_of(found.route.program.plan), *found.framed],
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -152,11 +169,12 @@ def _entering(era: object, value: Spec, cotangent: Spec) -> _Entering:
     whole, arrived = sharding_of_spec(value), sharding_of_spec(cotangent)
     middle = gradient_sharding(whole, arrived, shape)
     there = route(era, cotangent, middle, (None, None))
-    frame = frame_of(state_of(middle, shape), state_of(_plain(whole), shape), shape)
+    framed = state_of(middle, shape), state_of(_plain(whole), shape)
+    frame = frame_of(*framed, shape)
     # What is whole on every rank of an axis over which the value is replicated counts n times.
     pairs = zip(value.placements, there.spec.placements, value.mesh.shape, strict=True)
     copies = math.prod(size for mine, theirs, size in pairs if mine.is_replicate() and theirs.is_replicate())
-    return _Entering(there, frame, copies * _pending_size(value, "avg", "mean"))
+    return _Entering(there, frame, copies * _pending_size(value, "avg", "mean"), framed)
 
 
 def _plain(sharding: Sharding) -> Sharding:

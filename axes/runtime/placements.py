@@ -11,11 +11,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
@@ -57,36 +55,6 @@ def sharding_of_spec(spec: Any) -> Sharding:
             f"{spec.placements} with a shard_order of its own isn't supported; redistribute to the mesh's order first"
         )
     return Sharding.from_placements(adopted(spec.mesh), spec.placements, len(spec.shape))
-
-
-def known_spec(x: DTensor) -> Any:
-    """The `DTensorSpec` of a DTensor, by which to look things up.
-
-    Where a graph with symbolic sizes is being traced, that is the spec of a stand-in: of about the
-    same size, divisible by everything.
-    """
-    spec = torch_private.spec_of(x)
-    if type(torch_private.local_of(x)) is torch.Tensor or not is_symbolic(spec.shape):
-        return spec
-    shape = stand_in(spec.shape, spec.mesh.size())
-    return torch_private.dtensor_spec(
-        spec.mesh, spec.placements, shape, contiguous_strides(shape), spec.tensor_meta.dtype
-    )
-
-
-_NUMBERS = {int}
-
-
-def is_symbolic(shape: Sequence[int]) -> bool:
-    """Whether a size of the shape is symbolic."""
-    return not _NUMBERS.issuperset(map(type, shape))
-
-
-def stand_in(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """The shape with numbers for symbols: multiples of `ranks` near those of the call that is traced."""
-    hints = [size if type(size) is int else torch_private.hint_of(size) or 0 for size in shape]
-    pairs = zip(shape, hints, strict=True)
-    return tuple(size if type(size) is int else ranks * max(1, round(hint / ranks)) for size, hint in pairs)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.layout import Layout, digits
 from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
@@ -40,6 +39,7 @@ from axes.algebra.state import Factors, slots
 from axes.runtime import packing, torch_private
 from axes.runtime.links import REDUCED, Link, link_of
 from axes.runtime.packing import Boxes, Part, Places, Shape, filler, packer, places_of, slices_of, unpacker
+from axes.runtime.symbols import parts, pieces, states_of
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -89,7 +89,7 @@ class Program:
     def at_sizes(self, tile: Shape) -> Run:
         """The traced form for a tile of other sizes than the plan's: for symbolic ones.
 
-        Raises `ShardingError` where a dim of another size doesn't divide as the plan's steps divide it.
+        Sizes may differ where the plan's own divide evenly into what the steps cut them into.
         """
         return _compiled(self, eager=False, scale=_scale(self.plan, tile) if self.plan.steps else None)
 
@@ -146,18 +146,7 @@ def _scale(plan: Plan, tile: Shape) -> Scale:
     All boxes of a plan between even tiles begin and end at multiples of a dim's finest pieces.
     """
     made_for = plan.steps[0].input_shape() or (0,)
-    units: list[tuple[int, int] | None] = []
-    for dim, (planned, found) in enumerate(zip(made_for, tile, strict=True)):
-        pieces = _pieces(plan, dim)
-        if type(found) is int and found == planned:
-            units.append(None)
-        elif pieces is None or planned % pieces or found % pieces:
-            raise ShardingError(
-                f"dim {dim} has a size that varies, which {plan.source} -> {plan.target} can't divide evenly; "
-                f"make it static, with torch._dynamo.mark_static(x, {dim})"
-            )
-        else:
-            units.append((planned // pieces, found // pieces))
+    units = [_unit(plan, dim, *sizes) for dim, sizes in enumerate(zip(made_for, tile, strict=True))]
 
     def scale(dim: int, size: int) -> int:
         unit = units[dim]
@@ -166,17 +155,20 @@ def _scale(plan: Plan, tile: Shape) -> Scale:
     return scale
 
 
-def _pieces(plan: Plan, dim: int) -> int | None:
-    """Into how many pieces the steps cut this rank's tile along a dim; None where factors of it are split."""
-    cuts: list[tuple[Layout, ...]] = []
-    for state in (plan.source, *(step.target for step in plan.steps)):
-        split = state.splits[dim]
-        if isinstance(split, Factors):
-            return None
-        cuts.append(split)
-    layouts = [layout for split in cuts for layout in split]
-    found = {digit for refined in digits(*layouts) for digit in refined} if layouts else set()
-    return math.prod(size for size, _ in found) // math.prod(layout.size for layout in cuts[0])
+def _unit(plan: Plan, dim: int, planned: int, found: int) -> tuple[int, int] | None:
+    """What a piece of a dim of this rank's tile has in the plan, and what it has; None where they are one."""
+    if type(found) is int and found == planned:
+        return None
+    states = states_of(plan)
+    whole = pieces(states, dim)
+    if whole == 1:
+        return planned, found
+    split = states[0].splits[dim]
+    if whole is None or isinstance(split, Factors) or plan.shape[dim] % whole:
+        assert found == planned, f"dim {dim} of {plan} has one size"
+        return None
+    count = whole // parts(split)
+    return planned // count, found // count
 
 
 def _cast(dtype: torch.dtype) -> Run:

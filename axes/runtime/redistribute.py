@@ -54,8 +54,8 @@ from axes.runtime.agreement import agree, ranks_text
 from axes.runtime.gradients import Same, transposed
 from axes.runtime.groups import current_world, group_of
 from axes.runtime.packing import slices_of
-from axes.runtime.placements import is_symbolic, stand_in
 from axes.runtime.programs import Program, check_dtypes
+from axes.runtime.symbols import is_symbolic, settled_sizes, states_of
 
 Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
@@ -88,13 +88,11 @@ def redistribute(
     Raises `ShardingError` where `local` isn't the source's tile, or where nothing takes source to
     target; on every rank, before anything is sent.
     """
-    there, back = both(comm_dtype)
-    shape = tuple(shape)
-    symbolic = is_symbolic(shape)
-    if symbolic:
-        shape = stand_in(shape, source.mesh.size)
-    made = _map(current_world().era, source, target, shape, local.dtype, view, source_same, target_same, there, back)
-    if not symbolic and tuple(local.shape) != made.tile:
+    shape, how = tuple(shape), (local.dtype, view, source_same, target_same, *both(comm_dtype))
+    if is_symbolic(shape):
+        return _map_of_symbols(source, target, shape, how, local.requires_grad).apply(local, async_op)
+    made = _map(current_world().era, source, target, shape, *how)
+    if tuple(local.shape) != made.tile:
         raise ShardingError(
             f"the tile of {list(shape)} on this rank is {list(made.tile)} by '{source}'; found {list(local.shape)}"
         )
@@ -113,10 +111,21 @@ def pulled_back(
     target_same: tuple[str, ...] = (),
 ) -> torch.Tensor:
     """The source's gradient from the target's: the transpose of `redistribute`, for what is linear."""
-    there, back = both(comm_dtype)
-    shape, dtype = tuple(shape), gradient.dtype
-    made = _map(current_world().era, source, target, shape, dtype, view, source_same, target_same, there, back)
-    return made.back(gradient)
+    shape, how = tuple(shape), (gradient.dtype, view, source_same, target_same, *both(comm_dtype))
+    if is_symbolic(shape):
+        return _map_of_symbols(source, target, shape, how, with_gradient=True).back(gradient)
+    return _map(current_world().era, source, target, shape, *how).back(gradient)
+
+
+def _map_of_symbols(source: Sharding, target: Sharding, shape: Shape, how: tuple[Any, ...], with_gradient: bool) -> Map:
+    """The map where sizes are symbolic."""
+    era = current_world().era
+    return settled_sizes(
+        shape,
+        source.mesh.size,
+        lambda numbers: _map(era, source, target, numbers, *how),
+        lambda made: made.states(with_gradient),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -335,15 +344,25 @@ class Frame:
 
     def at_sizes(self, tile: Shape) -> Frame:
         """The frame of a tile of other sizes, where tiles are even."""
+        units = [self._unit(dim, found) for dim, found in enumerate(tile)]
 
-        def scaled(sizes: Iterable[int]) -> Iterable[int]:
-            return (size // mine * found for size, mine, found in zip(sizes, self.tile, tile, strict=True))
+        def scaled(sizes: Iterable[int]) -> Shape:
+            return tuple(size // mine * found for size, (mine, found) in zip(sizes, units, strict=True))
 
         def box(region: Region) -> Region:
-            return tuple(zip(*(tuple(scaled(ends)) for ends in zip(*region, strict=True)), strict=True))
+            return tuple(zip(*(scaled(ends) for ends in zip(*region, strict=True)), strict=True))
 
         boxes = tuple((box(inner), box(outer)) for inner, outer in self.boxes)
-        return Frame(tile, tuple(scaled(self.shape)), boxes)
+        return Frame(tile, scaled(self.shape), boxes)
+
+    def _unit(self, dim: int, found: int) -> tuple[int, int]:
+        """A size here and what it becomes, where tiles are `found`; all others are multiples."""
+        mine = self.tile[dim]
+        ends = [end for boxes in self.boxes for box in boxes for end in box[dim]]
+        if mine and all(size % mine == 0 for size in (self.shape[dim], *ends)):
+            return mine, found
+        assert found == mine, f"dim {dim} of {self} has one size"
+        return 1, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,6 +399,18 @@ class Map:
         made = program(self.era, ends, self.dtype, self.comm_dtypes[1])
         return Linear(made, frame_of(middle, self.ends.source, self.ends.shape), divisor * means)
 
+    def states(self, with_gradient: bool) -> list[State]:
+        """What the tensor is on its way, and what its gradient is."""
+        there = states_of(self.forth.program.plan)
+        if not with_gradient:
+            return there
+        if self.is_linear:
+            return [*there, *states_of(self.back.program.plan)]
+        if len(self.classes) > 1:
+            return [state for one in _one_by_one(self) for state in one.states(with_gradient)]
+        extreme, total, summed = _reached(self)
+        return [*there, *states_of(extreme.plan), *states_of(total.plan), *summed.states(with_gradient)]
+
     @cached_property
     def idle(self) -> bool:
         """Whether neither the tensor nor its gradient changes."""
@@ -390,13 +421,18 @@ class Map:
         """The kinds of reductions that are resolved, in order: "sum", "max" or "min"."""
         return tuple(step.op for step in self.forth.program.plan.steps if step.op is not None)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether no maximum or minimum is resolved."""
+        return not any(op in ("max", "min") for op in self.classes)
+
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return self.forth(x, async_op)
         if self.idle:
             return x
-        if not any(op in ("max", "min") for op in self.classes):
+        if self.is_linear:
             return _Linear.apply(x, self, False, async_op)
         if len(self.classes) == 1:
             return _Extreme.apply(x, self, async_op)

@@ -21,6 +21,7 @@ accumulated, by whoever made the leaf part of a computation.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,10 @@ from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import contiguous_strides, is_symbolic, known_spec, sharding_of_spec, torch_placements
+from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, Ends, both, program, run
+from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
 
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
@@ -83,7 +85,20 @@ def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None, async_op:
     Raises `ShardingError` where nothing takes the sharding of `x` to the target, or where DTensor can't
     express the target for this shape; on every rank, before anything is sent.
     """
-    return route(current_world().era, known_spec(x), target, both(comm_dtype)).take(x, async_op)
+    return routed(x, route, target, both(comm_dtype)).take(x, async_op)
+
+
+def routed(x: DTensor, find: Callable[..., Route], *how: Any) -> Route:
+    """The route `find(era, spec, *how)` of a DTensor, whose sizes may be symbolic."""
+    era, spec = current_world().era, torch_private.spec_of(x)
+    if type(torch_private.local_of(x)) is torch.Tensor or not is_symbolic(spec.shape):
+        return find(era, spec, *how)
+    return settled_sizes(
+        spec.shape,
+        spec.mesh.size(),
+        lambda shape: find(era, spec_at(spec, shape), *how),
+        lambda found: states_of(found.program.plan),
+    )
 
 
 @functools.lru_cache(maxsize=8192)
@@ -123,13 +138,12 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None, None]:
         if cotangent is None:
             return None, None, None
-        back = _back(current_world().era, known_spec(cotangent), ctx.there)
-        return back.take(cotangent), None, None
+        return routed(cotangent, _back, ctx.there).take(cotangent), None, None
 
 
 def settled(x: DTensor) -> DTensor:
     """`x`, whose gradient is brought to its own sharding here, nothing pending."""
-    return _Settle.apply(x, sharding_of_spec(known_spec(x)))
+    return _Settle.apply(x, sharding_of_spec(torch_private.spec_of(x)))
 
 
 class _Settle(torch.autograd.Function):
@@ -180,7 +194,7 @@ def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...
 
 def unsharded(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
-    there = _to_whole(current_world().era, known_spec(x))
+    there = routed(x, _to_whole)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Unshard.apply(x, there)
     return run(there.program, torch_private.local_of(x))
@@ -207,7 +221,7 @@ class _Unshard(torch.autograd.Function):
         if gradient is None:
             return None, None
         replicated = _Replicated.apply(gradient.contiguous(), ctx.spec)
-        return _back(current_world().era, ctx.there.spec, ctx.there).take(replicated), None
+        return routed(replicated, _back, ctx.there).take(replicated), None
 
 
 class _Replicated(torch.autograd.Function):

@@ -1,0 +1,143 @@
+"""Symbolic sizes: what `torch.compile` traces so that one graph serves tensors of many shapes.
+
+A plan is made for numbers. But where every size that it cuts is a multiple of the pieces into which it
+is cut, the plan is the same one at every size, with all boxes scaled. So for symbolic sizes the plan of
+a stand-in is taken: of about the same size, and divisible by everything. What it needs of the sizes, it
+asks of them, which guards the graph. Where a size isn't a multiple, the plan is for this size alone.
+
+>>> stand_in((6, 10), 4)        # numbers stand for themselves
+(6, 10)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import AxesError
+from axes.algebra.layout import Layout
+from axes.algebra.plan import Plan
+from axes.algebra.state import Factors, State
+from axes.runtime import torch_private
+from axes.runtime.packing import strides_of
+
+Shape = tuple[int, ...]
+Found = TypeVar("Found")
+
+_NUMBERS = {int}
+
+
+def is_symbolic(shape: Sequence[int]) -> bool:
+    """Whether a size of the shape is symbolic."""
+    return not _NUMBERS.issuperset(map(type, shape))
+
+
+def is_traced(x: DTensor) -> bool:
+    """Whether the DTensor is one of a graph with symbolic sizes. For those of eager mode a single look."""
+    return type(torch_private.local_of(x)) is not torch.Tensor and is_symbolic(torch_private.spec_of(x).shape)
+
+
+def hints(shape: Sequence[int]) -> Shape:
+    """The sizes that symbols have in the call that is being traced."""
+    return tuple([size if type(size) is int else _hint(size) for size in shape])
+
+
+def _hint(size: Any) -> int:
+    found = torch_private.hint_of(size)
+    return int(size) if found is None else found
+
+
+def fixed(size: int) -> int:
+    """The number of a size, for which alone the graph is then.
+
+    Were a symbol compared with its number, torch would put the one for the other, and then not guard the
+    whole size of a DTensor at all (2.13): its shards are looked at, and uneven ones of two sizes may be
+    the same. So the graph is guarded on what only this number fulfils among those that occur.
+    """
+    number = hints((size,))[0]
+    assert size % _MORE_THAN_ANY_SIZE == number
+    return number
+
+
+_MORE_THAN_ANY_SIZE = 2**61 - 1
+
+
+def stand_in(shape: Sequence[int], ranks: int, fixed_dims: Collection[int] = ()) -> Shape:
+    """The shape with numbers for symbols: multiples of `ranks` near those of the call that is traced.
+
+    Of the dims whose size can't vary, it is that of this call.
+    """
+    found = list(shape)
+    for dim, size in enumerate(shape):
+        if dim in fixed_dims:
+            found[dim] = fixed(size)
+        elif type(size) is not int:
+            found[dim] = ranks * max(1, round(hints((size,))[0] / ranks))
+    return tuple(found)
+
+
+def spec_at(spec: Any, shape: Shape) -> Any:
+    """The `DTensorSpec` at another shape."""
+    return torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_of(shape), spec.tensor_meta.dtype)
+
+
+def states_of(plan: Plan) -> list[State]:
+    """What a tensor is on its way by a plan."""
+    return [plan.source, *(step.target for step in plan.steps)]
+
+
+def pieces(states: Sequence[State], dim: int) -> int | None:
+    """Into how many pieces of one size a dim is cut on the way through all these states.
+
+    1 where all cut it alike, whatever its size; None where factors of it are split, which have sizes.
+    """
+    splits = {state.splits[dim] for state in states}
+    if len(splits) == 1:
+        return 1
+    if any(isinstance(split, Factors) for split in splits):
+        return None
+    return math.lcm(*(parts(split) for split in splits if not isinstance(split, Factors)))
+
+
+def parts(split: tuple[Layout, ...]) -> int:
+    """Into how many pieces a dim is cut."""
+    return math.prod(layout.size for layout in split)
+
+
+def uneven(states: Sequence[State], shape: Sequence[int]) -> list[int]:
+    """The dims of symbolic size that can't vary: the graph is guarded on the others being multiples."""
+    found = []
+    for dim, size in enumerate(shape):
+        if type(size) is not int:
+            count = pieces(states, dim)
+            if count is None or size % count:
+                found.append(dim)
+    return found
+
+
+def settled_sizes(
+    shape: Sequence[int], ranks: int, find: Callable[[Shape], Found], states: Callable[[Found], Sequence[State]]
+) -> Found:
+    """What is found for a shape with symbolic sizes, by one that stands for it.
+
+    `states` are those that a tensor goes through by what was found. Sizes that these don't divide are
+    fixed; as all are where nothing is found for a stand-in.
+    """
+    symbols = {dim for dim, size in enumerate(shape) if type(size) is not int}
+    fixed_dims: set[int] = set()
+    while True:
+        try:
+            found = find(stand_in(shape, ranks, fixed_dims))
+        except AxesError:
+            if fixed_dims == symbols:
+                raise
+            fixed_dims = symbols
+            continue
+        odd = set(uneven(states(found), shape)) - fixed_dims
+        if not odd:
+            return found
+        fixed_dims |= odd
