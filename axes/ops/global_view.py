@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,17 +26,19 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
-from axes.algebra.flow.recipe import Op
+from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding
+from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import Program, bind, move
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
-from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
+from axes.runtime.packing import strides_of
+from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import resharded
-from axes.runtime.symbols import is_symbolic
+from axes.runtime.symbols import hints, is_symbolic, spec_at
 
 Sizes = tuple[tuple[str, Any], ...]
 Spec = Any
@@ -60,7 +62,7 @@ class Global:
     @property
     def recipe(self) -> Recipe:
         """What the program was made from."""
-        return self.program.recipe
+        return self.program.extents.recipe
 
     def run(self, operands: Sequence[DTensor]) -> DTensor:
         """The program on DTensors, outside of autograd."""
@@ -69,11 +71,25 @@ class Global:
         return torch_private.dtensor(local, _spec(self, local.dtype, strides))
 
 
-@functools.lru_cache(maxsize=8192)
+Made = TypeVar("Made")
+
+
+def _per_program(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Made once for each program and key; anew in a graph with symbolic sizes, which has programs of its own."""
+    kept = functools.lru_cache(maxsize=8192)(make)
+
+    @functools.wraps(make)
+    def made(program: Global, *key: Any) -> Made:
+        return (make if program.program.extents.is_symbolic else kept)(program, *key)
+
+    return made
+
+
+@_per_program
 def _spec(made: Global, dtype: torch.dtype, strides: tuple[int, ...] | None) -> Spec:
     """What the result of a program knows of itself; `strides` are those of a local that isn't contiguous."""
-    shape = made.recipe.result.shape
-    whole = contiguous_strides(shape) if strides is None else _whole_strides(shape, strides)
+    shape = made.program.extents.merged(made.recipe.result.groups)
+    whole = strides_of(shape) if strides is None else _whole_strides(shape, strides)
     return torch_private.dtensor_spec(made.device_mesh, made.placements, shape, whole, dtype)
 
 
@@ -104,40 +120,29 @@ def apply(
         raise ShardingError(f"grad is 'resolved' or 'pending'; found {grad!r}")
     ambient = ambient_mesh() if mesh is None else mesh
     if torch.compiler.is_compiling():
-        number = number_of(kind, text, op, ambient, mesh is not None, sizes, comm_dtype, grad)
-        return _node(number, *operands)
-    return _applied(operands, kind, text, op, ambient, mesh is not None, sizes, comm_dtype, grad, async_op)
+        number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
+        return _node(number, grad, tuple([size for _, size in sizes]), *operands)
+    specs = tuple([torch_private.spec_of(x) for x in operands])
+    era = current_world().era
+    made = _made(era, kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    return _applied(made, operands, grad)
 
 
 @torch.compiler.allow_in_graph
-def _node(number: int, *operands: DTensor) -> DTensor:
+def _node(number: int, grad: Grad, given: tuple[int, ...], *operands: DTensor) -> DTensor:
     """The operation as one node of a graph; there, every collective is waited for where it is used."""
-    return _applied([_of_numbers(x) for x in operands], *known(number))
+    kind, text, op, mesh, is_given, names, comm_dtype = known(number)
+    specs, sizes = tuple([torch_private.spec_of(x) for x in operands]), tuple(zip(names, given, strict=True))
+    if not any(is_symbolic(spec.shape) for spec in specs) and not is_symbolic(given):
+        made = _made(current_world().era, kind, text, op, specs, mesh, is_given, sizes, comm_dtype, False)
+    else:
+        find = functools.partial(_recipe, kind, text, op, specs, mesh, is_given)
+        extents = traced_extents(find, [tuple(spec.shape) for spec in specs], sizes)
+        made = _global(extents, specs[0].mesh, comm_dtype)
+    return _applied(made, operands, grad)
 
 
-def _of_numbers(x: DTensor) -> DTensor:
-    """The DTensor with numbers for symbolic sizes, on which the graph is guarded: programs are of one shape."""
-    spec = torch_private.spec_of(x)
-    if not is_symbolic(spec.shape):
-        return x
-    shape = tuple(int(size) for size in spec.shape)
-    return x.view(shape)
-
-
-def _applied(
-    operands: Sequence[DTensor],
-    kind: str,
-    text: str,
-    op: Op,
-    mesh: Mesh | None,
-    given: bool,
-    sizes: Sizes,
-    comm_dtype: Dtypes,
-    grad: Grad,
-    async_op: bool = False,
-) -> DTensor:
-    specs = tuple([torch_private.spec_of(x) for x in operands])
-    made = _made(current_world().era, kind, text, op, specs, mesh, given, sizes, comm_dtype, async_op)
+def _applied(made: Global, operands: Sequence[DTensor], grad: Grad) -> DTensor:
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
             if grad == "resolved" and x.is_leaf and x.requires_grad:
@@ -160,16 +165,30 @@ def _made(
     async_op: bool,
 ) -> Global:
     """The program for operands with these specs. `mesh` is passed where it is `given`, else ambient."""
+    shapes = tuple(tuple(spec.shape) for spec in specs)
+    found = _recipe(kind, text, op, specs, mesh, given, shapes, sizes)
+    return _global(extents_of(found), specs[0].mesh, comm_dtype, async_op)
+
+
+def _recipe(
+    kind: str,
+    text: str,
+    op: Op,
+    specs: tuple[Spec, ...],
+    mesh: Mesh | None,
+    given: bool,
+    shapes: tuple[Shape, ...],
+    sizes: Sizes,
+) -> Recipe:
+    """The recipe for operands of these shapes, with the placements of `specs`."""
     own = Mesh.from_device_mesh(specs[0].mesh)
     where = mesh if mesh is not None and (given or mesh.universe == own.universe) else own
-    shardings = tuple(sharding_of_spec(spec) for spec in specs)
-    found = recipe(kind, text, op, shardings, tuple(tuple(spec.shape) for spec in specs), where, sizes)
-    return _global(found, specs[0].mesh, comm_dtype, async_op)
+    return recipe(kind, text, op, tuple(sharding_of_spec(spec) for spec in specs), shapes, where, sizes)
 
 
-def _global(found: Recipe, device_mesh: Any, comm_dtype: Dtypes, async_op: bool) -> Global:
-    placements = torch_placements(found.result.output)
-    return Global(bind(found, "global", comm_dtype, async_op), device_mesh, placements)
+def _global(extents: Extents, device_mesh: Any, comm_dtype: Dtypes, async_op: bool = False) -> Global:
+    placements = torch_placements(extents.recipe.result.output)
+    return Global(bind(extents, "global", comm_dtype, async_op), device_mesh, placements)
 
 
 # --- gradients
@@ -201,7 +220,7 @@ class _Linear(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if cotangent is None:
             return (None,) * (1 + len(needed))
-        target = _wanted(ctx.made, needed, torch_private.spec_of(cotangent))
+        target = _wanted(ctx.made, needed, _arriving(cotangent))
         if target is not None:
             cotangent = resharded(cotangent, target, both(ctx.made.program.comm_dtype)[1])
         operands = ctx.saved_tensors if len(needed) > 1 else (None,)
@@ -212,7 +231,15 @@ class _Linear(torch.autograd.Function):
         return tuple(found)
 
 
-@functools.lru_cache(maxsize=8192)
+def _arriving(cotangent: DTensor) -> Spec:
+    """By what the gradient for a cotangent is looked up: its spec, with numbers in a graph with symbolic sizes."""
+    spec = torch_private.spec_of(cotangent)
+    if type(torch_private.local_of(cotangent)) is torch.Tensor:
+        return spec
+    return spec_at(spec, hints(spec.shape))
+
+
+@_per_program
 def _wanted(made: Global, needed: tuple[bool, ...], spec: Spec) -> Sharding | None:
     """Where the gradients of several operands all want the cotangent, so that it is sent once for all of them.
 
@@ -229,22 +256,25 @@ def _wanted(made: Global, needed: tuple[bool, ...], spec: Spec) -> Sharding | No
 
 def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
     """The gradient of one operand."""
-    back = _gradient(made, index, torch_private.spec_of(cotangent))
+    back = _gradient(made, index, _arriving(cotangent))
     if torch.is_grad_enabled():
         return _Linear.apply(back, cotangent, *others)
     return back.run((cotangent, *others))
 
 
-@functools.lru_cache(maxsize=8192)
+@_per_program
 def _gradient(made: Global, index: int, spec: Spec) -> Global:
     """The program of the gradient of operand `index`, for a cotangent with this spec."""
-    forward = made.recipe
-    linear = forward.kind != "reduce" or forward.op in _LINEAR_OPS
-    arrived = _arrived(forward, made, spec)
-    # What is compared with the operand, element by element, lies as the operand does.
-    back = gradient(forward, index, arrived) if linear else gradient(_as_sum(forward), index, arrived, lazy=False)
+    arrived = _arrived(made.recipe, made, spec)
+
+    def of(forward: Recipe) -> Recipe:
+        if forward.kind != "reduce" or forward.op in _LINEAR_OPS:
+            return gradient(forward, index, arrived)
+        # What is compared with the operand, element by element, lies as the operand does.
+        return gradient(_as_sum(forward), index, arrived, lazy=False)
+
     _, dtype = both(made.program.comm_dtype)
-    return _global(back, made.device_mesh, (dtype, dtype), async_op=False)
+    return _global(made.program.extents.derived(of), made.device_mesh, (dtype, dtype))
 
 
 def _arrived(forward: Recipe, made: Global, spec: Spec) -> Sharding:
@@ -293,8 +323,7 @@ class _Extreme(torch.autograd.Function):
             return None, None
         made, (x, y) = ctx.made, ctx.saved_tensors
         _check_resolved(made.recipe)
-        spread = _gradient(made, 0, torch_private.spec_of(y))
-        there = _gradient(made, 0, torch_private.spec_of(cotangent))
+        spread, there = (_gradient(made, 0, _arriving(each)) for each in (y, cotangent))
         local = torch_private.local_of(x)
         reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
         count = spread.program.run(_counting(made).run(reached))
@@ -304,10 +333,10 @@ class _Extreme(torch.autograd.Function):
         return None, torch_private.dtensor(value, _spec(there, value.dtype, None))
 
 
-@functools.lru_cache(maxsize=1024)
+@_per_program
 def _counting(made: Global) -> Program:
     """The sum with the same names as a maximum."""
-    return bind(_as_sum(made.recipe), "global")
+    return bind(made.program.extents.derived(_as_sum), "global")
 
 
 def _check_resolved(made: Recipe) -> None:
@@ -343,7 +372,8 @@ class _Other(torch.autograd.Function):
         result = made.recipe.result
         spec = torch_private.spec_of(cotangent)
         plain = replace(result.output, pending=())
-        moving = move(_arrived(made.recipe, made, spec), plain, result.shape, "global", None)
+        shape = made.program.extents.merged(result.groups)
+        moving = move(_arrived(made.recipe, made, spec), plain, shape, "global", None)
         arrived = torch_private.local_of(cotangent)
         (found,) = torch.autograd.grad(value, local, arrived if moving is None else moving(arrived), allow_unused=True)
         if found is None:
@@ -351,13 +381,13 @@ class _Other(torch.autograd.Function):
         return None, torch_private.dtensor(found.contiguous(), _unreduced(made, found.dtype))
 
 
-@functools.lru_cache(maxsize=1024)
+@_per_program
 def _unreduced(made: Global, dtype: torch.dtype) -> Spec:
     """What a gradient with the operand's own splits knows of itself."""
     operand = made.recipe.inputs[0]
     placements = torch_placements(replace(operand.source, pending=()))
-    strides = contiguous_strides(operand.shape)
-    return torch_private.dtensor_spec(made.device_mesh, placements, operand.shape, strides, dtype)
+    shape = made.program.extents.merged(operand.groups)
+    return torch_private.dtensor_spec(made.device_mesh, placements, shape, strides_of(shape), dtype)
 
 
 # --- leaves

@@ -16,12 +16,15 @@ import torch
 
 from axes.algebra.ambient import ambient_mesh, required_mesh
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow import recipe
-from axes.algebra.flow.recipe import Op
+from axes.algebra.flow import Recipe, recipe
+from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
+from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import Program, bind
+from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.redistribute import Dtypes
+from axes.runtime.symbols import is_symbolic
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -47,9 +50,29 @@ def apply(
         )
     if mesh is None:
         mesh = ambient_mesh() or _mesh_for(kind, text)
+    if torch.compiler.is_compiling():
+        number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
+        return _node(number, tuple(size for _, size in sizes), *operands)
     era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
     return _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op).run(*operands)
+
+
+@torch.compiler.allow_in_graph
+def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch.Tensor:
+    """The operation as one node of a graph; there, every collective is waited for where it is used."""
+    kind, text, op, mesh, names, comm_dtype = known(number)
+    sizes = tuple(zip(names, given, strict=True))
+    era = None if mesh.binding is None else current_world().era
+    shapes = tuple([x.shape for x in operands])
+    if not any(map(is_symbolic, (*shapes, given))):
+        return _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, False).run(*operands)
+    _check_mesh(mesh, text)
+
+    def find(shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
+        return recipe(kind, text, op, (None,) * len(shapes), shapes, mesh, sizes)
+
+    return bind(traced_extents(find, shapes, sizes), "local", comm_dtype).run(*operands)
 
 
 def _refuse(kind: str, x: object) -> NoReturn:
@@ -73,9 +96,13 @@ def _made(
     comm_dtype: Dtypes,
     async_op: bool,
 ) -> Program:
+    _check_mesh(mesh, text)
+    found = recipe(kind, text, op, (None,) * len(shapes), tuple(tuple(shape) for shape in shapes), mesh, sizes)
+    return bind(extents_of(found), "local", comm_dtype, async_op)
+
+
+def _check_mesh(mesh: Mesh, text: str) -> None:
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh is an axes mesh; found {type(mesh).__name__}")
     if mesh.coordinate is None:
         raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {text}")
-    found = recipe(kind, text, op, (None,) * len(shapes), tuple(tuple(shape) for shape in shapes), mesh, sizes)
-    return bind(found, "local", comm_dtype, async_op)

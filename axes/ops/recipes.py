@@ -1,6 +1,6 @@
 """Recipes made ready: what an expression does to this rank's tensors, as one function.
 
-    program = bind(recipe, "global")
+    program = bind(extents_of(recipe), "global")
     local = program.run(*locals)            # gather? -> view -> move? -> compute -> move? -> view
 
 `bind` turns a recipe of the algebra into a `Program`, a chain of few functions: einops (or a matrix
@@ -23,7 +23,9 @@ from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
+from axes.ops.extents import Extents, extents_of
 from axes.runtime.redistribute import Dtypes, pulled_back, redistribute
+from axes.runtime.symbols import hints
 
 Run = Callable[..., torch.Tensor]
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -34,14 +36,13 @@ View = Literal["global", "local"]
 class Program:
     """A recipe, made ready for one rank. `run` takes and gives local tensors.
 
-    comm_dtype: as in `redistribute`. sends: whether `run` moves data, or might.
+    comm_dtype: as in `redistribute`.
     """
 
-    recipe: Recipe
+    extents: Extents
     run: Run
     view: View
     comm_dtype: Dtypes
-    sends: bool
 
     # One program is made per key, so identity will do, and hashing a recipe would be slow.
     __hash__ = object.__hash__
@@ -50,17 +51,18 @@ class Program:
         return self is other
 
 
-def bind(found: Recipe, view: View, comm_dtype: Dtypes = None, async_op: bool = False) -> Program:
-    """The program of a recipe on the rank that its mesh is seen from."""
+def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool = False) -> Program:
+    """The program of a recipe at these extents, on the rank that its mesh is seen from."""
+    found = extents.recipe
     if found.mesh.coordinate is None:
-        return Program(found, _nothing, view, comm_dtype, False)
-    last = _last(found, view, comm_dtype, async_op)
-    feeds = [_feed(found, i, view, comm_dtype) for i in found.inputs]
-    compute = _compute(found, [feed is None for feed in feeds], merged=last is None)
+        return Program(extents, _nothing, view, comm_dtype)
+    last = _last(extents, view, comm_dtype, async_op)
+    feeds = [_feed(extents, i, view, comm_dtype) for i in found.inputs]
+    compute = _compute(extents, [feed is None for feed in feeds], merged=last is None)
     if view == "local" and last is not None and is_extreme_across_ranks(found):
-        whole = extreme(found, compute, last, feeds[0] is None, comm_dtype)
-        return Program(found, _chained(feeds, whole, None), view, comm_dtype, True)
-    return Program(found, _chained(feeds, compute, last), view, comm_dtype, bool(found.moves))
+        whole = extreme(extents, compute, last, feeds[0] is None, comm_dtype)
+        return Program(extents, _chained(feeds, whole, None), view, comm_dtype)
+    return Program(extents, _chained(feeds, compute, last), view, comm_dtype)
 
 
 def is_extreme_across_ranks(found: Recipe) -> bool:
@@ -99,7 +101,7 @@ def move(
     source: Sharding, target: Sharding, shape: Shape, view: View, comm_dtype: Dtypes, async_op: bool = False
 ) -> Stage | None:
     """The redistribution as a function of the local tensor; None where there is nothing to do."""
-    if unmoved(source, target, shape):
+    if unmoved(source, target, hints(shape)):
         return None
     (source, source_same), (target, target_same) = map(unmarked, (source, target))
     return functools.partial(
@@ -141,60 +143,61 @@ def _joined(stages: Iterable[Stage | None]) -> Stage | None:
     return run
 
 
-def _feed(found: Recipe, operand: Input, view: View, comm_dtype: Dtypes) -> Stage | None:
+def _feed(extents: Extents, operand: Input, view: View, comm_dtype: Dtypes) -> Stage | None:
     """From an operand to what the local computation takes; None where it takes the operand itself.
 
     Otherwise what it takes has one dim per atom.
     """
-    gathering = move(operand.source, operand.opened, operand.shape, view, comm_dtype)
-    moving = move(operand.elementary, operand.prepared, found.shape_of(operand.atoms), view, comm_dtype)
+    gathering = move(operand.source, operand.opened, extents.merged(operand.groups), view, comm_dtype)
+    moving = move(operand.elementary, operand.prepared, extents.shape(operand.atoms), view, comm_dtype)
     if gathering is None and moving is None:
         return None
-    return _joined([gathering, _opening(found, operand), moving])
+    return _joined([gathering, _opening(extents, operand), moving])
 
 
-def _opening(found: Recipe, operand: Input) -> Stage | None:
+def _opening(extents: Extents, operand: Input) -> Stage | None:
     """One dim per atom."""
     if all(len(group) == 1 for group in operand.groups):
         return None
-    shape = operand.elementary.local_shape(found.shape_of(operand.atoms))
+    shape = extents.local(operand.atoms, operand.elementary)
     return lambda x: x.reshape(shape)
 
 
-def _last(found: Recipe, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
+def _last(extents: Extents, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
     """From the derived result, with one dim per atom, to the result; None where that only merges dims."""
-    result = found.result
-    slicing = move(result.closed, result.output, result.shape, view, comm_dtype, async_op)
+    result = extents.recipe.result
+    slicing = move(result.closed, result.output, extents.merged(result.groups), view, comm_dtype, async_op)
     moving = move(
-        result.derived, result.target, found.shape_of(result.atoms), view, comm_dtype, async_op and slicing is None
+        result.derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op and slicing is None
     )
     if moving is None and slicing is None:
         return None
-    return _joined([moving, _merging(found), slicing])
+    return _joined([moving, _merging(extents), slicing])
 
 
-def _merging(found: Recipe) -> Stage | None:
-    result = found.result
+def _merging(extents: Extents) -> Stage | None:
+    result = extents.recipe.result
     if all(len(group) == 1 for group in result.groups):
         return None
-    shape = result.closed.local_shape(result.shape)
+    local = dict(zip(result.atoms, extents.local(result.atoms, result.target), strict=True))
+    shape = tuple(math.prod(local[atom] for atom in group) for group in result.groups)
     return lambda x: x.reshape(shape)
 
 
 # --- local computation
 
 
-def _compute(found: Recipe, raw: Sequence[bool], merged: bool) -> Run:
+def _compute(extents: Extents, raw: Sequence[bool], merged: bool) -> Run:
     """The local computation on operands that are as they came (`raw`) or opened into atoms.
 
     The result is `merged` into its dims, or has one dim per atom.
     """
-    local = _local_sizes(found)
+    found = extents.recipe
     terms = [i.groups if as_is else _singles(i.atoms) for i, as_is in zip(found.inputs, raw, strict=True)]
     goal = found.result.groups if merged else _singles(found.result.atoms)
     if len(terms) == 1 and not _repeats(found.result.atoms) and not _repeats(found.inputs[0].atoms):
-        return _single(found, terms[0], goal, local)
-    return _several(found, terms, goal, local)
+        return _single(extents, terms[0], goal)
+    return _several(extents, terms, goal)
 
 
 def _singles(atoms: Sequence[str]) -> Groups:
@@ -205,39 +208,34 @@ def _repeats(atoms: Sequence[str]) -> bool:
     return len(set(atoms)) < len(atoms)
 
 
-def _local_sizes(found: Recipe) -> dict[str, int]:
-    """What this rank has of each atom during the local computation."""
-    sizes: dict[str, int] = {}
-    for atoms, sharding in [
-        *((i.atoms, i.prepared) for i in found.inputs),
-        (found.result.atoms, found.result.derived),
-    ]:
-        sizes.update(zip(atoms, sharding.local_shape(found.shape_of(atoms)), strict=True))
-    return sizes
-
-
-def _single(found: Recipe, term: Groups, goal: Groups, local: Mapping[str, int]) -> Run:
+def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
     """One operand: an einops call."""
+    local, divisor = extents.computed, extents.divisor
     have = {atom for group in term for atom in group}
     want = {atom for group in goal for atom in group}
     letters = {atom: f"x{number}" for number, atom in enumerate(dict.fromkeys([*have, *want]))}
     reduced, added = [a for a in have if a not in want], [a for a in want if a not in have]
     if reduced and added:
         middle = _singles([a for group in term for a in group if a in want])
-        first, then = _single(found, term, middle, local), _single(replace(found, divisor=1), middle, goal, local)
+        first, then = _single(extents, term, middle), _single(_with(extents, divisor=1), middle, goal)
         return lambda x: then(first(x))
     grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
     sizes = {letters[a]: local[a] for a in local if a in letters and (a in grouped or a in added)}
     pattern = f"{_pattern(term, letters)} -> {_pattern(goal, letters)}"
-    if not reduced and not added and found.divisor == 1:
+    if not reduced and not added and extents.recipe.divisor == 1:
         if term == goal:
             return _same
         return lambda x: einops.rearrange(x, pattern, **sizes)
     if not reduced:
-        if found.divisor == 1:
+        if extents.recipe.divisor == 1:
             return lambda x: einops.repeat(x, pattern, **sizes)
-        return lambda x: einops.repeat(x / found.divisor, pattern, **sizes)
-    return _reduction(found, pattern, sizes, math.prod(local[a] for a in reduced))
+        return lambda x: einops.repeat(x / divisor, pattern, **sizes)
+    return _reduction(extents, pattern, sizes, reduced)
+
+
+def _with(extents: Extents, **changes: Any) -> Extents:
+    """The same extents of a recipe that is another in this."""
+    return replace(extents, recipe=replace(extents.recipe, **changes))
 
 
 # --- a maximum or minimum across ranks, in the local view
@@ -261,35 +259,38 @@ class Extreme:
     back: Stage
 
 
-def extreme(found: Recipe, compute: Run, last: Stage, raw: bool, comm_dtype: Dtypes) -> Run:
+def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: Dtypes) -> Run:
     """The computation of a maximum or minimum over ranks, differentiable in the local view.
 
     torch would divide a gradient among the ties of one rank, and communication among ranks; both at
     once is what the maximum of the whole does.
     """
-    derived, shape = found.result.derived, found.shape_of(found.result.atoms)
+    found = extents.recipe
+    derived, shape = found.result.derived, extents.shape(found.result.atoms)
     whole = replace(derived, pending=())
     summed = replace(derived, pending=tuple(replace(p, op="sum") for p in derived.pending))
     operand = found.inputs[0].groups if raw else _singles(found.inputs[0].atoms)
-    atoms, local = _singles(found.result.atoms), _local_sizes(found)
-    total = replace(found, op="sum")
+    atoms, total = _singles(found.result.atoms), _with(extents, op="sum")
     stages = Extreme(
         run=lambda x: last(compute(x)),
-        most=_single(found, operand, atoms, local),
+        most=_single(extents, operand, atoms),
         agreed=move(derived, whole, shape, "local", comm_dtype) or _same,
-        count=_single(total, operand, atoms, local),
+        count=_single(total, operand, atoms),
         added=move(summed, whole, shape, "local", None) or _same,
-        spread=_single(total, atoms, operand, local),
-        back=_pulling_back(found, summed, comm_dtype),
+        spread=_single(total, atoms, operand),
+        back=_pulling_back(extents, summed, comm_dtype),
     )
     return lambda x: _ExtremeAcrossRanks.apply(x, stages) if x.requires_grad else stages.run(x)
 
 
-def _pulling_back(found: Recipe, summed: Sharding, comm_dtype: Dtypes) -> Stage:
+def _pulling_back(extents: Extents, summed: Sharding, comm_dtype: Dtypes) -> Stage:
     """From the gradient of the result to that of the values which were reduced to it."""
-    result, atoms = found.result, found.shape_of(found.result.atoms)
-    legs = [(result.closed, result.output, result.shape), (summed, result.target, atoms)]
-    opened = result.target.local_shape(atoms)
+    result = extents.recipe.result
+    legs = [
+        (result.closed, result.output, extents.merged(result.groups)),
+        (summed, result.target, extents.shape(result.atoms)),
+    ]
+    opened = extents.local(result.atoms, result.target)
 
     def back(g: torch.Tensor) -> torch.Tensor:
         g = _pulled(g, *legs[0], comm_dtype).reshape(opened)
@@ -299,7 +300,7 @@ def _pulling_back(found: Recipe, summed: Sharding, comm_dtype: Dtypes) -> Stage:
 
 
 def _pulled(g: torch.Tensor, source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes) -> torch.Tensor:
-    if unmoved(source, target, shape):
+    if unmoved(source, target, hints(shape)):
         return g
     (source, source_same), (target, target_same) = map(unmarked, (source, target))
     return pulled_back(
@@ -339,8 +340,12 @@ def _pattern(groups: Groups, letters: Mapping[str, str]) -> str:
     return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
 
 
-def _reduction(found: Recipe, pattern: str, sizes: Mapping[str, int], count: int) -> Run:
-    """A reduction of `count` elements each; of none, it gives the reduction's identity."""
+def _reduction(extents: Extents, pattern: str, sizes: Mapping[str, int], atoms: Sequence[str]) -> Run:
+    """A reduction of these atoms; of no elements, it gives the reduction's identity."""
+    found, divisor = extents.recipe, extents.divisor
+    # For its part of the whole, one size tells as much as another.
+    numbers = extents_of(found).computed if extents.is_symbolic else extents.computed
+    count = math.prod(numbers[a] for a in atoms)
 
     def reduced_by(op: Op) -> Run:
         return lambda x: einops.reduce(x, pattern, op, **sizes)
@@ -352,7 +357,7 @@ def _reduction(found: Recipe, pattern: str, sizes: Mapping[str, int], count: int
         return reduced_by(op)
     if op != "mean":
         total = reduced_by("sum")
-        return lambda x: total(x) / found.divisor
+        return lambda x: total(x) / divisor
     # This rank's share of the mean: its own mean, by how much of the whole it has.
     weight = count * found.multiplier / found.divisor
     own = reduced_by("mean" if count else "sum")
@@ -370,8 +375,9 @@ def _identity(total: Run, op: str, x: torch.Tensor) -> torch.Tensor:
     return (total(x) + (least if op == "max" else most)).to(x.dtype)
 
 
-def _several(found: Recipe, terms: Sequence[Groups], goal: Groups, local: Mapping[str, int]) -> Run:
+def _several(extents: Extents, terms: Sequence[Groups], goal: Groups) -> Run:
     """Several operands, or a diagonal: a contraction, with views around it where dims are groups."""
+    found, local, divisor = extents.recipe, extents.computed, extents.divisor
     atoms = tuple(tuple(atom for group in term for atom in group) for term in terms)
     known = {atom for each in atoms for atom in each}
     flat = tuple(atom for group in goal for atom in group)
@@ -379,7 +385,7 @@ def _several(found: Recipe, terms: Sequence[Groups], goal: Groups, local: Mappin
     opening = [_reshaping(term, local) for term in terms]
     conjugate = [i.conjugate for i in found.inputs]
     product = contraction(atoms, kept)
-    scaling = [] if found.divisor == 1 else [lambda x: x / found.divisor]
+    scaling = [] if found.divisor == 1 else [lambda x: x / divisor]
     after = _joined([*scaling, *_finishing(kept, flat, goal, local)])
     if after is None and not any(opening) and not any(conjugate):
         return product

@@ -99,12 +99,17 @@ class Recipe:
     @functools.cached_property
     def moves(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
         """Where data may move: `(from, to, whole shape)` of each arrow that joins two shardings."""
+        return tuple(arrow for arrow in self.arrows if not unmoved(*arrow))
+
+    @property
+    def arrows(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
+        """`(from, to, whole shape)` of each arrow between shardings."""
         found: list[tuple[Sharding, Sharding, Shape]] = []
         for i in self.inputs:
             found += [(i.source, i.opened, i.shape), (i.elementary, i.prepared, self.shape_of(i.atoms))]
         r = self.result
         found += [(r.derived, r.target, self.shape_of(r.atoms)), (r.closed, r.output, r.shape)]
-        return tuple(move for move in found if not unmoved(*move))
+        return tuple(found)
 
     def __str__(self) -> str:
         lines = [self.text]
