@@ -299,12 +299,15 @@ def _task(step: Step, scale: Scale | None) -> Task:
     def scaled(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
         return tuple(replace(transfer, regions=tuple(map(box, transfer.regions))) for transfer in transfers)
 
+    planned = tile if step.kind == "all_gather" else shape
     tile, shape = (tuple(scale(*extent) for extent in enumerate(extents)) for extents in (tile, shape))
     copies = tuple((box(source), box(target)) for source, target in exchange.copies)
     sends, receives = scaled(exchange.sends), scaled(exchange.receives)
-    parts = tile if step.kind == "all_gather" else shape
-    made = replace(exchange, sends=sends, receives=receives, copies=copies)
-    return Task(step, tile, shape, made, math.prod(parts))
+    made, padded = replace(exchange, sends=sends, receives=receives, copies=copies), exchange.padded
+    for size, found in zip(planned, tile if step.kind == "all_gather" else shape, strict=True):
+        # Along dims that vary, all ranks have as much; along others the largest part counts.
+        padded = padded if type(found) is int else padded // size * found
+    return Task(step, tile, shape, made, padded)
 
 
 def _slice(task: Task) -> Run:
