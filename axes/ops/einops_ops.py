@@ -19,7 +19,6 @@ this rank's shard (the local view) it declares it. What an expression means is t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +76,7 @@ def rearrange(
         x = _stacked("rearrange", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply
-    elif _is_einops(expression) and sizes is None:
+    elif is_einops(expression) and sizes is None:
         return einops.rearrange(x, expression, **keywords)
     else:
         view = local_view.apply
@@ -111,7 +110,7 @@ def reduce(
         x = _stacked("reduce", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply
-    elif _is_einops(expression) and sizes is None:
+    elif is_einops(expression) and sizes is None:
         return einops.reduce(x, expression, op, **keywords)
     else:
         view = local_view.apply
@@ -143,7 +142,7 @@ def repeat(
         x = _stacked("repeat", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply
-    elif _is_einops(expression) and sizes is None:
+    elif is_einops(expression) and sizes is None:
         return einops.repeat(x, expression, **keywords)
     else:
         view = local_view.apply
@@ -151,10 +150,9 @@ def repeat(
     return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_einops(expression: object) -> bool:
+def is_einops(expression: object) -> bool:
     """Whether an expression has nothing that einops doesn't know."""
-    return not isinstance(expression, str) or not any(sign in expression for sign in "@|=")
+    return not isinstance(expression, str) or not ("@" in expression or "|" in expression or "=" in expression)
 
 
 def _check_op(op: Op) -> None:
@@ -165,7 +163,7 @@ def _check_op(op: Op) -> None:
 def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
     """A list of tensors as one with a new first dim, as einops takes it."""
     distributed = [isinstance(x, DTensor) for x in tensors]
-    if _is_einops(expression) and not any(distributed):
+    if is_einops(expression) and not any(distributed):
         return tensors
     if any(distributed) and not all(distributed):
         raise ShardingError(f"axes.{kind} takes DTensors or plain tensors, not both; found a list of both")

@@ -17,7 +17,6 @@ says what becomes of it: summed everywhere (`b s d`), summed and scattered (`b s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ExpressionError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.ops import global_view, local_view
+from axes.ops.einops_ops import is_einops
 from axes.ops.global_view import Grad
 from axes.runtime.redistribute import Dtypes
 
@@ -64,7 +64,7 @@ def einsum(
     """
     *tensors, expression = tensors_and_expression or (None,)
     distributed = [isinstance(x, DTensor) for x in tensors]
-    if not any(distributed) and sizes is None and not keywords and _is_einops(expression):
+    if not any(distributed) and sizes is None and not keywords and is_einops(expression):
         return einops.einsum(*tensors_and_expression)
     if not isinstance(expression, str):
         raise ExpressionError(f"the last argument of einsum is the expression; found {type(expression).__name__}")
@@ -73,12 +73,6 @@ def einsum(
         return global_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
     _check_plain(tensors, distributed)
     return local_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_einops(expression: object) -> bool:
-    """Whether an expression has nothing that einops doesn't know."""
-    return not isinstance(expression, str) or not any(sign in expression for sign in "@|=")
 
 
 def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:

@@ -23,7 +23,7 @@ from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
 from axes.ops import local_view
 from axes.ops.global_view import resolve_at_leaf
-from axes.runtime.graphs import known, number_of
+from axes.runtime.graphs import known, number_of, read_once
 from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import Route, route, routed, settled
@@ -170,7 +170,7 @@ def _of_shard(
     return local_view.apply("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op)
 
 
-@functools.lru_cache(maxsize=4096)
+@read_once
 def _check_dims(text: str) -> None:
     tree = parse_tensor(text)
     sides = [*tree.operands, *(tree.results or ())]

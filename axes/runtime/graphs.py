@@ -21,10 +21,12 @@ takes tensors and numbers alone, so what else it needs goes by a number:
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
+
+Read = TypeVar("Read")
 
 _things: list[Hashable] = []
 
@@ -39,6 +41,18 @@ def _number(thing: Hashable) -> int:
 def number_of(*thing: Hashable) -> int:
     """The number of a thing, equal things having the same; to `torch.compile` it is a constant."""
     return _number(thing[0] if len(thing) == 1 else thing)
+
+
+def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
+    """A function of texts, cached; to `torch.compile` what it gives is a constant."""
+    cached = functools.lru_cache(maxsize=4096)(read)
+
+    @torch.compiler.assume_constant_result
+    @functools.wraps(read)
+    def reading(*texts: Hashable) -> Read:
+        return cached(*texts)
+
+    return reading
 
 
 def known(number: int) -> Any:
