@@ -23,6 +23,7 @@ sum of all ranks' losses.
 | `all_gather(dim)` | `psum_scatter(dim)` |
 | `psum_scatter(dim)` | `all_gather(dim)` |
 | `all_to_all(a, b)` | `all_to_all(b, a)` |
+| `all_to_all(send_sizes=a, recv_sizes=b)` | `all_to_all(send_sizes=b, recv_sizes=a)` |
 | `ppermute` | `ppermute` the other way |
 
 So backward communicates as well, and all ranks must run it. It needs no ambient mesh: names are
@@ -39,7 +40,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import MeshError, ShardingError, shortened
+from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.mesh import Mesh
 from axes.runtime import collectives
 from axes.runtime.collectives import AxisName, Line, axis_layout, check_axis, line_of
@@ -165,7 +166,14 @@ def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | 
 
 
 def all_to_all(
-    x: torch.Tensor, axis: AxisName, split_dim: int, concat_dim: int, *, mesh: Mesh | None = None
+    x: torch.Tensor,
+    axis: AxisName,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+    mesh: Mesh | None = None,
 ) -> torch.Tensor:
     """Each rank cuts `x` along `split_dim`, sends piece i to coordinate i, and concatenates what arrives.
 
@@ -179,14 +187,43 @@ def all_to_all(
     `all_to_all(g, axis, concat_dim, split_dim)`. Raises `SizeError` where `split_dim` doesn't divide
     by the size of the axis.
 
+    Blocks are of one size, unless the sizes are given: piece i is `send_sizes[i]` long, and
+    `recv_sizes[i]` is how much comes from coordinate i. Both dims are the same one then.
+
+                       send_sizes                       recv_sizes
+        coordinate 0   [2, 1, 1]    [a a b c]           [a a d]      [2, 1, 0]
+        coordinate 1   [1, 0, 2]    [d f f]        ->   [b h h]      [1, 0, 2]
+        coordinate 2   [0, 2, 1]    [h h i]             [c f f i]    [1, 2, 1]
+
+    This sends tokens to their experts without padding. Who knows only what it sends asks first; a
+    small all-to-all transposes the matrix of sizes:
+
+        recv_sizes = axes.all_to_all(torch.tensor(send_sizes), axis).tolist()
+
+    Backward: the same with the two swapped. Raises `SizeError` where `send_sizes` don't add up to
+    the length of the dim. That ranks agree isn't looked at, and ranks that don't may wait for ever,
+    unless `AXES_CHECK=1` is in the environment: then it is a `DesyncError` on all of them. Sizes are
+    Python numbers, so that `.tolist()` in a function breaks the graph of `torch.compile`.
+
     >>> import axes
     >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
     ...     all_to_all(torch.ones(3, 8), "tp", split_dim=1, concat_dim=0).shape
+    ...     all_to_all(torch.ones(3, 8), "tp", send_sizes=[0, 1, 2, 0], recv_sizes=[0, 5, 5, 0]).shape
     torch.Size([12, 2])
+    torch.Size([10, 8])
     """
     line = _line("all_to_all", x, axis, mesh)
     split_dim, concat_dim = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
-    return _swap(x, split_dim, concat_dim, line) if line.size > 1 else x
+    if send_sizes is None and recv_sizes is None:
+        return _swap(x, split_dim, concat_dim, line) if line.size > 1 else x
+    if split_dim != concat_dim:
+        raise ShardingError(
+            f"all_to_all with send_sizes cuts and concatenates along one dim; found split_dim={split_dim} and "
+            f"concat_dim={concat_dim}. Write split_dim={split_dim}, concat_dim={split_dim}"
+        )
+    sends, receives = _sizes("send_sizes", send_sizes, line), _sizes("recv_sizes", recv_sizes, line)
+    _check_sizes(x, split_dim, sends, receives, line)
+    return _exchange(x, split_dim, sends, receives, line) if line.size > 1 else x
 
 
 def ppermute(
@@ -297,6 +334,44 @@ def _dim(what: str, x: torch.Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
+def _sizes(what: str, sizes: Sequence[int] | None, line: Line) -> tuple[int, ...]:
+    """Sizes of pieces, once it is clear that they are one number for each coordinate."""
+    if sizes is None:
+        raise ShardingError(
+            f"all_to_all takes send_sizes and recv_sizes together; {what} is missing. A small all_to_all over "
+            f"'{line.name}' tells ranks what they receive: axes.all_to_all(torch.tensor(send_sizes), axis).tolist()"
+        )
+    if isinstance(sizes, torch.Tensor):
+        raise ShardingError(f"all_to_all: {what} are Python numbers; found a tensor. Write {what}=counts.tolist()")
+    if not isinstance(sizes, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+        raise ShardingError(
+            f"all_to_all: {what} are whole numbers, one for each coordinate of '{line.name}'; found {shown(sizes)}"
+        )
+    if len(sizes) != line.size:
+        raise ShardingError(
+            f"all_to_all: {what} are one number for each of the {line.size} coordinates of '{line.name}'; "
+            f"found {len(sizes)}, {shown(sizes)}"
+        )
+    if any(n < 0 for n in sizes):
+        raise SizeError(f"all_to_all over '{line.name}': {what} are 0 or more; found {shown(sizes)}")
+    return tuple(sizes)
+
+
+def _check_sizes(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], line: Line) -> None:
+    """`SizeError` where this rank alone can tell that the sizes are wrong."""
+    if sum(sends) != x.shape[dim]:
+        raise SizeError(
+            f"all_to_all over '{line.name}': send_sizes {list(sends)} add up to {sum(sends)}; dim {dim} of "
+            f"{list(x.shape)} has {x.shape[dim]} elements"
+        )
+    here = line.coordinate
+    if sends[here] != receives[here]:
+        raise SizeError(
+            f"all_to_all over '{line.name}': this rank, coordinate {here}, sends itself {sends[here]} in send_sizes "
+            f"and receives {receives[here]} from itself in recv_sizes"
+        )
+
+
 def _neighbours(shift: int, line: Line) -> tuple[int, int]:
     """Where this rank sends to and receives from when all send by `shift`."""
     if isinstance(shift, bool) or not isinstance(shift, int):
@@ -350,6 +425,12 @@ def _swap(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch
     if _needs_gradient(x):
         return _Swap.apply(x, split_dim, concat_dim, line)
     return collectives.all_to_all(x, split_dim, concat_dim, line)
+
+
+def _exchange(x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line) -> torch.Tensor:
+    if _needs_gradient(x):
+        return _Exchange.apply(x, dim, sends, receives, line)
+    return collectives.exchange(x, dim, sends, receives, line)
 
 
 def _permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
@@ -425,6 +506,19 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _swap(gradient, ctx.concat_dim, ctx.split_dim, ctx.line), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line
+    ) -> torch.Tensor:
+        ctx.dim, ctx.sends, ctx.receives, ctx.line = dim, sends, receives, line
+        return collectives.exchange(x, dim, sends, receives, line)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return _exchange(gradient, ctx.dim, ctx.receives, ctx.sends, ctx.line), None, None, None, None
 
 
 class _Permute(torch.autograd.Function):

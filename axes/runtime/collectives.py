@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened
+from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, SizeError, shortened
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.runtime import torch_private
@@ -61,6 +62,10 @@ _REDUCED_IN = {
     torch.float8_e5m2fnuz: torch.float32,
     **{dtype: dtype for dtype in _EVERY_BACKEND_HAS},
 }
+
+
+_SHOWN = 16
+"""Lines of an error that there could be one of for each two ranks."""
 
 
 class Methods:
@@ -204,8 +209,42 @@ def all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
     """Cut along `split_dim` into equal pieces, the i-th for coordinate i; what arrives is concatenated."""
     sent = pieces(x, split_dim, line)
-    received = _exchanged(sent, sent.numel() // line.size, range(line.size), range(line.size), line)
-    return _joined(received.view(sent.shape), concat_dim)
+    each = [sent.numel() // line.size] * line.size
+    return _joined(_exchanged(sent, each, each, line).view(sent.shape), concat_dim)
+
+
+def exchange(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], line: Line) -> torch.Tensor:
+    """Cut along `dim` into pieces of `sends[i]`, the i-th for coordinate i; `receives[i]` come from it.
+
+    With `AXES_CHECK=1` in the environment `DesyncError` on every rank where ranks disagree on these.
+    """
+    rows = x.movedim(dim, 0)
+    if os.environ.get("AXES_CHECK") == "1" and not torch.compiler.is_compiling() and not _group(line).fake:
+        _check_exchange(rows, sends, receives, line)
+    row = math.prod(rows.shape[1:])
+    received = _exchanged(rows, [n * row for n in sends], [n * row for n in receives], line)
+    return received.view(sum(receives), *rows.shape[1:]).movedim(0, dim)
+
+
+def _check_exchange(rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line) -> None:
+    """Ranks tell each other what they are about to exchange, and each compares all of it."""
+    what = f"{rows.dtype} of {['*', *rows.shape[1:]]}".replace("'", "")
+    every = _of_every_rank((what, list(sends), list(receives)), line)
+    ranks = dist.get_process_group_ranks(_group(line).group)
+    wrong = [
+        f"rank {ranks[0]} exchanges {every[0][0]}, rank {ranks[i]} {each[0]}"
+        for i, each in enumerate(every)
+        if each[0] != every[0][0]
+    ]
+    wrong += [
+        f"rank {ranks[i]} sends {given[1][j]} to rank {ranks[j]}, which expects {taken[2][i]}"
+        for i, given in enumerate(every)
+        for j, taken in enumerate(every)
+        if given[1][j] != taken[2][i]
+    ]
+    if wrong:
+        rest = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise DesyncError("\n  ".join([f"ranks disagree in an all_to_all over '{line.name}':", *wrong[:_SHOWN], *rest]))
 
 
 def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
@@ -213,8 +252,10 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line)
 
     Every rank of the line calls it, also one that neither sends nor receives.
     """
-    targets, sources = (() if target is None else (target,)), (() if source is None else (source,))
-    received = _exchanged(x, x.numel(), targets, sources, line)
+    count = x.numel()
+    sends = [count if i == target else 0 for i in range(line.size)]
+    receives = [count if i == source else 0 for i in range(line.size)]
+    received = _exchanged(x if target is not None else x.new_empty(0), sends, receives, line)
     if source is not None:
         return received.view(x.shape)
     if not torch.compiler.is_compiling():
@@ -335,17 +376,14 @@ def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _exchanged(
-    x: torch.Tensor, count: int, targets: range | tuple[int, ...], sources: range | tuple[int, ...], line: Line
-) -> torch.Tensor:
-    """`count` elements of the contiguous `x` to each target, in order; flat, what the sources sent."""
+def _exchanged(x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line) -> torch.Tensor:
+    """The elements of `x` in order, `sends[i]` to coordinate i; flat, what came, `receives[i]` from it."""
     wire = _as_sent(x)
-    each = count * x.element_size() // wire.element_size()
-    sends = [each if i in targets else 0 for i in range(line.size)]
-    receives = [each if i in sources else 0 for i in range(line.size)]
-    if _group(line).fake and not targets and sources:
-        sends = receives  # torch's fake backend refuses to receive where nothing is sent
-    wire = wire[: sum(sends)]
+    width = x.element_size() // wire.element_size()
+    sends, receives = [n * width for n in sends], [n * width for n in receives]
+    if _group(line).fake and not sum(sends):
+        # torch's fake backend refuses to receive where nothing is sent
+        wire, sends = wire.new_zeros(sum(receives)), receives
     if torch.compiler.is_compiling():
         out = torch_private.functional_exchange(wire, receives, sends, _group(line).name)
     else:
