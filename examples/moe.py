@@ -19,9 +19,9 @@ How many tokens choose an expert is known only once they have chosen. Two ways t
 
 - with a *capacity*, an expert takes so many tokens of each rank, and the others are dropped. Then
   every rank sends as much, and both exchanges are expressions: `"e c@ep d -> e@ep c d"` and back;
-- *dropless*, ranks first tell each other how many tokens they will send: one small all-gather.
-  `axes.all_to_all` sends equal pieces, so that each is filled up with zeros to the largest; experts
-  compute for tokens alone.
+- *dropless*, ranks first tell each other how many tokens they will send: one small all-to-all. With
+  these as `send_sizes` and `recv_sizes`, `axes.all_to_all` takes as many as there are, and nothing is
+  padded.
 
     python examples/moe.py --dp-shard 4 --tp 2 --ep 4
 
@@ -122,24 +122,16 @@ def with_capacity(x: Tensor, chosen: Chosen, up: Tensor, down: Tensor, capacity:
 def dropless(x: Tensor, chosen: Chosen, up: Tensor, down: Tensor) -> Tensor:
     """Each rank sends each other rank as many tokens as there are, and no token is dropped."""
     ranks, here = axes.axis_size("ep"), len(up)
-    count = chosen.expert.bincount(minlength=ranks * here)
-    counts = axes.all_gather(count[None], "ep").unflatten(1, (ranks, here))  # [from, to, expert there]
-    largest = int(counts.sum(-1).max())  # the same on all ranks of ep, as all have all counts
+    leaving = chosen.expert.bincount(minlength=ranks * here).view(ranks, here)  # [to, expert there]
+    arriving = axes.all_to_all(leaving, "ep")  # [from, expert here]
+    to, of = leaving.sum(1).tolist(), arriving.sum(1).tolist()
 
-    to = chosen.expert // here
-    pieces = x.new_zeros(ranks, largest, x.shape[-1])
-    pieces[to, places(to)] = x[chosen.token]
-    arrived = axes.all_to_all(pieces, "ep", split_dim=0, concat_dim=0)  # dispatch
-
-    # What came from each rank is in the order of experts: `ends` are where those of each end.
-    ends = counts[:, axes.axis_index("ep")].cumsum(-1)
-    row = torch.arange(largest, device=x.device).expand(ranks, -1)
-    wanted = torch.searchsorted(ends, row.contiguous(), right=True)
+    arrived = axes.all_to_all(x[chosen.token], "ep", send_sizes=to, recv_sizes=of)  # dispatch
+    expert = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(arriving.flatten())
     results = torch.zeros_like(arrived)
     for i in range(here):
-        results[wanted == i] = computed(arrived[wanted == i], up[i], down[i])
-    pieces = axes.all_to_all(results, "ep", split_dim=0, concat_dim=0)  # combine
-    return combined(x, chosen, pieces[to, places(to)])
+        results[expert == i] = computed(arrived[expert == i], up[i], down[i])
+    return combined(x, chosen, axes.all_to_all(results, "ep", send_sizes=of, recv_sizes=to))  # combine
 
 
 # ------------------------------------------------------------------------------------ comparison
