@@ -401,7 +401,7 @@ def test_check_finds_what_claims_to_be_replicated_and_is_not(pool):
         assert (
             "the gradient of result 0, 'd', claims to be the same on all ranks of 'dp'; ranks 4, 5, 6, 7" in cotangent
         )
-        assert "the gradient of tensor 0, which is pending claims to be the same on all ranks of 'cp'" in gradient
+        assert "the gradient of tensor 0, which is pending, claims to be the same on all ranks of 'cp'" in gradient
         assert "differ from the first of their line in shape" in shape
 
 
@@ -453,7 +453,7 @@ MISTAKES = [
     ("b d -> b d", "p", same, ShardingError, "  tensor     b d | sum@cp"),
     ("b d | sum@tp -> b d", "p", same, ShardingError, "left side  b d | sum@tp"),
     ("b d | * -> b d | *", "p", same, ShardingError, "only the function knows what it leaves pending"),
-    ("b d | same@cp -> b d", "p", same, ShardingError, "'same' is about gradients of plain tensors"),
+    ("b d | same@cp -> b d", "p", same, ShardingError, "left side  b d | same@cp\n  tensor     b d | sum@cp"),
     ("b@dp d -> b@dp d@dp", "x", same, ShardingError, "axis 'dp' is used twice"),
     ("b d, b d -> b d", "xp", lambda x, p: x, ShardingError, "isn't sharded"),
     ("b d, b f | * -> b d", "xp", lambda x, p: x, ShardingError, "the tensors disagree on how 'b' is split"),

@@ -35,7 +35,7 @@ from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_te
 from axes.algebra.mesh import Mesh
 from axes.ops.collectives import axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
-from axes.ops.shard_map import run, scaled_gradient
+from axes.ops.shard_map import run
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
@@ -530,4 +530,17 @@ def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 
 def _same(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """`x`, whose gradient is whole and the same on all ranks of these axes: each takes its part of it."""
-    return scaled_gradient(x, 1, math.prod([axis_size(axis) for axis in axes])) if axes else x
+    return _Shared.apply(x, math.prod([axis_size(axis) for axis in axes])) if axes else x
+
+
+class _Shared(torch.autograd.Function):
+    """The identity; its gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / ctx.ranks, None

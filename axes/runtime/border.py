@@ -10,6 +10,7 @@ gradient is this rank's summand of it. In the global view there is one loss. Per
 | replicated | pending sum of the ranks' summands | a summand: pending stays, split within zeros, else 1/n |
 | pending sum | replicated | replicated |
 | pending mean | replicated, times n | replicated, by n |
+| replicated, `same` | replicated | replicated |
 
 >>> from torch.distributed.tensor import Partial, Replicate, Shard
 >>> gradient_of_local([Shard(0), Replicate(), Partial("sum")])
@@ -51,22 +52,41 @@ def gradient_of_local(placements: Sequence[Placement]) -> Placements:
     return tuple(Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in placements)
 
 
-def leave_global(x: DTensor) -> torch.Tensor:
-    """This rank's tensor of a DTensor, with the gradient rule of the border."""
+def leave_global(x: DTensor, counted: Placements | None = None) -> torch.Tensor:
+    """This rank's tensor of a DTensor, with the gradient rule of the border.
+
+    `counted` are the placements that this rule goes by, where they are others than the tensor's: what
+    is replicated, and has gradients that are whole on every rank, counts as pending.
+    """
     local = torch_private.local_of(x)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return local
-    return _Leave.apply(x, torch_private.spec_of(x))
+    return _Leave.apply(x, _counted(torch_private.spec_of(x), counted))
 
 
 def enter_global(
-    local: torch.Tensor, device_mesh: Any, placements: Placements, shape: Sequence[int], stride: tuple[int, ...]
+    local: torch.Tensor,
+    device_mesh: Any,
+    placements: Placements,
+    shape: Sequence[int],
+    stride: tuple[int, ...],
+    counted: Placements | None = None,
 ) -> DTensor:
-    """The DTensor whose shard on this rank is `local`, with the gradient rule of the border."""
+    """The DTensor whose shard on this rank is `local`, with the gradient rule of the border.
+
+    `counted` is as for `leave_global`.
+    """
     spec = _spec_of(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return torch_private.dtensor(local, spec)
-    return _Enter.apply(local, spec)
+    return _Enter.apply(local, spec, _counted(spec, counted))
+
+
+def _counted(spec: Spec, counted: Placements | None) -> Spec:
+    if counted is None or counted == spec.placements:
+        return spec
+    meta = spec.tensor_meta
+    return _spec_of(spec.mesh, counted, tuple(spec.shape), tuple(meta.stride), meta.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,27 +135,27 @@ class _Leave(torch.autograd.Function):
         leaving = _spec_of(spec.mesh, gradient_of_local(spec.placements), shape, strides, gradient.dtype)
         means = _pending_size(spec, "avg", "mean")
         scaled = gradient * means if means > 1 else gradient
-        return _Enter.apply(scaled.contiguous(), leaving), None
+        return _Enter.apply(scaled.contiguous(), leaving, leaving), None
 
 
 class _Enter(torch.autograd.Function):
     """The DTensor of a shard; this rank's gradient is its part of the one gradient, as the table says."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, counted: Spec) -> DTensor:
         ctx.set_materialize_grads(False)
         _check_differentiable(spec)
-        ctx.spec = spec
+        ctx.spec = counted
         return torch_private.dtensor(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
         if cotangent is None:
-            return None, None
+            return None, None, None
         found = _entered(ctx.spec, cotangent)
         local = leave_global(found.route.take(cotangent))
         local = local if found.frame is None else found.frame.around(local)
-        return local if found.share == 1 else local / found.share, None
+        return local if found.share == 1 else local / found.share, None, None
 
 
 @dataclass(frozen=True, eq=False)

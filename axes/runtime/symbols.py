@@ -63,6 +63,11 @@ def fixed(size: int) -> int:
     return number
 
 
+def are_equal(one: int, other: int) -> bool:
+    """Whether two sizes are the same, asked as `fixed` asks: compared, one symbol would be put for the other."""
+    return (one - other) % _MORE_THAN_ANY_SIZE == 0
+
+
 _MORE_THAN_ANY_SIZE = 2**61 - 1
 
 

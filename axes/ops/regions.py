@@ -1,0 +1,459 @@
+"""The structure of an SPMD region: what its expression says of the tensors on both sides of `->`.
+
+With what the tensors that go in know of themselves it is a `Region`, and with the shapes that the
+function has returned on this rank it says how the results lie:
+
+    region = region_of(era, "b@dp s d, d f@tp -> b@dp s f@tp", mesh, False, specs)
+    placed(region, ((2, 8, 16),))                      # placements, global shape
+
+All of it is found from a few values that can be hashed, and remembered. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
+from axes.algebra.grammar import Dim, Factor, Spec, parse_tensor
+from axes.algebra.mesh import Mesh
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Factor as ShardedFactor
+from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding
+from axes.runtime.placements import sharding_of_spec, torch_placements
+
+Axes = tuple[str, ...]
+Placements = tuple[Placement, ...]
+Shape = tuple[int, ...]
+Held = Any
+"""What is known of a DTensor: torch's `DTensorSpec` of it."""
+
+
+# reading
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """An expression, and which of its names are explicit: those with an `@` that isn't relative."""
+
+    text: str
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    explicit: frozenset[str | None]
+
+
+@functools.lru_cache(maxsize=1024)
+def read(text: str) -> Reading:
+    """An expression with both sides; `ExpressionError` where a region can't have it."""
+    tree = parse_tensor(text)
+    if tree.results is None:
+        raise ExpressionError("a region says what goes in and what comes out, 'b@dp s -> b@dp s'", text, 0, len(text))
+    relative: set[str | None] = set()
+    explicit: set[str | None] = set()
+    for side, specs in enumerate((tree.operands, tree.results)):
+        for dim in (dim for spec in specs for dim in spec.dims):
+            if _is_dots(dim) and str(dim) != "...":
+                raise ExpressionError("'...' in a region flows; name the dim that is split or grouped", text, *dim.span)
+            if _is_relative(dim):
+                _check_relative(text, dim, side)
+                relative.add(dim.factors[0].name)
+            else:
+                explicit.update(f.name for f in dim.factors if dim.place is not None or f.place is not None)
+    return Reading(text, tree.operands, tree.results, frozenset(explicit - relative))
+
+
+def _check_relative(text: str, dim: Dim, side: int) -> None:
+    if dim.grouped or dim.factors[0].name in (None, "_", "..."):
+        raise ExpressionError("'*' in a region stands for the split that a name has", text, *dim.span)
+    if side == 0 and str(dim.factors[0].place) != "*":
+        raise ExpressionError("left of '->' in a region '*' stands alone: it is the whole split", text, *dim.span)
+
+
+def _is_relative(dim: Dim) -> bool:
+    """Whether `*`, the split that the dim has, is part of its place."""
+    return any(place is not None and "*" in place.names for place in (dim.place, *(f.place for f in dim.factors)))
+
+
+def flows(reading: Reading, dim: Dim) -> bool:
+    """Whether the dim is split as its tensor happens to be."""
+    bare = dim.place is None and all(factor.place is None for factor in dim.factors)
+    return bare and not any(factor.name in reading.explicit for factor in dim.factors)
+
+
+def key_of(dim: Dim) -> str | None:
+    """What the dim is called throughout the expression; None for `_` and numbers."""
+    if dim.grouped:
+        return f"({' '.join(factor.name or str(factor.size) for factor in dim.factors)})"
+    return None if dim.factors[0].name == "_" else dim.factors[0].name
+
+
+def expanded(spec: Spec, ndim: int, what: str) -> list[Dim]:
+    """The dims of the spec for a tensor of `ndim` dims: `...` becomes as many as are missing."""
+    dots = sum(map(_is_dots, spec.dims))
+    missing = ndim - len(spec.dims) + dots
+    if missing < 0 or (missing and not dots):
+        raise ShardingError(f"{what} has {ndim} dims, its spec '{spec}' {len(spec.dims) - dots}")
+    filling = [Dim((Factor(f"...{i}"),)) for i in range(missing)]
+    return [found for dim in spec.dims for found in (filling if _is_dots(dim) else [dim])]
+
+
+def _is_dots(dim: Dim) -> bool:
+    return any(factor.name == "..." for factor in dim.factors)
+
+
+def check_count(who: str, count: int, specs: Sequence[Spec], side: str) -> None:
+    """One spec for each tensor; none, which is one of a scalar, for no tensors."""
+    nothing = count == 0 and specs == (Spec(()),)
+    if count != len(specs) and not nothing:
+        raise ShardingError(f"{who} {count} tensors, and the {side} side has {len(specs)} specs; one for each")
+
+
+def located(error: AxesError, reading: Reading) -> AxesError:
+    """The same error with the expression that it is about."""
+    return type(error)(f"{error}\n  in  shard_map '{reading.text}'")
+
+
+# going in
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """What is known once the tensors are: the mesh of the names, and what results take over.
+
+    Results lie on `home`, the mesh of the tensors. `splits` has, for each dim by name, how its
+    tensor splits it, on that tensor's own mesh; `sizes` its global size.
+    """
+
+    reading: Reading
+    mesh: Mesh
+    home: Mesh
+    device_mesh: Any
+    splits: Mapping[str, tuple[ShardedDim, Mesh]]
+    sizes: Mapping[str, int]
+    inputs: tuple[Input, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that goes in: its spec, dim by dim, and how it is sharded; `counted` is what its gradient goes by."""
+
+    spec: Spec
+    dims: list[Dim]
+    sharding: Sharding
+    shape: Shape
+    device_mesh: Any
+    placements: Placements
+    counted: Placements
+    same: Axes
+
+
+def _input(place: int, spec: Spec, held: Held) -> Input:
+    dims = expanded(spec, len(held.shape), f"tensor {place}")
+    return Input(spec, dims, sharding_of_spec(held), tuple(held.shape), held.mesh, held.placements, held.placements, ())
+
+
+@functools.lru_cache(maxsize=1024)
+def region_of(era: object, expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
+    """The region of tensors with these `DTensorSpec`s; `era` is that of their world.
+
+    `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one.
+    """
+    reading = read(expression)
+    try:
+        check_count("the function is called with", len(specs), reading.inputs, "left")
+        return _made(reading, mesh, is_given, specs)
+    except (ShardingError, SizeError, MeshError) as error:
+        raise located(error, reading) from None
+
+
+def _made(reading: Reading, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
+    inputs = [_input(place, *each) for place, each in enumerate(zip(reading.inputs, specs, strict=False))]
+    home = _home([each.sharding.mesh for each in inputs])
+    names = _mesh_of_names(mesh, is_given, home)
+    _check_names(reading, names)
+    home = names if home is None else home
+    if home.coordinate is None:
+        raise MeshError(f"rank {home.rank} isn't one of the ranks of {home!r}; only they run a region on it")
+    sizes = _sizes(reading, inputs)
+    splits: dict[str, tuple[ShardedDim, Mesh]] = {}
+    for place, each in enumerate(inputs):
+        same = _named_in(each.sharding.mesh, names, _same(each.spec))
+        if not _is_replicated(each.sharding, same) or not _is_as_written(reading, names, each, sizes):
+            _mismatch(place, each)
+        inputs[place] = replace(each, counted=_counted(each.sharding.mesh, each.placements, same), same=same)
+        _take_over(splits, reading, each)
+    device_meshes = [each.device_mesh for each in inputs if each.sharding.mesh == home]
+    region = Region(reading, names, home, (device_meshes or [home.device_mesh])[0], splits, sizes, tuple(inputs))
+    for spec in reading.outputs:
+        # What can't be is an error before the function runs and sends anything.
+        result_sharding(region, spec, [dim for dim in spec.dims if not _is_dots(dim)])
+    return region
+
+
+def mesh_of_names(mesh: Mesh | None, is_given: bool, device_meshes: Sequence[Any]) -> Mesh:
+    """Where the names of a region are looked up, by the meshes that the tensors lie on."""
+    return _mesh_of_names(mesh, is_given, _home([Mesh.from_device_mesh(each) for each in device_meshes]))
+
+
+def _home(meshes: Sequence[Mesh]) -> Mesh | None:
+    """The largest of the tensors' meshes, if it has the axes of all; None without tensors."""
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.size)
+    for mesh in meshes:
+        if mesh.universe != largest.universe or not largest.layout_of_all.contains(mesh.layout_of_all):
+            raise MeshError(
+                f"the tensors lie on meshes of which none has all axes: {mesh!r} and {largest!r}; axes.lift brings "
+                "one onto a larger mesh"
+            )
+    return largest
+
+
+def _mesh_of_names(mesh: Mesh | None, is_given: bool, home: Mesh | None) -> Mesh:
+    if home is None:
+        if mesh is None:
+            raise MeshError("a region without tensors needs a mesh: pass mesh=..., or call it inside `with mesh:`")
+        return mesh
+    if mesh is not None and mesh.universe == home.universe:
+        return mesh
+    if is_given:
+        raise MeshError(f"mesh= is over other ranks than the tensors: {mesh!r} and {home!r}")
+    return home
+
+
+def _check_names(reading: Reading, names: Mesh) -> None:
+    for dim in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
+        for place in (dim.place, *(factor.place for factor in dim.factors)):
+            for axis in place.names if place is not None else ():
+                if axis != "*":
+                    names.layout(axis)
+
+
+def _sizes(reading: Reading, inputs: Sequence[Input]) -> dict[str, int]:
+    """The global size of every name that is a dim of a tensor, or whose size is written."""
+    specs = (*reading.inputs, *reading.outputs)
+    seen = [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
+    for each in inputs:
+        for dim, extent in zip(each.dims, each.shape, strict=True):
+            seen.append((key_of(dim), extent))
+            if not dim.grouped and dim.factors[0].name is None and dim.factors[0].size != extent:
+                raise SizeError(f"a dim of {list(each.shape)} is written as {dim}, and has {extent} elements")
+    found: dict[str, int] = {}
+    for name, size in seen:
+        if name is not None and size is not None and found.setdefault(name, size) != size:
+            raise SizeError(f"'{name}' has two sizes, {found[name]} and {size}")
+    return found
+
+
+def _is_as_written(reading: Reading, names: Mesh, each: Input, sizes: Mapping[str, int]) -> bool:
+    """Whether explicit dims are split as the spec says, and what is pending is what it says."""
+    actual, spec = each.sharding, each.spec
+    for dim, split, extent in zip(each.dims, actual.dims, each.shape, strict=True):
+        if not flows(reading, dim) and not _is_relative(dim):
+            written = Sharding(names, (_explicit(names, dim, sizes),))
+            if not written.is_equivalent(Sharding(actual.mesh, (split,)), (extent,)):
+                return False
+    if any(pending.op == "*" for pending in spec.pending or ()):
+        return True
+    return _pending(names, spec).is_equivalent(Sharding(actual.mesh, (), actual.pending))
+
+
+def _explicit(names: Mesh, dim: Dim, sizes: Mapping[str, int]) -> ShardedDim:
+    """A dim as it is written, with the sizes of its factors where they are known."""
+    known = {f.name: sizes[f.name] for f in dim.factors if f.name is not None and f.name in sizes}
+    return parsed_sharding(names, str(dim), tuple(sorted(known.items()))).dims[0]
+
+
+def _pending(names: Mesh, spec: Spec) -> Sharding:
+    """What a spec says is pending, as the sharding of a scalar."""
+    return parsed_sharding(names, f"| {' '.join(str(p) for p in spec.pending or () if p.op != 'same')}")
+
+
+def _same(spec: Spec) -> Axes:
+    """The axes over which a spec says `same`."""
+    return tuple(name for p in spec.pending or () if p.op == "same" and p.place is not None for name in p.place.names)
+
+
+def _is_replicated(sharding: Sharding, axes: Axes) -> bool:
+    try:
+        _with_same(sharding, axes)
+    except ShardingError:
+        return False
+    return True
+
+
+def _with_same(sharding: Sharding, axes: Axes) -> Sharding:
+    """The sharding that is also `same` over axes; `ShardingError` where these split it or are pending."""
+    return replace(sharding, pending=(*sharding.pending, PendingReduction("same", axes))) if axes else sharding
+
+
+def _counted(mesh: Mesh, placements: Placements, same: Axes) -> Placements:
+    """The placements that a gradient goes by, on both sides of the border.
+
+    That of what is `same` is whole on every rank, as is that of what is pending.
+    """
+    if not same:
+        return placements
+    pending = torch_placements(Sharding(mesh, (), (PendingReduction("sum", same),)))
+    return tuple(mine if mine.is_partial() else other for mine, other in zip(pending, placements, strict=True))
+
+
+def _mismatch(place: int, each: Input) -> NoReturn:
+    spec, actual = each.spec, each.sharding
+    pending = tuple(p for p in spec.pending or () if p.op != "same")
+    target = replace(spec, pending=pending) if pending else f"{replace(spec, pending=None)} |"
+    shown = actual.named([key_of(dim) or "_" for dim in each.dims])
+    raise ShardingError(
+        f"tensor {place} isn't sharded as the left side says\n"
+        f"  left side  {spec}\n"
+        f"  tensor     {shown}    {list(each.shape)}, {actual.mesh!r}\n"
+        f"write how it is sharded, or move it first: axes.reshard(x, '{target}')"
+    )
+
+
+def _take_over(splits: dict[str, tuple[ShardedDim, Mesh]], reading: Reading, each: Input) -> None:
+    """Remembers how each dim is split, for results with that dim. Where it flows the tensors agree."""
+    mesh = each.sharding.mesh
+    for dim, split, extent in zip(each.dims, each.sharding.dims, each.shape, strict=True):
+        key = key_of(dim)
+        if key is None:
+            continue
+        other, its_mesh = splits.setdefault(key, (split, mesh))
+        agree = Sharding(mesh, (split,)).is_equivalent(Sharding(its_mesh, (other,)), (extent,))
+        if not agree and (flows(reading, dim) or _is_relative(dim)):
+            raise ShardingError(
+                f"the tensors disagree on how '{key}' is split, {other} and {split}; reshard one of them"
+            )
+
+
+# coming out
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What a result is outside: how it lies, the placements its gradient goes by, its global shape."""
+
+    device_mesh: Any
+    placements: Placements
+    counted: Placements
+    shape: tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def placed(region: Region, shapes: tuple[Shape, ...]) -> tuple[Placed, ...]:
+    """What the results are outside that have these shapes on this rank."""
+    reading = region.reading
+    try:
+        check_count("the function returned", len(shapes), reading.outputs, "right")
+        return tuple(_result(region, place, shape) for place, shape in enumerate(shapes))
+    except (ShardingError, SizeError, MeshError) as error:
+        raise located(error, reading) from None
+
+
+def _result(region: Region, place: int, local: Shape) -> Placed:
+    spec = region.reading.outputs[place]
+    dims = expanded(spec, len(local), f"result {place}")
+    sharding = result_sharding(region, spec, dims)
+    whole = tuple(whole_size(region, *each) for each in zip(dims, sharding.dims, local, strict=True))
+    expected = sharding.local_shape(whole)
+    if expected != local:
+        raise ShardingError(
+            f"result {place}, '{spec}', is {list(whole)} in whole and so {list(expected)} on this rank; the function "
+            f"returned {list(local)}"
+        )
+    sharding = sharding.sized(whole)
+    check_torch_can(sharding, whole)
+    placements = torch_placements(sharding)
+    same = _named_in(region.home, region.mesh, _same(spec))
+    return Placed(region.device_mesh, placements, _counted(region.home, placements, same), torch.Size(whole))
+
+
+def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding:
+    """How a result of these dims lies, on the mesh of the tensors."""
+    if any(pending.op == "*" for pending in spec.pending or ()):
+        raise ShardingError(
+            "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
+        )
+    pending = _pending(region.mesh, spec).pending
+    pending = tuple(replace(p, axes=_named_in(region.home, region.mesh, p.axes)) for p in pending)
+    sharding = Sharding(region.home, tuple(_split(region, dim) for dim in dims), pending)
+    _with_same(sharding, _named_in(region.home, region.mesh, _same(spec)))
+    return sharding
+
+
+def _split(region: Region, dim: Dim) -> ShardedDim:
+    """How a dim of a result is split, in the names of the mesh that it lies on."""
+    key = key_of(dim)
+    if flows(region.reading, dim):
+        if key is not None and key in region.splits:
+            split, mesh = region.splits[key]
+            return _moved(split, mesh, region.home)
+        _check_new(region, dim)
+        return ShardedDim((ShardedFactor(key if key else "_"),))
+    if not _is_relative(dim):
+        return _moved(_explicit(region.mesh, dim, region.sizes), region.mesh, region.home)
+    if key is None or key not in region.splits:
+        raise ShardingError(f"'*' in {dim} is how '{key}' is split on the left, where it isn't")
+    split, mesh = region.splits[key]
+    if len(split.factors) > 1:
+        raise ShardingError(f"'*' in {dim} would be {split}, which is split inside; write it out")
+    has = _named_in(region.home, mesh, split.axes)
+    place = dim.factors[0].place
+    axes = [
+        axis
+        for name in (place.names if place else ())
+        for axis in (has if name == "*" else _named_in(region.home, region.mesh, (name,)))
+    ]
+    return ShardedDim((ShardedFactor(key, None, tuple(axes)),))
+
+
+def _check_new(region: Region, dim: Dim) -> None:
+    """A new name is unsplit; refuses one that only seems new, since a split tensor has it in a group or out of one."""
+    names = {factor.name for factor in dim.factors}
+    for key, (split, _) in region.splits.items():
+        if split.axes and names & set(key.strip("()").split()):
+            raise ShardingError(
+                f"{dim} on the right was part of '{key}' on the left, which is {split}; write how it is split now"
+            )
+
+
+def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int:
+    """The global size of a dim of a result: that of its name, else even shards."""
+    key, sizes = key_of(dim), region.sizes
+    if key is not None and key in sizes:
+        return sizes[key]
+    if key is not None and all(factor.name is None or factor.name in sizes for factor in dim.factors):
+        return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])  # type: ignore[misc]
+    return local * parts_of(region.home, split)
+
+
+def parts_of(mesh: Mesh, split: ShardedDim) -> int:
+    """Into how many parts a dim is split."""
+    return math.prod(mesh.layout(axis).size for axis in split.axes)
+
+
+def _moved(dim: ShardedDim, source: Mesh, target: Mesh) -> ShardedDim:
+    """The same split in the names of another mesh."""
+    factors = (replace(factor, axes=_named_in(target, source, factor.axes)) for factor in dim.factors)
+    return dim if source is target else ShardedDim(tuple(factors))
+
+
+def _named_in(target: Mesh, source: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Axes of `source` as those of `target`; `ShardingError` where it doesn't have them."""
+    found: list[str] = []
+    for axis in axes:
+        layout = source.layout(axis)
+        if target.namespace.get(axis) == layout:
+            found.append(axis)
+            continue
+        names = target.factored(layout)
+        if names is None:
+            raise ShardingError(f"axis '{axis}' isn't made of the axes of {target!r}, on which the tensors lie")
+        found.extend(names)
+    return tuple(found)
