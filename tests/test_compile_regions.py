@@ -109,16 +109,20 @@ def names_of_sizes() -> list[tuple[list[str], list[int]]]:
                 lambda n: {"b d": numbers(n, 3)},
                 (8, 12, 9, 11, 9, 6),
             ),
+            differences(
+                shard_map(torch.sin, "b d | same@cp -> b d | same@cp"), lambda n: {"b d": numbers(n, 3)}, (8, 12, 9)
+            ),
         ]
 
 
 def test_names_keep_their_sizes_whatever_these_are(world):
-    for moves, flows, cut in world(names_of_sizes, 2, timeout=240):
-        assert [wrong for wrong, _ in (moves, flows, cut)] == [[]] * 3
+    for moves, flows, cut, same in world(names_of_sizes, 2, timeout=240):
+        assert [wrong for wrong, _ in (moves, flows, cut, same)] == [[]] * 4
         # A group that is split has the sizes of its names in it.
         assert moves[1] == [1, 2, 3]
         assert flows[1] == [1, 1, 2, 2]
         assert cut[1] == [1, 1, 2, 3, 3, 3]
+        assert same[1] == [1, 1, 1]
 
 
 def sent(found: list[str]) -> Callable[..., object]:

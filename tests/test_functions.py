@@ -416,7 +416,6 @@ def hidden() -> list[str]:
             lambda: softmax(x, "b v", over="v"),
             lambda: cross_entropy(x, y, "b v@tp, b -> "),
             lambda: cross_entropy(x, integers(8, 4), "b v@tp, b -> b"),
-            lambda: cross_entropy(x, y, "b@dp v@tp, b@dp -> | same@dp"),
         ):
             try:
                 call()
@@ -426,11 +425,21 @@ def hidden() -> list[str]:
 
 
 def test_dtensors_say_how_what_is_worked_over_is_split(pool):
-    over, reduced, mixed, same = pool.run(hidden)[0]
+    over, reduced, mixed = pool.run(hidden)[0]
     assert "left side  b v@()\n  tensor     b@dp v@tp" in over
     assert "left side  b@() v@tp\n  tensor     b@dp v@tp" in reduced
     assert "cross_entropy takes DTensors or plain tensors, not both" in mixed
-    assert "'same' is about gradients of plain tensors" in same
+
+
+def same_losses() -> None:
+    with mesh():
+        tensors = {"b@dp v@tp": numbers(4, 8), "b@dp": integers(8, 4)}
+        for pending in ("same@dp", "same@(dp cp tp)"):
+            agree(lambda x, y, p=pending: cross_entropy(x, y, f"b@dp v@tp, b@dp -> | {p}"), F.cross_entropy, tensors)
+
+
+def test_a_loss_of_dtensors_may_be_same(pool):
+    pool.run(same_losses)
 
 
 # torch.compile

@@ -327,6 +327,65 @@ def test_pending_values_go_in_and_come_out_as_the_expression_says(pool):
     pool.run(pending)
 
 
+# same
+
+
+def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Two layers of Megatron's, on a rank's part of the middle: its f and g at the ends."""
+    x = axes.rearrange(x, "b d | same@tp -> b d")
+    return axes.rearrange((x @ w).tanh() @ v, "b d | sum@tp -> b d | same@tp")
+
+
+BLOCK = "b@dp d | same@tp, d f@tp, f@tp d -> b@dp d | same@tp"
+
+
+def same_on_both_sides() -> None:
+    with mesh() as m:
+        wholes = [numbers(4, 6), numbers(6, 8, seed=1), numbers(8, 6, seed=2)]
+        specs = ["b@dp d", "d f@tp", "f@tp d"]
+        cotangent = numbers(4, 6, seed=3)
+        x, w, v = (whole.clone().requires_grad_() for whole in wholes)
+        ((x @ w).tanh() @ v).backward(cotangent)
+        arriving = {spec: axes.shard(cotangent, spec) for spec in ("b@dp d", "b d", "b d@tp", "b@(dp cp tp) d")}
+        share = m.axis("tp").index - 0.5
+        arriving["pending"] = axes.from_local(cotangent * share * 2 + cotangent / 2, "b d | sum@tp")
+        for how, g in arriving.items():
+            leaves = [axes.shard(t, spec).requires_grad_() for t, spec in zip(wholes, specs, strict=True)]
+            came: list[str] = []
+            leaves[0].register_hook(lambda found, came=came: came.append(axes.spec_of(found)))
+            y = shard_map(block, BLOCK, check=True)(*leaves)
+            assert axes.spec_of(y) == "_@dp _"
+            torch.testing.assert_close(whole(y), ((x @ w).tanh() @ v).detach())
+            y.backward(g)
+            for got, wanted in zip(leaves, (x, w, v), strict=True):
+                torch.testing.assert_close(whole(got.grad), wanted.grad, msg=lambda text, how=how: f"{how}: {text}")
+            # Over tp nothing is pending: the gradient is whole on every rank.
+            assert came == ["_@dp _ | sum@cp"]
+
+
+def test_same_has_whole_gradients_on_both_sides_and_those_of_one_device(pool):
+    pool.run(same_on_both_sides, timeout=120)
+
+
+def same_sends() -> tuple[int, int]:
+    with axes.init_mesh("tp=4", "(tp) = a b", a=2, device_type="cpu"):
+        x, w, v = (
+            axes.shard(numbers(4, 6), "b d"),
+            axes.shard(numbers(6, 8), "d f@tp"),
+            axes.shard(numbers(8, 6), "f@tp d"),
+        )
+        leaves = [t.requires_grad_() for t in (x, w, v)]
+        with CommDebugMode() as there:
+            y = shard_map(block, "b d | same@tp, d f@tp, f@tp d -> b d | same@tp")(*leaves)
+        with CommDebugMode() as back:
+            y.backward(axes.shard(numbers(4, 6), "b d"))
+        return there.get_total_counts(), back.get_total_counts()
+
+
+def test_same_costs_what_megatron_costs(world):
+    assert world(same_sends, 4) == [(1, 1)] * 4
+
+
 # uneven shards
 
 
@@ -377,13 +436,15 @@ def checking() -> list[str]:
             caught(lambda x: x.sum(0), "n@tp d -> d | sum@tp", x),
             caught(lambda x: psum(x.sum(0), "tp"), "n@tp d -> d", x, backward=True),
             caught(lambda s: psum(s * (axis_index("cp") + 1), "cp"), "d | sum@cp -> d", summand, backward=False),
-            gradient_of(summand),
+            gradient_of(summand, lambda s: psum(s * (axis_index("cp") + 1), "cp"), "d | sum@cp -> d"),
             caught(lambda x: x.new_zeros(3 if axis_index("cp") else 2), "n@tp d -> k", x),
+            gradient_of(x, lambda x: x * (axis_index("cp") + 1), "n@tp d | same@cp -> n@tp d | sum@cp"),
+            gradient_of(x, lambda x: x * 2.0, "n@tp d | same@cp -> n@tp d | same@cp"),
         ]
 
 
-def gradient_of(summand: torch.Tensor) -> str:
-    y = shard_map(lambda s: psum(s * (axis_index("cp") + 1), "cp"), "d | sum@cp -> d", check=True)(summand)
+def gradient_of(x: torch.Tensor, fn, expression: str) -> str:
+    y = shard_map(fn, expression, check=True)(x)
     try:
         axes.unshard(y).sum().backward()
     except AxesError as error:
@@ -393,8 +454,9 @@ def gradient_of(summand: torch.Tensor) -> str:
 
 def test_check_finds_what_claims_to_be_replicated_and_is_not(pool):
     every = pool.run(checking)
-    for fine, forgotten, announced, cotangent, linear, gradient, shape in every:
-        assert fine == announced == linear == "nothing"
+    for fine, forgotten, announced, cotangent, linear, gradient, shape, summand, same in every:
+        assert "the gradient of tensor 0, which is 'same', claims to be the same on all ranks of 'cp'" in summand
+        assert fine == announced == linear == same == "nothing"
         assert "result 0, 'd', claims to be the same on all ranks of 'tp'; ranks 1, 3, 5, 7 differ" in forgotten
         assert "axes.psum(y, 'tp')" in forgotten
         assert "shard_map 'n@tp d -> d'" in forgotten
@@ -454,6 +516,10 @@ MISTAKES = [
     ("b d | sum@tp -> b d", "p", same, ShardingError, "left side  b d | sum@tp"),
     ("b d | * -> b d | *", "p", same, ShardingError, "only the function knows what it leaves pending"),
     ("b d | same@cp -> b d", "p", same, ShardingError, "left side  b d | same@cp\n  tensor     b d | sum@cp"),
+    ("b@dp d | same@dp -> b@dp d", "x", same, ShardingError, "left side  b@dp d | same@dp\n  tensor     b@dp d  "),
+    ("b@dp d | same@tp -> b@dp d", "p", same, ShardingError, "move it first: axes.reshard(x, 'b@dp d |')"),
+    ("b@dp d -> b@dp d | same@dp", "x", same, ShardingError, "axis 'dp' is used twice: in b=4@dp and in same@dp"),
+    ("b@dp d -> b@dp d | same@dq", "x", same, MeshError, "the mesh has no axis 'dq'"),
     ("b@dp d -> b@dp d@dp", "x", same, ShardingError, "axis 'dp' is used twice"),
     ("b d, b d -> b d", "xp", lambda x, p: x, ShardingError, "isn't sharded"),
     ("b d, b f | * -> b d", "xp", lambda x, p: x, ShardingError, "the tensors disagree on how 'b' is split"),

@@ -27,7 +27,12 @@ tensors' universe, else in the mesh that the tensors were made on. Inside, that 
 one. Results lie on the mesh of the tensors.
 
 **Gradients** cross the border by its rule (see `axes.runtime.border`): outside they are those of
-the one-device function, inside those of the sum of all ranks' losses. As JAX's `shard_map`.
+the one-device function, inside those of the sum of all ranks' losses, so that each rank of an axis has
+a summand of what is replicated over it. `| same@tp` says that its gradient is whole on every rank of
+`tp` instead: on the left that the function makes it so, on the right that the function is given it so.
+A block of Megatron's is `"b s d | same@tp, d f@tp, f@tp d -> b s d | same@tp"`. As JAX's `shard_map`.
+
+In `torch.compile` both borders are nodes of the graph, which serves all sizes that divide evenly.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Region:
     @property
     def operands(self) -> tuple[str, ...]:
         """The specs of the operands."""
-        return (self.text.split("->")[0].strip(),)
+        return (re.sub(r"\| same@\w+", "", self.text.split("->")[0]).strip(),)
 
     def on_one_device(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
         """The function on the whole tensor."""
@@ -383,7 +383,8 @@ ROWS = (
     Row(
         "the border of a region",
         "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. The gradient of a "
-        "replicated result comes inside as summands, which add up to it; that of a replicated operand leaves pending.",
+        "replicated result comes inside as summands, which add up to it; that of a replicated operand leaves pending. "
+        "Where a region says `same`, it comes whole and leaves as it is.",
         (
             Region("b s@tp d -> b s@tp d", S),
             Region("b s@tp d -> b s@tp d", R),
@@ -393,6 +394,9 @@ ROWS = (
             Region("b s d -> b s d", S),
             Region("b s d | sum@tp -> b s d | sum@tp", R),
             Region("b s d | mean@tp -> b s d | mean@tp", R),
+            Region("b s d | same@tp -> b s d | same@tp", R),
+            Region("b s d | same@tp -> b s d | same@tp", P),
+            Region("b s d | same@tp -> b s d | same@tp", S),
         ),
     ),
 )
