@@ -98,6 +98,13 @@ def flowing(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x * y, psum(x.sum(1), "cp").repeat_interleave(3), y.flip(0)
 
 
+@shard_map("b d | same@cp, d f@cp -> b d | same@cp")
+def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Megatron's f, two layers and g."""
+    y = (axes.rearrange(x, "b d | same@cp -> b d") @ w).tanh() @ w.mT
+    return axes.rearrange(y, "b d | sum@cp -> b d | same@cp")
+
+
 def names_of_sizes() -> list[tuple[list[str], list[int]]]:
     with axes.init_mesh("cp=2", device_type="cpu"):
         return [
@@ -109,9 +116,7 @@ def names_of_sizes() -> list[tuple[list[str], list[int]]]:
                 lambda n: {"b d": numbers(n, 3)},
                 (8, 12, 9, 11, 9, 6),
             ),
-            differences(
-                shard_map(torch.sin, "b d | same@cp -> b d | same@cp"), lambda n: {"b d": numbers(n, 3)}, (8, 12, 9)
-            ),
+            differences(block, lambda n: {"b d": numbers(n, 5), "d f@cp": numbers(5, 14)}, (8, 12, 9)),
         ]
 
 
@@ -199,6 +204,99 @@ def test_mistakes_say_in_a_graph_what_they_say_in_eager_mode(world):
         for eager, traced in zip(found[::2], found[1::2], strict=True):
             # What dynamo quotes has its line ends written out.
             assert eager.split("\n")[0] in traced
+
+
+# the border by itself
+
+
+def there_and_back(x: DTensor, w: DTensor) -> list[DTensor]:
+    """Plain tensors between DTensors; `x` is no leaf there and `w` is one."""
+    here, rows = axes.to_local(x.cos()), axes.to_local(w)
+    y = axes.from_local(here @ rows, "b@dp f | sum@tp", shape=(x.shape[0], w.shape[1]))
+    whole = axes.from_local(axes.unshard(x).sin(), "b d")
+    return [axes.reshard(y, "b f |"), whole, axes.from_local((here * 2).sum(0), "d@tp | sum@dp")]
+
+
+def kept_as_it_was(x: DTensor) -> DTensor:
+    """A function that asks how its argument is sharded."""
+    was = axes.sharding_of(x)
+    y = axes.reshard(x * 2, "b@() d@dp") if axes.spec_of(x) == "_@dp _" else x
+    return axes.reshard(y, was)
+
+
+def crossed(size: int) -> Leaves:
+    return {"b@dp d@tp": numbers(size, 10), "d@tp f": numbers(10, 14)}
+
+
+def border_of_sizes() -> tuple[list[tuple[list[str], list[int]]], set[str]]:
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        found = [
+            differences(there_and_back, crossed, (4, 8, 20, 5, 7, 5, 12)),
+            differences(kept_as_it_was, lambda n: {"b@dp d": numbers(n, 10)}, (4, 8, 12)),
+        ]
+        # What is compiled leaves nothing of the tracer's behind in eager mode.
+        x = axes.shard(numbers(4, 10), "b@dp d@tp").requires_grad_()
+        y, *_ = there_and_back(x, axes.shard(numbers(10, 14), "d@tp f"))
+        y.sum().backward()
+        return found, {type(each.device_mesh).__name__ for each in (y, x.grad)}
+
+
+def test_plain_tensors_come_and_go_in_a_graph(world):
+    for (round_trip, asked), meshes in world(border_of_sizes, 4, timeout=240):
+        assert [wrong for wrong, _ in (round_trip, asked)] == [[]] * 2
+        assert round_trip[1] == [1, 1, 1, 2, 3, 3, 3]
+        assert asked[1] == [1, 1, 1]
+        assert meshes == {"DeviceMesh"}
+
+
+def plain_inputs() -> None:
+    mesh = axes.init_mesh("dp=2", device_type="cpu")
+    counted = CompileCounterWithBackend("aot_eager")
+
+    def made(x: torch.Tensor) -> DTensor:
+        return axes.from_local(x.sin(), "b@dp d", mesh=mesh)
+
+    def region() -> DTensor:
+        return shard_map(lambda: weight * 2, " -> n@dp", mesh=mesh)()
+
+    weight = torch.ones(3, requires_grad=True)
+    fast = torch.compile(made, backend=counted, fullgraph=True, dynamic=True)
+    for size in (4, 6, 9):
+        x, z = (numbers(size, 10).requires_grad_() for _ in range(2))
+        y = fast(x)
+        assert y.device_mesh is mesh.device_mesh
+        assert y.shape == (2 * size, 10)
+        for result in (y, made(z)):
+            (result * result).sum().backward()
+        torch.testing.assert_close(x.grad, z.grad)
+    assert counted.frame_count == 1
+    y = torch.compile(region, backend="aot_eager", fullgraph=True)()
+    y.sum().backward()
+    assert axes.unshard(y).tolist() == [2.0] * 6
+    assert weight.grad.tolist() == [2.0] * 3
+
+
+def test_a_graph_without_dtensors_makes_them(world):
+    world(plain_inputs, 2, timeout=120)
+
+
+def lifting() -> int:
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        small = mesh["tp"]
+        counted = CompileCounterWithBackend("aot_eager")
+        fast = torch.compile(lambda w: axes.lift(w * 3, mesh), backend=counted, fullgraph=True, dynamic=True)
+        for size in (4, 6, 8):
+            leaves = [axes.shard(numbers(10, size), "d f@tp", mesh=small).requires_grad_() for _ in range(2)]
+            one, two = fast(leaves[0]), axes.lift(leaves[1] * 3, mesh)
+            assert axes.spec_of(one) == axes.spec_of(two) == "_ _@tp"
+            for y in (one, two):
+                (y * y).sum().backward()
+            torch.testing.assert_close(*[axes.unshard(leaf.grad) for leaf in leaves])
+        return counted.frame_count
+
+
+def test_lifting_is_a_node_as_well(world):
+    assert world(lifting, 4, timeout=120) == [1] * 4
 
 
 # functions on regions

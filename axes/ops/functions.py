@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,10 +36,10 @@ from axes.algebra.mesh import Mesh
 from axes.ops.collectives import axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run
+from axes.runtime.graphs import read_once
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
-Form = TypeVar("Form")
 
 
 def softmax(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> torch.Tensor:
@@ -197,22 +197,11 @@ class _Form:
     axes: Axes
 
 
-def _read_once(read: Callable[..., Form]) -> Callable[..., Form]:
-    """Cached by text; to `torch.compile` a constant."""
-    cached = functools.lru_cache(maxsize=1024)(read)
-
-    @torch.compiler.assume_constant_result
-    def reading(*texts: Any) -> Form:
-        return cached(*texts)
-
-    return reading
-
-
 def _names(over: str | Sequence[str]) -> Axes:
     return tuple(over.split() if isinstance(over, str) else over)
 
 
-@_read_once
+@read_once
 def _form(what: str, spec: str, over: Axes) -> _Form:
     tree = parse_spec(spec)
     if tree.pending:
@@ -272,7 +261,7 @@ class _Loss:
     same: Axes
 
 
-@_read_once
+@read_once
 def _loss_form(expression: str) -> _Loss:
     logits, labels, result = _three("cross_entropy", expression, "logits, labels -> loss")
     ours, theirs, kept = ({_name(dim): dim for dim in spec.dims} for spec in (logits, labels, result))
@@ -314,7 +303,7 @@ class _Table:
     rows: _Where
 
 
-@_read_once
+@read_once
 def _table_form(expression: str) -> _Table:
     ids, table, result = _three("embedding", expression, "ids, table -> rows")
     known, columns, wanted = ([_name(dim) for dim in spec.dims] for spec in (ids, table, result))

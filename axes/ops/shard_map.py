@@ -57,7 +57,7 @@ from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
 from axes.runtime.reshard import settled
-from axes.runtime.sharded import strides_like
+from axes.runtime.sharded import device_mesh_input, strides_like
 
 Function = Callable[..., Any]
 
@@ -199,7 +199,8 @@ def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: l
     results = _tensors(result)
     _check_results(results, asked[0])
     _check_counts(number, len(results))
-    outputs = _enter_node(number, len(tensors), *tensors, *results) if results else ()
+    home = None if tensors else device_mesh_input(mesh)
+    outputs = _enter_node(number, home, len(tensors), *tensors, *results) if results else ()
     return _replaced(result, iter(outputs))
 
 
@@ -212,8 +213,11 @@ def _leave_node(number: int, leaves: tuple[bool, ...], *tensors: DTensor) -> tup
 
 
 @torch.compiler.allow_in_graph
-def _enter_node(number: int, count: int, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-    """The results as DTensors. The first `count` tensors are those that went in, which say what a result is."""
+def _enter_node(number: int, _: Any, count: int, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
+    """The results as DTensors. The first `count` tensors are those that went in, which say what a result is.
+
+    Where none went in, the mesh must (see `device_mesh_input`).
+    """
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[count:]
     found = traced_results(known(number), specs, [tuple(x.shape) for x in results])
     return tuple(

@@ -12,7 +12,6 @@ take these DTensors as they take their own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,8 +29,12 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Indices, Sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.border import contiguous_strides, enter_global, leave_global
+from axes.runtime.collectives import kept
+from axes.runtime.graphs import known, number_of
+from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.reshard import resharded, unsharded
+from axes.runtime.shards import shard_of, traced_shard_of
 
 Sizes = Mapping[str, int]
 
@@ -99,19 +102,13 @@ def from_local(
     mesh = required_mesh(mesh, "axes.from_local")
     _plain(local, "axes.from_local", "axes.reshard")
     given = tuple(sorted({**keywords, **(sizes or {})}.items()))
-    sharding = parsed_sharding(mesh, spec, given, local.ndim)
-    if sharding.ndim != local.ndim:
-        raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {local.ndim}: {list(local.shape)}")
-    whole = torch.Size(shape) if shape is not None else _whole_shape(sharding, local.shape)
-    sharding = sharding.sized(whole)
-    check_torch_can(sharding, whole)
-    if mesh.coordinate is not None and (expected := sharding.local_shape(whole)) != tuple(local.shape):
-        raise ShardingError(
-            f"the shard of {list(whole)} on this rank is {list(expected)} by '{spec}'; found {list(local.shape)}"
-            + ("" if shape is not None else ". Uneven shards need shape=...")
+    if torch.compiler.is_compiling():
+        number = number_of(mesh, spec, tuple([name for name, _ in given]), shape is not None)
+        return _from_local_node(
+            local, device_mesh_input(mesh), number, tuple(shape or ()), tuple([size for _, size in given])
         )
-    strides = strides_like(local, whole)
-    return enter_global(local, mesh.device_mesh, torch_placements(sharding), whole, strides)
+    placements, whole = shard_of(mesh, spec, tuple(local.shape), shape, given)
+    return enter_global(local, mesh.device_mesh, placements, whole, strides_like(local, whole))
 
 
 def unshard(x: DTensor) -> torch.Tensor:
@@ -120,7 +117,7 @@ def unshard(x: DTensor) -> torch.Tensor:
     axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
     """
     _distributed(x, "axes.unshard")
-    return unsharded(x)
+    return _unshard_node(x) if torch.compiler.is_compiling() else unsharded(x)
 
 
 def to_local(x: DTensor) -> torch.Tensor:
@@ -130,11 +127,14 @@ def to_local(x: DTensor) -> torch.Tensor:
     (torch's `x.to_local()` takes it to be the whole on every rank unless it is told otherwise.)
     """
     _distributed(x, "axes.to_local")
-    return leave_global(x)
+    return _to_local_node(x) if torch.compiler.is_compiling() else leave_global(x)
 
 
 def spec_of(x: DTensor) -> str:
     """The sharding of a DTensor as text; its dims have no names: `'_@dp _@(cp tp) _ | sum@ep'`."""
+    if torch.compiler.is_compiling():
+        _distributed(x, "axes.spec_of")
+        return _text(x.device_mesh, x.placements, x.ndim)
     return sharding_of(x).spec
 
 
@@ -144,6 +144,8 @@ def sharding_of(x: DTensor) -> Sharding:
     Raises `ShardingError` for placements that no spec can say.
     """
     _distributed(x, "axes.sharding_of")
+    if torch.compiler.is_compiling():
+        return getattr(kept, _keep_sharding(x.device_mesh, x.placements, x.ndim))
     return sharding_of_spec(torch_private.spec_of(x))
 
 
@@ -157,6 +159,12 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
         w = axes.lift(axes.shard(weight, "d f@tp", mesh=mesh["tp"]), mesh["dp", "tp"])
     """
     _distributed(x, "axes.lift")
+    if torch.compiler.is_compiling():
+        return _lift_node(x, device_mesh_input(mesh), number_of(mesh))
+    return _lifted(x, mesh)
+
+
+def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
     old = Mesh.from_device_mesh(x.device_mesh)
     if old.universe != mesh.universe:
         raise MeshError(f"lift stays within one universe; x is on {old!r}, the mesh is {mesh!r}")
@@ -176,6 +184,58 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
         placements = torch_placements(_renamed(sharding, mesh, renamed))
     spec = torch_private.dtensor_spec(mesh.device_mesh, placements, x.shape, x.stride(), x.dtype)
     return _Lift.apply(x, spec)
+
+
+# in torch.compile: nodes of the graph, and constants
+
+
+@torch.compiler.allow_in_graph
+def _unshard_node(x: DTensor) -> torch.Tensor:
+    return unsharded(x)
+
+
+@torch.compiler.allow_in_graph
+def _to_local_node(x: DTensor) -> torch.Tensor:
+    return leave_global(x)
+
+
+@torch.compiler.allow_in_graph
+def _from_local_node(
+    local: torch.Tensor, _: Any, number: int, shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> DTensor:
+    mesh, spec, names, is_given = known(number)
+    given = tuple(zip(names, sizes, strict=True))
+    placements, whole = traced_shard_of(mesh, spec, tuple(local.shape), shape if is_given else None, given)
+    return enter_global(local.contiguous(), mesh.device_mesh, placements, whole, strides_of(tuple(whole)))
+
+
+@torch.compiler.allow_in_graph
+def _lift_node(x: DTensor, _: Any, number: int) -> DTensor:
+    return _lifted(x, known(number))
+
+
+def device_mesh_input(mesh: Mesh) -> Any:
+    """The `DeviceMesh` of a mesh, which is an input of the graph where a node is given it.
+
+    AOTAutograd needs it there: for a DTensor that leaves a graph into which none on this mesh came, it
+    would else take the mesh of the gradient that is yet to come (2.13).
+    """
+    return getattr(kept, _keep_device_mesh(mesh))
+
+
+@torch.compiler.assume_constant_result
+def _keep_device_mesh(mesh: Mesh) -> str:
+    return kept.keep(mesh.device_mesh)
+
+
+@torch.compiler.assume_constant_result
+def _text(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> str:
+    return Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, ndim).spec
+
+
+@torch.compiler.assume_constant_result
+def _keep_sharding(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> str:
+    return kept.keep(Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, ndim))
 
 
 # what the rest of the runtime uses
@@ -204,17 +264,6 @@ def _whole_spec(mesh: Mesh, spec: str, ndim: int, shape: Sequence[int], sizes: S
     sharding = parsed_sharding(mesh, spec, tuple(sorted(sizes.items())), ndim).sized(shape)
     check_torch_can(sharding, shape)
     return sharding
-
-
-def _whole_shape(sharding: Sharding, local: Sequence[int]) -> torch.Size:
-    """The whole shape of even shards, or of the sizes that the spec's names are given."""
-    found = []
-    for dim, extent in zip(sharding.dims, local, strict=True):
-        parts = math.prod(sharding.mesh.namespace[axis].size for axis in dim.axes)
-        sizes = [factor.size for factor in dim.factors]
-        known = math.prod(size for size in sizes if size is not None)
-        found.append(known if sizes and None not in sizes else extent * parts)
-    return torch.Size(found)
 
 
 def _taken(tensor: torch.Tensor, dim: int, indices: Indices) -> torch.Tensor:

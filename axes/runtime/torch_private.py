@@ -412,9 +412,13 @@ def dtensor_spec(
 ) -> DTensorSpec:
     """What a DTensor knows of itself: made once for each kind of result, since it costs 6 us.
 
+    AOTAutograd puts something else for a mesh, equal to it, which must not stay in a spec that is kept: 2.13
+    gives it to DTensors of eager mode then. The mesh itself serves there as well.
+
     Would be replaced by `DTensor.from_local` at a tenth of its price (16 us).
     """
-    return DTensorSpec(device_mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+    mesh = getattr(device_mesh, "real_obj", device_mesh)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
