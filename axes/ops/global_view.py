@@ -408,7 +408,24 @@ class _Resolve:
     target: Sharding
 
     def __call__(self, found: torch.Tensor) -> DTensor | None:
-        return resharded(found, self.target) if isinstance(found, DTensor) else None
+        return _dense(resharded(found, self.target)) if isinstance(found, DTensor) else None
+
+
+def _dense(x: DTensor) -> DTensor:
+    """The gradient with the strides of a contiguous tensor.
+
+    Of others autograd makes a copy that has the leaf's strides, at the price of two operations on
+    DTensors; and torch 2.11 replicates it where a dim is split unevenly.
+    """
+    local = torch_private.local_of(x)
+    if local.is_contiguous() or torch.is_grad_enabled():
+        return x
+    return torch_private.dtensor(local.contiguous(), _dense_spec(torch_private.spec_of(x)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_spec(spec: Spec) -> Spec:
+    return spec_at(spec, tuple(spec.shape))
 
 
 __all__ = ["Global", "apply", "resolve_at_leaf"]

@@ -26,6 +26,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Sharding
+from axes.runtime import torch_private
+
+for _kind in (Mesh, Sharding):
+    torch_private.constant_in_graphs(_kind)
+
 Read = TypeVar("Read")
 
 _things: list[Hashable] = []

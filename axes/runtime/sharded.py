@@ -220,7 +220,7 @@ def device_mesh_input(mesh: Mesh) -> Any:
     AOTAutograd needs it there: for a DTensor that leaves a graph into which none on this mesh came, it
     would else take the mesh of the gradient that is yet to come (2.13).
     """
-    return getattr(kept, _keep_device_mesh(mesh))
+    return getattr(kept, _keep_device_mesh(mesh)) if torch_private.DEVICE_MESHES_ARE_INPUTS else None
 
 
 @torch.compiler.assume_constant_result

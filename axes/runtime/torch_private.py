@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils import _pytree as pytree
 
 try:  # 2.13: a mesh layout is a list of flat layouts
     from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
@@ -471,3 +473,16 @@ def hint_of(size: Any) -> int | None:
     Would be replaced by a public `SymInt.hint`.
     """
     return size if isinstance(size, int) else size.node.hint
+
+
+def constant_in_graphs(kind: type) -> None:
+    """Makes what is of an immutable, hashable type a constant of compiled graphs, guarded by equality.
+
+    2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only
+    these. Would be replaced by a public name for it.
+    """
+    pytree.register_constant(kind)
+
+
+DEVICE_MESHES_ARE_INPUTS = hasattr(device_mesh, "_register_distributed_opaque_types")
+"""Whether a compiled graph takes a `DeviceMesh` for an input (2.13), or has it for a constant (2.11)."""
