@@ -118,9 +118,10 @@ def fail_on(*ranks: int) -> None:
 
 
 def fail_then_others_notice() -> None:
+    dist.barrier()
     if dist.get_rank() == 2:
         raise ValueError("the first")
-    time.sleep(0.3)
+    time.sleep(0.5)
     raise DesyncError(f"rank {dist.get_rank()} misses rank 2")
 
 
