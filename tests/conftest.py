@@ -17,6 +17,7 @@ or of another size, or that kills its ranks, takes `world`: `axes.launch` with a
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -30,6 +31,10 @@ from axes.runtime.pool import Pool
 T = TypeVar("T")
 
 LIMIT = 60.0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background jobs ignore interrupts, and so would what is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Ranks:
