@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
 from axes.algebra.errors import ShardingError
@@ -395,3 +396,29 @@ def test_what_communicates_takes_a_dtype_and_may_be_waited_for_later(pool):
         assert exact == rough == torch.float32
         assert value == later == 8 + 2.0**-7
         assert rounded == 8.0
+
+
+class OnDTensors(TorchDispatchMode):
+    """Remembers the operations on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("columns", [4, 7])
+def test_the_gradient_of_a_leaf_is_dense_so_that_autograd_takes_it_as_it_is(columns):
+    with axes.simulate(3), axes.init_mesh("tp=3", device_type="cpu"):
+        x = axes.shard(torch.ones(3, columns), "b a@tp").requires_grad_()
+        y = reduce(x, "b a@tp -> a@tp", "sum")  # its gradient is an expanded view
+        with OnDTensors() as seen:
+            y.backward(axes.shard(torch.ones(columns), "a@tp"))
+        assert seen.names == ["aten.detach.default"]
+        assert x.grad is not None
+        assert x.grad.to_local().is_contiguous()
+        assert axes.spec_of(x.grad) == "_ _@tp"

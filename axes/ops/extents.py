@@ -29,7 +29,7 @@ from axes.algebra.errors import AxesError
 from axes.algebra.flow import Recipe, unmoved
 from axes.algebra.flow.recipe import Shape
 from axes.algebra.sharding import ShardedDim, Sharding
-from axes.runtime.symbols import fixed, hints, is_symbolic
+from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic
 
 Sizes = Mapping[str, int]
 Given = tuple[tuple[str, int], ...]
@@ -115,31 +115,38 @@ def traced_extents(
 
     `shapes` are those that tensors have, whole or on this rank.
     """
-    seen = tuple(map(hints, shapes))
-    found = find(seen, tuple((name, hints((size,))[0]) for name, size in given))
+    found = find(tuple(map(hints, shapes)), tuple((name, hint(size)) for name, size in given))
     ratios = [
-        tuple(_ratio(i.source, dim, *sizes) for dim, *sizes in zip(i.source.dims, i.shape, shape, strict=True))
-        for i, shape in zip(found.inputs, seen, strict=True)
+        tuple(map(_ratio, map(parts, [i.source] * len(shape), i.source.dims), i.shape, hints(shape)))
+        for i, shape in zip(found.inputs, shapes, strict=True)
     ]
     wholes = [
-        tuple(fixed(size) and whole if times is None else size * times for whole, size, times in dims)
-        for dims in (zip(i.shape, *each, strict=True) for i, *each in zip(found.inputs, shapes, ratios, strict=True))
+        tuple(map(_whole, i.shape, shape, ratio)) for i, shape, ratio in zip(found.inputs, shapes, ratios, strict=True)
     ]
 
     def at(sizes: Sizes) -> Recipe:
-        extents = [tuple(math.prod(sizes[atom] for atom in group) for group in i.groups) for i in found.inputs]
-        parts_ = [
-            tuple(size // (times or 1) for size, times in zip(*each, strict=True))
-            for each in zip(extents, ratios, strict=True)
-        ]
-        return find(tuple(parts_), tuple((name, sizes.get(name, hints((size,))[0])) for name, size in given))
+        extents = [[math.prod(sizes[atom] for atom in group) for group in i.groups] for i in found.inputs]
+        local = (tuple(map(_local, *each)) for each in zip(extents, ratios, strict=True))
+        return find(tuple(local), tuple((name, sizes.get(name, hint(size))) for name, size in given))
 
     return symbolic_extents(found, sizes_of_atoms(found, wholes, given), at)
 
 
-def _ratio(source: Sharding, dim: ShardedDim, whole: int, found: int) -> int | None:
-    """How often what was found of a dim is in the whole; None where ranks don't have as much each."""
-    return next((times for times in (1, parts(source, dim)) if found * times == whole), None)
+def _ratio(count: int, whole: int, size: int) -> int | None:
+    """How often a tensor's size is in the whole one; None where ranks don't have as much each."""
+    return next((times for times in (1, count) if size * times == whole), None)
+
+
+def _whole(whole: int, size: int, ratio: int | None) -> int:
+    """The whole size, as symbolic as that of the tensor where all ranks have as much."""
+    if ratio is not None:
+        return size * ratio
+    fixed(size)
+    return whole
+
+
+def _local(whole: int, ratio: int | None) -> int:
+    return whole // (ratio or 1)
 
 
 def symbolic_extents(found: Recipe, whole: Sizes, find: Find) -> Extents:
@@ -215,6 +222,5 @@ def sizes_of_atoms(found: Recipe, shapes: Sequence[Shape], given: Given) -> dict
 
 def _check_same(one: int, other: int) -> None:
     """Guards the graph on two sizes being the same, as they are in the call that is traced."""
-    if (type(one) is int) != (type(other) is int):
-        one, other = (size if type(size) is int else fixed(size) for size in (one, other))
-    assert one == other
+    alike = (type(one) is int) == (type(other) is int)
+    assert one == other if alike else are_equal(one, other)

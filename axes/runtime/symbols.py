@@ -15,9 +15,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-import torch
-from torch.distributed.tensor import DTensor
-
 from axes.algebra.errors import AxesError
 from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan
@@ -36,17 +33,13 @@ def is_symbolic(shape: Sequence[int]) -> bool:
     return not _NUMBERS.issuperset(map(type, shape))
 
 
-def is_traced(x: DTensor) -> bool:
-    """Whether the DTensor is one of a graph with symbolic sizes. For those of eager mode a single look."""
-    return type(torch_private.local_of(x)) is not torch.Tensor and is_symbolic(torch_private.spec_of(x).shape)
-
-
 def hints(shape: Sequence[int]) -> Shape:
     """The sizes that symbols have in the call that is being traced."""
-    return tuple([size if type(size) is int else _hint(size) for size in shape])
+    return tuple([size if type(size) is int else hint(size) for size in shape])
 
 
-def _hint(size: Any) -> int:
+def hint(size: Any) -> int:
+    """The size that a symbol has in the call that is being traced."""
     found = torch_private.hint_of(size)
     return int(size) if found is None else found
 
@@ -58,7 +51,7 @@ def fixed(size: int) -> int:
     whole size of a DTensor at all (2.13): its shards are looked at, and uneven ones of two sizes may be
     the same. So the graph is guarded on what only this number fulfils among those that occur.
     """
-    number = hints((size,))[0]
+    number = hint(size)
     assert size % _MORE_THAN_ANY_SIZE == number
     return number
 
@@ -81,7 +74,7 @@ def stand_in(shape: Sequence[int], ranks: int, fixed_dims: Collection[int] = ())
         if dim in fixed_dims:
             found[dim] = fixed(size)
         elif type(size) is not int:
-            found[dim] = ranks * max(1, round(hints((size,))[0] / ranks))
+            found[dim] = ranks * max(1, round(hint(size) / ranks))
     return tuple(found)
 
 
