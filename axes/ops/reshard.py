@@ -112,7 +112,7 @@ def _reshard(
     async_op: bool = False,
 ) -> DTensor:
     found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
-    if x.requires_grad and grad == "resolved" and x.is_leaf:
+    if grad == "resolved" and torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         resolve_at_leaf(x)
     return found.take(x, async_op)
 

@@ -150,7 +150,7 @@ def _merged(modes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def packer(places: Places, shape: Shape, size: int) -> Pack:
-    """A function from a row-major tile of `shape` to the flat buffer of `size` elements.
+    """A function from a row-major tile of `shape` to the buffer of `size` elements, a contiguous tensor.
 
     The buffer shares the tile's memory where it can. What no box fills of it is arbitrary.
     """
@@ -161,7 +161,9 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
         return lambda tile: tile.view(-1)[start:stop]
     if isinstance(places, Grid):
         sizes, strides, offset = places.sizes, places.strides, places.offset
-        return lambda tile: tile.as_strided(sizes, strides, tile.storage_offset() + offset).reshape(-1).contiguous()
+        if offset == 0:
+            return lambda tile: tile.as_strided(sizes, strides).contiguous()
+        return lambda tile: tile.as_strided(sizes, strides, tile.storage_offset() + offset).contiguous()
     parts = [_extents(part) for part in places.parts]
 
     def pack(tile: torch.Tensor) -> torch.Tensor:

@@ -63,13 +63,14 @@ class Route:
 
     def moved(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The same, outside of autograd."""
-        found = run(self.program, torch_private.local_of(x), async_op)
-        return torch_private.dtensor(found, self.spec_like(x))
+        local = torch_private.local_of(x)
+        found = run(self.program, local, async_op)
+        return torch_private.dtensor(found, self.spec if type(local) is torch.Tensor else self.spec_like(x))
 
     def spec_like(self, x: DTensor) -> Spec:
         """The result's spec: with the symbolic sizes of `x` where it has any."""
         spec = torch_private.spec_of(x)
-        if type(torch_private.local_of(x)) is torch.Tensor or not is_symbolic(spec.shape):
+        if not is_symbolic(spec.shape):
             return self.spec
         shape = tuple(spec.shape)
         strides = tuple(spec.tensor_meta.stride) if self.program.idle else strides_of(shape)

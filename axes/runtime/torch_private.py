@@ -361,8 +361,8 @@ def collectives_of(group: dist.ProcessGroup) -> tuple[Collective, Collective, Co
         exchange_method(out, x, receives, sends, exchanging).wait()
 
     def pretend(out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        # The fake backend makes up what arrives from what is sent, and can't from nothing.
-        if len(x) or not len(out):
+        # The fake backend makes up what arrives from what is sent, and can't from nothing. Equal parts are both.
+        if not sends or len(x) or not len(out):
             exchange(out, x, receives, sends)
 
     def reduce(x: torch.Tensor, op: Any) -> None:
