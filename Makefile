@@ -29,7 +29,7 @@ test: $(STAMP)
 	$(RUN) -m pytest -q -m "not exhaustive"
 
 test-exhaustive: $(STAMP)
-	$(RUN) -m pytest -q -m exhaustive
+	$(RUN) -m pytest -q -m exhaustive -o faulthandler_timeout=1800
 
 demo: $(STAMP)
 	$(RUN) examples/train.py

@@ -15,7 +15,7 @@ Run(start=0, stop=24)
 >>> halves
 Grid(sizes=(2, 4, 3), strides=(3, 6, 1), offset=0)
 >>> packed = packer(halves, tile, 24)(torch.arange(24).view(4, 6))
->>> packed[:6].tolist(), unpacker(halves, tile)(packed)[0].tolist()
+>>> packed.view(-1)[:6].tolist(), unpacker(halves, tile)(packed)[0].tolist()
 ([0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5])
 
 Sizes may be symbolic while a graph is traced; nothing here asks more of them than arithmetic.
