@@ -223,7 +223,7 @@ def test_what_dtensor_puts_on_each_rank_is_what_the_sharding_says(found):
 def test_torch_gathers_the_whole_tensor_again(found):
     asked = [rank for ranks in found for rank in ranks if rank.whole is not None]
     assert not [rank.text for rank in asked if not rank.whole][:5]
-    assert len(asked) > 8 * 200
+    assert len(asked) > 8 * (200 if READS_FACTORS else 190)
 
 
 def test_placements_come_back_as_an_equivalent_sharding(found):
