@@ -23,7 +23,7 @@ from typing import Any
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, same_cuts
+from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, parts, same_cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +122,16 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
     """`ShardingError` where DTensor would cut a tensor of this shape otherwise than the sharding says."""
     specs = placement_specs(sharding)
     for index, (dim, extents) in enumerate(zip(sharding.dims, sharding.extents(shape), strict=True)):
-        parts = math.prod(sharding.mesh.namespace[axis].size for axis in dim.axes)
-        if len(dim.factors) > 1 or extents[0] % parts == 0:
+        count = parts(sharding.mesh, dim.axes)
+        if len(dim.factors) > 1 or extents[0] % count == 0:
             continue
         levels = [name for name, spec in zip(sharding.mesh.axis_names, specs, strict=True) if spec.dim == index]
         plain = ShardedDim((replace(dim.factors[0], axes=tuple(levels)),))
         strided = any(spec.dim == index and spec.split_factor > 1 for spec in specs)
         if strided or not same_cuts(sharding, dim, extents, sharding, plain, extents):
             raise ShardingError(
-                f"{dim} cuts a dim of {extents[0]} into {parts} uneven parts, which DTensor on {sharding.mesh!r} "
-                f"would cut otherwise; make the size a multiple of {parts}, or use a sub-mesh with these axes in "
+                f"{dim} cuts a dim of {extents[0]} into {count} uneven parts, which DTensor on {sharding.mesh!r} "
+                f"would cut otherwise; make the size a multiple of {count}, or use a sub-mesh with these axes in "
                 "this order"
             )
 
@@ -200,8 +200,7 @@ def _as_dim(pieces: Sequence[_Piece], mesh: Mesh, index: int) -> ShardedDim:
         if piece.axis is not None:
             axes.append(piece.axis)
             continue
-        parts = math.prod(mesh.namespace[axis].size for axis in axes)
-        size = None if piece.size is None else piece.size * parts
+        size = None if piece.size is None else piece.size * parts(mesh, axes)
         factors.append(Factor(None if size else "_", size, tuple(axes)))
         axes = []
     if len(factors) > 1:

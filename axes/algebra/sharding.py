@@ -396,6 +396,11 @@ def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
 
 
+def parts(mesh: Mesh, axes: Iterable[str]) -> int:
+    """Into how many pieces axes split."""
+    return math.prod(mesh.namespace[axis].size for axis in axes)
+
+
 @functools.lru_cache(maxsize=8192)
 def _sized(sharding: Sharding, shape: Shape) -> Sharding:
     dims = []
@@ -420,10 +425,10 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
     sizes = tuple(extent // rest if size is None else size for size in known)
     if len(dim.factors) > 1:
         for factor, size in zip(dim.factors, sizes, strict=True):
-            parts = math.prod(sharding.mesh.namespace[axis].size for axis in factor.axes)
-            if size % parts:
+            count = parts(sharding.mesh, factor.axes)
+            if size % count:
                 raise ShardingError(
-                    f"{size} doesn't divide into {parts} parts: {factor} is split inside a group:  {filled}"
+                    f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled}"
                 )
     return sizes
 

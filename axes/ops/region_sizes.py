@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from axes.algebra.errors import AxesError
 from axes.algebra.grammar import Dim
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import ShardedDim
+from axes.algebra.sharding import ShardedDim, parts
 from axes.ops.regions import (
     Held,
     Placed,
@@ -26,7 +26,6 @@ from axes.ops.regions import (
     expanded,
     flows,
     key_of,
-    parts_of,
     placed,
     read,
     region_of,
@@ -98,7 +97,7 @@ def _dims_of(reading: Reading, place: int, held: Held) -> list[_SizedDim]:
     found = []
     for at, (dim, split, size) in enumerate(zip(dims, sharding.dims, held.shape, strict=True)):
         whole = len(split.factors) == 1 and (not dim.grouped or flows(reading, dim))
-        even = whole and size % parts_of(sharding.mesh, split) == 0
+        even = whole and size % parts(sharding.mesh, split.axes) == 0
         found.append(_SizedDim(key_of(dim) or (place, at), size, even))
     return found
 
@@ -134,8 +133,8 @@ def _results(region: Region, sizes: Sizes, shapes: Sequence[Shape], every: bool)
 
 def _number(region: Region, dim: Dim, split: ShardedDim, local: Any, whole: Any, every: bool) -> int:
     """What stands for a size of a result on this rank, of which `whole` is the size outside."""
-    parts = parts_of(region.home, split)
-    if every or len(split.factors) != 1 or whole % parts or not are_equal(whole, local * parts):
+    count = parts(region.home, split.axes)
+    if every or len(split.factors) != 1 or whole % count or not are_equal(whole, local * count):
         fixed(whole)
         return fixed(local)
-    return whole_size(region, dim, split, stand_in((local,), region.home.size)[0]) // parts
+    return whole_size(region, dim, split, stand_in((local,), region.home.size)[0]) // count

@@ -25,7 +25,7 @@ from axes.algebra.grammar import Dim, Factor, Spec, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Factor as ShardedFactor
-from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding
+from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding, parts
 from axes.runtime.placements import sharding_of_spec, torch_placements
 
 Axes = tuple[str, ...]
@@ -430,12 +430,7 @@ def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int:
         return sizes[key]
     if key is not None and all(factor.name is None or factor.name in sizes for factor in dim.factors):
         return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])  # type: ignore[misc]
-    return local * parts_of(region.home, split)
-
-
-def parts_of(mesh: Mesh, split: ShardedDim) -> int:
-    """Into how many parts a dim is split."""
-    return math.prod(mesh.layout(axis).size for axis in split.axes)
+    return local * parts(region.home, split.axes)
 
 
 def _moved(dim: ShardedDim, source: Mesh, target: Mesh) -> ShardedDim:

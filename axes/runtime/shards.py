@@ -16,7 +16,7 @@ import torch
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding
+from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding, parts
 from axes.runtime.placements import torch_placements
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, stand_in
 
@@ -66,11 +66,11 @@ def traced_shard_of(
 
 def _stand_ins(sharding: Sharding, dim: ShardedDim, local: int, whole: int) -> tuple[int, int]:
     """Numbers for a size on this rank and in whole."""
-    parts = _parts(sharding, dim)
-    if len(dim.factors) != 1 or dim.factors[0].size is not None or whole % parts or not are_equal(whole, local * parts):
+    count = parts(sharding.mesh, dim.axes)
+    if len(dim.factors) != 1 or dim.factors[0].size is not None or whole % count or not are_equal(whole, local * count):
         return fixed(local), fixed(whole)
     (here,) = stand_in((local,), sharding.mesh.size)
-    return here, here * parts
+    return here, here * count
 
 
 def _whole_shape(sharding: Sharding, local: Sequence[int]) -> torch.Size:
@@ -79,9 +79,5 @@ def _whole_shape(sharding: Sharding, local: Sequence[int]) -> torch.Size:
     for dim, extent in zip(sharding.dims, local, strict=True):
         sizes = [factor.size for factor in dim.factors]
         known = math.prod(size for size in sizes if size is not None)
-        found.append(known if sizes and None not in sizes else extent * _parts(sharding, dim))
+        found.append(known if sizes and None not in sizes else extent * parts(sharding.mesh, dim.axes))
     return torch.Size(found)
-
-
-def _parts(sharding: Sharding, dim: ShardedDim) -> int:
-    return math.prod(sharding.mesh.namespace[axis].size for axis in dim.axes)

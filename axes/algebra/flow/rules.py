@@ -27,7 +27,6 @@ from axes.algebra.flow.states import (
     entries_of,
     is_even,
     land,
-    parts,
     pending_of,
     same_split,
     split,
@@ -36,7 +35,7 @@ from axes.algebra.flow.states import (
 from axes.algebra.layout import Mode
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import Factor, ShardedDim, Sharding
+from axes.algebra.sharding import Factor, ShardedDim, Sharding, parts
 from axes.algebra.sizes import given_sizes
 
 Entry = tuple[str, str]

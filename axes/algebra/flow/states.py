@@ -22,7 +22,7 @@ from dataclasses import replace
 from axes.algebra.errors import ShardingError, SizeError
 from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding
+from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, parts
 
 LINEAR = ("sum", "mean")
 """Reductions that pass through anything linear."""
@@ -41,11 +41,6 @@ def same_split(mesh: Mesh, one: ShardedDim, other: ShardedDim, extent: int) -> b
     if [f.axes for f in one.factors] == [f.axes for f in other.factors] and len(one.factors) == 1:
         return True
     return Sharding(mesh, (sized(one, extent),)).is_equivalent(Sharding(mesh, (sized(other, extent),)), (extent,))
-
-
-def parts(mesh: Mesh, axes: Iterable[str]) -> int:
-    """Into how many pieces axes split."""
-    return math.prod(mesh.namespace[axis].size for axis in axes)
 
 
 def is_even(mesh: Mesh, state: ShardedDim, extent: int) -> bool:
