@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan, itemsize_of
 from axes.algebra.planning.exchange import Exchange
+from axes.algebra.planning.form import aligned
 from axes.algebra.planning.step import Step
 from axes.algebra.state import Factors, State
 
@@ -170,7 +172,10 @@ def largest(state: State, shape: tuple[int, ...]) -> int:
 
 def padded_tile(plan: Plan) -> int:
     """The larger tile, where each dim counts as what the splits of either state round it up to."""
-    both = [sizes_of(state, plan.shape) for state in (plan.source, plan.target)]
+    pairs = zip(plan.source.splits, plan.target.splits, strict=True)
+    sides = zip(*[aligned(one, two) or (one, two) for one, two in pairs], strict=True) if plan.shape else ((), ())
+    states = [replace(s, splits=splits) for s, splits in zip((plan.source, plan.target), sides, strict=True)]
+    both = [sizes_of(state, plan.shape) for state in states]
     if plan.source.universe != plan.target.universe:
         return max(largest(plan.source, plan.shape), largest(plan.target, plan.shape), shared_tile(plan))
     if len(both[0]) != len(both[1]):
@@ -198,6 +203,10 @@ def shared_tile(plan: Plan) -> int:
 
 def carry_out(step: Step, tiles: dict[int, np.ndarray], itemsize: int) -> dict[int, np.ndarray]:
     """One step on all ranks: returns the tiles after it, checks counts, coverage, bytes and balance."""
+    if step.opened is not step:
+        views = {rank: tile.reshape(step.opened.input_shape(rank)) for rank, tile in tiles.items()}
+        made = carry_out(step.opened, views, itemsize)
+        return {rank: tile.reshape(step.output_shape(rank)) for rank, tile in made.items()}
     ranks = sorted({*step.source.universe.ranks, *step.target.universe.ranks})
     plans: dict[int, Exchange] = {rank: step.exchange(rank) for rank in ranks}
     for rank in ranks:

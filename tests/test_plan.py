@@ -23,7 +23,7 @@ from axes.algebra import plan as planner
 from axes.algebra.cost import CostModel
 from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan, choices, plan
-from axes.algebra.state import Factors, State
+from axes.algebra.state import Factors, Split, State
 from axes.algebra.universe import Universe
 from tests import plan_oracle as oracle
 
@@ -337,9 +337,14 @@ def test_factors_of_a_dim_arrive_whether_or_not_the_other_side_is_factored(data,
         where = data.draw(st.integers(0, 2).filter(lambda at: factors[at] % axis.size == 0))
         return Factors(factors, tuple((axis,) if at == where else () for at in range(3)))
 
-    plain = data.draw(states((universe, axes), 2))
-    one = State(universe, extent, (split(axes[0]), ()), tuple(("sum", (axis,)) for axis in axes[1:]))
-    two = data.draw(st.sampled_from([plain, State(universe, extent, (split(axes[0]), ()))]))
-    shape = (math.prod(factors), data.draw(sizes))
+    at = data.draw(st.integers(0, 2))  # the dims in front matter: the parts of a factor aren't one stretch there
+
+    def around(split: Factors) -> tuple[Split, ...]:
+        return (*((),) * at, split, *((),) * (2 - at))
+
+    plain = data.draw(states((universe, axes), 3))
+    one = State(universe, extent, around(split(axes[0])), tuple(("sum", (axis,)) for axis in axes[1:]))
+    two = data.draw(st.sampled_from([plain, State(universe, extent, around(split(axes[0])))]))
+    shape = tuple(math.prod(factors) if dim == at else data.draw(sizes) for dim in range(3))
     oracle.run(plan(one, replace(two, pending=()), shape, "float64", model))
     oracle.run(plan(plain, replace(one, pending=()), shape, "float64", model))

@@ -214,7 +214,7 @@ def tile_at(state: State, shape: tuple[int, ...], position: int) -> Tile:
             found.append((_piece(size, split, position),))
             continue
         factors = zip(split.sizes, split.splits, strict=True)
-        found.append(_factor_runs(split.sizes, tuple(_piece(n, lay, position) for n, lay in factors)))
+        found.append(factor_runs(split.sizes, tuple(_piece(n, lay, position) for n, lay in factors)))
     return tuple(found)
 
 
@@ -225,10 +225,10 @@ def _piece(size: int, layouts: Sequence[Layout], position: int) -> tuple[int, in
 
 
 @lru_cache(maxsize=4096)
-def _factor_runs(sizes: tuple[int, ...], pieces: tuple[tuple[int, int], ...]) -> Runs:
+def factor_runs(sizes: tuple[int, ...], pieces: tuple[tuple[int, int], ...]) -> Runs:
     """The runs of a factored dim: a product of intervals, flattened in row-major order.
 
-    >>> _factor_runs((3, 4), ((0, 3), (2, 4)))
+    >>> factor_runs((3, 4), ((0, 3), (2, 4)))
     ((2, 4), (6, 8), (10, 12))
     """
     if any(start >= stop for start, stop in pieces):

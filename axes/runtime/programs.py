@@ -145,7 +145,7 @@ def _scale(plan: Plan, tile: Shape) -> Scale:
 
     All boxes of a plan between even tiles begin and end at multiples of a dim's finest pieces.
     """
-    made_for = plan.steps[0].input_shape() or (0,)
+    made_for = _held(plan.steps[0].input_shape())
     units = [_unit(plan, dim, *sizes) for dim, sizes in enumerate(zip(made_for, tile, strict=True))]
 
     def scale(dim: int, size: int) -> int:
@@ -193,8 +193,18 @@ def _chained(stages: Sequence[Run]) -> Run:
 
 
 def _stage(program: Program, at: int, eager: bool, dtype: torch.dtype, owned: bool, scale: Scale | None) -> Run:
-    step, group = program.plan.steps[at], program.groups[at]
-    task = _task(step, scale)
+    task = _task(program.plan.steps[at], scale)
+    run = _run(program, task, program.groups[at], eager, dtype, owned)
+    if task.step.opened is task.step:
+        return run
+    tile, merged = task.tile, task.merged
+    return lambda x: run(x.view(tile)).view(merged)
+
+
+def _run(
+    program: Program, task: Task, group: dist.ProcessGroup | None, eager: bool, dtype: torch.dtype, owned: bool
+) -> Run:
+    step = task.step
     if group is None:
         return _slice(task)
     link = link_of(group, dtype, eager)
@@ -260,12 +270,14 @@ def _volume(box: Region) -> int:
 class Task:
     """A step as this rank carries it out: the shapes of its tiles, and its boxes.
 
-    Numbers are symbols where sizes are symbolic; `padded` is the size of the parts of the collective.
+    `tile` and `shape` have one dim for each factor, as the boxes do; `merged` is the shape of the result
+    with the dims of the tensor. Numbers are symbols where sizes are symbolic; `padded` is the size of the parts of the collective.
     """
 
     step: Step
     tile: Shape
     shape: Shape
+    merged: Shape
     exchange: Exchange
     padded: int
 
@@ -289,33 +301,42 @@ Scale = Callable[[int, int], int]
 
 
 def _task(step: Step, scale: Scale | None) -> Task:
-    exchange, tile, shape = step.exchange(), step.input_shape() or (0,), step.output_shape() or (0,)
+    opened = step.opened
+    exchange, tile, shape = opened.exchange(), _held(opened.input_shape()), _held(opened.output_shape())
     if scale is None:
-        return Task(step, tile, shape, exchange, exchange.padded)
+        return Task(step, tile, shape, _held(step.output_shape()), exchange, exchange.padded)
+    dims = [dim for dim, sizes in enumerate(step.factors) for _ in sizes]
 
     def box(region: Region) -> Region:
-        return tuple((scale(dim, start), scale(dim, stop)) for dim, (start, stop) in enumerate(region))
+        return tuple((scale(dim, start), scale(dim, stop)) for dim, (start, stop) in zip(dims, region, strict=True))
 
     def scaled(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
         return tuple(replace(transfer, regions=tuple(map(box, transfer.regions))) for transfer in transfers)
 
     planned = tile if step.kind == "all_gather" else shape
-    tile, shape = (tuple(scale(*extent) for extent in enumerate(extents)) for extents in (tile, shape))
+    tile, shape = (tuple(map(scale, dims, extents)) for extents in (tile, shape))
+    merged = tuple(map(scale, range(len(step.shape)), _held(step.output_shape())))
     copies = tuple((box(source), box(target)) for source, target in exchange.copies)
     sends, receives = scaled(exchange.sends), scaled(exchange.receives)
     made, padded = replace(exchange, sends=sends, receives=receives, copies=copies), exchange.padded
     for size, found in zip(planned, tile if step.kind == "all_gather" else shape, strict=True):
         # Along dims that vary, all ranks have as much; along others the largest part counts.
         padded = padded if type(found) is int else padded // size * found
-    return Task(step, tile, shape, made, padded)
+    return Task(step, tile, shape, merged, made, padded)
+
+
+def _held(shape: Shape | None) -> Shape:
+    """The shape of a tile; that of nothing for a rank that has none."""
+    return (0,) if shape is None else shape
 
 
 def _slice(task: Task) -> Run:
+    """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
     shape = task.shape
     boxes = [(slices_of(source), slices_of(target)) for source, target in task.exchange.copies]
     if len(boxes) == 1:
         only = boxes[0][0]
-        return lambda x: x[only].contiguous()
+        return lambda x: x[only].clone(memory_format=torch.contiguous_format)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(shape)

@@ -94,10 +94,10 @@ def pieces(states: Sequence[State], dim: int) -> int | None:
     1 where all cut it alike, whatever its size; None where factors of it are split, which have sizes.
     """
     splits = {state.splits[dim] for state in states}
-    if len(splits) == 1:
-        return 1
     if any(isinstance(split, Factors) for split in splits):
         return None
+    if len(splits) == 1:
+        return 1
     return math.lcm(*(parts(split) for split in splits if not isinstance(split, Factors)))
 
 

@@ -37,7 +37,7 @@ from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.exchange import Region
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding, state_of
-from axes.algebra.state import State, Tile, merged, tile
+from axes.algebra.state import State, Tile, factor_runs, merged, tile
 
 Names = tuple[str, ...]
 
@@ -90,12 +90,22 @@ def arrivals(step: Step, rank: int) -> Iterator[tuple[int, tuple[Region, ...]]]:
         for peer in (rank,) if step.kind == "slice" else step.ranks_of(rank):
             yield peer, tuple(product(*held))
         return
-    exchange = step.exchange(rank)
-    kept = tuple(box for _, target in exchange.copies for box in _in_whole(target, held))
-    yield rank, kept
+    exchange, opened = step.exchange(rank), tile(step.opened.target, step.opened.shape, rank)
+    assert opened is not None
+
+    def boxes(regions: Iterable[Region]) -> tuple[Region, ...]:
+        parts = (part for region in regions for part in _in_whole(region, opened))
+        return tuple(box for part in parts for box in _merged(part, step.factors))
+
+    yield rank, boxes(target for _, target in exchange.copies)
     for transfer in exchange.receives:
-        boxes = tuple(box for region in transfer.regions for box in _in_whole(region, held))
-        yield exchange.ranks[transfer.peer], boxes
+        yield exchange.ranks[transfer.peer], boxes(transfer.regions)
+
+
+def _merged(box: Region, factors: Sequence[Sequence[int]]) -> Iterator[Region]:
+    """A box of the tensor that has a dim for each factor, as boxes of the tensor itself."""
+    ranges = iter(box)
+    return product(*(factor_runs(tuple(sizes), tuple(next(ranges) for _ in sizes)) for sizes in factors))
 
 
 def _in_whole(region: Region, held: Tile) -> Iterator[Region]:

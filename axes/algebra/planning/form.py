@@ -81,10 +81,10 @@ def common(
     The target's extent must be within the source's; the target counts as replicated over the rest.
     node: digits to cut at where that leaves whole digits, so that each is within a node or across nodes.
     """
-    aligned = [_aligned(a, b) for a, b in zip(source.splits, target.splits, strict=True)]
-    if any(pair is None for pair in aligned):
+    found = [aligned(a, b) for a, b in zip(source.splits, target.splits, strict=True)]
+    if any(pair is None for pair in found):
         return None
-    pairs = [pair for pair in aligned if pair is not None]
+    pairs = [pair for pair in found if pair is not None]
     factors = tuple(a.sizes if isinstance(a, Factors) else None for a, _ in pairs)
     sizes: list[int] = []
     dims: list[int] = []
@@ -109,7 +109,7 @@ def _slots_of(split: Split) -> tuple[tuple[Layout, ...], ...]:
     return split.splits if isinstance(split, Factors) else (split,)
 
 
-def _aligned(one: Split, two: Split) -> tuple[Split, Split] | None:
+def aligned(one: Split, two: Split) -> tuple[Split, Split] | None:
     """The splits of one dim with the same factors, or None where there are none."""
     if isinstance(one, Factors) and isinstance(two, Factors):
         return (one, two) if one.sizes == two.sizes else None

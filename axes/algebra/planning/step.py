@@ -1,12 +1,14 @@
 """One step of a plan: what an executor needs to carry it out, for any rank.
 
 Everything a step says about boxes, counts and order comes from `exchange(rank)`. Tensors are local,
-row-major; "the boxes of a transfer" are read or written one after the other, each row-major. What an
-executor does, by `kind`:
+row-major; "the boxes of a transfer" are read or written one after the other, each row-major. Boxes are
+those of `opened`, the same step on a tensor with one dim for each factor: there a part of a split
+factor is one box, which lies in memory as the tile of the rank that has it. What an executor does, by
+`kind`:
 
 slice
     No communication. For each `(from_box, to_box)` of `copies`: `out[to_box] = tile[from_box]`. Where
-    the plan's dims aren't factored that is one box, so the result is a view of the tile.
+    both states have the same factors that is one box.
 
 all_reduce
     `op` over the group, on a copy of the tile. Then divide by `divisor` where that isn't 1 (a mean),
@@ -42,13 +44,14 @@ with nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.planning.exchange import Deal, Exchange, Transfer, regions, volume
-from axes.algebra.state import State, Tile, line, names_of, tile, tile_shape
+from axes.algebra.planning.form import aligned
+from axes.algebra.state import Factors, Split, State, Tile, line, names_of, tile, tile_shape
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,23 @@ class Step:
         """The shape of the tile that a rank leaves with, or None where it has none."""
         return _shape(tile(self.target, self.shape, self._rank(rank)))
 
+    @cached_property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """For each dim the sizes of the factors that both states have, or its own size alone."""
+        pairs = zip(self.source.splits, self.target.splits, self.shape, strict=True)
+        return tuple(_common_factors(one, two) or (size,) for one, two, size in pairs)
+
+    @cached_property
+    def opened(self) -> Step:
+        """The same step on the tensor with one dim for each of `factors`."""
+        if all(len(sizes) == 1 for sizes in self.factors):
+            return self
+        source, target = _opened(self.source, self.target, self.factors)
+        shape = tuple(size for sizes in self.factors for size in sizes)
+        return replace(self, source=source, target=target, shape=shape)
+
     def exchange(self, rank: int | None = None) -> Exchange:
-        """What a rank sends, receives and copies; this rank by default.
+        """What a rank sends, receives and copies, in boxes of `opened`; this rank by default.
 
         Costs O(size of the group), and more where tiles are replicated: an executor keeps the answer.
         Raises `MeshError` for a rank that takes no part.
@@ -131,6 +149,8 @@ class Step:
         rank = self._rank(rank)
         if not self.takes_part(rank):
             raise MeshError(f"rank {rank} takes no part in this step")
+        if self.opened is not self:
+            return self.opened.exchange(rank)
         if self.kind == "slice":
             return _slice(self, rank)
         ranks = tuple(self.ranks_of(rank))
@@ -144,6 +164,22 @@ class Step:
 
     def _rank(self, rank: int | None) -> int:
         return self.rank if rank is None else rank
+
+
+def _common_factors(one: Split, two: Split) -> tuple[int, ...] | None:
+    """The sizes of the factors of a dim, where they are the same in two states; None without factors."""
+    found = aligned(one, two)
+    return found[0].sizes if found is not None and isinstance(found[0], Factors) else None
+
+
+def _opened(source: State, target: State, factors: Sequence[Sequence[int]]) -> tuple[State, State]:
+    """Two states of the tensor that has a dim for each factor."""
+    sides: tuple[list[Split], list[Split]] = ([], [])
+    for one, two, sizes in zip(source.splits, target.splits, factors, strict=True):
+        pair = aligned(one, two) if len(sizes) > 1 else None
+        for side, split, own in zip(sides, pair or (one, two), (one, two), strict=True):
+            side.extend(split.splits if pair is not None and isinstance(split, Factors) else (own,))
+    return tuple(replace(s, splits=tuple(side), text=None) for s, side in zip((source, target), sides, strict=True))
 
 
 def _shape(held: Tile | None) -> tuple[int, ...] | None:
