@@ -24,6 +24,7 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, parts, same_cuts
+from axes.algebra.state import LINEAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     for pending in sharding.pending:
         for name in mesh_axes(mesh, pending.axes):
             found[name] = PlacementSpec(op=pending.op)
+    _check_order_of_pending(sharding)
     strided: dict[str, ShardedDim] = {}
     for index, dim in enumerate(sharding.dims):
         pieces = _torch_pieces(mesh, dim)
@@ -82,6 +84,38 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
             f"the order of {strided['order']}, like mesh['tp', 'cp']"
         )
     return tuple(found[name] for name in mesh.axis_names)
+
+
+def _check_order_of_pending(sharding: Sharding) -> None:
+    """`ShardingError` where reductions that don't commute are written in another order than the mesh's.
+
+    Placements stand in mesh order, and so a tensor that is made of them is resolved in that order.
+    """
+    if len(sharding.pending) < 2:
+        return
+    mesh = sharding.mesh
+    written = [(p.op, name) for p in sharding.pending for name in mesh_axes(mesh, p.axes)]
+    written = [entry for entry in written if mesh.namespace[entry[1]].size > 1]
+    in_order = sorted(written, key=lambda entry: mesh.axis_names.index(entry[1]))
+    if _commuting(written) != _commuting(in_order):
+        text = " ".join(map(str, sharding.pending))
+        order = ", ".join(repr(name) for _, name in written)
+        raise ShardingError(
+            f"'| {text}' is resolved in the order in which it stands, and DTensor keeps only that of the mesh, "
+            f"{' '.join(mesh.axis_names)}; resolve {sharding.pending[0]} first, or use the sub-mesh mesh[{order}]"
+        )
+
+
+def _commuting(entries: Sequence[tuple[str, str]]) -> list[tuple[str, set[str]]]:
+    """Pending reductions in order, neighbours that commute together: sums with means, each with its like."""
+    found: list[tuple[str, set[str]]] = []
+    for op, name in entries:
+        kind = "sum" if op in LINEAR else op
+        if found and found[-1][0] == kind:
+            found[-1][1].add(name)
+        else:
+            found.append((kind, {name}))
+    return found
 
 
 def _torch_pieces(mesh: Mesh, dim: ShardedDim) -> list[tuple[int | None, str | None]]:
@@ -136,6 +170,10 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
             )
 
 
+_KNOWN = ("Replicate", "Shard", "_StridedShard", "Partial")
+"""torch's placements by name. What is derived of them means something else: a `_MaskPartial` isn't a sum."""
+
+
 def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
     """The sharding of placements on the axes of a mesh; see `Sharding.from_placements`."""
     if len(placements) != mesh.ndim:
@@ -143,6 +181,11 @@ def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Shardin
     pieces: list[list[_Piece]] = [[_Piece(None, None)] for _ in range(ndim)]
     pending: list[PendingReduction] = []
     for name, placement in zip(mesh.axis_names, placements, strict=True):
+        if type(placement).__name__ not in _KNOWN:
+            raise ShardingError(
+                f"axis '{name}' has {placement!r}, whose meaning only torch knows; resolve it by torch's own means, "
+                "x.redistribute(placements=[...]) with Replicate() or a Shard there"
+            )
         dim = getattr(placement, "dim", None)
         op = getattr(placement, "reduce_op", None)
         if op is not None:

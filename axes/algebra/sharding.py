@@ -229,7 +229,34 @@ class Sharding:
             dims.append(ShardedDim((replace(dim.factors[0], name=name),)) if single else dim)
         return replace(self, dims=tuple(dims))
 
+    def on(self, mesh: Mesh) -> Sharding:
+        """The same in the names of another mesh, whose axes have the same layouts in the same order.
+
+        >>> from axes.algebra.mesh import Mesh
+        >>> Mesh("dp=2 tp=2").sharding("b@tp | sum@dp").on(Mesh("a=2 b=2")).spec
+        'b@b | sum@a'
+        """
+        if mesh == self.mesh:
+            return self if mesh is self.mesh else replace(self, mesh=mesh)
+        names = dict(zip(self.mesh.axis_names, mesh.axis_names, strict=True))
+
+        def renamed(axes: tuple[str, ...]) -> tuple[str, ...]:
+            # A name that is no axis is a product or a part of some; both meshes may know it.
+            return tuple(names[a] if a in names else self._name_on(mesh, a) for a in axes)
+
+        dims = tuple(ShardedDim(tuple(replace(f, axes=renamed(f.axes)) for f in dim.factors)) for dim in self.dims)
+        return Sharding(mesh, dims, tuple(replace(p, axes=renamed(p.axes)) for p in self.pending))
+
     # inside
+
+    def _name_on(self, mesh: Mesh, axis: str) -> str:
+        layout = self.mesh.namespace[axis]
+        if mesh.namespace.get(axis) == layout:
+            return axis
+        name = next((name for name, other in mesh.namespace.items() if other == layout), None)
+        if name is None:
+            raise ShardingError(f"'{axis}' ({layout}) of {self.mesh!r} has no name on {mesh!r}; define one")
+        return name
 
     def _position(self, rank: int | None) -> int:
         rank = self.mesh.rank if rank is None else rank

@@ -282,9 +282,7 @@ def _arrived(forward: Recipe, made: Global, spec: Spec) -> Sharding:
     found = sharding_of_spec(spec)
     if found.mesh.universe != forward.mesh.universe or found.mesh.layouts != forward.mesh.layouts:
         raise MeshError(f"the gradient of a tensor on {forward.mesh!r} came on {found.mesh!r}\nin  {forward.text}")
-    if found.mesh.axis_names != forward.mesh.axis_names:
-        return Sharding.from_placements(forward.mesh, spec.placements, len(spec.shape))
-    return replace(found, mesh=forward.mesh)
+    return found.on(forward.mesh)
 
 
 def _as_sum(forward: Recipe) -> Recipe:

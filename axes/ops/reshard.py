@@ -149,7 +149,8 @@ def _target(
     """The target that a text means: on the source's mesh, or on `mesh` where that has other axes."""
     own = source.mesh
     if mesh is not None:
-        elsewhere = mesh.universe != own.universe or mesh.layouts != own.layouts
+        axes = mesh.universe, mesh.axis_names, mesh.layouts
+        elsewhere = axes != (own.universe, own.axis_names, own.layouts)
         return retargeted(source, text, shape, mesh, mesh if elsewhere else None, sizes)
     where = ambient if ambient is not None and ambient.universe == own.universe else own
     return retargeted(source, text, shape, where, None, sizes)

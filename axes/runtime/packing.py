@@ -157,13 +157,10 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
     if isinstance(places, Run):
         start, stop = places.start, places.stop
         if (start, stop) == (0, math.prod(shape)):
-            return lambda tile: tile.view(-1)
-        return lambda tile: tile.view(-1)[start:stop]
+            return _lengthened(lambda tile: tile.view(-1), stop - start, size)
+        return _lengthened(lambda tile: tile.view(-1)[start:stop], stop - start, size)
     if isinstance(places, Grid):
-        sizes, strides, offset = places.sizes, places.strides, places.offset
-        if offset == 0:
-            return lambda tile: tile.as_strided(sizes, strides).contiguous()
-        return lambda tile: tile.as_strided(sizes, strides, tile.storage_offset() + offset).contiguous()
+        return _lengthened(_strided(places), math.prod(places.sizes), size)
     parts = [_extents(part) for part in places.parts]
 
     def pack(tile: torch.Tensor) -> torch.Tensor:
@@ -173,6 +170,26 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
         return buffer
 
     return pack
+
+
+def _strided(grid: Grid) -> Pack:
+    sizes, strides, offset = grid.sizes, grid.strides, grid.offset
+    if offset == 0:
+        return lambda tile: tile.as_strided(sizes, strides).contiguous()
+    return lambda tile: tile.as_strided(sizes, strides, tile.storage_offset() + offset).contiguous()
+
+
+def _lengthened(pack: Pack, count: int, size: int) -> Pack:
+    """`pack`, which gives `count` elements, with as many arbitrary ones behind them as the buffer has more."""
+    if count == size:
+        return pack
+
+    def lengthened(tile: torch.Tensor) -> torch.Tensor:
+        buffer = tile.new_empty(size)
+        buffer[:count].copy_(pack(tile).view(-1))
+        return buffer
+
+    return lengthened
 
 
 def slices_of(box: Region) -> tuple[slice, ...]:

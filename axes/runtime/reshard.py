@@ -118,6 +118,7 @@ def route(
     ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
     made = program(era, ends, dtype, comm_dtypes[0])
     alike = source.mesh.universe == target.mesh.universe and source.mesh.layouts == target.mesh.layouts
+    alike = alike and source.mesh.axis_names == target.mesh.axis_names
     device_mesh = spec.mesh if alike else target.mesh.device_mesh
     placements = torch_placements(target)
     stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
@@ -181,6 +182,7 @@ def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...
     plain = replace(source, pending=())
     if source.mesh.universe != arrived.mesh.universe or source.mesh.layouts != arrived.mesh.layouts:
         return plain
+    arrived = arrived.on(source.mesh)
     try:
         found = required(source.sized(shape), arrived.sized(shape))
         check_torch_can(found, shape)

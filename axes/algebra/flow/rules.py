@@ -72,7 +72,7 @@ def recipe(
     reading = read(kind, text, tuple(map(len, shapes)), _units(kind, text, shapes))
     carrier = _carrier(reading, mesh, shardings)
     _check_axes(reading, carrier)
-    actual = [None if s is None else _on(carrier, s).sized(shape) for s, shape in zip(shardings, shapes, strict=True)]
+    actual = [None if s is None else s.on(carrier).sized(shape) for s, shape in zip(shardings, shapes, strict=True)]
     return _Solver(reading, carrier, op, actual, shapes, sizes).recipe()
 
 
@@ -119,20 +119,6 @@ def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:
                 f"{other!r}; two meshes that meet give a name one meaning, so rename one\nin  {reading.text}"
             )
     return home if len(namespace) == len(home.namespace) else home._with(namespace=namespace)
-
-
-def _on(mesh: Mesh, sharding: Sharding) -> Sharding:
-    """A sharding in the names of another mesh with the same axes."""
-    names = dict(zip(sharding.mesh.axis_names, mesh.axis_names, strict=True))
-    if all(name == new for name, new in names.items()):
-        return replace(sharding, mesh=mesh)
-
-    def renamed(entry: Factor) -> Factor:
-        return replace(entry, axes=tuple(names[axis] for axis in entry.axes))
-
-    dims = tuple(ShardedDim(tuple(map(renamed, dim.factors))) for dim in sharding.dims)
-    pending = tuple(replace(p, axes=tuple(names[axis] for axis in p.axes)) for p in sharding.pending)
-    return Sharding(mesh, dims, pending)
 
 
 def _hint(name: str, mesh: Mesh, reading: Reading) -> str:
