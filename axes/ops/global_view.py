@@ -36,7 +36,7 @@ from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
-from axes.runtime.redistribute import Dtypes, both
+from axes.runtime.redistribute import Dtypes, both, is_plain
 from axes.runtime.reshard import resharded
 from axes.runtime.symbols import hints, is_symbolic, spec_at
 
@@ -64,11 +64,22 @@ class Global:
         """What the program was made from."""
         return self.program.extents.recipe
 
-    def run(self, operands: Sequence[DTensor]) -> DTensor:
-        """The program on DTensors, outside of autograd."""
-        local = self.program.run(*[torch_private.local_of(x) for x in operands])
+    def run(self, operands: Sequence[DTensor], owned: bool = True) -> DTensor:
+        """The program on DTensors, outside of autograd.
+
+        If `owned`, the result shares no memory with an operand: autograd wouldn't see a change of it.
+        """
+        locals_ = [torch_private.local_of(x) for x in operands]
+        local = self.program.run(*locals_)
+        if owned and self.program.may_be_view and _are_one(local, locals_[0]):
+            local = local.clone()
         strides = None if local.is_contiguous() else local.stride()
         return torch_private.dtensor(local, _spec(self, local.dtype, strides))
+
+
+def _are_one(local: torch.Tensor, operand: torch.Tensor) -> bool:
+    """Whether two tensors share memory; of what is traced that isn't known."""
+    return not is_plain(local) or torch_private.share_memory(local, operand)
 
 
 Made = TypeVar("Made")
@@ -259,7 +270,7 @@ def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTens
     back = _gradient(made, index, _arriving(cotangent))
     if torch.is_grad_enabled():
         return _Linear.apply(back, cotangent, *others)
-    return back.run((cotangent, *others))
+    return back.run((cotangent, *others), owned=False)  # nobody changes a gradient before a leaf has it
 
 
 @_per_program

@@ -44,6 +44,13 @@ class Program:
     view: View
     comm_dtype: Dtypes
 
+    @functools.cached_property
+    def may_be_view(self) -> bool:
+        """Whether the result may be a view of the operand: nothing is sent, and nothing reduced."""
+        found = self.extents.recipe
+        kept = {*found.result.atoms}
+        return len(found.inputs) == 1 and not found.moves and kept.issuperset(found.inputs[0].atoms)
+
     # One program is made per key, so identity will do, and hashing a recipe would be slow.
     __hash__ = object.__hash__
 

@@ -126,6 +126,9 @@ def _compiled(program: Program, eager: bool, scale: Scale | None = None) -> Run:
     stages: list[Run] = []
     steps, wire, owned = program.plan.steps, program.dtype, False
     sending = [at for at, group in enumerate(program.groups) if group is not None]
+    if steps and steps[0].input_shape() is None:
+        # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
+        stages.append(lambda x: x.new_empty(0))
     for at, step in enumerate(steps):
         if not step.takes_part(step.rank):
             continue

@@ -183,8 +183,23 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     return traced(local.contiguous())
 
 
+def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+    """`run`, with a result that shares no memory with `local`.
+
+    A DTensor has a version of its own: autograd wouldn't see that another one changed its memory.
+    """
+    if program.idle:
+        return torch_private.waited(local).clone()
+    found = run(program, local, async_op)
+    return found if program.plan.steps else found.clone()
+
+
+def is_plain(local: torch.Tensor) -> bool:
+    """Whether a tensor isn't part of a graph that is being traced."""
+    return type(local) in _PLAIN
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types of tensors that aren't part of a graph that is being traced."""
 
 
 # --- programs by what they do ---------------------------------------------------------------------

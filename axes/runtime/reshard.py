@@ -37,7 +37,7 @@ from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
 from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.programs import Program
-from axes.runtime.redistribute import Dtypes, Ends, both, program, run
+from axes.runtime.redistribute import Dtypes, Ends, both, carried, program
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
 
 Spec = Any
@@ -64,7 +64,7 @@ class Route:
     def moved(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The same, outside of autograd."""
         local = torch_private.local_of(x)
-        found = run(self.program, local, async_op)
+        found = carried(self.program, local, async_op)
         return torch_private.dtensor(found, self.spec if type(local) is torch.Tensor else self.spec_like(x))
 
     def spec_like(self, x: DTensor) -> Spec:
@@ -200,7 +200,7 @@ def unsharded(x: DTensor) -> torch.Tensor:
     there = routed(x, _to_whole)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Unshard.apply(x, there)
-    return run(there.program, torch_private.local_of(x))
+    return carried(there.program, torch_private.local_of(x))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,15 +216,25 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, there: Route) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.there, ctx.spec = there, there.spec_like(x)
-        found = run(there.program, torch_private.local_of(x))
-        return found.view_as(found)
+        return carried(there.program, torch_private.local_of(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
         if gradient is None:
             return None, None
-        replicated = _Replicated.apply(gradient.contiguous(), ctx.spec)
+        replicated = _Replicated.apply(gradient.contiguous(), _dense(ctx.spec))
         return routed(replicated, _back, ctx.there).take(replicated), None
+
+
+def _dense(spec: Spec) -> Spec:
+    """The spec with the strides of a contiguous tensor."""
+    shape = tuple(spec.shape)
+    return spec_at(spec, shape) if is_symbolic(shape) else _dense_spec(spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_spec(spec: Spec) -> Spec:
+    return spec_at(spec, tuple(spec.shape))
 
 
 class _Replicated(torch.autograd.Function):

@@ -150,7 +150,7 @@ def sharding_of(x: DTensor) -> Sharding:
 
 
 def lift(x: DTensor, mesh: Mesh) -> DTensor:
-    """`x`, declared to be replicated over the further axes of a larger mesh. Nothing is sent.
+    """`x`, declared to be replicated over the further axes of a larger mesh. A copy; nothing is sent.
 
     Differentiable; the gradient is resolved over the further axes.
 
@@ -165,7 +165,8 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
 
 
 def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
-    old = Mesh.from_device_mesh(x.device_mesh)
+    sharding = sharding_of_spec(torch_private.spec_of(x))
+    old = sharding.mesh
     if old.universe != mesh.universe:
         raise MeshError(f"lift stays within one universe; x is on {old!r}, the mesh is {mesh!r}")
     names = []
@@ -179,7 +180,6 @@ def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
     order = [name for name in mesh.axis_names if name in by_name]
     if order != names and any(not isinstance(p, Replicate) for p in x.placements):
         # Placements apply in mesh order: in another order the same sharding reads differently.
-        sharding = sharding_of(x)
         renamed = dict(zip(old.axis_names, names, strict=True))
         placements = torch_placements(_renamed(sharding, mesh, renamed))
     spec = torch_private.dtensor_spec(mesh.device_mesh, placements, x.shape, x.stride(), x.dtype)
@@ -274,15 +274,11 @@ def _taken(tensor: torch.Tensor, dim: int, indices: Indices) -> torch.Tensor:
 
 def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], device_mesh: Any) -> DTensor:
     """The DTensor of a shard, outside of autograd."""
-    whole = torch.Size(shape)
-    return DTensor.from_local(
-        local,
-        device_mesh,
-        torch_placements(sharding),
-        run_check=False,
-        shape=whole,
-        stride=contiguous_strides(tuple(whole)),
-    )
+    # torch's own from_local takes the shape of a scalar for none at all.
+    whole = tuple(shape)
+    placements = torch_placements(sharding)
+    spec = torch_private.dtensor_spec(device_mesh, placements, whole, contiguous_strides(whole), local.dtype)
+    return torch_private.dtensor(local, spec)
 
 
 def _broadcast(tensor: torch.Tensor, mesh: Mesh, source_rank: int) -> torch.Tensor:
@@ -314,7 +310,7 @@ class _Lift(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, spec: Any) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.old, ctx.new = torch_private.spec_of(x), spec
-        return torch_private.dtensor(torch_private.local_of(x), spec)
+        return torch_private.dtensor(torch_private.local_of(x).clone(), spec)
 
     @staticmethod
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:

@@ -467,6 +467,11 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     return x.trigger_wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors have one storage. Would be replaced by a public name for it (2.11 to 2.15)."""
+    return torch._C._is_alias_of(one, other)
+
+
 def hint_of(size: Any) -> int | None:
     """The size that a symbolic one has in the call that is being traced; None where it may be any.
 
