@@ -28,7 +28,7 @@ from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, sh
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.sizes import checked_size
-from axes.algebra.state import Factors, Split, State
+from axes.algebra.state import LINEAR, Factors, Split, State
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
@@ -461,19 +461,26 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
 
 
 def _same_pending(one: Sharding, two: Sharding) -> bool:
-    """The same reductions over the same digits; order matters between different reductions only."""
+    """The same reductions over the same digits; order matters only between reductions that don't commute."""
 
-    def classes(sharding: Sharding) -> list[tuple[str, Layout]]:
-        found: list[tuple[str, list[Mode]]] = []
+    def classes(sharding: Sharding) -> list[dict[str, Layout]]:
+        found: list[dict[str, list[Mode]]] = []
         for pending in sharding.pending:
             modes = [mode for axis in pending.axes for mode in sharding.mesh.namespace[axis].modes]
-            if found and found[-1][0] == pending.op:
-                found[-1][1].extend(modes)
-            elif modes:
-                found.append((pending.op, modes))
-        return [(op, Layout.of(sorted(modes, key=lambda mode: -mode[1]))) for op, modes in found]
+            if modes and not (found and _commute(pending.op, *found[-1])):
+                found.append({})
+            if modes:
+                found[-1].setdefault(pending.op, []).extend(modes)
+        return [
+            {op: Layout.of(sorted(modes, key=lambda mode: -mode[1])) for op, modes in each.items()} for each in found
+        ]
 
     return classes(one) == classes(two)
+
+
+def _commute(*ops: str) -> bool:
+    """Whether it doesn't matter which of these reductions comes first."""
+    return len({"sum" if op in LINEAR else op for op in ops}) == 1
 
 
 def _same_digits(one: Sharding, mine: ShardedDim, two: Sharding, theirs: ShardedDim) -> bool:

@@ -55,7 +55,30 @@ def apply(
         return _node(number, tuple(size for _, size in sizes), *operands)
     era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
-    return _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op).run(*operands)
+    made = _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
+    if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
+        return made.run(_Owning.apply(operands[0]))
+    return made.run(*operands)
+
+
+class _Owning(torch.autograd.Function):
+    """The identity on a leaf, whose gradient gets memory of its own.
+
+    torch leaves a view where the gradient of a view is accumulated: two leaves then have one memory, and
+    what is added to the one is added to the other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
 
 
 @torch.compiler.allow_in_graph

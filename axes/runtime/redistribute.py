@@ -476,7 +476,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        return None if g is None else _Linear.apply(g, ctx.made, not ctx.reverse, False), None, None, None
+        if g is None or (ctx.made.forth if ctx.reverse else ctx.made.back).idle:
+            return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
+        return _Linear.apply(g, ctx.made, not ctx.reverse, False), None, None, None
 
 
 class _Extreme(torch.autograd.Function):
