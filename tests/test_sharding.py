@@ -481,7 +481,7 @@ def test_plain_placements_are_the_sharding_that_they_say(case, data):
         ("b@world", (PlacementSpec(0), PlacementSpec(0), PlacementSpec(0))),
         ("b@fsdp s@tp", (PlacementSpec(0), PlacementSpec(0), PlacementSpec(1))),
         ("b | sum@fsdp", (PlacementSpec(op="sum"), PlacementSpec(op="sum"), PlacementSpec())),
-        ("b | mean@tp max@dp", (PlacementSpec(op="max"), PlacementSpec(), PlacementSpec(op="mean"))),
+        ("b | max@dp mean@tp", (PlacementSpec(op="max"), PlacementSpec(), PlacementSpec(op="mean"))),
         ("(qkv=3 h@tp d)", (PlacementSpec(), PlacementSpec(), PlacementSpec(0, 3))),
         ("(h=8@tp d)", (PlacementSpec(), PlacementSpec(), PlacementSpec(0))),
         ("(h=8@(dp tp) d)", (PlacementSpec(0), PlacementSpec(), PlacementSpec(0))),

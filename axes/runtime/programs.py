@@ -274,7 +274,8 @@ class Task:
     """A step as this rank carries it out: the shapes of its tiles, and its boxes.
 
     `tile` and `shape` have one dim for each factor, as the boxes do; `merged` is the shape of the result
-    with the dims of the tensor. Numbers are symbols where sizes are symbolic; `padded` is the size of the parts of the collective.
+    with the dims of the tensor. `padded` is the size of the parts of the collective. Numbers are symbols
+    where sizes are symbolic.
     """
 
     step: Step

@@ -174,12 +174,13 @@ def _common_factors(one: Split, two: Split) -> tuple[int, ...] | None:
 
 def _opened(source: State, target: State, factors: Sequence[Sequence[int]]) -> tuple[State, State]:
     """Two states of the tensor that has a dim for each factor."""
-    sides: tuple[list[Split], list[Split]] = ([], [])
+    ones: list[Split] = []
+    twos: list[Split] = []
     for one, two, sizes in zip(source.splits, target.splits, factors, strict=True):
         pair = aligned(one, two) if len(sizes) > 1 else None
-        for side, split, own in zip(sides, pair or (one, two), (one, two), strict=True):
+        for side, split, own in zip((ones, twos), pair or (one, two), (one, two), strict=True):
             side.extend(split.splits if pair is not None and isinstance(split, Factors) else (own,))
-    return tuple(replace(s, splits=tuple(side), text=None) for s, side in zip((source, target), sides, strict=True))
+    return replace(source, splits=tuple(ones), text=None), replace(target, splits=tuple(twos), text=None)
 
 
 def _shape(held: Tile | None) -> tuple[int, ...] | None:
