@@ -249,17 +249,18 @@ class _Solver:
         for atom in {atom for term in reading.terms for atom in term.atoms}:
             if "#" in atom:
                 known[atom] = int(atom.split("#")[0])
+        sized = {**known, **self._known_wholes(known)}
         equations = []
         for index, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
             for dim, (slot, extent) in enumerate(zip(term.slots, shape, strict=True)):
                 count = 1 if self.is_global else parts(self.mesh, [a for _, a in _uses(slot)])
                 # A plain shard of a known size may be uneven; it is checked against its rank's share.
-                if count == 1 or not all(a in known for a in slot.atoms):
+                if count == 1 or not all(a in sized for a in slot.atoms):
                     where = f"dim {dim} of {list(shape)}" + (f", operand {index + 1}" if len(shapes) > 1 else "")
                     equations.append((slot.atoms, extent * count, f"{where}, in  {reading.text}"))
         for whole_name, inner in reading.wholes:
             self._check_whole(whole_name, inner, known)
-        found = whole_sizes(equations, {**known, **self._known_wholes(known)}, _all_atoms(reading), reading.text)
+        found = whole_sizes(equations, sized, _all_atoms(reading), reading.text)
         for whole_name, inner in reading.wholes:
             count = math.prod(known.get(name, 1) for name in inner)
             if found[whole_name] % count or (all(n in known for n in inner) and found[whole_name] != count):
