@@ -137,7 +137,7 @@ def test_a_size_of_an_unknown_name_is_an_error():
         x = axes.from_local(torch.zeros(4), "n", mesh=mesh)
         with pytest.raises(AxesError):
             axes.reshard(x, "(h@tp e)", k=2)
-        with pytest.raises(SizeError, match="sizes are whole numbers"):
+        with pytest.raises(SizeError, match="the size of 'h' is a whole number"):
             axes.reshard(x, "(h@tp e)", h=[2])
 
 

@@ -286,7 +286,7 @@ def test_a_dim_named_sizes_takes_its_size_in_sizes():
 def test_written_sizes_are_one_sorted_key_whatever_the_way_they_were_given():
     assert written_sizes({}, None) == written_sizes({}, {}) == ()
     assert written_sizes({"b": 2}, {"a": 1}) == written_sizes({"a": 1, "b": 2}, None) == (("a", 1), ("b", 2))
-    assert written_sizes({"a": -1}, {"b": None}) == (("a", None), ("b", None))
+    assert written_sizes({"a": -1}, {"b": None}) == (("a", -1), ("b", -1))
     with pytest.raises(SizeError, match="'a' is given two sizes: 1 and 2"):
         written_sizes({"a": 1}, {"a": 2})
 

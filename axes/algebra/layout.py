@@ -27,7 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from axes.algebra.errors import MeshError, SizeError
+from axes.algebra.errors import MeshError, SizeError, shown
+from axes.algebra.sizes import whole_numbers
 
 Mode = tuple[int, int]
 """`(size, stride)`."""
@@ -52,7 +53,10 @@ class Layout:
         sizes, strides = tuple(sizes), tuple(strides)
         if len(sizes) != len(strides):
             raise MeshError(f"a layout has as many strides as sizes; found {sizes} and {strides}")
-        modes = tuple(zip(sizes, strides, strict=True))
+        numbers = whole_numbers(sizes + strides)
+        if numbers is None:
+            raise MeshError(f"sizes and strides of a layout are whole numbers; found {shown((sizes, strides))}")
+        modes = tuple(zip(numbers[: len(sizes)], numbers[len(sizes) :], strict=True))
         if any(size < 1 or stride < 1 for size, stride in modes):
             raise MeshError(f"sizes and strides of a layout are at least 1; found {_text(modes)}")
         merged = _merged(modes)

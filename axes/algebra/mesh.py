@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ from axes.algebra.grammar import (
     parse_equation,
 )
 from axes.algebra.layout import Layout, digits
-from axes.algebra.sizes import written_sizes
+from axes.algebra.sizes import checked_rank, whole_number, written_sizes
 from axes.algebra.universe import Universe
 
 if TYPE_CHECKING:
@@ -266,7 +265,7 @@ class Mesh:
 
         None where the rank isn't in the universe. A range where the ranks are evenly spaced.
         """
-        position = self.universe.position(self.rank if rank is None else rank)
+        position = self.universe.position(self.rank if rank is None else checked_rank("a rank", rank))
         if position is None:
             return None
         base = position - layout.offset(layout.coordinate(position))
@@ -281,11 +280,8 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").at(5).coordinate
         {'dp': 1, 'tp': 1}
         """
-        try:
-            view = -1 if isinstance(rank, bool) else operator.index(rank)
-        except TypeError:
-            view = -1
-        if not 0 <= view < LARGEST_SIZE:
+        view = whole_number(rank)
+        if view is None or not 0 <= view < LARGEST_SIZE:
             raise MeshError(f"a rank is a whole number from 0; found {shown(rank)}")
         return self._with(view=view)
 
@@ -546,7 +542,7 @@ class Axis:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int | None], ...]) -> Mesh:
+def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
     axes, new = mesh_expression.compile(mesh, expression, dict(sizes)).run()
     return mesh._with(axis_names=tuple(axes), namespace={**mesh.namespace, **new})
 
@@ -583,9 +579,12 @@ def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
 
 
 def _checked_node(ranks_per_node: int | None) -> int | None:
-    if ranks_per_node is not None and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
+    if ranks_per_node is None:
+        return None
+    found = whole_number(ranks_per_node)
+    if found is None or found < 1:
         raise MeshError(f"ranks_per_node is a whole number from 1; found {shown(ranks_per_node)}")
-    return ranks_per_node
+    return found
 
 
 def _short_ranks(ranks: range | tuple[int, ...]) -> str:

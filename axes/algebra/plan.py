@@ -32,6 +32,7 @@ from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates
 from axes.algebra.planning.crossing import crossings
 from axes.algebra.planning.form import Digit, common, state_of
 from axes.algebra.planning.step import Step
+from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.state import State, check_state, largest_tile
 from axes.algebra.universe import Universe
 
@@ -126,12 +127,12 @@ def plan(
     an axis twice, a split factor that doesn't divide, ranks that the source says nothing about,
     a reduction pending where the source has none, or kept while one after it is resolved.
     """
-    shape = tuple(shape)
+    shape = checked_shape(shape)
     source, target = _without_same(source), _without_same(target)
     found = _plan(source, target, shape, dtype, cost_model)
     if found.source.text != source.text or found.target.text != target.text:
         found = replace(found, source=source, target=target)
-    return found if rank is None or rank == found.rank else found.at(rank)
+    return found if rank is None or rank == found.rank else found.at(checked_rank("rank", rank))
 
 
 def _without_same(state: State) -> State:
@@ -159,7 +160,7 @@ def choices(
     source: State, target: State, shape: Sequence[int], dtype: str = "float32", cost_model: Model = _DEFAULT
 ) -> list[Plan]:
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
-    shape = tuple(shape)
+    shape = checked_shape(shape)
     source, target = _without_same(source), _without_same(target)
     check_pair(source, target, shape, dtype)
     assemble = _Assembly(source, target, shape, itemsize_of(dtype), cost_model)

@@ -27,6 +27,7 @@ from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding, state_of
+from axes.algebra.sizes import checked_shape, written_sizes
 
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
@@ -65,7 +66,7 @@ def plan(
     b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
       1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
     """
-    shape, given = checked_shape(shape), {**keywords, **(sizes or {})}
+    shape, given = checked_shape(shape), dict(written_sizes(keywords, sizes))
     _check_names(given, source, target)
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
@@ -73,18 +74,6 @@ def plan(
     model = cost_model or (CostModel() if nodes is None else CostModel(ranks_per_node=nodes))
     name = str(dtype).removeprefix("torch.")
     return planning.plan(state_of(one, shape), state_of(two, shape), shape, name, model, one.mesh.rank)
-
-
-def checked_shape(shape: Any) -> Shape:
-    """A shape as whole numbers; `SizeError` for anything else."""
-    try:
-        found = tuple(int(extent) for extent in shape)
-        whole = all(extent == given for extent, given in zip(found, shape, strict=True))
-    except (TypeError, ValueError):
-        found, whole = (), False
-    if not whole or min(found, default=0) < 0:
-        raise SizeError(f"a shape is whole numbers from 0; found {shortened(repr(shape))}")
-    return found
 
 
 def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar, seam
 from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, suggestion
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Mode, digits
-from axes.algebra.sizes import checked_size
+from axes.algebra.sizes import checked_rank, checked_shape, checked_size, whole_number
 from axes.algebra.state import LINEAR, Factors, Split, State
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Sharding:
         Raises `ShardingError` for another number of dims, `SizeError` where factors don't follow or
         don't divide.
         """
-        return _extents(self, tuple(shape))
+        return _extents(self, checked_shape(shape))
 
     def is_equivalent(self, other: Sharding, shape: Sequence[int] | None = None) -> bool:
         """Whether both put the same data on the same ranks, whatever the names.
@@ -173,6 +173,7 @@ class Sharding:
         >>> one.is_equivalent(two), one.is_equivalent(two, (5,))
         (True, False)
         """
+        shape = None if shape is None else checked_shape(shape)
         if self.mesh.universe != other.mesh.universe or self.ndim != other.ndim:
             return False
         if not _same_pending(self, other):
@@ -181,7 +182,6 @@ class Sharding:
             return all(
                 _same_digits(self, mine, other, theirs) for mine, theirs in zip(self.dims, other.dims, strict=True)
             )
-        shape = tuple(shape)
         pairs = zip(self.dims, self.extents(shape), other.dims, other.extents(shape), strict=True)
         return all(same_cuts(self, mine, m, other, theirs, t) for mine, m, theirs, t in pairs)
 
@@ -210,16 +210,20 @@ class Sharding:
         """
         from axes.algebra.placements import check_torch_can, sharding_from
 
-        sharding = sharding_from(mesh, tuple(placements), ndim)
+        count = whole_number(ndim)
+        if count is None or count < 0:
+            raise SizeError(f"ndim is a whole number from 0; found {shown(ndim)}")
+        sharding = sharding_from(mesh, tuple(placements), count)
         if shape is not None:
             check_torch_can(sharding, shape)
         return sharding
 
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""
+        whole = checked_shape(shape)
         if all(len(dim.factors) == 1 for dim in self.dims):
             return self
-        return _sized(self, tuple(shape))
+        return _sized(self, whole)
 
     def named(self, names: Sequence[str]) -> Sharding:
         """The same with other names for the dims that aren't groups."""
@@ -259,7 +263,7 @@ class Sharding:
         return name
 
     def _position(self, rank: int | None) -> int:
-        rank = self.mesh.rank if rank is None else rank
+        rank = self.mesh.rank if rank is None else checked_rank("a rank", rank)
         position = self.mesh.universe.position(rank)
         if position is None:
             raise MeshError(f"rank {rank} isn't one of the ranks of {self.mesh!r}")
@@ -418,8 +422,6 @@ def _check_axes(sharding: Sharding) -> None:
 def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     if len(shape) != sharding.ndim:
         raise ShardingError(f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {list(shape)}")
-    if any(extent < 0 for extent in shape):
-        raise SizeError(f"a dim has no negative size; found {list(shape)}")
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
 
 

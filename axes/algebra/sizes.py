@@ -4,6 +4,9 @@ An equation says that two products of names are equal, `fsdp = dp_shard cp`; one
 the declared axes multiply to the size of the world. Each can give the one size it lacks, and what
 it gives may complete another.
 
+Here is also what every function asks that takes a size, a shape or a rank: whether it is a whole number.
+They ask before any cache is looked into, since Python finds 4.0 and True where 4 and 1 were kept.
+
 >>> world = Product(("dp", "tp"), (), 64, "dp tp = the world")
 >>> sparse = Product(("dp", "tp"), ("rows", "ep"), 1, "(dp tp) = rows ep")
 >>> solve([sparse, world], {"tp": 4, "ep": 8})
@@ -16,11 +19,13 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from axes.algebra.errors import SizeError, shortened, shown, suggestion
+from axes.algebra.errors import MeshError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
 _SHOWN = 12
+_PLAIN = frozenset({int})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,58 @@ class Product:
     right: tuple[str, ...]
     factor: int
     text: str
+
+
+def whole_number(value: object) -> int | None:
+    """`value` as a plain `int`, of whatever integer type it is; None for anything else, and for a bool.
+
+    >>> whole_number(4), whole_number(4.0), whole_number(True), whole_number("4")
+    (4, None, None, None)
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def whole_numbers(values: object) -> tuple[int, ...] | None:
+    """A sequence of integers as plain `int`; None where it isn't one.
+
+    >>> whole_numbers([4, -1]), whole_numbers((4, 1.0)), whole_numbers(4)
+    ((4, -1), None, None)
+    """
+    try:
+        found: tuple[Any, ...] = tuple(values)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    if _PLAIN.issuperset(map(type, found)):
+        return found
+    numbers = [whole_number(value) for value in found]
+    return None if None in numbers else tuple(numbers)  # type: ignore[arg-type]
+
+
+def checked_shape(shape: object) -> tuple[int, ...]:
+    """A shape as a tuple of plain `int`; `SizeError` for what isn't whole numbers from 0.
+
+    >>> checked_shape([4, 8])
+    (4, 8)
+    """
+    found = whole_numbers(shape)
+    if found is None or any(extent < 0 for extent in found):
+        raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
+    return found
+
+
+def checked_rank(what: str, rank: object) -> int:
+    """A rank as a plain `int`; `MeshError`, which says what was given, for anything else."""
+    found = whole_number(rank)
+    if found is None:
+        raise MeshError(f"{what} is a whole number from 0; found {shown(rank)}")
+    return found
 
 
 def given_sizes(
@@ -57,22 +114,28 @@ def given_sizes(
 
 
 def written_sizes(
-    keywords: Mapping[str, object], sizes: Mapping[str, object] | None
-) -> tuple[tuple[str, int | None], ...]:
-    """Keywords and the `sizes` mapping together, checked and hashable: a part of the caches' keys.
+    keywords: Mapping[str, object], sizes: Mapping[str, object] | None = None
+) -> tuple[tuple[str, int], ...]:
+    """Keywords and the `sizes` mapping together, as plain `int`: a part of the caches' keys.
 
-    >>> written_sizes({"tp": 2}, {"dp": -1})
-    (('dp', None), ('tp', 2))
+    What is to be solved is -1. Raises `SizeError` for what isn't a whole number, and where both give one
+    name another size.
+
+    >>> written_sizes({"tp": 2}, {"dp": None})
+    (('dp', -1), ('tp', 2))
     """
     if not keywords and sizes is None:
         return ()
+    if sizes is None and _PLAIN.issuperset(map(type, keywords.values())):
+        return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
     _check_mapping(sizes)
-    found: dict[str, int | None] = {}
+    found: dict[str, int] = {}
     for name, value in [*keywords.items(), *(sizes or {}).items()]:
         size = checked_size(str(name), value)
-        if found.setdefault(str(name), size) != size:
-            raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {size}")
-    return tuple(sorted(found.items()))
+        number = -1 if size is None else size
+        if found.setdefault(str(name), number) != number:
+            raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {number}")
+    return tuple([(name, found[name]) for name in sorted(found)])
 
 
 def _check_mapping(sizes: object) -> None:
@@ -84,13 +147,10 @@ def checked_size(name: str, value: object) -> int | None:
     """`value` as a size, None where it is to be solved; `SizeError` where it can't be one."""
     if value is None:
         return None
-    try:
-        size = operator.index(value) if not isinstance(value, bool) else 0  # type: ignore[arg-type]
-    except TypeError:
-        size = 0
+    size = whole_number(value)
     if size == -1:
         return None
-    if not 1 <= size <= LARGEST_SIZE:
+    if size is None or not 1 <= size <= LARGEST_SIZE:
         raise SizeError(
             f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shown(value)}"
         )

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from axes.algebra.errors import MeshError, shown
 from axes.algebra.grammar import LARGEST_SIZE
+from axes.algebra.sizes import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,9 @@ class Universe:
             return cls(
                 range(ranks.start, ranks[-1] + 1, ranks.step) if len(ranks) > 1 else range(ranks[0], ranks[0] + 1)
             )
-        try:
-            listed = tuple(int(rank) if rank == int(rank) else -1 for rank in ranks)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise MeshError(f"ranks is a sequence of distinct integers; found {shown(ranks)}") from error
+        listed = whole_numbers(ranks)
+        if listed is None:
+            raise MeshError(f"ranks is a sequence of distinct integers; found {shown(ranks)}")
         if not listed or min(listed) < 0:
             raise MeshError(f"ranks holds at least one rank, none of them negative; found {shown(ranks)}")
         if len(set(listed)) != len(listed):

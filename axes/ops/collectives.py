@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.mesh import Mesh
+from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import collectives
 from axes.runtime.collectives import AxisName, Line, axis_layout, check_axis, line_of
 
@@ -328,10 +329,11 @@ def _size(mesh: Mesh, axis: AxisName) -> int:
 
 
 def _dim(what: str, x: torch.Tensor, dim: int) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    at = whole_number(dim)
+    if at is None or not -x.ndim <= at < x.ndim:
         hint = "a scalar has none; write x[None]" if x.ndim == 0 else f"0 to {x.ndim - 1}"
         raise ShardingError(f"{what} over dim {shortened(repr(dim))} of a tensor {list(x.shape)}: dims are {hint}")
-    return dim % x.ndim
+    return at % x.ndim
 
 
 def _sizes(what: str, sizes: Sequence[int] | None, line: Line) -> tuple[int, ...]:
@@ -343,18 +345,19 @@ def _sizes(what: str, sizes: Sequence[int] | None, line: Line) -> tuple[int, ...
         )
     if isinstance(sizes, torch.Tensor):
         raise ShardingError(f"all_to_all: {what} are Python numbers; found a tensor. Write {what}=counts.tolist()")
-    if not isinstance(sizes, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+    whole = whole_numbers(sizes) if isinstance(sizes, Sequence) else None
+    if whole is None:
         raise ShardingError(
             f"all_to_all: {what} are whole numbers, one for each coordinate of '{line.name}'; found {shown(sizes)}"
         )
-    if len(sizes) != line.size:
+    if len(whole) != line.size:
         raise ShardingError(
             f"all_to_all: {what} are one number for each of the {line.size} coordinates of '{line.name}'; "
-            f"found {len(sizes)}, {shown(sizes)}"
+            f"found {len(whole)}, {shown(sizes)}"
         )
-    if any(n < 0 for n in sizes):
+    if any(n < 0 for n in whole):
         raise SizeError(f"all_to_all over '{line.name}': {what} are 0 or more; found {shown(sizes)}")
-    return tuple(sizes)
+    return whole
 
 
 def _check_sizes(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], line: Line) -> None:
@@ -374,15 +377,17 @@ def _check_sizes(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequ
 
 def _neighbours(shift: int, line: Line) -> tuple[int, int]:
     """Where this rank sends to and receives from when all send by `shift`."""
-    if isinstance(shift, bool) or not isinstance(shift, int):
+    steps = whole_number(shift)
+    if steps is None:
         raise ShardingError(f"ppermute's shift is a whole number; found {shortened(repr(shift))}")
-    return (line.coordinate + shift) % line.size, (line.coordinate - shift) % line.size
+    return (line.coordinate + steps) % line.size, (line.coordinate - steps) % line.size
 
 
 def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
     """The coordinates to which this rank sends and from which it receives, None where there is none."""
-    pairs = list(perm) if isinstance(perm, Sequence) else [perm]
-    if not all(isinstance(p, tuple | list) and len(p) == 2 and all(isinstance(i, int) for i in p) for p in pairs):
+    given = list(perm) if isinstance(perm, Sequence) else [perm]
+    pairs = [pair for pair in map(_pair, given) if pair is not None]
+    if len(pairs) != len(given):
         raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shortened(repr(perm))}")
     for place, role in enumerate(("source", "target")):
         seen = [pair[place] for pair in pairs]
@@ -400,6 +405,12 @@ def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
     targets = [target for source, target in pairs if source == line.coordinate]
     sources = [source for source, target in pairs if target == line.coordinate]
     return (targets[0] if targets else None), (sources[0] if sources else None)
+
+
+def _pair(given: object) -> tuple[int, int] | None:
+    """Two coordinates; None for anything else."""
+    found = whole_numbers(given) if isinstance(given, tuple | list) else None
+    return None if found is None or len(found) != 2 else (found[0], found[1])
 
 
 # forward and backward: each function picks the raw collective where nothing needs a gradient

@@ -30,8 +30,9 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.flow.recipe import Op
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.mesh import Mesh
+from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
-from axes.ops.global_view import Grad
+from axes.ops.global_view import Grad, check_grad
 from axes.runtime.redistribute import Dtypes
 
 Sizes = Mapping[str, int]
@@ -72,15 +73,16 @@ def rearrange(
     >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
     torch.Size([2, 3, 2])
     """
+    check_grad(grad)
+    given = written_sizes(keywords, sizes)
     if type(x) is list:
         x = _stacked("rearrange", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply
     elif is_einops(expression) and sizes is None:
-        return einops.rearrange(x, expression, **keywords)
+        return einops.rearrange(x, expression, **dict(given))
     else:
         view = local_view.apply
-    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
     return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 
@@ -106,16 +108,17 @@ def reduce(
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]
     """
+    check_grad(grad)
+    given = written_sizes(keywords, sizes)
     if type(x) is list:
         x = _stacked("reduce", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply
     elif is_einops(expression) and sizes is None:
-        return einops.reduce(x, expression, op, **keywords)
+        return einops.reduce(x, expression, op, **dict(given))
     else:
         view = local_view.apply
     _check_op(op)
-    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
     return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op, grad)
 
 
@@ -138,15 +141,16 @@ def repeat(
     >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
     [[0, 0, 0], [1, 1, 1]]
     """
+    check_grad(grad)
+    given = written_sizes(keywords, sizes)
     if type(x) is list:
         x = _stacked("repeat", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply
     elif is_einops(expression) and sizes is None:
-        return einops.repeat(x, expression, **keywords)
+        return einops.repeat(x, expression, **dict(given))
     else:
         view = local_view.apply
-    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
     return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 

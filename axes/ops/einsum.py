@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError
 from axes.algebra.mesh import Mesh
+from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
 from axes.ops.einops_ops import is_einops
-from axes.ops.global_view import Grad
+from axes.ops.global_view import Grad, check_grad
 from axes.runtime.redistribute import Dtypes
 
 
@@ -62,13 +63,14 @@ def einsum(
     >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
     5.0
     """
+    check_grad(grad)
+    given = written_sizes(keywords, sizes)
     *tensors, expression = tensors_and_expression or (None,)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if not any(distributed) and sizes is None and not keywords and is_einops(expression):
         return einops.einsum(*tensors_and_expression)
     if not isinstance(expression, str):
         raise ExpressionError(f"the last argument of einsum is the expression; found {type(expression).__name__}")
-    given = tuple(keywords.items()) if sizes is None else tuple({**keywords, **sizes}.items())
     if tensors and all(distributed):
         return global_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
     _check_plain(tensors, distributed)

@@ -33,6 +33,7 @@ from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, suggestion
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh
+from axes.algebra.sizes import checked_size
 from axes.ops.collectives import axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run
@@ -386,12 +387,13 @@ def _normed(
 def _wholes(places: Sequence[_Where], x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
     """The whole sizes of dims, None where a plain tensor leaves them open."""
     names = [where.name for where in places]
-    for name in sizes:
+    given = {name: checked_size(name, size) for name, size in sizes.items()}
+    for name in given:
         if name not in names:
             raise SizeError(f"a size is given for {shortened(name)}; it is for {', '.join(names)}")
     if isinstance(x, DTensor):
         return tuple(x.shape[where.dim] for where in places)
-    return tuple(sizes.get(name) for name in names)
+    return tuple(given.get(name) for name in names)
 
 
 def _part(where: _Where, local: int, whole: int | None) -> tuple[int, int]:

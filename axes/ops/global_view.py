@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
@@ -115,6 +115,12 @@ def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return tuple(found)
 
 
+def check_grad(grad: object) -> None:
+    """`ShardingError` for a `grad` that is none of the two."""
+    if grad != "resolved" and grad != "pending":
+        raise ShardingError(f"grad is 'resolved' or 'pending'; found {shown(grad)}")
+
+
 def apply(
     kind: str,
     text: str,
@@ -127,8 +133,6 @@ def apply(
     grad: Grad = "resolved",
 ) -> DTensor:
     """The operation on DTensors."""
-    if grad != "resolved" and grad != "pending":
-        raise ShardingError(f"grad is 'resolved' or 'pending'; found {grad!r}")
     ambient = ambient_mesh() if mesh is None else mesh
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)

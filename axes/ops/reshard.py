@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shortened
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
+from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
-from axes.ops.global_view import resolve_at_leaf
+from axes.ops.global_view import Grad, check_grad, resolve_at_leaf
 from axes.runtime.graphs import known, number_of, read_once
 from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
@@ -38,7 +39,7 @@ def reshard(
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    grad: Literal["resolved", "pending"] = "resolved",
+    grad: Grad = "resolved",
     *,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -70,7 +71,8 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    given: Sizes = _given({**keywords, **(sizes or {})}) if keywords or sizes else ()
+    check_grad(grad)
+    given = written_sizes(keywords, sizes)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if not isinstance(x, DTensor):
@@ -80,15 +82,6 @@ def reshard(
         settle = grad == "resolved" and x.is_leaf and x.requires_grad
         return _node(x, number_of(spec, mesh, where, comm_dtype, given), settle)
     return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
-
-
-def _given(sizes: dict[str, Any]) -> Sizes:
-    found = tuple(sorted(sizes.items()))
-    try:
-        hash(found)
-    except TypeError:
-        raise SizeError(f"sizes are whole numbers; found {shortened(repr(sizes))}") from None
-    return found
 
 
 @torch.compiler.allow_in_graph

@@ -22,6 +22,7 @@ from axes.algebra.errors import ShardingError, SizeError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Indices, Sharding, parsed_sharding
+from axes.algebra.sizes import written_sizes
 from axes.runtime.sharded import Sizes, dtensor_of
 
 _BLOCK = 1 << 20
@@ -171,7 +172,7 @@ def _made(
     keywords: Mapping[str, int],
 ) -> DTensor:
     mesh = required_mesh(mesh, function)
-    sharding = parsed_sharding(mesh, spec, tuple(sorted({**keywords, **(sizes or {})}.items())))
+    sharding = parsed_sharding(mesh, spec, written_sizes(keywords, sizes))
     if sharding.pending:
         raise ShardingError(f"{function} makes whole values; found '{spec}' with something pending")
     shape = _shape(sharding)

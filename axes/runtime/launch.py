@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from axes.algebra.errors import AxesError
+from axes.algebra.sizes import whole_number
 from axes.runtime.pool import BACKENDS, Pool
 from axes.runtime.transfer import Call, loading_main
 
@@ -59,14 +60,14 @@ def launch(
     The idea is `torchrun`'s and `torch.multiprocessing.spawn`'s.
     """
     began = time.monotonic()
-    _check(fn, world_size, device_type, timeout)
+    ranks = _check(fn, world_size, device_type, timeout)
     call = Call.of(fn, args)
-    with Pool(world_size, device_type, timeout) as pool:
+    with Pool(ranks, device_type, timeout) as pool:
         left = None if timeout is None else timeout - (time.monotonic() - began)
         return pool.run_call(call, left)
 
 
-def _check(fn: object, world_size: object, device_type: object, timeout: object) -> None:
+def _check(fn: object, world_size: object, device_type: object, timeout: object) -> int:
     if loading_main():
         raise AxesError(
             "this launch is in the part of the script that every rank runs again to find the "
@@ -76,20 +77,22 @@ def _check(fn: object, world_size: object, device_type: object, timeout: object)
         raise AxesError("launch forks its processes, which this system can't: use Linux or macOS")
     if not callable(fn):
         raise AxesError(f"launch needs a function to run on every rank, not {fn!r}")
-    if not isinstance(world_size, int) or isinstance(world_size, bool):
+    ranks = whole_number(world_size)
+    if ranks is None:
         raise AxesError(f"the world size is a number of processes, not {world_size!r}")
-    if not 1 <= world_size <= MOST:
+    if not 1 <= ranks <= MOST:
         raise AxesError(
-            f"launch starts 1 to {MOST} processes on this machine, not {world_size}; "
+            f"launch starts 1 to {MOST} processes on this machine, not {ranks}; "
             f"axes.simulate makes a world of any size in one process"
         )
     if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise AxesError(f"the timeout is a positive number of seconds, or None; not {timeout!r}")
-    if device_type not in BACKENDS:
+    if not isinstance(device_type, str) or device_type not in BACKENDS:
         known = " or ".join(repr(name) for name in BACKENDS)
         raise AxesError(f"launch knows the device types {known}, not {device_type!r}")
     if device_type == "cuda":
-        _check_gpus(world_size)
+        _check_gpus(ranks)
+    return ranks
 
 
 def _check_gpus(world_size: int) -> None:

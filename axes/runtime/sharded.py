@@ -23,18 +23,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from axes.algebra import seam
 from axes.algebra.ambient import required_mesh
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Indices, Sharding, parsed_sharding
+from axes.algebra.sizes import checked_rank, checked_shape, written_sizes
 from axes.runtime import torch_private
+from axes.runtime.agreement import ranks_text
 from axes.runtime.border import contiguous_strides, enter_global, leave_global
 from axes.runtime.collectives import kept
 from axes.runtime.graphs import known, number_of
 from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.reshard import resharded, unsharded
-from axes.runtime.shards import shard_of, traced_shard_of
+from axes.runtime.shards import Given, shard_of, traced_shard_of
 
 Sizes = Mapping[str, int]
 
@@ -51,7 +52,9 @@ def shard(
 ) -> DTensor:
     """A tensor that every rank has whole, as a DTensor that keeps this rank's shard of it.
 
-    Nothing is sent, unless `source_rank` names a global rank whose tensor is broadcast first. The
+    Nothing is sent, unless `source_rank` names a global rank whose tensor is broadcast first, to the
+    ranks of the mesh alone: of `mesh["tp"]` these are the ranks along `tp` through this one, and the
+    ranks along another call `shard` by themselves, or not at all, with a source of their own. The
     shard is a copy on the mesh's device; `requires_grad` carries over. Sizes are those of factors
     of grouped dims. As `torch.distributed.tensor.distribute_tensor`, which always broadcasts.
 
@@ -67,13 +70,14 @@ def shard(
             "axes.shard takes a leaf or a tensor without gradient; found the result of a computation. "
             "Inside one, use axes.from_local"
         )
-    sharding = _whole_spec(mesh, spec, tensor.ndim, tensor.shape, {**keywords, **(sizes or {})})
+    sharding = _whole_spec(mesh, spec, tensor.ndim, tensor.shape, written_sizes(keywords, sizes))
     if sharding.pending:
         raise ShardingError(f"a whole tensor has nothing pending; found '{spec}'. Use axes.from_local for summands")
+    source = None if source_rank is None else _source(mesh, source_rank)
     device_mesh = mesh.device_mesh
     value = tensor.detach()
-    if source_rank is not None:
-        value = _broadcast(value, mesh, source_rank)
+    if source is not None:
+        value = _broadcast(value, mesh, source)
     local = take_shard(value, sharding).to(mesh.binding.device_type)
     made = dtensor_of(local, sharding, tensor.shape, device_mesh)
     return made.requires_grad_(tensor.requires_grad)
@@ -101,12 +105,11 @@ def from_local(
     """
     mesh = required_mesh(mesh, "axes.from_local")
     _plain(local, "axes.from_local", "axes.reshard")
-    given = tuple(sorted({**keywords, **(sizes or {})}.items()))
+    given = written_sizes(keywords, sizes)
+    shape = None if shape is None else checked_shape(shape)
     if torch.compiler.is_compiling():
         number = number_of(mesh, spec, tuple([name for name, _ in given]), shape is not None)
-        return _from_local_node(
-            local, device_mesh_input(mesh), number, tuple(shape or ()), tuple([size for _, size in given])
-        )
+        return _from_local_node(local, device_mesh_input(mesh), number, shape or (), tuple([size for _, size in given]))
     placements, whole = shard_of(mesh, spec, tuple(local.shape), shape, given)
     return enter_global(local, mesh.device_mesh, placements, whole, strides_like(local, whole))
 
@@ -260,8 +263,8 @@ def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(by_dim[dim] for dim in range(local.ndim))
 
 
-def _whole_spec(mesh: Mesh, spec: str, ndim: int, shape: Sequence[int], sizes: Sizes) -> Sharding:
-    sharding = parsed_sharding(mesh, spec, tuple(sorted(sizes.items())), ndim).sized(shape)
+def _whole_spec(mesh: Mesh, spec: str, ndim: int, shape: Sequence[int], sizes: Given) -> Sharding:
+    sharding = parsed_sharding(mesh, spec, sizes, ndim).sized(shape)
     check_torch_can(sharding, shape)
     return sharding
 
@@ -281,16 +284,27 @@ def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], de
     return torch_private.dtensor(local, spec)
 
 
-def _broadcast(tensor: torch.Tensor, mesh: Mesh, source_rank: int) -> torch.Tensor:
-    """The tensor of `source_rank`, on every rank of the mesh's universe."""
-    if mesh.universe.position(source_rank) is None:
-        raise ShardingError(f"source_rank is a global rank of {mesh!r}; found {source_rank}")
-    if mesh.coordinate is None or mesh.universe.size == 1:
+def _source(mesh: Mesh, source_rank: int) -> int:
+    """`source_rank`, once it is clear that it is one of the ranks that share the tensor with this one."""
+    line = mesh.ranks_of(mesh.layout_of_all)
+    members = mesh.universe.ranks if line is None else line
+    source = checked_rank("source_rank", source_rank)
+    if source not in members:
+        raise ShardingError(
+            f"source_rank is one of the ranks of {mesh!r} through this one, {ranks_text(members)}; found {source}. "
+            "The ranks of each line share a tensor of their own, and so a source"
+        )
+    return source
+
+
+def _broadcast(tensor: torch.Tensor, mesh: Mesh, source: int) -> torch.Tensor:
+    """The tensor of the rank `source`, on the ranks of the mesh through this one."""
+    layout = mesh.layout_of_all
+    if layout.size == 1 or mesh.coordinate is None:
         return tensor
-    everyone = Layout((mesh.universe.size,), (1,))
-    group = seam.runtime("axes.shard").group(mesh, everyone, "source_rank")
+    group = seam.runtime("axes.shard").group(mesh, layout, "source_rank")
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
-    dist.broadcast(tensor, src=source_rank, group=group)
+    dist.broadcast(tensor, src=source, group=group)
     return tensor
 
 

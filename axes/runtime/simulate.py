@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from axes.algebra.errors import AxesError
+from axes.algebra.sizes import whole_number
 
 MOST = 1 << 22
 """More ranks than this are a mistake: torch lists all of them."""
@@ -35,7 +36,7 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
     >>> dist.is_initialized()
     False
     """
-    _check(world_size, rank)
+    world_size, rank = _checked(world_size, rank)
     import torch.distributed as dist
 
     from axes.runtime.groups import forget_groups
@@ -59,13 +60,15 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _check(world_size: object, rank: object) -> None:
-    for name, value in (("world size", world_size), ("rank", rank)):
-        if not isinstance(value, int) or isinstance(value, bool):
+def _checked(world_size: object, rank: object) -> tuple[int, int]:
+    size, seen_from = whole_number(world_size), whole_number(rank)
+    for name, value, found in (("world size", world_size, size), ("rank", rank, seen_from)):
+        if found is None:
             raise AxesError(f"the {name} is a whole number, not {value!r}")
-    assert isinstance(world_size, int)
-    assert isinstance(rank, int)
-    if not 1 <= world_size <= MOST:
-        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {world_size:,}")
-    if not 0 <= rank < world_size:
-        raise AxesError(f"a world of {world_size:,} has ranks 0 to {world_size - 1:,}, not {rank:,}")
+    assert size is not None
+    assert seen_from is not None
+    if not 1 <= size <= MOST:
+        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {size:,}")
+    if not 0 <= seen_from < size:
+        raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, not {seen_from:,}")
+    return size, seen_from
