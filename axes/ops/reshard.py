@@ -27,7 +27,7 @@ from axes.ops.global_view import Grad, check_grad, resolve_at_leaf
 from axes.runtime.graphs import known, number_of, read_once
 from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.reshard import Route, route, routed, settled
+from axes.runtime.reshard import Route, route, routed, same_axes, settled
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -142,8 +142,7 @@ def _target(
     """The target that a text means: on the source's mesh, or on `mesh` where that has other axes."""
     own = source.mesh
     if mesh is not None:
-        axes = mesh.universe, mesh.axis_names, mesh.layouts
-        elsewhere = axes != (own.universe, own.axis_names, own.layouts)
+        elsewhere = not same_axes(own, mesh)
         return retargeted(source, text, shape, mesh, mesh if elsewhere else None, sizes)
     where = ambient if ambient is not None and ambient.universe == own.universe else own
     return retargeted(source, text, shape, where, None, sizes)

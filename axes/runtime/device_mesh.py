@@ -18,6 +18,7 @@ slicing or `from_group` made, with its groups, so that nothing is created twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,8 @@ from axes.runtime.groups import (
     current_world,
     groups_of,
     made_by_axes,
+    mark_of,
+    options_known,
 )
 from axes.runtime.world import Binding
 
@@ -66,7 +69,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
         raise MeshError(f"from_device_mesh takes a torch DeviceMesh; found {type(device_mesh).__name__}")
     world = current_world()
     known, mesh = world.meshes.get(device_mesh, (None, None))
-    # torch calls two device meshes equal whatever their groups are.
+    # torch calls two device meshes equal whatever groups they have that axes didn't make.
     if mesh is None or not (known is device_mesh or _same_groups(known, device_mesh)):
         with world.lock:
             mesh = _adopted(world, device_mesh)
@@ -85,7 +88,14 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         mesh.axis_names,
         None if coordinate is None else tuple(coordinate.values()),
         [groups[layout] for layout in mesh.layouts if groups],
+        [mark_of(world, mesh, layout) for layout in mesh.layouts],
     )
+    _, known = world.meshes.get(made, (None, mesh))
+    if _content(known) != _content(mesh):
+        raise MeshError(
+            f"torch can't tell the DeviceMesh of {mesh!r} from one that has the same axes and other groups, and would "
+            "use those of the first for both. Give the axes other names"
+        )
     world.meshes[made] = made, mesh
     return made
 
@@ -120,7 +130,7 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     groups = [device_mesh.get_group(i) for i in range(len(names))] if member else []
     for name, group in zip(names, groups, strict=False):
         _check_order(world, mesh, name, group)
-    mesh = mesh._with(binding=Binding(device_mesh.device_type, _backends(world, device_mesh, layouts, groups)))
+    mesh = mesh._with(binding=Binding(device_mesh.device_type, _options(world, device_mesh, layouts, groups)))
     for name, layout, group in zip(names, layouts, groups, strict=False):
         adopt(world, group, dist.get_process_group_ranks(group), layout, name)
     root = torch_private.root_of(device_mesh)
@@ -131,17 +141,21 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
-def _backends(
+def _options(
     world: World,
     device_mesh: DeviceMesh,
     layouts: Sequence[Layout],
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[tuple[Layout, GroupOptions], ...]:
-    """The options of the axes whose groups have a backend of their own."""
-    backends = {layout: str(dist.get_backend(group)) for layout, group in zip(layouts, groups, strict=False)}
+    """The options of the axes whose groups have options, or a backend of their own."""
     usual = backend_for(world, device_mesh.device_type)
-    own = [(layout, GroupOptions(b)) for layout, b in backends.items() if b != usual]
-    return tuple(sorted((pair for pair in own if pair[0].size > 1), key=lambda pair: pair[0].modes))
+    found = []
+    for layout, group in zip(layouts, groups, strict=False):
+        options = options_known(world, group) or GroupOptions(str(dist.get_backend(group)))
+        options = replace(options, backend=None if options.backend == usual else options.backend)
+        if layout.size > 1 and options.text:
+            found.append((layout, options))
+    return tuple(sorted(found, key=lambda pair: pair[0].modes))
 
 
 def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) -> None:

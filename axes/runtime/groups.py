@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError, MeshError, shortened
-from axes.algebra.layout import Layout
+from axes.algebra.layout import Layout, digits
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
 from axes.runtime.agreement import Meeting, Seat, agree, digest, ranks_text
@@ -272,7 +272,9 @@ def destroy_process_groups() -> None:
 
 
 def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str) -> None:
-    """Enters a group that somebody else made, unless one of this content is known already."""
+    """Enters a group that somebody else made, unless it or one of this content is known already."""
+    if options_known(world, group) is not None:
+        return
     ranks = Universe.of(ranks).ranks
     backend = str(dist.get_backend(group))
     key = (ranks, backend, _NO_OPTIONS)
@@ -285,6 +287,12 @@ def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: 
 def made_by_axes(world: World, group: dist.ProcessGroup) -> bool:
     """Whether a group is one that axes made, so that its order is that of its axis."""
     return any(entry.group is group and entry.origin == "made" for entry in world.groups.values())
+
+
+def options_known(world: World, group: dist.ProcessGroup) -> GroupOptions | None:
+    """Backend and options of a group that axes knows, as the options of an axis would say it; None of another."""
+    entry = next((entry for entry in world.groups.values() if entry.group is group), None)
+    return None if entry is None else replace(entry.options, backend=entry.backend)
 
 
 def own_backend(device_type: str) -> str | None:
@@ -344,18 +352,50 @@ def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
     ranks = ranks if isinstance(ranks, range) else Universe.of(ranks).ranks
     binding = mesh.binding
-    options = dict(binding.options).get(layout, _NO_OPTIONS) if len(ranks) > 1 else _NO_OPTIONS
-    backend = options.backend or backend_for(world, binding.device_type)
-    options = GroupOptions(None, options.pg_options, options.timeout)
+    backend, options = _wanted(world, mesh, layout)
     key = (ranks, backend, options)
     entry = world.groups.get(key)
     if entry is None:
         waits = binding.timeout or _default_timeout(world, binding.device_type)
-        entry = world.groups[key] = _made(world, ranks, backend, options, name, binding.device_type, waits)
+        mark = mark_of(world, mesh, layout)
+        entry = world.groups[key] = _made(world, ranks, backend, options, mark, name, binding.device_type, waits)
     if entry.layout is None:
         entry.layout = layout
     entry.names.setdefault(name)
     return entry
+
+
+def mark_of(world: World, mesh: Mesh, layout: Layout) -> str:
+    """What tells the group of an axis from that of a mesh without options: a digest of its own, or nothing."""
+    backend, options = _wanted(world, mesh, layout)
+    if backend == backend_for(world, mesh.binding.device_type) and not options.text:
+        return ""
+    return _digest(backend, options)
+
+
+def _wanted(world: World, mesh: Mesh, layout: Layout) -> tuple[str, GroupOptions]:
+    """The backend of the group of an axis, and its other options."""
+    options = _options_of(mesh, layout) if layout.size > 1 else _NO_OPTIONS
+    backend = options.backend or backend_for(world, mesh.binding.device_type)
+    return backend, replace(options, backend=None)
+
+
+def _options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
+    """The options that a name was given. A product or a part without a name has those that all its axes share."""
+    given = dict(mesh.binding.options)
+    if layout in given or layout in mesh.namespace.values():
+        return given.get(layout, _NO_OPTIONS)
+    try:
+        wanted, *parts = digits(layout, *given)
+    except MeshError:
+        return _NO_OPTIONS
+    shared = [{each for each, part in zip(given.values(), parts, strict=True) if digit in part} for digit in wanted]
+    common = set.intersection(*shared)
+    return common.pop() if len(common) == 1 else _NO_OPTIONS
+
+
+def _digest(backend: str, options: GroupOptions) -> str:
+    return hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
 
 
 def _made(
@@ -363,6 +403,7 @@ def _made(
     ranks: Sequence[int],
     backend: str,
     options: GroupOptions,
+    mark: str,
     name: str,
     device_type: str,
     waits: timedelta,
@@ -381,7 +422,7 @@ def _made(
             " ".join([ranks_text(ranks), "in this order,", backend, options.text]).strip(),
             waits,
         )
-    content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
+    content = torch_private.marked(mark) if mark else _digest(backend, options)
     again = f"_{meeting.attempt}" if meeting.attempt else ""
     pg_options = None if world.fake else copy.deepcopy(options.pg_options)
     timeout = options.timeout or torch_private.options_timeout(pg_options) or _default_timeout(world, device_type)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import required
+from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
@@ -102,6 +103,14 @@ def routed(x: DTensor, find: Callable[..., Route], *how: Any) -> Route:
     )
 
 
+def same_axes(one: Mesh, other: Mesh) -> bool:
+    """Whether a DTensor on one mesh is on the other: the same axes by name, over the same groups."""
+    return one is other or (
+        (one.universe, one.axis_names, one.layouts) == (other.universe, other.axis_names, other.layouts)
+        and other.binding in (None, one.binding)
+    )
+
+
 @functools.lru_cache(maxsize=8192)
 def route(
     era: object, spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
@@ -117,9 +126,7 @@ def route(
     check_torch_can(target, shape)
     ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
     made = program(era, ends, dtype, comm_dtypes[0])
-    alike = source.mesh.universe == target.mesh.universe and source.mesh.layouts == target.mesh.layouts
-    alike = alike and source.mesh.axis_names == target.mesh.axis_names
-    device_mesh = spec.mesh if alike else target.mesh.device_mesh
+    device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
     placements = torch_placements(target)
     stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
     strides = tuple(spec.tensor_meta.stride) if made.idle else contiguous_strides(shape)

@@ -158,6 +158,7 @@ def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
         )
     root._dim_group_names = []
     allow_any_axis_order()
+    tell_groups_apart()
     return root
 
 
@@ -167,11 +168,13 @@ def device_mesh_over(
     names: Sequence[str],
     coordinate: tuple[int, ...] | None,
     groups: Sequence[dist.ProcessGroup],
+    marks: Sequence[str],
 ) -> DeviceMesh:
     """A `DeviceMesh` whose dims step through the ranks of `root` by the modes in `dims`.
 
     Dim `i` communicates over `groups[i]`, whose ranks stand in the order of its coordinates; a
-    rank outside the root has no coordinate and no groups. It is a copy of the root with other
+    rank outside the root has no coordinate and no groups, so `marks` tell it which groups these would
+    be (see `tell_groups_apart`). It is a copy of the root with other
     fields rather than a call of the constructor, which lists all ranks of the world each time (24
     to 53 ms and 5 MB for 131,072 ranks). Where a torch has fields that aren't known here, the
     constructor is called. Would be replaced by a public constructor that takes a root, layouts and
@@ -194,6 +197,8 @@ def device_mesh_over(
         mesh.__dict__.update(fields)
     else:
         mesh = constructed_device_mesh(root, dims, names, groups)
+    if any(marks) and not groups:
+        mesh._thread_id = (None, *marks)  # type: ignore[assignment]
     register_groups(root, groups)
     return mesh
 
@@ -243,6 +248,42 @@ def allow_any_axis_order() -> None:
 
     found_or_none.any_axis_order = True  # type: ignore[attr-defined]
     setattr(_redistribute, name, found_or_none)
+
+
+def marked(mark: str) -> str:
+    """The part of a group's name that says by which options of its own it was made."""
+    return f"own-{mark}"
+
+
+@functools.cache
+def _mark_in(group_name: str) -> str:
+    return group_name.partition("own-")[2].partition("_")[0]
+
+
+def tell_groups_apart() -> None:
+    """Has torch call two DeviceMeshes unequal where axes made their groups with other options.
+
+    torch compares ranks, layout, names, the type of device and the thread (`_thread_id`: None but in
+    its own tests, where threads are ranks), and keeps what it finds out about DTensors by that, as
+    axes does. Of two meshes that differ in their groups alone the first one's would so serve both.
+    Here the thread becomes a property that also says which dims have a group with a mark in its name.
+    So slices of a DeviceMesh say it as well, what FSDP2 concatenates, and what was pickled.
+
+    On 2.11 to 2.13; a torch that compares something else finds such meshes equal, which
+    `axes.runtime.device_mesh` refuses then. Would be replaced by a DeviceMesh that compares groups.
+    """
+    if isinstance(getattr(DeviceMesh, "_thread_id", None), property):
+        return
+
+    def read(mesh: DeviceMesh) -> Any:
+        thread, names = vars(mesh).get("_thread_id"), vars(mesh).get("_dim_group_names", ())
+        marks = [_mark_in(name) for name in names]
+        return (thread, *marks) if any(marks) else thread
+
+    def write(mesh: DeviceMesh, thread: Any) -> None:
+        vars(mesh)["_thread_id"] = thread
+
+    DeviceMesh._thread_id = property(read, write)  # type: ignore[assignment]
 
 
 def register_groups(root: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
