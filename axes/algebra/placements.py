@@ -202,7 +202,24 @@ def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Shardin
                 raise ShardingError(f"{placement} is about dim {dim} of a tensor with {ndim} dims")
             factor = getattr(placement, "split_factor", 1)
             pieces[dim] = _cut(pieces[dim], name, mesh.namespace[name].size, factor, placement)
+    for index, found in enumerate(pieces):
+        _check_one_axis_behind_a_factor(mesh, found, index, placements)
     return Sharding(mesh, tuple(_as_dim(found, mesh, index) for index, found in enumerate(pieces)), tuple(pending))
+
+
+def _check_one_axis_behind_a_factor(mesh: Mesh, pieces: Sequence[_Piece], index: int, placements: Any) -> None:
+    """`ShardingError` for two axes on a dim with an unsplit factor in front of one of them.
+
+    FSDP2 makes such placements for a parameter of which a factor is split, and puts other rows on the ranks
+    than they say.
+    """
+    split = [at for at, piece in enumerate(pieces) if piece.axis is not None and mesh.namespace[piece.axis].size > 1]
+    if len(split) > 1 and any(piece.axis is None for piece in pieces[: split[-1]]):
+        raise ShardingError(
+            f"dim {index} of {list(placements)} on {mesh!r} is split by two axes and by a factor, and torch doesn't "
+            "keep to such placements. Where fully_shard made them, give it a shard_placement_fn for another dim, or "
+            "make the factor a dim of its own"
+        )
 
 
 @dataclass(frozen=True, slots=True)

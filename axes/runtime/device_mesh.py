@@ -27,7 +27,7 @@ from axes.algebra.errors import MeshError, shortened
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import torch_private
+from axes.runtime import checkpoint, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import (
     GroupOptions,
@@ -114,11 +114,13 @@ def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     root = world.roots.get((universe, device_type))
     if root is None:
+        checkpoint.install()
         root = world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
     return root
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
+    checkpoint.install()
     names = device_mesh.mesh_dim_names
     if not names:
         raise MeshError("from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed import device_mesh
+from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
@@ -337,6 +337,30 @@ def _real_tensors() -> Any:
 
 
 # --- strided shards: 2.11 to 2.13 --------------------------------------------------------------
+
+
+def is_order_of_axes(spec: DTensorSpec) -> bool:
+    """Whether the strided shards of a spec are an order of axes, as FSDP2 over tensor parallelism makes them.
+
+    Then each rank's shard is one piece of the tensor, which it isn't where a factor of a dim is split. 2.11 has
+    no such conversion (and a spec with strided shards is taken for one of factors). Would be replaced by a
+    public order of axes in DTensor.
+    """
+    convert = getattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order", None)
+    if not any(isinstance(placement, _StridedShard) for placement in spec.placements):
+        return True
+    return convert is not None and convert(spec.placements, spec.mesh) is not None
+
+
+def replace_distribution_of_state_dicts(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Puts `make(torch's own)` in the place of what cuts a broadcast state dict into shards.
+
+    `_distribute_tensors(local_state_dict, keys, device, group)`: at a key is `(DTensor, whole tensor)`, or what
+    needs nothing. Would be replaced by its use of the protocol that DTensor has for checkpoints.
+    """
+    own = getattr(_state_dict_utils, "_distribute_tensors", None)
+    if own is not None:
+        _state_dict_utils._distribute_tensors = make(own)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -1,0 +1,229 @@
+"""Checkpoints of DTensors that are split by a factor of a dim.
+
+What a rank has of `(three=3 h@tp d) e` are three runs of rows. torch's distributed checkpoint takes a
+shard for one box of the whole tensor, and would load the first rows, as many as the shard has, on every
+rank. Here such a shard is as many boxes as it has runs, in all three ways that torch asks for them:
+
+    dcp.save(model.state_dict(), checkpoint_id=...)       # each run a chunk, with its place in the whole
+    dcp.load(state, checkpoint_id=...)                    # whatever the sharding under which it was saved
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+What is saved is a checkpoint like any other: it loads on any mesh and under any sharding, with axes or
+without. All other DTensors go torch's way, FSDP2's strided shards among them, each of which is one box.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import ShardingError
+from axes.algebra.sharding import Sharding
+from axes.runtime import torch_private
+from axes.runtime.placements import sharding_of_spec
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a shard that is contiguous in the whole tensor.
+
+    offsets: where it starts in the whole. start: where it starts in the shard.
+    """
+
+    offsets: Shape
+    sizes: Shape
+    start: Shape
+
+    def within(self, shard: torch.Tensor) -> torch.Tensor:
+        """The part of a shard, as a view."""
+        return _narrowed(shard, self.start, self.sizes)
+
+    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of the whole tensor, as a view."""
+        return _narrowed(whole, self.offsets, self.sizes)
+
+
+def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
+    """The boxes of this rank's shard; None where it is one, of which torch knows itself.
+
+    Raises `ShardingError` for strided placements that no spec says.
+    """
+    spec = torch_private.spec_of(x)
+    if any(placement.is_partial() for placement in spec.placements) or torch_private.is_order_of_axes(spec):
+        return None
+    sharding = sharding_of_spec(spec)
+    found = _boxes(sharding, tuple(x.shape), sharding.mesh.rank)
+    return None if len(found) == 1 else found
+
+
+@functools.lru_cache(maxsize=1024)
+def _boxes(sharding: Sharding, shape: Shape, rank: int) -> tuple[Box, ...]:
+    """The boxes of a rank's shard: one for each choice of a run in each dim.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> sharding = Mesh("tp=2").sharding("(three=3 h@tp) e")
+    >>> [(box.offsets, box.start) for box in _boxes(sharding, (12, 5), 1)]
+    [((2, 0), (0, 0)), ((6, 0), (2, 0)), ((10, 0), (4, 0))]
+    """
+    if sharding.mesh.universe.position(rank) is None:
+        return ()
+    dims = []
+    for indices in sharding.local_indices(shape, rank):
+        start, runs = 0, []
+        for run in (indices,) if isinstance(indices, slice) else indices:
+            runs.append((run.start, run.stop - run.start, start))
+            start += run.stop - run.start
+        dims.append(runs)
+    return tuple(Box(*zip(*chosen, strict=True)) for chosen in product(*dims))
+
+
+def _narrowed(x: torch.Tensor, starts: Shape, sizes: Shape) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        x = x.narrow(dim, start, size)
+    return x
+
+
+# --- what torch calls
+
+
+@functools.cache
+def install() -> None:
+    """Has torch ask here about DTensors that are split by a factor."""
+    for name, make in _PROTOCOL.items():
+        own = getattr(DTensor, name, None)
+        if own is not None:
+            setattr(DTensor, name, make(own))
+    torch_private.replace_distribution_of_state_dicts(_distributing)
+
+
+def _writing(own: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(own)
+    def write_items(self: DTensor, fqn: str, tensor: Any) -> list[Any]:
+        boxes = boxes_of(self)
+        if boxes is None:
+            return own(self, fqn, tensor)
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        _refuse_files_with_one_part_of_a_tensor()
+        properties = TensorProperties.create_from_tensor(torch_private.local_of(self))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in map(_chunk, boxes)
+        ]
+
+    return write_items
+
+
+def _listing(own: Callable[[DTensor], list[Any]]) -> Callable[[DTensor], list[Any]]:
+    @functools.wraps(own)
+    def chunk_list(self: DTensor) -> list[Any]:
+        boxes = boxes_of(self)
+        return own(self) if boxes is None else list(map(_chunk, boxes))
+
+    return chunk_list
+
+
+def _finding(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(own)
+    def tensor_shard(self: DTensor, index: Any) -> torch.Tensor:
+        boxes = boxes_of(self)
+        if boxes is None:
+            return own(self, index)
+        offsets = None if index.offset is None else tuple(index.offset)
+        box = next((box for box in boxes if box.offsets == offsets), None)
+        if box is None:
+            raise ShardingError(
+                f"'{index.fqn}' is {sharding_of_spec(torch_private.spec_of(self))}, of which this rank has parts at "
+                f"{[list(box.offsets) for box in boxes]}; a checkpoint asks for the one at {offsets}"
+            )
+        return box.within(self.to_local())
+
+    return tensor_shard
+
+
+_PROTOCOL = {
+    "__create_write_items__": _writing,
+    "__create_chunk_list__": _listing,
+    "__get_tensor_shard__": _finding,
+}
+"""DTensor's protocol for checkpoints (2.11 to 2.13), and what takes the place of each of its methods."""
+
+
+def _chunk(box: Box) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def _distributing(own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(own)
+    def distribute(state: dict[str, Any], keys: Sequence[str], *rest: Any, **keywords: Any) -> None:
+        others = []
+        for key in keys:
+            x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
+            boxes = boxes_of(x) if isinstance(x, DTensor) else None
+            if boxes is None or x is None or whole is None:
+                others.append(key)
+            else:
+                state[key] = _filled(x, whole, boxes)
+        own(state, others, *rest, **keywords)
+
+    return distribute
+
+
+def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
+    """The DTensor with its shard of `whole`: in place, but where it has no memory yet."""
+    if x.is_meta:
+        local = torch.empty_like(torch_private.local_of(x), device=whole.device)
+        filled = DTensor.from_local(
+            local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
+    else:
+        local, filled = torch_private.local_of(x).detach(), x
+    for box in boxes:
+        box.within(local).copy_(box.of_whole(whole.detach()))
+    return filled
+
+
+@functools.cache
+def _refuse_files_with_one_part_of_a_tensor() -> None:
+    """Has the writer of safetensors files refuse several parts of one tensor from one rank.
+
+    It names what is in a file by the tensor alone, and would keep the last part.
+    """
+    try:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
+    except ImportError:
+        return
+    own = Writer.prepare_local_plan
+
+    @functools.wraps(own)
+    def prepare_local_plan(self: Any, plan: Any) -> Any:
+        seen: dict[str, Any] = {}
+        for item in plan.items:
+            if seen.setdefault(item.index.fqn, item) is not item:
+                raise ShardingError(
+                    f"'{item.index.fqn}' is split by a factor of a dim, so that a rank has several parts of it, and "
+                    "a safetensors file has room for one. Save it whole, from "
+                    "get_model_state_dict(options=StateDictOptions(full_state_dict=True)), or with "
+                    "torch.distributed.checkpoint's own FileSystemWriter"
+                )
+        return own(self, plan)
+
+    Writer.prepare_local_plan = prepare_local_plan
+
+
+__all__ = ["Box", "boxes_of", "install"]
