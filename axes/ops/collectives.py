@@ -26,6 +26,10 @@ sum of all ranks' losses.
 | `all_to_all(send_sizes=a, recv_sizes=b)` | `all_to_all(send_sizes=b, recv_sizes=a)` |
 | `ppermute` | `ppermute` the other way |
 
+Forward-mode differentiation (`torch.autograd.forward_ad`) is by the same collective: that of the tangents
+of all ranks, and for a maximum the `psum` of those that reach it, divided among ties. Inside a transform
+of `torch.func` they are errors.
+
 So backward communicates as well, and all ranks must run it. It needs no ambient mesh: names are
 looked up when the forward runs. In `torch.compile` each is one functional collective; a graph drops
 what its rank doesn't use, so every rank uses what it gets. The names are those of `jax.lax`, tiled.
@@ -33,21 +37,25 @@ what its rank doesn't use, so every rank uses what it gets. The names are those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
-from axes.runtime import collectives
+from axes.runtime import collectives, torch_private
 from axes.runtime.collectives import AxisName, Line, axis_layout, check_axis, line_of
+from axes.runtime.transforms import check_one, check_shards, has_tangent, with_tangent
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""
+
+Run = Callable[..., torch.Tensor]
 
 
 def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -309,6 +317,8 @@ def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line
         raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
     if x.layout != torch.strided:
         raise ShardingError(f"{what} takes a dense tensor; found {x.layout}. Write x.to_dense()")
+    if not torch.compiler.is_compiling() and torch_private.transforms_are_on():
+        check_shards(what, (x,))
     return line_of(_mesh(what, axis, mesh), axis)
 
 
@@ -420,43 +430,56 @@ def _needs_gradient(x: torch.Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
+def _linear(function: type[torch.autograd.Function], raw: Run, x: torch.Tensor, *how: Any) -> torch.Tensor:
+    """A linear collective, and the same one of a tangent that `x` has."""
+    if has_tangent(x):
+        return with_tangent(lambda x: _linear(function, raw, x, *how), x)
+    return function.apply(x, *how) if _needs_gradient(x) else raw(x, *how)
+
+
 def _total(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-    return _Total.apply(x, op, line) if _needs_gradient(x) else collectives.all_reduce(x, op, line)
+    return _linear(_Total, collectives.all_reduce, x, op, line)
 
 
 def _gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-    return _Gather.apply(x, dim, line) if _needs_gradient(x) else collectives.all_gather(x, dim, line)
+    return _linear(_Gather, collectives.all_gather, x, dim, line)
 
 
 def _scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-    return _Scatter.apply(x, dim, line) if _needs_gradient(x) else collectives.reduce_scatter(x, dim, line)
+    return _linear(_Scatter, collectives.reduce_scatter, x, dim, line)
 
 
 def _swap(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
-    if _needs_gradient(x):
-        return _Swap.apply(x, split_dim, concat_dim, line)
-    return collectives.all_to_all(x, split_dim, concat_dim, line)
+    return _linear(_Swap, collectives.all_to_all, x, split_dim, concat_dim, line)
 
 
 def _exchange(x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line) -> torch.Tensor:
-    if _needs_gradient(x):
-        return _Exchange.apply(x, dim, sends, receives, line)
-    return collectives.exchange(x, dim, sends, receives, line)
+    return _linear(_Exchange, collectives.exchange, x, dim, sends, receives, line)
 
 
 def _permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
-    if _needs_gradient(x):
-        return _Permute.apply(x, target, source, line)
-    return collectives.permute(x, target, source, line)
+    return _linear(_Permute, collectives.permute, x, target, source, line)
 
 
 def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: str) -> torch.Tensor:
     line = _line(what, x, axis, mesh)
     if x.dtype.is_complex:
         raise ShardingError(f"{what}: complex numbers have no order; take x.abs()")
-    if line.size == 1:
-        return x
+    return _most(x, op, line) if line.size > 1 else x
+
+
+def _most(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
+    if has_tangent(x):
+        value, tangent = forward_ad.unpack_dual(x)
+        found = _most(value, op, line)
+        return forward_ad.make_dual(found, _total(tangent * _share(value, found, line), "sum", line))
     return _Extreme.apply(x, op, line) if _needs_gradient(x) else collectives.all_reduce(x, op, line)
+
+
+def _share(x: torch.Tensor, found: torch.Tensor, line: Line) -> torch.Tensor:
+    """What this rank has of the maximum (minimum) that was `found`: 1, divided among ties, or 0."""
+    mine = (x == found).to(x.dtype)
+    return mine / collectives.all_reduce(mine, "sum", line)
 
 
 class _Total(torch.autograd.Function):
@@ -467,6 +490,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_one("a collective", gradient)
         return _total(gradient, ctx.op, ctx.line), None, None
 
 
@@ -480,10 +504,9 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_one("a collective", gradient)
         x, found = ctx.saved_tensors
-        mine = (x == found).to(gradient.dtype)
-        ties = collectives.all_reduce(mine, "sum", ctx.line)
-        return _total(gradient, "sum", ctx.line) * (mine / ties), None, None
+        return _total(gradient, "sum", ctx.line) * _share(x, found, ctx.line), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -494,6 +517,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_one("a collective", gradient)
         return _scatter(gradient, ctx.dim, ctx.line), None, None
 
 
@@ -505,6 +529,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_one("a collective", gradient)
         return _gather(gradient, ctx.dim, ctx.line), None, None
 
 
@@ -516,6 +541,7 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        check_one("a collective", gradient)
         return _swap(gradient, ctx.concat_dim, ctx.split_dim, ctx.line), None, None, None
 
 
@@ -529,6 +555,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        check_one("a collective", gradient)
         return _exchange(gradient, ctx.dim, ctx.receives, ctx.sends, ctx.line), None, None, None, None
 
 
@@ -540,4 +567,5 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        check_one("a collective", gradient)
         return _permute(gradient, ctx.source, ctx.target, ctx.line), None, None, None

@@ -33,7 +33,9 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
 from axes.ops.global_view import Grad, check_grad
+from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
+from axes.runtime.transforms import check_not_wrapped
 
 Sizes = Mapping[str, int]
 
@@ -80,6 +82,8 @@ def rearrange(
     if isinstance(x, DTensor):
         view = global_view.apply
     elif is_einops(expression) and sizes is None:
+        if torch_private.functorch_is_active():
+            check_not_wrapped("axes.rearrange", x)
         return einops.rearrange(x, expression, **dict(given))
     else:
         view = local_view.apply
@@ -115,6 +119,8 @@ def reduce(
     if isinstance(x, DTensor):
         view = global_view.apply
     elif is_einops(expression) and sizes is None:
+        if torch_private.functorch_is_active():
+            check_not_wrapped("axes.reduce", x)
         return einops.reduce(x, expression, op, **dict(given))
     else:
         view = local_view.apply
@@ -148,6 +154,8 @@ def repeat(
     if isinstance(x, DTensor):
         view = global_view.apply
     elif is_einops(expression) and sizes is None:
+        if torch_private.functorch_is_active():
+            check_not_wrapped("axes.repeat", x)
         return einops.repeat(x, expression, **dict(given))
     else:
         view = local_view.apply

@@ -30,7 +30,9 @@ from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
 from axes.ops.einops_ops import is_einops
 from axes.ops.global_view import Grad, check_grad
+from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
+from axes.runtime.transforms import check_not_wrapped
 
 
 def einsum(
@@ -68,6 +70,9 @@ def einsum(
     *tensors, expression = tensors_and_expression or (None,)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if not any(distributed) and sizes is None and not keywords and is_einops(expression):
+        if torch_private.functorch_is_active():
+            for x in tensors:
+                check_not_wrapped("axes.einsum", x)
         return einops.einsum(*tensors_and_expression)
     if not isinstance(expression, str):
         raise ExpressionError(f"the last argument of einsum is the expression; found {type(expression).__name__}")

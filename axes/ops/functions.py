@@ -37,7 +37,9 @@ from axes.algebra.sizes import checked_size
 from axes.ops.collectives import axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run
+from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
+from axes.runtime.transforms import check_shards, has_tangent, with_tangent
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
@@ -355,6 +357,8 @@ def _applied(
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
     for x, spec in zip(tensors, parse_tensor(expression).operands, strict=True):
         _check_shape(what, x, spec)
+    if "@" in expression and not torch.compiler.is_compiling() and torch_private.transforms_are_on():
+        check_shards(f"axes.{what}", tensors)
     if mesh is None:
         return local(*tensors)
     with mesh:
@@ -521,7 +525,10 @@ def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 
 def _same(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """`x`, whose gradient is whole and the same on all ranks of these axes: each takes its part of it."""
-    return _Shared.apply(x, math.prod([axis_size(axis) for axis in axes])) if axes else x
+    if not axes:
+        return x
+    ranks = math.prod([axis_size(axis) for axis in axes])
+    return with_tangent(lambda x: _Shared.apply(x, ranks), x) if has_tangent(x) else _Shared.apply(x, ranks)
 
 
 class _Shared(torch.autograd.Function):

@@ -39,6 +39,7 @@ from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both, is_plain
 from axes.runtime.reshard import resharded
 from axes.runtime.symbols import hints, is_symbolic, spec_at
+from axes.runtime.transforms import check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
 Spec = Any
@@ -158,6 +159,8 @@ def _node(number: int, grad: Grad, given: tuple[int, ...], *operands: DTensor) -
 
 
 def _applied(made: Global, operands: Sequence[DTensor], grad: Grad) -> DTensor:
+    if torch_private.transforms_are_on():
+        check_whole(f"axes.{made.recipe.kind}, '{made.recipe.text}',", operands)
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
             if grad == "resolved" and x.is_leaf and x.requires_grad:

@@ -21,10 +21,12 @@ from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
 from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import Program, bind
+from axes.runtime import torch_private
 from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.symbols import is_symbolic
+from axes.runtime.transforms import check_shards
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -53,6 +55,8 @@ def apply(
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)
+    if torch_private.transforms_are_on():
+        check_shards(f"axes.{kind}, '{text}',", operands)
     era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
     made = _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
@@ -86,6 +90,8 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     """The operation as one node of a graph; there, every collective is waited for where it is used."""
     kind, text, op, mesh, names, comm_dtype = known(number)
     sizes = tuple(zip(names, given, strict=True))
+    if torch_private.transforms_are_on():
+        check_shards(f"axes.{kind}, '{text}',", operands)
     era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape for x in operands])
     if not any(map(is_symbolic, (*shapes, given))):

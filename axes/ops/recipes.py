@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import einops
 import torch
+from torch.autograd import forward_ad
 
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
@@ -26,6 +27,7 @@ from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime.redistribute import Dtypes, pulled_back, redistribute
 from axes.runtime.symbols import hints
+from axes.runtime.transforms import has_tangent
 
 Run = Callable[..., torch.Tensor]
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -172,11 +174,16 @@ def _opening(extents: Extents, operand: Input) -> Stage | None:
 
 def _last(extents: Extents, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
     """From the derived result, with one dim per atom, to the result; None where that only merges dims."""
+    return _leaving(extents, extents.recipe.result.derived, view, comm_dtype, async_op)
+
+
+def _leaving(
+    extents: Extents, derived: Sharding, view: View, comm_dtype: Dtypes, async_op: bool = False
+) -> Stage | None:
+    """The same for a result that is pending otherwise."""
     result = extents.recipe.result
     slicing = move(result.closed, result.output, extents.merged(result.groups), view, comm_dtype, async_op)
-    moving = move(
-        result.derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op and slicing is None
-    )
+    moving = move(derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op and slicing is None)
     if moving is None and slicing is None:
         return None
     return _joined([moving, _merging(extents), slicing])
@@ -254,7 +261,8 @@ class Extreme:
 
     `run` is all of it. For the gradient, `most` gives the local maximum and `count` a local sum, each
     with one dim per atom; `agreed` and `added` make of these the whole one, and `spread` takes it to the
-    operand's dims. `back` takes the gradient of the result to that of the whole maximum.
+    operand's dims. `back` takes the gradient of the result to that of the whole maximum; `forth` takes local
+    sums to a result of sums.
     """
 
     run: Stage
@@ -264,6 +272,7 @@ class Extreme:
     added: Stage
     spread: Stage
     back: Stage
+    forth: Stage
 
 
 def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: Dtypes) -> Run:
@@ -286,8 +295,28 @@ def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: 
         added=move(summed, whole, shape, "local", None) or _same,
         spread=_single(total, atoms, operand),
         back=_pulling_back(extents, summed, comm_dtype),
+        forth=_leaving(extents, summed, "local", comm_dtype) or _same,
     )
-    return lambda x: _ExtremeAcrossRanks.apply(x, stages) if x.requires_grad else stages.run(x)
+    return functools.partial(_across_ranks, stages)
+
+
+def _across_ranks(stages: Extreme, x: torch.Tensor) -> torch.Tensor:
+    """The maximum of `x`; of a tangent that `x` has, what is where it is reached."""
+    if has_tangent(x):
+        value, tangent = forward_ad.unpack_dual(x)
+        reached, ties = _reached(stages, value)
+        return forward_ad.make_dual(
+            _across_ranks(stages, value), stages.forth(stages.count(reached * tangent / stages.spread(ties)))
+        )
+    return _ExtremeAcrossRanks.apply(x, stages) if x.requires_grad else stages.run(x)
+
+
+def _reached(stages: Extreme, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where this rank's values are the whole maximum, as ones and zeros, and how often it is reached over all ranks."""
+    with torch.no_grad():
+        x = x.detach()
+        reached = (x == stages.spread(stages.agreed(stages.most(x)))).to(x.dtype)
+        return reached, stages.added(stages.count(reached))
 
 
 def _pulling_back(extents: Extents, summed: Sharding, comm_dtype: Dtypes) -> Stage:
@@ -333,8 +362,7 @@ class _ExtremeAcrossRanks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
         stages, (x,) = ctx.stages, ctx.saved_tensors
-        reached = (x == stages.spread(stages.agreed(stages.most(x)))).to(x.dtype)
-        ties = stages.added(stages.count(reached))
+        reached, ties = _reached(stages, x)
         return reached * stages.spread(stages.back(g) / ties), None
 
 

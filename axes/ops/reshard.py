@@ -24,10 +24,12 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
 from axes.ops.global_view import Grad, check_grad, resolve_at_leaf
+from axes.runtime import torch_private
 from axes.runtime.graphs import known, number_of, read_once
 from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import Route, route, routed, same_axes, settled
+from axes.runtime.transforms import check_not_wrapped, check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -104,6 +106,8 @@ def _reshard(
     sizes: Sizes,
     async_op: bool = False,
 ) -> DTensor:
+    if torch_private.transforms_are_on():
+        check_whole("axes.reshard", (x,))
     found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
     if grad == "resolved" and torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         resolve_at_leaf(x)
@@ -155,6 +159,7 @@ def _of_shard(
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"axes.reshard takes a tensor; found {type(x).__name__}")
     if not isinstance(spec, str) or "->" not in spec:
+        check_not_wrapped("axes.reshard", x)
         raise ShardingError(
             f"a plain tensor doesn't know how it is sharded: write both sides, like 'b s@tp d -> b s d'; found "
             f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"

@@ -58,6 +58,7 @@ from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
 from axes.runtime.reshard import settled
 from axes.runtime.sharded import device_mesh_input, strides_like
+from axes.runtime.transforms import check_not_wrapped
 
 Function = Callable[..., Any]
 
@@ -154,6 +155,7 @@ def _inside(fn: Function, mesh: Mesh, args: Any, kwargs: Any, shards: Sequence[t
 
 def _check_input(x: torch.Tensor, place: int, expression: str) -> None:
     if not isinstance(x, DTensor):
+        check_not_wrapped(f"shard_map '{expression}'", x)
         raise ShardingError(
             f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
             f"axes.shard or axes.from_local\n  in  shard_map '{expression}'"

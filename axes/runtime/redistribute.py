@@ -39,6 +39,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
@@ -56,6 +57,7 @@ from axes.runtime.groups import current_world, group_of
 from axes.runtime.packing import slices_of
 from axes.runtime.programs import Program, check_dtypes
 from axes.runtime.symbols import is_symbolic, settled_sizes, states_of
+from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
 Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
@@ -113,8 +115,8 @@ def pulled_back(
     """The source's gradient from the target's: the transpose of `redistribute`, for what is linear."""
     shape, how = tuple(shape), (gradient.dtype, view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
-        return _map_of_symbols(source, target, shape, how, with_gradient=True).back(gradient)
-    return _map(current_world().era, source, target, shape, *how).back(gradient)
+        return _map_of_symbols(source, target, shape, how, with_gradient=True).pull(gradient)
+    return _map(current_world().era, source, target, shape, *how).pull(gradient)
 
 
 def _map_of_symbols(source: Sharding, target: Sharding, shape: Shape, how: tuple[Any, ...], with_gradient: bool) -> Map:
@@ -443,16 +445,21 @@ class Map:
 
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
+        has_gradient = x.requires_grad and torch.is_grad_enabled()
+        if not (has_gradient or has_tangent(x)):
             return self.forth(x, async_op)
-        if self.idle:
+        if self.idle if has_gradient else self.forth.idle:
             return x
         if self.is_linear:
-            return _Linear.apply(x, self, False, async_op)
+            return _linear(x, self, False, async_op)
         if len(self.classes) == 1:
-            return _Extreme.apply(x, self, async_op)
+            return _extreme(x, self, async_op)
         first, rest = _one_by_one(self)
         return rest.apply(first.apply(x), async_op)
+
+    def pull(self, g: torch.Tensor) -> torch.Tensor:
+        """The source's gradient from the target's, outside of autograd."""
+        return with_tangent(self.back, g) if has_tangent(g) else self.back(g)
 
 
 def frame_of(middle: State, source: State, shape: Shape) -> Frame | None:
@@ -463,6 +470,13 @@ def frame_of(middle: State, source: State, shape: Shape) -> Frame | None:
         return None
     pairs = zip(regions(inner, inner), regions(inner, outer), strict=True) if math.prod(tile_shape(inner)) else ()
     return Frame(tile_shape(inner), tile_shape(outer), tuple(pairs))
+
+
+def _linear(x: torch.Tensor, made: Map, reverse: bool, async_op: bool = False) -> torch.Tensor:
+    """A map or its transpose, differentiable, of `x` and of a tangent that it has."""
+    if has_tangent(x):
+        return with_tangent(lambda x: _linear(x, made, reverse, async_op), x)
+    return _Linear.apply(x, made, reverse, async_op)
 
 
 class _Linear(torch.autograd.Function):
@@ -476,9 +490,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        if g is None or (ctx.made.forth if ctx.reverse else ctx.made.back).idle:
+        if g is None:
+            return None, None, None, None
+        check_one("a redistribution", g)
+        if (ctx.made.forth if ctx.reverse else ctx.made.back).idle:
             return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
-        return _Linear.apply(g, ctx.made, not ctx.reverse, False), None, None, None
+        return _linear(g, ctx.made, not ctx.reverse), None, None, None
+
+
+def _extreme(x: torch.Tensor, made: Map, async_op: bool) -> torch.Tensor:
+    """A pending maximum or minimum, resolved, of `x`; of a tangent the sum of what reaches it."""
+    if not has_tangent(x):
+        return _Extreme.apply(x, made, async_op)
+    value, tangent = forward_ad.unpack_dual(x)
+    share, summed = _share(value, made)
+    return forward_ad.make_dual(_Extreme.apply(value, made, async_op), _linear(tangent * share, summed, False))
 
 
 class _Extreme(torch.autograd.Function):
@@ -495,12 +521,19 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         if g is None:
             return None, None, None
-        (x,) = ctx.saved_tensors
-        extreme, total, summed = _reached(ctx.made)
-        with torch.no_grad():
-            hits = (x == run(extreme, x)).to(x.dtype)
-            share = hits / run(total, hits)
-        return _Linear.apply(g, summed, True, False) * share, None, None
+        check_one("a redistribution", g)
+        share, summed = _share(ctx.saved_tensors[0], ctx.made)
+        return _linear(g, summed, True) * share, None, None
+
+
+def _share(x: torch.Tensor, made: Map) -> tuple[torch.Tensor, Map]:
+    """Where this rank's values are the maximum: 1, divided among ties, else 0. And `made` as a sum."""
+    extreme, total, summed = _reached(made)
+    with torch.no_grad():
+        # A tangent that `x` has is none of the maximum's.
+        x = x.detach()
+        hits = (x == run(extreme, x)).to(x.dtype)
+        return hits / run(total, hits), summed
 
 
 def _reached(made: Map) -> tuple[Program, Program, Map]:

@@ -36,6 +36,7 @@ from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.reshard import resharded, unsharded
 from axes.runtime.shards import Given, shard_of, traced_shard_of
+from axes.runtime.transforms import check_not_wrapped, check_whole
 
 Sizes = Mapping[str, int]
 
@@ -168,6 +169,8 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
 
 
 def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
+    if torch_private.transforms_are_on():
+        check_whole("axes.lift", (x,))
     sharding = sharding_of_spec(torch_private.spec_of(x))
     old = sharding.mesh
     if old.universe != mesh.universe:
@@ -348,8 +351,11 @@ def _plain(tensor: Any, function: str, instead: str) -> None:
         raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use {instead}")
     if not isinstance(tensor, torch.Tensor):
         raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
+    if not torch.compiler.is_compiling() and torch_private.transforms_are_on():
+        check_whole(function, (tensor,))
 
 
 def _distributed(x: Any, function: str) -> None:
     if not isinstance(x, DTensor):
+        check_not_wrapped(function, x)
         raise ShardingError(f"{function} takes a DTensor; found {type(x).__name__}")

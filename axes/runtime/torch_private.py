@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -552,6 +554,49 @@ def constant_in_graphs(kind: type) -> None:
     these. Would be replaced by a public name for it.
     """
     pytree.register_constant(kind)
+
+
+# What goes around autograd, and autocast: questions that every call asks, so their price counts
+
+
+def may_have_tangents() -> bool:
+    """Whether a level of forward-mode differentiation is open.
+
+    Would be replaced by a public `torch.autograd.forward_ad.current_level()`.
+    """
+    return forward_ad._current_level >= 0
+
+
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` is running: `torch.autograd.Function.apply` asks this, too. Public API: none."""
+
+
+def transforms_are_on() -> bool:
+    """Either of the two (70 ns)."""
+    return forward_ad._current_level >= 0 or functorch_is_active()
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` has wrapped a tensor, or a gradient is one of a batch.
+
+    The second is how `torch.autograd.grad(is_grads_batched=True)` calls backward. Public API: none.
+    """
+    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
+
+
+is_batch: Callable[[torch.Tensor], bool] = functorch.is_legacy_batchedtensor
+"""The second half of `is_wrapped`."""
+
+
+def is_wrapped_dtensor(x: torch.Tensor) -> bool:
+    """Whether there is a DTensor in what a transform of `torch.func` has wrapped. Public API: none."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return isinstance(x, DTensor)
+
+
+autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device type: a third of the price of `torch.is_autocast_enabled(device_type)`."""
 
 
 DEVICE_MESHES_ARE_INPUTS = hasattr(device_mesh, "_register_distributed_opaque_types")

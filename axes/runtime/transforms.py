@@ -1,0 +1,94 @@
+"""Differentiation that goes around autograd: tangents of forward mode, and the transforms of `torch.func`.
+
+A collective sends the numbers of a tensor. It sees neither the tangent that `torch.autograd.forward_ad`
+keeps beside them nor what `torch.func.grad` or `vmap` wraps around them. A linear map therefore takes
+the tangent along itself (`with_tangent`); everything else is refused before anything is sent. The
+checks are called where `torch_private.transforms_are_on()`.
+
+>>> with forward_ad.dual_level():
+...     x = forward_ad.make_dual(torch.ones(2), torch.full((2,), 5.0))
+...     y = with_tangent(lambda x: 3 * x.detach(), x)
+...     forward_ad.unpack_dual(y).tangent.tolist()
+[15.0, 15.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import ShardingError
+from axes.runtime import torch_private
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation follows a tensor."""
+    return torch_private.may_have_tangents() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def with_tangent(linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`linear(x)`, with `linear` of the tangent for its tangent. Both are differentiable if `linear` is."""
+    value, tangent = forward_ad.unpack_dual(x)
+    assert tangent is not None
+    return forward_ad.make_dual(linear(value), linear(tangent))
+
+
+def check_shards(what: str, tensors: Iterable[Any]) -> None:
+    """`ShardingError` for plain tensors with which `what` can't be differentiated as it is asked to be."""
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            continue
+        if torch_private.is_wrapped(x) or (torch_private.functorch_is_active() and _needs_gradient(x)):
+            refuse_transform(what)
+        if torch_private.may_have_tangents():
+            tangent = forward_ad.unpack_dual(x).tangent
+            if tangent is not None and torch_private.is_wrapped(tangent):
+                refuse_transform(what)
+
+
+def check_whole(what: str, tensors: Iterable[Any]) -> None:
+    """`ShardingError` for tensors that have a tangent, or that a transform has wrapped.
+
+    For DTensors, and for what becomes one: torch has no forward mode for them (2.13).
+    """
+    tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
+    check_shards(what, tensors)
+    for x in tensors:
+        if has_tangent(x) or (isinstance(x, DTensor) and has_tangent(torch_private.local_of(x))):
+            raise ShardingError(
+                f"{what}: the tensor has a tangent, and DTensors have no forward-mode differentiation. Write "
+                "torch.autograd.functional.jvp, which goes by backward; or open the dual level in a function that "
+                "axes.shard_map runs, where tensors are plain"
+            )
+
+
+def check_not_wrapped(what: str, x: object) -> None:
+    """`ShardingError` where there is a DTensor inside of what a transform has wrapped."""
+    if isinstance(x, torch.Tensor) and torch_private.is_wrapped_dtensor(x):
+        refuse_transform(what)
+
+
+def check_one(what: str, gradient: torch.Tensor) -> None:
+    """`ShardingError` for a batch of gradients, which backward can't send as one."""
+    if not torch.compiler.is_compiling() and torch_private.is_batch(gradient):
+        raise ShardingError(
+            f"backward of {what}: found a batch of gradients, and a collective takes one. Leave out vectorize=True "
+            "and is_grads_batched=True, and call torch.autograd.grad once for each"
+        )
+
+
+def refuse_transform(what: str) -> NoReturn:
+    """The error of what is called inside a transform of `torch.func`."""
+    raise ShardingError(
+        f"{what} was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev, jacfwd, hessian), which "
+        "wraps tensors, and a collective sends only numbers. Write torch.autograd.grad, with create_graph=True where "
+        "it is differentiated again, or torch.autograd.functional; instead of vmap, write a dim of its own"
+    )
+
+
+def _needs_gradient(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
