@@ -34,12 +34,18 @@ def contraction(operands: tuple[Atoms, ...], result: Atoms) -> Run:
 
 
 def _einsum(operands: tuple[Atoms, ...], result: Atoms) -> Run:
+    return functools.partial(torch.einsum, equation(operands, result))
+
+
+@functools.lru_cache(maxsize=1024)
+def equation(operands: tuple[Atoms, ...], result: Atoms) -> str:
+    """The einsum in letters, as `torch.einsum` takes it."""
     names = dict.fromkeys(atom for atoms in operands for atom in atoms)
     if len(names) > len(string.ascii_letters):
         raise ExpressionError(f"an einsum has at most {len(string.ascii_letters)} names; found {len(names)}")
     letters = dict(zip(names, string.ascii_letters, strict=False))
     terms = ",".join("".join(letters[atom] for atom in atoms) for atoms in operands)
-    return functools.partial(torch.einsum, f"{terms}->{''.join(letters[atom] for atom in result)}")
+    return f"{terms}->{''.join(letters[atom] for atom in result)}"
 
 
 def _product(one: Atoms, two: Atoms, result: Atoms) -> Run | None:

@@ -34,6 +34,7 @@ from axes.algebra.errors import ExpressionError, ShardingError, SizeError, short
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import checked_size
+from axes.ops.autocast import is_cast, of_function
 from axes.ops.collectives import axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run
@@ -43,6 +44,8 @@ from axes.runtime.transforms import check_shards, has_tangent, with_tangent
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def softmax(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> torch.Tensor:
@@ -84,13 +87,13 @@ def rms_norm(
     """`x` over the root of its mean square over the named dims; times `weight`, which has these dims.
 
     `weight` is split as they are. One all-reduce of the size of `x` without these dims, and one in
-    backward. `eps` is that of the dtype by default. As `torch.nn.functional.rms_norm`.
+    backward. `eps` is by default that of the dtype in which it is computed. As `torch.nn.functional.rms_norm`.
 
     >>> rms_norm(torch.full((2, 4), 3.0), "s d", over="d")[0].tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
     form = _form("rms_norm", spec, _names(over))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = torch.finfo(torch.float32 if x.dtype in _HALVES else x.dtype).eps if eps is None else eps
     local = functools.partial(_rms_norm, form, _wholes(form.places, x, sizes), eps)
     return _normed("rms_norm", local, form, (x, weight), mesh)
 
@@ -350,6 +353,7 @@ def _applied(
     what: str, local: Local, expression: str, tensors: Sequence[torch.Tensor], mesh: Mesh | None
 ) -> torch.Tensor:
     """The function on DTensors as a region, on plain tensors as it is."""
+    local = functools.partial(_cast, what, local)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
         return run(local, expression, tuple(tensors), {}, mesh)
@@ -363,6 +367,18 @@ def _applied(
         return local(*tensors)
     with mesh:
         return local(*tensors)
+
+
+def _cast(what: str, local: Local, *tensors: torch.Tensor) -> torch.Tensor:
+    """The function of tensors in the dtype in which autocast has torch compute it."""
+    if not (torch.compiler.is_compiling() or torch_private.autocast_may_be_on()):
+        return local(*tensors)
+    floats = [x for x in tensors if x.is_floating_point()]
+    for x in floats[:1]:
+        dtype = of_function(what, x.dtype, x.device.type)
+        if dtype != x.dtype:
+            tensors = tuple([x.to(dtype) if is_cast(x, dtype) else x for x in tensors])
+    return local(*tensors)
 
 
 def _check_shape(what: str, x: object, spec: Spec) -> None:
@@ -492,7 +508,7 @@ def _embedding(rows: _Where, whole: int | None, ids: torch.Tensor, table: torch.
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in _HALVES else x
 
 
 def _sum(x: torch.Tensor, axes: Axes) -> torch.Tensor:

@@ -29,6 +29,7 @@ from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding
+from axes.ops import autocast
 from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import Program, bind, move
 from axes.runtime import torch_private
@@ -161,12 +162,18 @@ def _node(number: int, grad: Grad, given: tuple[int, ...], *operands: DTensor) -
 def _applied(made: Global, operands: Sequence[DTensor], grad: Grad) -> DTensor:
     if torch_private.transforms_are_on():
         check_whole(f"axes.{made.recipe.kind}, '{made.recipe.text}',", operands)
-    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
+    has_gradient = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands))
+    if has_gradient:
         for x in operands:
             if grad == "resolved" and x.is_leaf and x.requires_grad:
                 resolve_at_leaf(x)
-        return _function(made).apply(made, *operands)
-    return made.run(operands)
+    if torch_private.autocast_may_be_on():
+        dtype = autocast.wanted(made.program.extents, operands)
+        if dtype is not None:
+            operands = [_cast(x, dtype) if autocast.is_cast(x, dtype) else x for x in operands]
+            with torch.autocast(operands[0].device.type, enabled=False):
+                return _function(made).apply(made, *operands) if has_gradient else made.run(operands)
+    return _function(made).apply(made, *operands) if has_gradient else made.run(operands)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -275,6 +282,14 @@ def _wanted(made: Global, needed: tuple[bool, ...], spec: Spec) -> Sharding | No
 def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
     """The gradient of one operand."""
     back = _gradient(made, index, _arriving(cotangent))
+    if torch_private.autocast_may_be_on():
+        # Operands have been cast; backward runs inside of the block that the forward ran in, or outside.
+        with torch.autocast(cotangent.device.type, enabled=False):
+            return _applied_back(back, cotangent, others)
+    return _applied_back(back, cotangent, others)
+
+
+def _applied_back(back: Global, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
     if torch.is_grad_enabled():
         return _Linear.apply(back, cotangent, *others)
     return back.run((cotangent, *others), owned=False)  # nobody changes a gradient before a leaf has it
@@ -404,6 +419,37 @@ def _unreduced(made: Global, dtype: torch.dtype) -> Spec:
     placements = torch_placements(replace(operand.source, pending=()))
     shape = made.program.extents.merged(operand.groups)
     return torch_private.dtensor_spec(made.device_mesh, placements, shape, strides_of(shape), dtype)
+
+
+# --- autocast
+
+
+def _cast(x: DTensor, dtype: torch.dtype) -> DTensor:
+    return _Cast.apply(x, dtype) if torch.is_grad_enabled() and x.requires_grad else _converted(x, dtype)
+
+
+def _converted(x: DTensor, dtype: torch.dtype) -> DTensor:
+    """The tensor in another dtype, sharded and pending as it is; torch's own `to` may resolve what is pending."""
+    local, spec = torch_private.local_of(x), torch_private.spec_of(x)
+    found = local.to(dtype)
+    strides = tuple(spec.tensor_meta.stride) if found.stride() == local.stride() else strides_of(tuple(spec.shape))
+    return torch_private.dtensor(
+        found, torch_private.dtensor_spec(spec.mesh, spec.placements, tuple(spec.shape), strides, dtype)
+    )
+
+
+class _Cast(torch.autograd.Function):
+    """A conversion to another dtype; its gradient is converted back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = x.dtype
+        return _converted(x, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
+        return None if cotangent is None else _cast(cotangent, ctx.dtype), None
 
 
 # --- leaves

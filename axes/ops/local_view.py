@@ -19,6 +19,7 @@ from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, recipe
 from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
+from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import Program, bind
 from axes.runtime import torch_private
@@ -61,8 +62,8 @@ def apply(
     shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
     made = _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
-        return made.run(_Owning.apply(operands[0]))
-    return made.run(*operands)
+        operands = (_Owning.apply(operands[0]),)
+    return _run(made, operands)
 
 
 class _Owning(torch.autograd.Function):
@@ -95,13 +96,23 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape for x in operands])
     if not any(map(is_symbolic, (*shapes, given))):
-        return _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, False).run(*operands)
+        return _run(_made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, False), operands)
     _check_mesh(mesh, text)
 
     def find(shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
         return recipe(kind, text, op, (None,) * len(shapes), shapes, mesh, sizes)
 
-    return bind(traced_extents(find, shapes, sizes), "local", comm_dtype).run(*operands)
+    return _run(bind(traced_extents(find, shapes, sizes), "local", comm_dtype), operands)
+
+
+def _run(made: Program, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    if torch_private.autocast_may_be_on():
+        dtype = autocast.wanted(made.extents, operands)
+        if dtype is not None:
+            operands = [x.to(dtype) if autocast.is_cast(x, dtype) else x for x in operands]
+            with torch.autocast(operands[0].device.type, enabled=False):
+                return made.run(*operands)
+    return made.run(*operands)
 
 
 def _refuse(kind: str, x: object) -> NoReturn:

@@ -10,14 +10,16 @@ between versions is decided here, by looking at what torch offers and never by i
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _functorch as functorch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import _state_dict_utils, device_mesh
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # 2.13: a mesh layout is a list of flat layouts
     from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
@@ -593,6 +596,16 @@ def is_wrapped_dtensor(x: torch.Tensor) -> bool:
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return isinstance(x, DTensor)
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Makes tensors without values, whatever graph is being traced around it.
+
+    To ask torch what an operation would give. Would be replaced by a public `FakeTensorMode`.
+    """
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
+        yield
 
 
 autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
