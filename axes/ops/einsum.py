@@ -84,6 +84,8 @@ def einsum(
 
 def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:
     if any(distributed):
+        for x in tensors:
+            check_not_wrapped("axes.einsum", x)
         plain = distributed.index(False) + 1
         raise ShardingError(
             f"einsum takes DTensors or plain tensors, not both: operand {plain} is plain. Make it a DTensor with "

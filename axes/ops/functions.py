@@ -40,7 +40,7 @@ from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
-from axes.runtime.transforms import check_shards, has_tangent, with_tangent
+from axes.runtime.transforms import check_not_wrapped, check_shards, has_tangent, with_tangent
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
@@ -358,6 +358,8 @@ def _applied(
     if all(distributed):
         return run(local, expression, tuple(tensors), {}, mesh)
     if any(distributed):
+        for x in tensors:
+            check_not_wrapped(f"axes.{what}", x)
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
     for x, spec in zip(tensors, parse_tensor(expression).operands, strict=True):
         _check_shape(what, x, spec)

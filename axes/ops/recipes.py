@@ -27,7 +27,7 @@ from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime.redistribute import Dtypes, pulled_back, redistribute
 from axes.runtime.symbols import hints
-from axes.runtime.transforms import has_tangent
+from axes.runtime.transforms import check_one, has_tangent
 
 Run = Callable[..., torch.Tensor]
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -359,8 +359,8 @@ class _ExtremeAcrossRanks(torch.autograd.Function):
         return stages.run(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        check_one("a maximum over ranks", g)
         stages, (x,) = ctx.stages, ctx.saved_tensors
         reached, ties = _reached(stages, x)
         return reached * stages.spread(stages.back(g) / ties), None

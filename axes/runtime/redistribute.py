@@ -458,8 +458,10 @@ class Map:
         return rest.apply(first.apply(x), async_op)
 
     def pull(self, g: torch.Tensor) -> torch.Tensor:
-        """The source's gradient from the target's, outside of autograd."""
-        return with_tangent(self.back, g) if has_tangent(g) else self.back(g)
+        """The source's gradient from the target's; differentiable."""
+        if (g.requires_grad and torch.is_grad_enabled()) or has_tangent(g):
+            return _linear(g, self, True)
+        return self.back(g)
 
 
 def frame_of(middle: State, source: State, shape: Shape) -> Frame | None:

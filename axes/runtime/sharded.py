@@ -36,7 +36,7 @@ from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.reshard import resharded, unsharded
 from axes.runtime.shards import Given, shard_of, traced_shard_of
-from axes.runtime.transforms import check_not_wrapped, check_whole
+from axes.runtime.transforms import check_not_wrapped, check_whole, refuse_transform
 
 Sizes = Mapping[str, int]
 
@@ -353,6 +353,9 @@ def _plain(tensor: Any, function: str, instead: str) -> None:
         raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
     if not torch.compiler.is_compiling() and torch_private.transforms_are_on():
         check_whole(function, (tensor,))
+        if function == "axes.shard" and torch_private.functorch_is_active():
+            # torch makes a DTensor by an autograd function, which transforms don't take.
+            refuse_transform(function)
 
 
 def _distributed(x: Any, function: str) -> None:
