@@ -165,7 +165,7 @@ def mesh() -> Mesh:
 def drawn(seed: int, shape: tuple[int, ...] = (4, 4)) -> torch.Tensor:
     """Other numbers on every rank."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
+    return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
 
 
 # forward mode

@@ -228,7 +228,8 @@ def _random(
 
 def _agreed_seed(mesh: Mesh) -> int:
     """A seed from the default generator of the mesh's first rank, on all its ranks."""
-    seed = torch.randint(2**62, (1,), dtype=torch.int64)
+    # By the generator of the CPU, whatever torch.set_default_device says.
+    seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
     if mesh.size > 1:
         layout = mesh.layout_of_all
         ranks = mesh.ranks_of(layout)
