@@ -41,7 +41,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
@@ -317,7 +316,7 @@ def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line
         raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
     if x.layout != torch.strided:
         raise ShardingError(f"{what} takes a dense tensor; found {x.layout}. Write x.to_dense()")
-    if not torch.compiler.is_compiling() and torch_private.transforms_are_on():
+    if torch_private.transforms_are_on():
         check_shards(what, (x,))
     return line_of(_mesh(what, axis, mesh), axis)
 
@@ -470,9 +469,11 @@ def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: 
 
 def _most(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
     if has_tangent(x):
-        value, tangent = forward_ad.unpack_dual(x)
-        found = _most(value, op, line)
-        return forward_ad.make_dual(found, _total(tangent * _share(value, found, line), "sum", line))
+
+        def push(value: torch.Tensor, found: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+            return _total(tangent * _share(value, found, line), "sum", line)
+
+        return with_tangent(lambda x: _most(x, op, line), x, push)
     return _Extreme.apply(x, op, line) if _needs_gradient(x) else collectives.all_reduce(x, op, line)
 
 
@@ -490,7 +491,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one("a collective", gradient)
+        check_one(gradient)
         return _total(gradient, ctx.op, ctx.line), None, None
 
 
@@ -504,7 +505,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one("a collective", gradient)
+        check_one(gradient)
         x, found = ctx.saved_tensors
         return _total(gradient, "sum", ctx.line) * _share(x, found, ctx.line), None, None
 
@@ -517,7 +518,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one("a collective", gradient)
+        check_one(gradient)
         return _scatter(gradient, ctx.dim, ctx.line), None, None
 
 
@@ -529,7 +530,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one("a collective", gradient)
+        check_one(gradient)
         return _gather(gradient, ctx.dim, ctx.line), None, None
 
 
@@ -541,7 +542,7 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        check_one("a collective", gradient)
+        check_one(gradient)
         return _swap(gradient, ctx.concat_dim, ctx.split_dim, ctx.line), None, None, None
 
 
@@ -555,7 +556,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        check_one("a collective", gradient)
+        check_one(gradient)
         return _exchange(gradient, ctx.dim, ctx.receives, ctx.sends, ctx.line), None, None, None, None
 
 
@@ -567,5 +568,5 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        check_one("a collective", gradient)
+        check_one(gradient)
         return _permute(gradient, ctx.source, ctx.target, ctx.line), None, None, None

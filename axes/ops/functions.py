@@ -363,7 +363,7 @@ def _applied(
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
     for x, spec in zip(tensors, parse_tensor(expression).operands, strict=True):
         _check_shape(what, x, spec)
-    if "@" in expression and not torch.compiler.is_compiling() and torch_private.transforms_are_on():
+    if "@" in expression and torch_private.transforms_are_on():
         check_shards(f"axes.{what}", tensors)
     if mesh is None:
         return local(*tensors)

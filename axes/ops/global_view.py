@@ -135,6 +135,8 @@ def apply(
     grad: Grad = "resolved",
 ) -> DTensor:
     """The operation on DTensors."""
+    if torch_private.transforms_are_on():
+        check_whole(f"axes.{kind}, '{text}',", operands)
     ambient = ambient_mesh() if mesh is None else mesh
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
@@ -160,8 +162,6 @@ def _node(number: int, grad: Grad, given: tuple[int, ...], *operands: DTensor) -
 
 
 def _applied(made: Global, operands: Sequence[DTensor], grad: Grad) -> DTensor:
-    if torch_private.transforms_are_on():
-        check_whole(f"axes.{made.recipe.kind}, '{made.recipe.text}',", operands)
     has_gradient = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands))
     if has_gradient:
         for x in operands:

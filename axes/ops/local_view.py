@@ -51,13 +51,13 @@ def apply(
         raise ShardingError(
             f"grad={grad!r} is about the leaves of DTensors; the gradient of a plain tensor is this rank's"
         )
+    if torch_private.transforms_are_on():
+        check_shards(f"axes.{kind}, '{text}',", operands)
     if mesh is None:
         mesh = ambient_mesh() or _mesh_for(kind, text)
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)
-    if torch_private.transforms_are_on():
-        check_shards(f"axes.{kind}, '{text}',", operands)
     era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
     made = _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
@@ -91,8 +91,6 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     """The operation as one node of a graph; there, every collective is waited for where it is used."""
     kind, text, op, mesh, names, comm_dtype = known(number)
     sizes = tuple(zip(names, given, strict=True))
-    if torch_private.transforms_are_on():
-        check_shards(f"axes.{kind}, '{text}',", operands)
     era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape for x in operands])
     if not any(map(is_symbolic, (*shapes, given))):

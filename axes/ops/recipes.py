@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import einops
 import torch
-from torch.autograd import forward_ad
 
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
@@ -27,7 +26,7 @@ from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime.redistribute import Dtypes, pulled_back, redistribute
 from axes.runtime.symbols import hints
-from axes.runtime.transforms import check_one, has_tangent
+from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
 Run = Callable[..., torch.Tensor]
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -303,11 +302,12 @@ def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: 
 def _across_ranks(stages: Extreme, x: torch.Tensor) -> torch.Tensor:
     """The maximum of `x`; of a tangent that `x` has, what is where it is reached."""
     if has_tangent(x):
-        value, tangent = forward_ad.unpack_dual(x)
-        reached, ties = _reached(stages, value)
-        return forward_ad.make_dual(
-            _across_ranks(stages, value), stages.forth(stages.count(reached * tangent / stages.spread(ties)))
-        )
+
+        def push(value: torch.Tensor, _: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+            reached, ties = _reached(stages, value)
+            return stages.forth(stages.count(reached * tangent / stages.spread(ties)))
+
+        return with_tangent(functools.partial(_across_ranks, stages), x, push)
     return _ExtremeAcrossRanks.apply(x, stages) if x.requires_grad else stages.run(x)
 
 
@@ -360,7 +360,7 @@ class _ExtremeAcrossRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
-        check_one("a maximum over ranks", g)
+        check_one(g)
         stages, (x,) = ctx.stages, ctx.saved_tensors
         reached, ties = _reached(stages, x)
         return reached * stages.spread(stages.back(g) / ties), None

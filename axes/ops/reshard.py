@@ -79,6 +79,8 @@ def reshard(
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if not isinstance(x, DTensor):
         return _of_shard(x, spec, mesh, comm_dtype, async_op, given)
+    if torch_private.transforms_are_on():
+        check_whole("axes.reshard", (x,))
     where = ambient_mesh() if mesh is None else None
     if torch.compiler.is_compiling():
         settle = grad == "resolved" and x.is_leaf and x.requires_grad
@@ -106,8 +108,6 @@ def _reshard(
     sizes: Sizes,
     async_op: bool = False,
 ) -> DTensor:
-    if torch_private.transforms_are_on():
-        check_whole("axes.reshard", (x,))
     found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
     if grad == "resolved" and torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         resolve_at_leaf(x)

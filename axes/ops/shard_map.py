@@ -58,7 +58,7 @@ from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
 from axes.runtime.reshard import settled
 from axes.runtime.sharded import device_mesh_input, strides_like
-from axes.runtime.transforms import check_not_wrapped
+from axes.runtime.transforms import check_not_wrapped, check_whole
 
 Function = Callable[..., Any]
 
@@ -127,6 +127,8 @@ def run(
     tensors = _tensors((args, kwargs))
     for place, x in enumerate(tensors):
         _check_input(x, place, expression)
+    if torch_private.transforms_are_on():
+        check_whole(f"shard_map '{expression}'", tensors)
     asked = expression, mesh if mesh is not None else ambient.ambient_mesh(), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check)
@@ -167,6 +169,8 @@ def _check_results(results: Sequence[torch.Tensor], expression: str) -> None:
         raise ShardingError(
             f"the function returned a DTensor; inside a region tensors are plain\n  in  shard_map '{expression}'"
         )
+    if torch_private.transforms_are_on():
+        check_whole(f"the result of shard_map '{expression}'", results)
 
 
 def _left(region: Region, tensors: Sequence[DTensor]) -> list[torch.Tensor]:

@@ -41,7 +41,7 @@ from axes.runtime.placements import contiguous_strides, sharding_of_spec
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.reshard import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
-from axes.runtime.transforms import check_one, check_whole
+from axes.runtime.transforms import check_one
 
 __all__ = ["contiguous_strides", "enter_global", "gradient_of_local", "leave_global"]
 
@@ -60,8 +60,6 @@ def leave_global(x: DTensor, counted: Placements | None = None) -> torch.Tensor:
     is replicated, and has gradients that are whole on every rank, counts as pending.
     """
     local = torch_private.local_of(x)
-    if torch_private.transforms_are_on():
-        check_whole("a DTensor that becomes this rank's shard", (x,))
     if not (x.requires_grad and torch.is_grad_enabled()):
         return local
     return _Leave.apply(x, _counted(torch_private.spec_of(x), counted))
@@ -79,8 +77,6 @@ def enter_global(
 
     `counted` is as for `leave_global`.
     """
-    if torch_private.transforms_are_on():
-        check_whole("a shard that becomes a DTensor", (local,))
     spec = _spec_of(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return torch_private.dtensor(local, spec)
@@ -135,7 +131,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
         if gradient is None:
             return None, None
-        check_one("a DTensor's shard", gradient)
+        check_one(gradient)
         spec, shape = ctx.spec, tuple(ctx.spec.shape)
         strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
         leaving = _spec_of(spec.mesh, gradient_of_local(spec.placements), shape, strides, gradient.dtype)

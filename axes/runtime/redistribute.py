@@ -39,7 +39,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
@@ -494,7 +493,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if g is None:
             return None, None, None, None
-        check_one("a redistribution", g)
+        check_one(g)
         if (ctx.made.forth if ctx.reverse else ctx.made.back).idle:
             return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
         return _linear(g, ctx.made, not ctx.reverse), None, None, None
@@ -504,9 +503,12 @@ def _extreme(x: torch.Tensor, made: Map, async_op: bool) -> torch.Tensor:
     """A pending maximum or minimum, resolved, of `x`; of a tangent the sum of what reaches it."""
     if not has_tangent(x):
         return _Extreme.apply(x, made, async_op)
-    value, tangent = forward_ad.unpack_dual(x)
-    share, summed = _share(value, made)
-    return forward_ad.make_dual(_Extreme.apply(value, made, async_op), _linear(tangent * share, summed, False))
+
+    def push(value: torch.Tensor, _: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+        share, summed = _share(value, made)
+        return _linear(tangent * share, summed, False)
+
+    return with_tangent(lambda x: _extreme(x, made, async_op), x, push)
 
 
 class _Extreme(torch.autograd.Function):
@@ -523,7 +525,7 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         if g is None:
             return None, None, None
-        check_one("a redistribution", g)
+        check_one(g)
         share, summed = _share(ctx.saved_tensors[0], ctx.made)
         return _linear(g, summed, True) * share, None, None
 

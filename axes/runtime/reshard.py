@@ -40,7 +40,7 @@ from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, Ends, both, carried, program
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
-from axes.runtime.transforms import check_one, check_whole
+from axes.runtime.transforms import check_one
 
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
@@ -205,8 +205,6 @@ def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...
 
 def unsharded(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
-    if torch_private.transforms_are_on():
-        check_whole("axes.unshard", (x,))
     there = routed(x, _to_whole)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Unshard.apply(x, there)
@@ -232,7 +230,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
         if gradient is None:
             return None, None
-        check_one("axes.unshard", gradient)
+        check_one(gradient)
         replicated = _Replicated.apply(gradient.contiguous(), _dense(ctx.spec))
         return routed(replicated, _back, ctx.there).take(replicated), None
 

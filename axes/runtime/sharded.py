@@ -121,6 +121,8 @@ def unshard(x: DTensor) -> torch.Tensor:
     axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
     """
     _distributed(x, "axes.unshard")
+    if torch_private.transforms_are_on():
+        check_whole("axes.unshard", (x,))
     return _unshard_node(x) if torch.compiler.is_compiling() else unsharded(x)
 
 
@@ -131,6 +133,8 @@ def to_local(x: DTensor) -> torch.Tensor:
     (torch's `x.to_local()` takes it to be the whole on every rank unless it is told otherwise.)
     """
     _distributed(x, "axes.to_local")
+    if torch_private.transforms_are_on():
+        check_whole("axes.to_local", (x,))
     return _to_local_node(x) if torch.compiler.is_compiling() else leave_global(x)
 
 
@@ -163,14 +167,14 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
         w = axes.lift(axes.shard(weight, "d f@tp", mesh=mesh["tp"]), mesh["dp", "tp"])
     """
     _distributed(x, "axes.lift")
+    if torch_private.transforms_are_on():
+        check_whole("axes.lift", (x,))
     if torch.compiler.is_compiling():
         return _lift_node(x, device_mesh_input(mesh), number_of(mesh))
     return _lifted(x, mesh)
 
 
 def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
-    if torch_private.transforms_are_on():
-        check_whole("axes.lift", (x,))
     sharding = sharding_of_spec(torch_private.spec_of(x))
     old = sharding.mesh
     if old.universe != mesh.universe:
@@ -351,7 +355,7 @@ def _plain(tensor: Any, function: str, instead: str) -> None:
         raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use {instead}")
     if not isinstance(tensor, torch.Tensor):
         raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
-    if not torch.compiler.is_compiling() and torch_private.transforms_are_on():
+    if torch_private.transforms_are_on():
         check_whole(function, (tensor,))
         if function == "axes.shard" and torch_private.functorch_is_active():
             # torch makes a DTensor by an autograd function, which transforms don't take.

@@ -31,6 +31,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from axes.algebra.errors import ShardingError
+
 try:  # 2.13: a mesh layout is a list of flat layouts
     from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 except ImportError:  # 2.11: one nested layout
@@ -503,8 +505,16 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False)
 
 
 def spec_of(x: DTensor) -> DTensorSpec:
-    """Mesh, placements, shape, strides and dtype of a DTensor in one hashable value."""
-    return x._spec
+    """Mesh, placements, shape, strides and dtype of a DTensor in one hashable value.
+
+    Raises `ShardingError` for a batch of gradients, which torch wraps so that it no longer is a DTensor.
+    """
+    try:
+        return x._spec
+    except AttributeError:
+        if functorch.is_legacy_batchedtensor(x):
+            raise ShardingError(BATCH) from None
+        raise
 
 
 def local_of(x: DTensor) -> torch.Tensor:
@@ -586,6 +596,12 @@ def is_wrapped(x: torch.Tensor) -> bool:
     """
     return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
 
+
+BATCH = (
+    "backward: found a batch of gradients, and a collective takes one. Leave out vectorize=True and "
+    "is_grads_batched=True, and call torch.autograd.grad once for each"
+)
+"""The error for what `is_batch`."""
 
 is_batch: Callable[[torch.Tensor], bool] = functorch.is_legacy_batchedtensor
 """The second half of `is_wrapped`."""

@@ -24,21 +24,41 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
 
+Run = Callable[[torch.Tensor], torch.Tensor]
+Push = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a value, the result and the value's tangent to the result's tangent."""
+
 
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows a tensor."""
-    return torch_private.may_have_tangents() and forward_ad.unpack_dual(x).tangent is not None
+    return torch_private.may_have_tangents() and _is_dual(x)
 
 
-def with_tangent(linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`linear(x)`, with `linear` of the tangent for its tangent. Both are differentiable if `linear` is."""
+# torch.compile gives up here, where a level is open: what it traces with has no tangents (2.13).
+@torch.compiler.disable
+def _is_dual(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+@torch.compiler.disable
+def with_tangent(function: Run, x: torch.Tensor, push: Push | None = None) -> torch.Tensor:
+    """`function(x)` with its tangent, by `push`, or for a linear function by the function itself.
+
+    Both are differentiable if the two functions are.
+    """
     value, tangent = forward_ad.unpack_dual(x)
     assert tangent is not None
-    return forward_ad.make_dual(linear(value), linear(tangent))
+    found = function(value)
+    return forward_ad.make_dual(found, function(tangent) if push is None else push(value, found, tangent))
 
 
 def check_shards(what: str, tensors: Iterable[Any]) -> None:
     """`ShardingError` for plain tensors with which `what` can't be differentiated as it is asked to be."""
+    if torch.compiler.is_compiling():
+        raise ShardingError(
+            f"{what} is in a compiled graph, which has neither forward-mode differentiation nor transforms of "
+            "torch.func; call it without torch.compile there"
+        )
     for x in tensors:
         if not isinstance(x, torch.Tensor):
             continue
@@ -72,13 +92,10 @@ def check_not_wrapped(what: str, x: object) -> None:
         refuse_transform(what)
 
 
-def check_one(what: str, gradient: torch.Tensor) -> None:
+def check_one(gradient: torch.Tensor) -> None:
     """`ShardingError` for a batch of gradients, which backward can't send as one."""
     if not torch.compiler.is_compiling() and torch_private.is_batch(gradient):
-        raise ShardingError(
-            f"backward of {what}: found a batch of gradients, and a collective takes one. Leave out vectorize=True "
-            "and is_grads_batched=True, and call torch.autograd.grad once for each"
-        )
+        raise ShardingError(torch_private.BATCH)
 
 
 def refuse_transform(what: str) -> NoReturn:
