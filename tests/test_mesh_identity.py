@@ -173,6 +173,20 @@ def with_the_property_first():
     return torch_that_finds_them_equal()
 
 
+def adopted_first():
+    """A root that torch made, on which meshes with options are built then."""
+    made = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    adopted = axes.Mesh.from_device_mesh(made)
+    plain, own = both_meshes()
+    x, y = (axes.shard(WHOLE, "a@dp b@tp", mesh=mesh) for mesh in (adopted, own))
+    moved = used(lambda mesh: axes.reshard(y, "a@tp b@dp"), own)
+    return own.device_mesh != made, plain.device_mesh == made, moved, torch.equal(axes.unshard(x), axes.unshard(y))
+
+
+def test_a_root_that_torch_made_serves_meshes_with_options(world):
+    assert world(adopted_first, 4) == [(True, True, {True}, True)] * 4
+
+
 def outside_the_mesh():
     meshes = [axes.init_mesh("x=2", ranks=[0, 1], options=o) for o in (None, {"x": GroupOptions(timeout=9)})]
     one, two = (mesh.device_mesh for mesh in meshes)

@@ -77,7 +77,15 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
+def _teach_torch() -> None:
+    """What torch has to do otherwise for the meshes of axes; each once for a process."""
+    torch_private.allow_any_axis_order()
+    torch_private.tell_groups_apart()
+    checkpoint.install()
+
+
 def _built(world: World, mesh: Mesh) -> DeviceMesh:
+    _teach_torch()
     coordinate = mesh.coordinate
     if coordinate is None and mesh.size < mesh.universe.size:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
@@ -114,13 +122,12 @@ def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     root = world.roots.get((universe, device_type))
     if root is None:
-        checkpoint.install()
         root = world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
     return root
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
-    checkpoint.install()
+    _teach_torch()
     names = device_mesh.mesh_dim_names
     if not names:
         raise MeshError("from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)")

@@ -164,8 +164,6 @@ def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
             _init_backend=False,
         )
     root._dim_group_names = []
-    allow_any_axis_order()
-    tell_groups_apart()
     return root
 
 

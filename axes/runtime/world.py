@@ -75,7 +75,8 @@ def init_mesh(
     the number of ranks. `ranks` are global ranks in the order of the mesh, by default the whole
     world; a rank outside them takes no part and gets a mesh whose `coordinate` is None.
     `device_type` is the current accelerator, or "cpu" where there is none or the running world
-    doesn't serve it. `options` gives axes, by name, groups that aren't like the default group.
+    doesn't serve it. `options` gives axes, by name, groups that aren't like the default group; a
+    product of axes that has no name of its own has the options that all of them share.
     `timeout` (a `timedelta` or seconds, by default that of the default group) bounds how long ranks
     wait for one another, here and when groups are made.
 
