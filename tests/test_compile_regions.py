@@ -211,9 +211,9 @@ def test_mistakes_say_in_a_graph_what_they_say_in_eager_mode(world):
 
 def there_and_back(x: DTensor, w: DTensor) -> list[DTensor]:
     """Plain tensors between DTensors; `x` is no leaf there and `w` is one."""
-    here, rows = axes.to_local(x.cos()), axes.to_local(w)
+    here, rows = axes.to_local(x.cos()), axes.to_local(w, grad="summed")
     y = axes.from_local(here @ rows, "b@dp f | sum@tp", shape=(x.shape[0], w.shape[1]))
-    whole = axes.from_local(axes.unshard(x).sin(), "b d")
+    whole = axes.from_local(axes.unshard(x).sin(), "b d", grad="whole")
     return [axes.reshard(y, "b f |"), whole, axes.from_local((here * 2).sum(0), "d@tp | sum@dp")]
 
 

@@ -93,7 +93,10 @@ def test_a_gradient_is_that_of_one_device(ran, at):
 
 def test_every_row_of_the_page_is_in_every_view_that_it_has():
     views = [frozenset(run.view for run in row.runs) for row in gradients.ROWS]
-    assert set(views) == {frozenset({"local", "global"}), frozenset({"local"}), frozenset({"region"})}
+    assert set(views) == {
+        frozenset({"local", "global"}),
+        *(frozenset({view}) for view in ("local", "region", "crossing")),
+    }
 
 
 def test_the_text_on_one_device_is_the_expression_without_its_mesh():

@@ -87,7 +87,7 @@ def mesh() -> Iterator[axes.Mesh]:
 
 
 def trained(y: torch.Tensor) -> None:
-    (axes.to_local(y) if isinstance(y, DTensor) else y).sum().backward()
+    (axes.to_local(y, grad="summed") if isinstance(y, DTensor) else y).sum().backward()
 
 
 @axes.shard_map("b@dp s@tp d -> b@dp s@tp d")

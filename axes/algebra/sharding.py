@@ -324,6 +324,22 @@ def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int
         raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(tree)[:200]}") from None
 
 
+@functools.lru_cache(maxsize=4096)
+def marked_sharding(
+    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
+) -> tuple[Sharding, tuple[str, ...]]:
+    """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
+    tree = parse_spec(spec)
+    marks = [p for p in tree.pending or () if p.op == "same" and p.place is not None]
+    if not marks:
+        return parsed_sharding(mesh, spec, sizes, ndim), ()
+    rest = tuple(p for p in tree.pending or () if p not in marks)
+    found = parsed_sharding(mesh, str(replace(tree, pending=rest or None)), sizes, ndim)
+    same = tuple(axis for p in marks for axis in _axes(spec, p.place))
+    replace(found, pending=(*found.pending, PendingReduction("same", same)))  # refuses what is split or pending
+    return found, same
+
+
 def _given(tree: grammar.Spec, sizes: Mapping[str, Any]) -> dict[str, int]:
     names = {f.name: f for dim in tree.dims for f in dim.factors if f.name not in (None, "_", "...")}
     found: dict[str, int] = {}

@@ -31,14 +31,16 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops import autocast
 from axes.ops.extents import Extents, extents_of, traced_extents
-from axes.ops.recipes import Program, bind, move
+from axes.ops.recipes import Program, bind
 from axes.runtime import torch_private
+from axes.runtime.border import counted_whole, enter_global, leave_global
 from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
+from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both, is_plain
-from axes.runtime.reshard import resharded
+from axes.runtime.reshard import resharded, settled
 from axes.runtime.symbols import hints, is_symbolic, spec_at
 from axes.runtime.transforms import check_whole
 
@@ -139,8 +141,14 @@ def apply(
         check_whole(f"axes.{kind}, '{text}',", operands)
     ambient = ambient_mesh() if mesh is None else mesh
     if torch.compiler.is_compiling():
+        leaves = tuple([x.is_leaf and x.requires_grad for x in operands])
+        if grad == "pending":
+            for x, leaf in zip(operands, leaves, strict=True):
+                if leaf:
+                    leave_pending(x)
+            leaves = (False,) * len(leaves)
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
-        return _node(number, grad, tuple([size for _, size in sizes]), *operands)
+        return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple([torch_private.spec_of(x) for x in operands])
     era = current_world().era
     made = _made(era, kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
@@ -148,8 +156,11 @@ def apply(
 
 
 @torch.compiler.allow_in_graph
-def _node(number: int, grad: Grad, given: tuple[int, ...], *operands: DTensor) -> DTensor:
-    """The operation as one node of a graph; there, every collective is waited for where it is used."""
+def _node(number: int, leaves: tuple[bool, ...], given: tuple[int, ...], *operands: DTensor) -> DTensor:
+    """The operation as one node of a graph; there, every collective is waited for where it is used.
+
+    Inside a graph nothing is a leaf, and no hook is reached: what is one outside is settled here.
+    """
     kind, text, op, mesh, is_given, names, comm_dtype = known(number)
     specs, sizes = tuple([torch_private.spec_of(x) for x in operands]), tuple(zip(names, given, strict=True))
     if not any(is_symbolic(spec.shape) for spec in specs) and not is_symbolic(given):
@@ -158,22 +169,28 @@ def _node(number: int, grad: Grad, given: tuple[int, ...], *operands: DTensor) -
         find = functools.partial(_recipe, kind, text, op, specs, mesh, is_given)
         extents = traced_extents(find, [tuple(spec.shape) for spec in specs], sizes)
         made = _global(extents, specs[0].mesh, comm_dtype)
-    return _applied(made, operands, grad)
+    settling = [settled(x) if leaf else x for x, leaf in zip(operands, leaves, strict=True)]
+    return _applied(made, settling, "pending")
 
 
 def _applied(made: Global, operands: Sequence[DTensor], grad: Grad) -> DTensor:
     has_gradient = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands))
     if has_gradient:
         for x in operands:
-            if grad == "resolved" and x.is_leaf and x.requires_grad:
-                resolve_at_leaf(x)
+            if x.is_leaf and x.requires_grad:
+                (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
+    run = _function(made) if has_gradient else _run
     if torch_private.autocast_may_be_on():
         dtype = autocast.wanted(made.program.extents, operands)
         if dtype is not None:
             operands = [_cast(x, dtype) if autocast.is_cast(x, dtype) else x for x in operands]
             with torch.autocast(operands[0].device.type, enabled=False):
-                return _function(made).apply(made, *operands) if has_gradient else made.run(operands)
-    return _function(made).apply(made, *operands) if has_gradient else made.run(operands)
+                return run(made, *operands)
+    return run(made, *operands)
+
+
+def _run(made: Global, *operands: DTensor) -> DTensor:
+    return made.run(operands)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -219,11 +236,11 @@ def _global(extents: Extents, device_mesh: Any, comm_dtype: Dtypes, async_op: bo
 # --- gradients
 
 
-def _function(made: Global) -> type[torch.autograd.Function]:
+def _function(made: Global) -> Callable[..., DTensor]:
     op = made.recipe.op
     if made.recipe.kind != "reduce" or op in _LINEAR_OPS:
-        return _Linear
-    return _Extreme if op in ("max", "min") else _Other
+        return _Linear.apply
+    return _Extreme.apply if op in ("max", "min") else _on_shards
 
 
 class _Linear(torch.autograd.Function):
@@ -348,7 +365,6 @@ class _Extreme(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[None, DTensor | None]:
         if cotangent is None:
             return None, None
@@ -358,10 +374,27 @@ class _Extreme(torch.autograd.Function):
         local = torch_private.local_of(x)
         reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
         count = spread.program.run(_counting(made).run(reached))
-        share = reached / count
-        taken = there.program.run(torch_private.local_of(cotangent))
-        value = (taken * share).contiguous()
-        return None, torch_private.dtensor(value, _spec(there, value.dtype, None))
+        taken = _Linear.apply(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
+        return None, _Scaled.apply(taken, reached / count)
+
+
+class _Scaled(torch.autograd.Function):
+    """A DTensor whose shard is multiplied by a constant, element by element: its own gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, factor: torch.Tensor) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.factor, ctx.spec = factor, torch_private.spec_of(x)
+        value, shape = (torch_private.local_of(x) * factor).contiguous(), tuple(ctx.spec.shape)
+        spec = torch_private.dtensor_spec(ctx.spec.mesh, ctx.spec.placements, shape, strides_of(shape), value.dtype)
+        return torch_private.dtensor(value, spec)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
+        if cotangent is None:
+            return None, None
+        moved = resharded(cotangent, replace(sharding_of_spec(ctx.spec), pending=()))
+        return _Scaled.apply(moved, ctx.factor), None
 
 
 @_per_program
@@ -379,46 +412,15 @@ def _check_resolved(made: Recipe) -> None:
         )
 
 
-class _Other(torch.autograd.Function):
-    """A product or a function of the caller's: differentiated by torch on this rank's shard."""
+def _on_shards(made: Global, x: DTensor) -> DTensor:
+    """A product or a function of the caller's: differentiated by torch on this rank's shard.
 
-    @staticmethod
-    def forward(ctx: Any, made: Global, x: DTensor) -> DTensor:
-        ctx.made = made
-        ctx.set_materialize_grads(False)
-        local = torch_private.local_of(x).detach().requires_grad_()
-        with torch.enable_grad():
-            value = made.program.run(local)
-        ctx.graph = local, value
-        out = value.detach()
-        strides = None if out.is_contiguous() else out.stride()
-        return torch_private.dtensor(out, _spec(made, out.dtype, strides))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[None, DTensor | None]:
-        made, (local, value) = ctx.made, ctx.graph
-        if cotangent is None or not value.requires_grad:
-            return None, None
-        result = made.recipe.result
-        spec = torch_private.spec_of(cotangent)
-        plain = replace(result.output, pending=())
-        shape = made.program.extents.merged(result.groups)
-        moving = move(_arrived(made.recipe, made, spec), plain, shape, "global", None)
-        arrived = torch_private.local_of(cotangent)
-        (found,) = torch.autograd.grad(value, local, arrived if moving is None else moving(arrived), allow_unused=True)
-        if found is None:
-            return None, None
-        return None, torch_private.dtensor(found.contiguous(), _unreduced(made, found.dtype))
-
-
-@_per_program
-def _unreduced(made: Global, dtype: torch.dtype) -> Spec:
-    """What a gradient with the operand's own splits knows of itself."""
-    operand = made.recipe.inputs[0]
-    placements = torch_placements(replace(operand.source, pending=()))
-    shape = made.program.extents.merged(operand.groups)
-    return torch_private.dtensor_spec(made.device_mesh, placements, shape, strides_of(shape), dtype)
+    Ranks with the same shard do the same, so that each has the whole gradient of it.
+    """
+    value = made.program.run(leave_global(x, counted_whole(x.placements)))
+    spec = _spec(made, value.dtype, None if value.is_contiguous() else value.stride())
+    stride = tuple(spec.tensor_meta.stride)
+    return enter_global(value, spec.mesh, spec.placements, spec.shape, stride, counted_whole(spec.placements))
 
 
 # --- autocast
@@ -452,42 +454,4 @@ class _Cast(torch.autograd.Function):
         return None if cotangent is None else _cast(cotangent, ctx.dtype), None
 
 
-# --- leaves
-
-
-def resolve_at_leaf(leaf: DTensor) -> None:
-    """Has the gradient of a leaf resolved to the leaf's own sharding, once, when it is accumulated."""
-    for hook in torch_private.hooks_of(leaf):
-        if type(hook) is _Resolve:
-            return
-    leaf.register_hook(_Resolve(replace(sharding_of_spec(torch_private.spec_of(leaf)), pending=())))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Resolve:
-    """A leaf's hook: its gradient in its own sharding, nothing pending."""
-
-    target: Sharding
-
-    def __call__(self, found: torch.Tensor) -> DTensor | None:
-        return _dense(resharded(found, self.target)) if isinstance(found, DTensor) else None
-
-
-def _dense(x: DTensor) -> DTensor:
-    """The gradient with the strides of a contiguous tensor.
-
-    Of others autograd makes a copy that has the leaf's strides, at the price of two operations on
-    DTensors; and torch 2.11 replicates it where a dim is split unevenly.
-    """
-    local = torch_private.local_of(x)
-    if local.is_contiguous() or torch.is_grad_enabled():
-        return x
-    return torch_private.dtensor(local.contiguous(), _dense_spec(torch_private.spec_of(x)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _dense_spec(spec: Spec) -> Spec:
-    return spec_at(spec, tuple(spec.shape))
-
-
-__all__ = ["Global", "apply", "resolve_at_leaf"]
+__all__ = ["Global", "apply"]

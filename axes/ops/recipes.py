@@ -362,7 +362,8 @@ class _ExtremeAcrossRanks(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
         check_one(g)
         stages, (x,) = ctx.stages, ctx.saved_tensors
-        reached, ties = _reached(stages, x)
+        with torch.no_grad():
+            reached, ties = _reached(stages, x)
         return reached * stages.spread(stages.back(g) / ties), None
 
 

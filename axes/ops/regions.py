@@ -26,6 +26,8 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Factor as ShardedFactor
 from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding, parts
+from axes.runtime.border import counted_as_same as _counted
+from axes.runtime.border import named_in as _named_in
 from axes.runtime.placements import sharding_of_spec, torch_placements
 
 Axes = tuple[str, ...]
@@ -293,17 +295,6 @@ def _with_same(sharding: Sharding, axes: Axes) -> Sharding:
     return replace(sharding, pending=(*sharding.pending, PendingReduction("same", axes))) if axes else sharding
 
 
-def _counted(mesh: Mesh, placements: Placements, same: Axes) -> Placements:
-    """The placements that a gradient goes by, on both sides of the border.
-
-    That of what is `same` is whole on every rank, as is that of what is pending.
-    """
-    if not same:
-        return placements
-    pending = torch_placements(Sharding(mesh, (), (PendingReduction("sum", same),)))
-    return tuple(mine if mine.is_partial() else other for mine, other in zip(pending, placements, strict=True))
-
-
 def _mismatch(place: int, each: Input) -> NoReturn:
     spec, actual = each.spec, each.sharding
     pending = tuple(p for p in spec.pending or () if p.op != "same")
@@ -437,18 +428,3 @@ def _moved(dim: ShardedDim, source: Mesh, target: Mesh) -> ShardedDim:
     """The same split in the names of another mesh."""
     factors = (replace(factor, axes=_named_in(target, source, factor.axes)) for factor in dim.factors)
     return dim if source is target else ShardedDim(tuple(factors))
-
-
-def _named_in(target: Mesh, source: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """Axes of `source` as those of `target`; `ShardingError` where it doesn't have them."""
-    found: list[str] = []
-    for axis in axes:
-        layout = source.layout(axis)
-        if target.namespace.get(axis) == layout:
-            found.append(axis)
-            continue
-        names = target.factored(layout)
-        if names is None:
-            raise ShardingError(f"axis '{axis}' isn't made of the axes of {target!r}, on which the tensors lie")
-        found.extend(names)
-    return tuple(found)

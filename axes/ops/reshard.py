@@ -23,9 +23,10 @@ from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
-from axes.ops.global_view import Grad, check_grad, resolve_at_leaf
+from axes.ops.global_view import Grad, check_grad
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, number_of, read_once
+from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import Route, route, routed, same_axes, settled
@@ -83,7 +84,10 @@ def reshard(
         check_whole("axes.reshard", (x,))
     where = ambient_mesh() if mesh is None else None
     if torch.compiler.is_compiling():
-        settle = grad == "resolved" and x.is_leaf and x.requires_grad
+        leaf = x.is_leaf and x.requires_grad
+        settle = leaf and grad == "resolved"
+        if leaf and not settle:
+            leave_pending(x)
         return _node(x, number_of(spec, mesh, where, comm_dtype, given), settle)
     return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
 
@@ -109,8 +113,8 @@ def _reshard(
     async_op: bool = False,
 ) -> DTensor:
     found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
-    if grad == "resolved" and torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        resolve_at_leaf(x)
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
     return found.take(x, async_op)
 
 

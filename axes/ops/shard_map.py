@@ -47,7 +47,6 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError
 from axes.algebra.mesh import Mesh
-from axes.ops.global_view import resolve_at_leaf
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read, region_of
 from axes.runtime import torch_private
@@ -55,6 +54,7 @@ from axes.runtime.border import enter_global, leave_global
 from axes.runtime.collectives import Claim, disagreement, kept
 from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
+from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.packing import strides_of
 from axes.runtime.reshard import settled
 from axes.runtime.sharded import device_mesh_input, strides_like

@@ -10,13 +10,18 @@ gradient is this rank's summand of it. In the global view there is one loss. Per
 | replicated | pending sum of the ranks' summands | a summand: pending stays, split within zeros, else 1/n |
 | pending sum | replicated | replicated |
 | pending mean | replicated, times n | replicated, by n |
-| replicated, `same` | replicated | replicated |
+| replicated, `same` | replicated, `same` | replicated, `same` |
 
 >>> from torch.distributed.tensor import Partial, Replicate, Shard
 >>> gradient_of_local([Shard(0), Replicate(), Partial("sum")])
 (Shard(dim=0), Partial(sum), Replicate())
 
-The rule is that of JAX's `shard_map` with replication tracking.
+The rule is that of JAX's `shard_map` with replication tracking. A gradient crosses the border itself,
+so its own gradient follows the same table: the gradient of what is pending is replicated and its
+ranks' cotangents add up, and what is `same` stays so through every derivative.
+
+A region knows both of its ends. A tensor that comes or goes alone doesn't: what its ranks do with
+their copies is asked for (`counted_alone`).
 """
 
 from __future__ import annotations
@@ -32,20 +37,32 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.sharding import Sharding, state_of
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import PendingReduction, Sharding, state_of
 from axes.algebra.state import State
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import contiguous_strides, sharding_of_spec
+from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.reshard import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
 from axes.runtime.transforms import check_one
 
-__all__ = ["contiguous_strides", "enter_global", "gradient_of_local", "leave_global"]
+__all__ = [
+    "check_grad",
+    "contiguous_strides",
+    "counted_alone",
+    "counted_as_same",
+    "counted_whole",
+    "enter_global",
+    "gradient_of_local",
+    "leave_global",
+    "named_in",
+]
 
 Placements = tuple[Placement, ...]
+Axes = tuple[str, ...]
 
 
 def gradient_of_local(placements: Sequence[Placement]) -> Placements:
@@ -56,13 +73,14 @@ def gradient_of_local(placements: Sequence[Placement]) -> Placements:
 def leave_global(x: DTensor, counted: Placements | None = None) -> torch.Tensor:
     """This rank's tensor of a DTensor, with the gradient rule of the border.
 
-    `counted` are the placements that this rule goes by, where they are others than the tensor's: what
-    is replicated, and has gradients that are whole on every rank, counts as pending.
+    `counted`: the placements to apply the rule by, if not the tensor's own. An axis that is `same` is
+    replicated in the tensor and Partial here (see `counted_as_same`).
     """
     local = torch_private.local_of(x)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return local
-    return _Leave.apply(x, _counted(torch_private.spec_of(x), counted))
+    spec = torch_private.spec_of(x)
+    return _Leave.apply(x, spec, _counted(spec, counted))
 
 
 def enter_global(
@@ -78,9 +96,80 @@ def enter_global(
     `counted` is as for `leave_global`.
     """
     spec = _spec_of(device_mesh, placements, tuple(shape), stride, local.dtype)
-    if not (local.requires_grad and torch.is_grad_enabled()):
+    if not local.requires_grad:
         return torch_private.dtensor(local, spec)
+    if not torch.is_grad_enabled():
+        return torch_private.dtensor(local.detach(), spec)
     return _Enter.apply(local, spec, _counted(spec, counted))
+
+
+# --- axes whose gradient is whole on every rank
+
+
+def named_in(target: Mesh, source: Mesh, axes: Sequence[str]) -> Axes:
+    """Axes of `source` as those of `target`; `ShardingError` where it doesn't have them."""
+    found: list[str] = []
+    for axis in axes:
+        layout = source.layout(axis)
+        if target.namespace.get(axis) == layout:
+            found.append(axis)
+            continue
+        names = target.factored(layout)
+        if names is None:
+            raise ShardingError(f"axis '{axis}' isn't made of the axes of {target!r}, on which the tensors lie")
+        found.extend(names)
+    return tuple(found)
+
+
+def counted_as_same(mesh: Mesh, placements: Placements, same: Axes) -> Placements:
+    """The placements to apply the rule by, where axes are `same`: as those of pending values, gradients are whole."""
+    if not same:
+        return placements
+    pending = torch_placements(Sharding(mesh, (), (PendingReduction("sum", same),)))
+    return tuple(mine if mine.is_partial() else other for mine, other in zip(pending, placements, strict=True))
+
+
+def counted_whole(placements: Placements) -> Placements:
+    """The placements to apply the rule by, where every axis over which the value is replicated is `same`."""
+    return tuple(Partial("sum") if p.is_replicate() else p for p in placements)
+
+
+def check_grad(function: str, grad: object) -> None:
+    """Refuses what `grad` can't be."""
+    if grad is not None and grad != "whole" and grad != "summed":
+        raise ShardingError(f"{function}: grad is 'whole' or 'summed'; found {grad!r:.60}")
+
+
+@functools.lru_cache(maxsize=4096)
+def counted_alone(mesh: Mesh, placements: Placements, same: Axes, grad: str | None, call: str, spec: str) -> Placements:
+    """The placements to apply the rule by, for a tensor that needs a gradient and crosses the border alone.
+
+    `same` and `grad` are what the caller says of its copies, `call` is the call without its end, and `spec` says how
+    the tensor is sharded; both are for the error. Raises `ShardingError` where the tensor is replicated over an axis
+    for which nothing is said.
+    """
+    counted = counted_as_same(mesh, placements, same)
+    pairs = zip(mesh.axis_names, counted, strict=True)
+    unsaid = [axis for axis, p in pairs if p.is_replicate() and mesh.layout(axis).size > 1]
+    if unsaid and grad is None:
+        raise ShardingError(_question(mesh, unsaid, call, spec))
+    return counted_whole(counted) if grad == "whole" else counted
+
+
+def _question(mesh: Mesh, axes: Sequence[str], call: str, spec: str) -> str:
+    """What to write for each of the ways in which ranks use their copies."""
+    over = " and ".join(f"'{axis}' ({mesh.layout(axis).size} ranks)" for axis in axes)
+    place = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+    return f"""{call.split("(")[0]}: the tensor needs a gradient and is replicated over {over}. Its copies are used
+  - by every rank in the same way, so that each has the whole gradient, as torch's own to_local and from_local take it:
+      {call}, grad="whole")
+  - by each rank in its own way, so that the gradients add up:
+      {call}, grad="summed")
+Write which it is. For some of the axes alone, same@ in the spec says that the gradient is whole, as in
+      '{spec} {"" if "|" in spec else "| "}same@{place}'"""
+
+
+# --- the rule
 
 
 def _counted(spec: Spec, counted: Placements | None) -> Spec:
@@ -88,6 +177,21 @@ def _counted(spec: Spec, counted: Placements | None) -> Spec:
         return spec
     meta = spec.tensor_meta
     return _spec_of(spec.mesh, counted, tuple(spec.shape), tuple(meta.stride), meta.dtype)
+
+
+def _dual(placements: Placements, counted: Placements) -> Placements:
+    """What the gradient of local gradients goes by: they cross the border as `gradient_of_local` says.
+
+    `placements` are those of the value and `counted` those that its own gradient goes by.
+    """
+    found = gradient_of_local(counted)
+    pairs = zip(placements, counted, found, strict=True)
+    return tuple(by if is_same(p, by) else grad for p, by, grad in pairs)
+
+
+def is_same(placement: Placement, counted: Placement) -> bool:
+    """Whether an axis is `same`: replicated, with gradients that are whole on every rank."""
+    return placement.is_replicate() and counted.is_partial()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,23 +225,24 @@ class _Leave(torch.autograd.Function):
     """The shard of a DTensor; its gradient is that of one value, each rank's as the table says."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Spec) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, spec: Spec, counted: Spec) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        _check_differentiable(spec)
-        ctx.spec = spec
+        _check_differentiable(counted)
+        ctx.spec, ctx.counted = spec, counted
         return torch_private.local_of(x).view_as(torch_private.local_of(x))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None]:
         if gradient is None:
-            return None, None
+            return None, None, None
         check_one(gradient)
-        spec, shape = ctx.spec, tuple(ctx.spec.shape)
+        spec, shape = ctx.counted, tuple(ctx.counted.shape)
         strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
         leaving = _spec_of(spec.mesh, gradient_of_local(spec.placements), shape, strides, gradient.dtype)
         means = _pending_size(spec, "avg", "mean")
         scaled = gradient * means if means > 1 else gradient
-        return _Enter.apply(scaled.contiguous(), leaving, leaving), None
+        counted = _counted(leaving, _dual(ctx.spec.placements, spec.placements))
+        return _Enter.apply(scaled.contiguous(), leaving, counted), None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -147,17 +252,26 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, spec: Spec, counted: Spec) -> DTensor:
         ctx.set_materialize_grads(False)
         _check_differentiable(spec)
-        ctx.spec = counted
+        ctx.spec, ctx.counted = spec, counted
         return torch_private.dtensor(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
         if cotangent is None:
             return None, None, None
-        found = _entered(ctx.spec, cotangent)
-        local = leave_global(found.route.take(cotangent))
+        found = _entered(ctx.counted, cotangent)
+        moved = found.route.take(cotangent)
+        local = leave_global(moved, _still_same(ctx.spec.placements, ctx.counted.placements, moved.placements))
         local = local if found.frame is None else found.frame.around(local)
         return local if found.share == 1 else local / found.share, None, None
+
+
+def _still_same(placements: Placements, counted: Placements, cotangent: Placements) -> Placements | None:
+    """What the gradient of a cotangent goes by, which leaves where the value has entered: what is `same` stays so."""
+    if placements == counted:
+        return None
+    pairs = zip(placements, counted, cotangent, strict=True)
+    return tuple(by if is_same(p, by) else arrived for p, by, arrived in pairs)
 
 
 @dataclass(frozen=True, eq=False)

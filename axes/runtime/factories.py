@@ -23,6 +23,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Indices, Sharding, parsed_sharding
 from axes.algebra.sizes import written_sizes
+from axes.runtime.leaves import resolving
 from axes.runtime.sharded import Sizes, dtensor_of
 
 _BLOCK = 1 << 20
@@ -180,7 +181,7 @@ def _made(
     device_mesh = mesh.device_mesh
     local_shape = sharding.local_shape(shape) if mesh.coordinate is not None else (0,)
     local = fill(local_shape, sharding, shape)
-    return dtensor_of(local, sharding, shape, device_mesh).requires_grad_(requires_grad)
+    return resolving(dtensor_of(local, sharding, shape, device_mesh)).requires_grad_(requires_grad)
 
 
 def _shape(sharding: Sharding) -> tuple[int, ...]:

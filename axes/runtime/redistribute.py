@@ -111,7 +111,7 @@ def pulled_back(
     source_same: tuple[str, ...] = (),
     target_same: tuple[str, ...] = (),
 ) -> torch.Tensor:
-    """The source's gradient from the target's: the transpose of `redistribute`, for what is linear."""
+    """The source's gradient from the target's: the transpose of `redistribute`, for what is linear. Differentiable."""
     shape, how = tuple(shape), (gradient.dtype, view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
         return _map_of_symbols(source, target, shape, how, with_gradient=True).pull(gradient)

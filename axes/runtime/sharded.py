@@ -12,6 +12,7 @@ take these DTensors as they take their own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,23 +20,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra import seam
-from axes.algebra.ambient import required_mesh
+from axes.algebra.ambient import ambient_mesh, required_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import Indices, Sharding, parsed_sharding
+from axes.algebra.sharding import Indices, Sharding, marked_sharding, parsed_sharding, state_of
 from axes.algebra.sizes import checked_rank, checked_shape, written_sizes
+from axes.algebra.state import State
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.border import contiguous_strides, enter_global, leave_global
+from axes.runtime.border import (
+    check_grad,
+    contiguous_strides,
+    counted_alone,
+    enter_global,
+    leave_global,
+    named_in,
+)
 from axes.runtime.collectives import kept
 from axes.runtime.graphs import known, number_of
+from axes.runtime.leaves import resolving, used
 from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
-from axes.runtime.reshard import resharded, unsharded
-from axes.runtime.shards import Given, shard_of, traced_shard_of
+from axes.runtime.reshard import resharded, route, routed, settled, unsharded
+from axes.runtime.shards import Described, Given, shard_of, traced_shard_of
+from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
 from axes.runtime.transforms import check_not_wrapped, check_whole, refuse_transform
 
 Sizes = Mapping[str, int]
@@ -56,8 +68,12 @@ def shard(
     Nothing is sent, unless `source_rank` names a global rank whose tensor is broadcast first, to the
     ranks of the mesh alone: of `mesh["tp"]` these are the ranks along `tp` through this one, and the
     ranks along another call `shard` by themselves, or not at all, with a source of their own. The
-    shard is a copy on the mesh's device; `requires_grad` carries over. Sizes are those of factors
-    of grouped dims. As `torch.distributed.tensor.distribute_tensor`, which always broadcasts.
+    shard is a copy on the mesh's device. Sizes are those of factors of grouped dims. As
+    `torch.distributed.tensor.distribute_tensor`, which always broadcasts.
+
+    Of a leaf it makes a new leaf, to which `requires_grad` carries over; its gradient is resolved to
+    its own sharding. Inside a computation it is differentiable: every rank of the mesh gets the whole
+    gradient, which is gathered.
 
     Raises `ShardingError` for a spec that doesn't fit the tensor, that has something pending, or
     that DTensor can't express for this shape; the same on every rank, before anything is sent.
@@ -66,22 +82,38 @@ def shard(
     """
     mesh = required_mesh(mesh, "axes.shard")
     _plain(tensor, "axes.shard", "axes.reshard")
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise ShardingError(
-            "axes.shard takes a leaf or a tensor without gradient; found the result of a computation. "
-            "Inside one, use axes.from_local"
-        )
-    sharding = _whole_spec(mesh, spec, tensor.ndim, tensor.shape, written_sizes(keywords, sizes))
-    if sharding.pending:
-        raise ShardingError(f"a whole tensor has nothing pending; found '{spec}'. Use axes.from_local for summands")
+    given = written_sizes(keywords, sizes)
+    if torch.compiler.is_compiling():
+        if source_rank is not None or (tensor.is_leaf and tensor.requires_grad):
+            return _shard_outside(tensor, spec, mesh, source_rank, given)
+        number = number_of(mesh, spec, tuple([name for name, _ in given]))
+        return _shard_node(tensor, device_mesh_input(mesh), number, tuple([size for _, size in given]))
+    return _sharded(tensor, spec, mesh, source_rank, given)
+
+
+def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | None, sizes: Given) -> DTensor:
+    sharding = _whole_spec(mesh, spec, tensor.ndim, tensor.shape, sizes)
+    _check_whole(sharding)
     source = None if source_rank is None else _source(mesh, source_rank)
-    device_mesh = mesh.device_mesh
+    device_mesh, device_type = mesh.device_mesh, mesh.binding.device_type
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled() and mesh.coordinate is not None:
+        if source is not None:
+            raise ShardingError(
+                "axes.shard with source_rank takes a leaf or a tensor without gradient; found the result of a "
+                "computation. Where every rank has computed it, leave out source_rank"
+            )
+        return _cut(tensor.to(device_type), sharding)
     value = tensor.detach()
     if source is not None:
         value = _broadcast(value, mesh, source)
-    local = take_shard(value, sharding).to(mesh.binding.device_type)
-    made = dtensor_of(local, sharding, tensor.shape, device_mesh)
-    return made.requires_grad_(tensor.requires_grad)
+    local = take_shard(value, sharding).to(device_type)
+    made = resolving(dtensor_of(local, sharding, tensor.shape, device_mesh))
+    return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _check_whole(sharding: Sharding) -> None:
+    if sharding.pending:
+        raise ShardingError(f"a whole tensor has nothing pending; found '{sharding}'. Use axes.from_local for summands")
 
 
 def from_local(
@@ -90,6 +122,7 @@ def from_local(
     /,
     mesh: Mesh | None = None,
     shape: Sequence[int] | None = None,
+    grad: str | None = None,
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -98,44 +131,135 @@ def from_local(
 
     `shape` is the whole shape; without it, split dims are taken to divide evenly, or have the whole
     sizes that `sizes` and keywords give to names. What isn't split must be equal on every rank of
-    the mesh. Differentiable: the gradient of `local` is this rank's (see `axes.runtime.border`).
+    the mesh.
 
-    Raises `ShardingError` where `local` isn't the shard that the spec and the shape say.
+    Differentiable. Over a split axis the gradient of `local` is this rank's shard of it, over a pending
+    one the whole. Where `local` needs a gradient and is replicated over an axis, `grad` says how ranks
+    have made their copies:
+
+    - `grad="whole"`: each does the same, and gets the whole gradient, as of torch's `DTensor.from_local`.
+    - `grad="summed"`: each in its own way, whose gradients are added up in the end. They get summands.
+
+    `| same@tp` in the spec says "whole" of some axes, and `grad` is for the others.
+
+    Raises `ShardingError` where `local` isn't the shard that the spec and the shape say, or where it
+    isn't said what gradient it gets; before anything is sent.
 
         h = axes.from_local(torch.randn(4, 8), "batch@dp embed | sum@tp", mesh=mesh)
+        h = axes.from_local(h.to_local().tanh(), "batch@dp embed", mesh=mesh, grad="whole")
     """
     mesh = required_mesh(mesh, "axes.from_local")
     _plain(local, "axes.from_local", "axes.reshard")
+    check_grad("axes.from_local", grad)
     given = written_sizes(keywords, sizes)
     shape = None if shape is None else checked_shape(shape)
     if torch.compiler.is_compiling():
-        number = number_of(mesh, spec, tuple([name for name, _ in given]), shape is not None)
+        number = number_of(mesh, spec, tuple([name for name, _ in given]), shape is not None, grad)
         return _from_local_node(local, device_mesh_input(mesh), number, shape or (), tuple([size for _, size in given]))
-    placements, whole = shard_of(mesh, spec, tuple(local.shape), shape, given)
-    return enter_global(local, mesh.device_mesh, placements, whole, strides_like(local, whole))
+    described = shard_of(mesh, spec, tuple(local.shape), shape, given)
+    made = _entered(local, mesh, spec, described, grad, strides_like(local, described[1]))
+    return made if made.requires_grad else resolving(made)
+
+
+def _entered(
+    local: torch.Tensor, mesh: Mesh, spec: str, described: Described, grad: str | None, strides: tuple[int, ...]
+) -> DTensor:
+    placements, whole, same = described
+    counted = None
+    if local.requires_grad and torch.is_grad_enabled():
+        call = f"axes.from_local(local, {spec!r}"
+        counted = counted_alone(mesh, placements, same, grad, call, spec)
+    return enter_global(local, mesh.device_mesh, placements, whole, strides, counted)
 
 
 def unshard(x: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank, pending reductions done. Differentiable.
+    """The whole tensor on every rank, pending reductions done.
 
-    axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
+    Differentiable: its gradient is the whole one on every rank, which uses it in the same way as all others.
+
+        axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
     """
     _distributed(x, "axes.unshard")
     if torch_private.transforms_are_on():
         check_whole("axes.unshard", (x,))
-    return _unshard_node(x) if torch.compiler.is_compiling() else unsharded(x)
+    return _unshard_node(x) if torch.compiler.is_compiling() else unsharded(used(x))
 
 
-def to_local(x: DTensor) -> torch.Tensor:
+def to_local(x: DTensor, spec: str | None = None, grad: str | None = None) -> torch.Tensor:
     """This rank's shard as a plain tensor. Nothing is sent or copied.
 
-    Differentiable by the border's rule: the gradient of a replicated tensor is each rank's summand.
-    (torch's `x.to_local()` takes it to be the whole on every rank unless it is told otherwise.)
+    `spec` asserts how `x` is sharded, whole as everywhere: a bare name is unsplit.
+
+    Differentiable. Over a split axis its gradient is this rank's shard of the one gradient, over a
+    pending one the whole. Where `x` needs a gradient and is replicated over an axis, `grad` says how
+    ranks use their copies:
+
+    - `grad="whole"`: each does the same, and has the whole gradient, as torch's `x.to_local()` takes it.
+    - `grad="summed"`: each in its own way, and the gradients add up.
+
+    `| same@tp` in the spec says "whole" of some axes, and `grad` is for the others.
+
+    Raises `ShardingError` where `x` isn't sharded as the spec says, or where it isn't said what its
+    gradient is.
+
+        rows = axes.to_local(x, grad="whole") @ weight
+        rows = axes.to_local(x, "batch@dp embed | same@tp") @ weight
     """
     _distributed(x, "axes.to_local")
     if torch_private.transforms_are_on():
         check_whole("axes.to_local", (x,))
-    return _to_local_node(x) if torch.compiler.is_compiling() else leave_global(x)
+    check_grad("axes.to_local", grad)
+    where = ambient_mesh() if spec is not None else None
+    if torch.compiler.is_compiling():
+        return _to_local_node(x, number_of(spec, where, grad), x.is_leaf and x.requires_grad)
+    return _left(used(x), spec, where, grad)
+
+
+def _left(x: DTensor, spec: str | None, where: Mesh | None, grad: str | None) -> torch.Tensor:
+    needed = x.requires_grad and torch.is_grad_enabled()
+    if spec is None and not needed:
+        return torch_private.local_of(x)
+    held = torch_private.spec_of(x)
+    if not is_symbolic(held.shape):
+        counted, _ = _leaving(held, spec, where, grad, needed)
+    else:
+        counted, _ = settled_sizes(
+            held.shape,
+            held.mesh.size(),
+            lambda shape: _leaving(spec_at(held, shape), spec, where, grad, needed),
+            lambda found: found[1],
+        )
+    return leave_global(x, counted)
+
+
+@functools.lru_cache(maxsize=4096)
+def _leaving(
+    held: Any, spec: str | None, where: Mesh | None, grad: str | None, needed: bool
+) -> tuple[tuple[Placement, ...] | None, list[State]]:
+    """What the gradient of a tensor goes by where it is `needed`; and how the tensor lies, found and written.
+
+    `where`: the mesh to look names up in, where it is of the tensor's universe.
+    """
+    actual, shape = sharding_of_spec(held), tuple(held.shape)
+    mesh = actual.mesh
+    names = where if where is not None and where.universe == mesh.universe else mesh
+    written, same = (actual, ()) if spec is None else marked_sharding(names, spec, (), len(shape))
+    if written.ndim != len(shape):
+        raise ShardingError(f"the spec '{spec}' has {written.ndim} dims, the tensor {len(shape)}: {list(shape)}")
+    written, actual = written.sized(shape), actual.sized(shape)
+    if not written.is_equivalent(actual, shape):
+        wanted = f"{written}" if written.pending else f"{written} |"
+        raise ShardingError(
+            f"axes.to_local: the tensor isn't sharded as the spec says\n  spec    {spec}\n"
+            f"  tensor  {actual}    {list(shape)}, {mesh!r}\n"
+            f"write how it is sharded, or move it first: axes.reshard(x, '{wanted}')"
+        )
+    counted = None
+    if needed:
+        call = "axes.to_local(x" if spec is None else f"axes.to_local(x, {spec!r}"
+        same = named_in(mesh, names, same)
+        counted = counted_alone(mesh, held.placements, same, grad, call, actual.spec if spec is None else spec)
+    return counted, [state_of(actual, shape), state_of(written, shape)]
 
 
 def spec_of(x: DTensor) -> str:
@@ -171,7 +295,7 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
         check_whole("axes.lift", (x,))
     if torch.compiler.is_compiling():
         return _lift_node(x, device_mesh_input(mesh), number_of(mesh))
-    return _lifted(x, mesh)
+    return _lifted(used(x), mesh)
 
 
 def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
@@ -205,18 +329,31 @@ def _unshard_node(x: DTensor) -> torch.Tensor:
 
 
 @torch.compiler.allow_in_graph
-def _to_local_node(x: DTensor) -> torch.Tensor:
-    return leave_global(x)
+def _to_local_node(x: DTensor, number: int, leaf: bool) -> torch.Tensor:
+    """The shard; what is a leaf outside of the graph is resolved here, where it is none."""
+    return _left(settled(x) if leaf else x, *known(number))
+
+
+@torch.compiler.allow_in_graph
+def _shard_node(tensor: torch.Tensor, _: Any, number: int, sizes: tuple[int, ...]) -> DTensor:
+    mesh, spec, names = known(number)
+    given = tuple(zip(names, map(fixed, sizes), strict=True))
+    return _cut(tensor.to(mesh.binding.device_type), parsed_sharding(mesh, spec, given, tensor.ndim))
+
+
+@torch.compiler.disable(reason="axes.shard makes a new leaf, or broadcasts, outside of the graph")
+def _shard_outside(*how: Any) -> DTensor:
+    return _sharded(*how)
 
 
 @torch.compiler.allow_in_graph
 def _from_local_node(
     local: torch.Tensor, _: Any, number: int, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> DTensor:
-    mesh, spec, names, is_given = known(number)
+    mesh, spec, names, is_given, grad = known(number)
     given = tuple(zip(names, sizes, strict=True))
-    placements, whole = traced_shard_of(mesh, spec, tuple(local.shape), shape if is_given else None, given)
-    return enter_global(local.contiguous(), mesh.device_mesh, placements, whole, strides_of(tuple(whole)))
+    described = traced_shard_of(mesh, spec, tuple(local.shape), shape if is_given else None, given)
+    return _entered(local.contiguous(), mesh, spec, described, grad, strides_of(tuple(described[1])))
 
 
 @torch.compiler.allow_in_graph
@@ -249,6 +386,33 @@ def _keep_sharding(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> 
 
 
 # what the rest of the runtime uses
+
+
+def _cut(tensor: torch.Tensor, sharding: Sharding) -> DTensor:
+    """The DTensor of a whole tensor, as a part of the computation."""
+    _check_whole(sharding)
+    shape, mesh = tuple(tensor.shape), sharding.mesh
+    spec = torch_private.dtensor_spec(
+        mesh.device_mesh, (Replicate(),) * mesh.ndim, shape, strides_of(shape), tensor.dtype
+    )
+    return _Cut.apply(tensor, spec, sharding)
+
+
+class _Cut(torch.autograd.Function):
+    """This rank's shard of a tensor that every rank has whole; its gradient is gathered, whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Any, sharding: Sharding) -> DTensor:
+        ctx.set_materialize_grads(False)
+        whole = torch_private.dtensor(tensor.detach().contiguous(), spec)
+        there = routed(whole, route, sharding, (None, None))
+        shard = there.moved(whole)
+        copy = torch_private.local_of(shard).clone(memory_format=torch.contiguous_format)
+        return torch_private.dtensor(copy, torch_private.spec_of(shard))
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return (None if cotangent is None else unsharded(cotangent)), None, None
 
 
 def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 >>> from axes.algebra.mesh import Mesh
 >>> shard_of(Mesh("dp=2 tp=4"), "b@dp d", (3, 8), None, ())
-((Shard(dim=0), Replicate()), torch.Size([6, 8]))
+((Shard(dim=0), Replicate()), torch.Size([6, 8]), ())
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding, parts
+from axes.algebra.sharding import ShardedDim, Sharding, marked_sharding, parts
 from axes.runtime.placements import torch_placements
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, stand_in
 
 Given = tuple[tuple[str, int], ...]
-Described = tuple[tuple[Any, ...], Sequence[int]]
-"""Placements and the whole shape."""
+Described = tuple[tuple[Any, ...], Sequence[int], tuple[str, ...]]
+"""Placements, the whole shape, and the axes that the spec says are `same`."""
 
 
 def shard_of(mesh: Mesh, spec: str, local: Sequence[int], shape: Sequence[int] | None, given: Given) -> Described:
     """What a shard of this shape is; `shape` is that of the whole where it is given, `given` are sizes of names."""
-    sharding = _described(mesh, spec, local, given)
+    sharding, same = _described(mesh, spec, local, given)
     whole = torch.Size(shape) if shape is not None else _whole_shape(sharding, local)
     sharding = sharding.sized(whole)
     check_torch_can(sharding, whole)
@@ -36,14 +36,14 @@ def shard_of(mesh: Mesh, spec: str, local: Sequence[int], shape: Sequence[int] |
             f"the shard of {list(whole)} on this rank is {list(expected)} by '{spec}'; found {list(local)}"
             + ("" if shape is not None else ". Uneven shards need shape=...")
         )
-    return torch_placements(sharding), whole
+    return torch_placements(sharding), whole, same
 
 
-def _described(mesh: Mesh, spec: str, local: Sequence[int], given: Given) -> Sharding:
-    sharding = parsed_sharding(mesh, spec, given, len(local))
+def _described(mesh: Mesh, spec: str, local: Sequence[int], given: Given) -> tuple[Sharding, tuple[str, ...]]:
+    sharding, same = marked_sharding(mesh, spec, given, len(local))
     if sharding.ndim != len(local):
         raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {len(local)}: {list(local)}")
-    return sharding
+    return sharding, same
 
 
 def traced_shard_of(
@@ -53,15 +53,15 @@ def traced_shard_of(
     if not is_symbolic((*local, *(shape or ()), *(size for _, size in given))):
         return shard_of(mesh, spec, local, shape, given)
     numbers = tuple([(name, fixed(size)) for name, size in given])
-    sharding = _described(mesh, spec, local, numbers)
+    sharding, same = _described(mesh, spec, local, numbers)
     whole = tuple(shape) if shape is not None else tuple(_whole_shape(sharding, local))
     try:
         found = [_stand_ins(sharding, *each) for each in zip(sharding.dims, local, whole, strict=True)]
-        placements, _ = shard_of(mesh, spec, [here for here, _ in found], [there for _, there in found], numbers)
+        placements, _, _ = shard_of(mesh, spec, [here for here, _ in found], [there for _, there in found], numbers)
     except (AxesError, ValueError):  # also where the shape has another number of dims, which is said below
         number = None if shape is None else tuple(map(fixed, shape))
-        placements, _ = shard_of(mesh, spec, tuple(map(fixed, local)), number, numbers)
-    return placements, whole
+        placements, _, _ = shard_of(mesh, spec, tuple(map(fixed, local)), number, numbers)
+    return placements, whole, same
 
 
 def _stand_ins(sharding: Sharding, dim: ShardedDim, local: int, whole: int) -> tuple[int, int]:

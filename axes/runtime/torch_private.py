@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from axes.algebra.errors import ShardingError
 
@@ -535,6 +537,28 @@ def has_default_order(spec: DTensorSpec) -> bool:
 def hooks_of(leaf: torch.Tensor) -> list[Any]:
     """The gradient hooks of a leaf. Would be replaced by a public list of them."""
     return list((leaf._backward_hooks or {}).values())
+
+
+def add_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Register a gradient hook, also on a tensor that doesn't require a gradient yet.
+
+    What `register_hook` does behind its check of that (2.11 to 2.13): autograd runs the hooks of a tensor
+    from when it requires one, and an operation in place that makes it another function drops them. Would be
+    replaced by `register_hook`.
+    """
+    if leaf.requires_grad:
+        leaf.register_hook(hook)
+    else:
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        hooks[RemovableHandle(hooks).id] = hook
+        leaf._backward_hooks = hooks
+
+
+def remove_hooks(leaf: torch.Tensor, kind: type) -> None:
+    """Remove the gradient hooks of one type. Would be replaced by a public list of them."""
+    hooks = leaf._backward_hooks or {}
+    for number in [number for number, hook in hooks.items() if type(hook) is kind]:
+        del hooks[number]
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import einops
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
@@ -119,7 +119,12 @@ class Sent(TorchDispatchMode):
 def run_everything() -> list[Ran]:
     """Every expression of the page, on this rank, in order."""
     torch.set_num_threads(1)
-    runners: dict[str, Callable[..., Ran]] = {"local": run_local, "global": run_global, "region": run_region}
+    runners: dict[str, Callable[..., Ran]] = {
+        "local": run_local,
+        "global": run_global,
+        "region": run_region,
+        "crossing": run_crossing,
+    }
     found = []
     for row in ROWS:
         for run in row.runs:
@@ -157,7 +162,7 @@ def _note(raw: dict[int, str], at: int, operand: str, found: torch.Tensor) -> No
 def run_local(e: Expression, mesh: Mesh) -> Ran:
     """Plain tensors: taken out of DTensors and put back into one, between which the gradient is single-device's."""
     wholes, leaves = _operands(e, mesh)
-    shards = [axes.to_local(leaf) for leaf in leaves]
+    shards = [axes.to_local(leaf, grad="summed") for leaf in leaves]
     if e.before:
         shards = [axes.rearrange(*shards, e.before, mesh=mesh)]
     plain = [shard.detach().requires_grad_() for shard in shards]
@@ -169,17 +174,17 @@ def run_local(e: Expression, mesh: Mesh) -> Ran:
     if e.after:
         y = axes.rearrange(y, e.after, mesh=mesh)
     result = (e.after or e.text).split("->")[1].strip()
-    y = axes.from_local(y, result, mesh=mesh)
+    y = axes.from_local(y, result, mesh=mesh, grad="summed")
     cotangent = numbers(y.shape, 99)
     y.backward(placed(cotangent, result.split("|")[0], mesh))
     return Ran(tuple(there.kinds), tuple(back.kinds), (), _off(e, wholes, leaves, y, cotangent))
 
 
 def _operands(e: Expression, mesh: Mesh) -> tuple[list[torch.Tensor], list[DTensor]]:
-    """Each operand whole, and sharded; both leaves that want a gradient."""
+    """Each operand whole, and sharded; both leaves that want a gradient, without hooks as yet."""
     wholes = [numbers([EXTENTS[name] for name in _dims(spec)], at) for at, spec in enumerate(e.operands)]
     leaves = [placed(whole, spec, mesh) for whole, spec in zip(wholes, e.operands, strict=True)]
-    return [whole.requires_grad_() for whole in wholes], [leaf.requires_grad_() for leaf in leaves]
+    return [whole.requires_grad_() for whole in wholes], [leaf.detach().requires_grad_() for leaf in leaves]
 
 
 def _dims(spec: str) -> list[str]:
@@ -281,6 +286,66 @@ def _described(found: torch.Tensor, whole: torch.Tensor, arriving: DTensor, e: R
     raise AssertionError(f"the gradient inside '{e.text}' is none of {', '.join(known)}")
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that crosses the border alone, replicated over tp.
+
+    `call` is code that takes the DTensor `w` out, or the plain tensor `y` in. Plain code uses its copies
+    `alike` on every rank, or each rank in its `own` way: which of the two gradients are right with this call.
+    """
+
+    call: str
+    alike: bool
+    own: bool
+    view: str = "crossing"
+
+    @property
+    def text(self) -> str:
+        """What it is called in tests."""
+        return self.call
+
+
+def run_crossing(e: Crossing, mesh: Mesh) -> Ran:
+    """What gradients a call gives plain code that uses its copies alike, and each in its own way."""
+    ways = [_crossed(e, mesh, is_own) for is_own in (False, True)]
+    off = max(
+        0.0 if text == "right" or not right else 1.0 for (_, text), right in zip(ways, (e.alike, e.own), strict=True)
+    )
+    (alike, _), (own, _) = ways
+    return Ran(alike, own, tuple(text for _, text in ways), off)
+
+
+def _crossed(e: Crossing, mesh: Mesh, is_own: bool) -> tuple[tuple[str, ...], str]:
+    """The collectives of backward, and what the gradient is."""
+    whole = numbers([12], 1).requires_grad_()
+    shares = numbers([mesh.size, 12], 2)
+    share = shares[mesh.rank] if is_own else torch.ones(())
+    leaves = re.search(r"\bw\b", e.call) is not None
+    space = {"axes": axes, "DTensor": DTensor, "Replicate": Replicate, "Partial": Partial, "mesh": mesh}
+    if leaves:
+        leaf = axes.shard(whole.detach(), "d", mesh=mesh).requires_grad_()
+        loss = (share * eval(e.call, {**space, "w": leaf}) ** 2).sum()
+        (shares.sum(0) * whole**2 if is_own else whole**2).sum().backward()
+    else:
+        leaf = whole.detach().clone().requires_grad_()
+        y = axes.psum(share * leaf, "tp", mesh=mesh) if is_own else leaf * 1
+        loss = (eval(e.call, {**space, "y": y}) ** 2).sum()
+        ((shares.sum(0) * whole if is_own else whole) ** 2).sum().backward()
+    with Sent() as back:
+        loss.backward()
+    found = leaf.grad.to_local() if leaves else axes.psum(leaf.grad, "tp", mesh=mesh) if is_own else leaf.grad
+    return tuple(back.kinds), _compared(found, whole.grad, 2 * share * whole.detach() if leaves else None, mesh.size)
+
+
+def _compared(found: torch.Tensor, wanted: torch.Tensor, summand: torch.Tensor | None, size: int) -> str:
+    """What a gradient is of the right one; an error where it is nothing known."""
+    known = {"right": wanted, f"{size} times too large": wanted * size, f"1/{size} of it": wanted / size}
+    for text, value in {**known, "this rank's summand alone": summand}.items():
+        if value is not None and torch.equal(value, found):
+            return text
+    raise AssertionError(f"{found} is none of {known}, {summand}")
+
+
 # the table
 
 
@@ -290,7 +355,7 @@ class Row:
 
     title: str
     why: str
-    runs: tuple[Expression | Region, ...]
+    runs: tuple[Expression | Region | Crossing, ...]
 
 
 P, R, S = "b s d | sum@tp", "b s d", "b s@tp d"
@@ -382,9 +447,9 @@ ROWS = (
     ),
     Row(
         "the border of a region",
-        "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. The gradient of a "
-        "replicated result comes inside as summands, which add up to it; that of a replicated operand leaves pending. "
-        "Where a region says `same`, it comes whole and leaves as it is.",
+        "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. In a region the "
+        "gradient of a replicated result comes inside as summands, which add up to it; that of a replicated operand "
+        "leaves pending. Where a region says `same`, it comes whole and leaves as it is.",
         (
             Region("b s@tp d -> b s@tp d", S),
             Region("b s@tp d -> b s@tp d", R),
@@ -397,6 +462,29 @@ ROWS = (
             Region("b s d | same@tp -> b s d | same@tp", R),
             Region("b s d | same@tp -> b s d | same@tp", P),
             Region("b s d | same@tp -> b s d | same@tp", S),
+        ),
+    ),
+    Row(
+        "a tensor that crosses the border alone",
+        "A region knows both of its ends; a tensor that comes out or goes in alone doesn't. Where it needs a gradient "
+        "and is replicated, no default could be right: plain code may use its copies alike on every rank, or each rank "
+        "in its own way (on its own rows, say), so that the gradients add up. `axes.shard` and `axes.unshard` speak of "
+        "one whole tensor that every rank has, its gradient whole on each. `axes.to_local` and `axes.from_local` speak "
+        "of each rank's own, and ask: without `grad` it is an error that shows both ways. `| same@tp` in the spec "
+        'says `"whole"` of some axes alone. torch\'s own take copies to be used alike unless they are told.',
+        (
+            Crossing("axes.unshard(w)", alike=True, own=False),
+            Crossing('axes.to_local(w, grad="whole")', alike=True, own=False),
+            Crossing('axes.to_local(w, "d | same@tp")', alike=True, own=False),
+            Crossing('axes.to_local(w, grad="summed")', alike=False, own=True),
+            Crossing("w.to_local()", alike=True, own=False),
+            Crossing("w.to_local(grad_placements=[Replicate()])", alike=True, own=False),
+            Crossing("w.to_local(grad_placements=[Partial()])", alike=False, own=True),
+            Crossing('axes.shard(y, "d", mesh=mesh)', alike=True, own=False),
+            Crossing('axes.from_local(y, "d", mesh=mesh, grad="whole")', alike=True, own=False),
+            Crossing('axes.from_local(y, "d | same@tp", mesh=mesh)', alike=True, own=False),
+            Crossing('axes.from_local(y, "d", mesh=mesh, grad="summed")', alike=False, own=True),
+            Crossing("DTensor.from_local(y, mesh.device_mesh, [Replicate()])", alike=True, own=False),
         ),
     ),
 )
@@ -435,12 +523,15 @@ def off_text(off: float) -> str:
 HEADS = {
     Expression: ["view", "expression", "gradient arrives as", "forward", "backward", "gradient comes as", "off by"],
     Region: ["region", "function", "gradient arrives as", "inside", "forward", "backward", "comes as", "off by"],
+    Crossing: ["call", "used alike: backward", "gradient", "each its own way: backward", "gradient"],
 }
 
 
-def _line(run: Expression | Region, ran: Ran) -> list[str]:
+def _line(run: Expression | Region | Crossing, ran: Ran) -> list[str]:
     sent = [", ".join(kinds) or "nothing" for kinds in (ran.forward, ran.backward)]
     off = off_text(ran.off)
+    if isinstance(run, Crossing):
+        return [inline(run.call), sent[0], ran.gradients[0], sent[1], ran.gradients[1]]
     if isinstance(run, Region):
         inside, outside = ran.gradients
         return [inline(run.text), inline(run.call), inline(run.arrives), inside, *sent, inline(outside), off]
@@ -474,23 +565,29 @@ What the one tells of the other depends on the view.
   backward differentiates. So the gradient of a replicated value is this rank's summand of it, which is pending, and the
   gradient of a pending value is replicated. `same` (I) declares a replica whose gradient is whole on every rank.
 
-A weight of a data-parallel model, in the global view: what arrives is pending over `dp`, what is left in `.grad` isn't.
+A weight of a data-parallel model, in the global view: what arrives is pending over `dp`, and by default what is left in
+`.grad` isn't.
 
 ```python
 import axes, torch
 with axes.simulate(4):
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
     x = axes.ones("b@dp d", mesh=mesh, b=8, d=4)
-    w = axes.ones("d f@tp", mesh=mesh, d=4, f=6, requires_grad=True)
-    handle = w.register_hook(lambda found: print("arrives as ", axes.spec_of(found)))
-    y = axes.einsum(x, w, "b d, d f -> b f")
-    y.backward(torch.ones_like(y))
-    print("is kept as ", axes.spec_of(w.grad))
+    for grad in ("pending", "resolved"):  # left as it arrives; brought to the leaf's own sharding, the default
+        w = axes.ones("d f@tp", mesh=mesh, d=4, f=6, requires_grad=True)
+        y = axes.einsum(x, w, "b d, d f -> b f", grad=grad)
+        y.backward(torch.ones_like(y))
+        print(grad, axes.spec_of(w.grad))
 ```
+
+What axes makes (`shard`, `from_local`, `zeros` and so on) resolves its gradient whoever uses it first, torch's own
+operations included, and whenever it comes to need one. What torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy)
+does from the first operation of axes on. With `grad="pending"` the gradient is left to the caller: of several uses of a
+leaf the last one counts.
 
 Below, four ranks run each row: forward, then backward for each way in which the gradient may arrive. The tables show
 the collectives that ran (in the global view with the one that resolves the leaf's gradient, if it needs one), how the
 gradient comes to the leaf, and how far value and gradients are off those of one device without any mesh. In the local
-view tensors come out of DTensors by `axes.to_local` and go back by `axes.from_local`: only across them is a gradient
-the one-device one. A permutation is an all-to-all in which each rank sends to one. The ranks are processes over gloo,
-where a reduce-scatter of the planner's runs as an exchange and a local sum."""
+view tensors come out of DTensors by `axes.to_local` and go back by `axes.from_local`, with `grad="summed"`: only across
+them is a gradient the one-device one. A permutation is an all-to-all in which each rank sends to one. The ranks are
+processes over gloo, where a reduce-scatter of the planner's runs as an exchange and a local sum."""

@@ -1,0 +1,213 @@
+"""A leaf that axes makes has its gradient in its own sharding, whoever uses it first."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import axes
+
+MAKERS: dict[str, Callable[[], DTensor]] = {
+    "shard of a leaf": lambda: axes.shard(torch.ones(6, 8, requires_grad=True), "d f@tp"),
+    "shard, then requires_grad_": lambda: axes.shard(torch.ones(6, 8), "d f@tp").requires_grad_(),
+    "from_local": lambda: axes.from_local(torch.ones(6, 2), "d f@tp").requires_grad_(),
+    "ones": lambda: axes.ones("d f@tp", d=6, f=8, requires_grad=True),
+    "randn, then requires_grad_": lambda: axes.randn("d f@tp", d=6, f=8).requires_grad_(),
+    "frozen and thawed": lambda: (
+        axes.ones("d f@tp", d=6, f=8, requires_grad=True).requires_grad_(False).requires_grad_()
+    ),
+    "changed in place": lambda: axes.zeros("d f@tp", d=6, f=8).add_(1).requires_grad_(),
+}
+"""Leaves that are split over tp and replicated over dp."""
+
+USES: dict[str, Callable[[DTensor, DTensor], torch.Tensor]] = {
+    "matmul": lambda x, w: x @ w,
+    "linear": lambda x, w: F.linear(x, w.t()).square(),
+    "redistribute": lambda x, w: w.redistribute(placements=axes.sharding_of(x).placements) * 2,
+    "product": lambda x, w: w * w,
+    "both": lambda x, w: x @ w + axes.einsum(x, w, "b@dp d, d f@tp -> b@dp f@tp"),
+}
+
+
+def gradients() -> list[str]:
+    wrong = []
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        x = axes.shard(torch.arange(24.0).view(4, 6), "b@dp d")
+        for (maker, make), (name, use) in ((m, u) for m in MAKERS.items() for u in USES.items()):
+            w = make()
+            whole = w.detach().full_tensor().requires_grad_()
+            (expected,) = torch.autograd.grad(whole_use(name, x.full_tensor(), whole).sum(), whole)
+            for times in (1, 2):
+                summed(use(x, w))
+                if axes.spec_of(w.grad) != "_ _@tp" or not torch.allclose(w.grad.full_tensor(), times * expected):
+                    wrong.append(f"{maker}, {name}, {times}: {axes.spec_of(w.grad)}")
+    return wrong
+
+
+def whole_use(name: str, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    return {"matmul": y, "linear": y.square(), "redistribute": w * 2, "product": w * w, "both": y + y}[name]
+
+
+def summed(y: DTensor) -> None:
+    """Backward from the sum of y, whose cotangent is sharded as y is."""
+    y.backward(torch.ones_like(y))
+
+
+def test_a_leaf_that_axes_made_resolves_its_gradient_whoever_uses_it_first(pool):
+    for wrong in pool.run(gradients, timeout=120):
+        assert wrong == []
+
+
+def by_torch_alone(w: DTensor, x: DTensor) -> str:
+    w.grad = None
+    summed(x @ w)
+    return axes.spec_of(w.grad)
+
+
+def pending() -> None:
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        x = axes.ones("b@dp d", b=4, d=6)
+
+        def by_axes(w: DTensor, **how: str) -> str:
+            w.grad = None
+            summed(axes.einsum(x, w, "b d, d f -> b f", **how))
+            return axes.spec_of(w.grad)
+
+        w = axes.ones("d f@tp", d=6, f=8, requires_grad=True)
+        assert by_axes(w, grad="pending") == "_ _@tp | sum@dp"
+        assert by_torch_alone(w, x) == "_ _@tp | sum@dp"  # what was asked for holds
+        assert by_axes(w) == "_ _@tp"  # until something else is
+        assert by_axes(w, grad="pending") == "_ _@tp | sum@dp"
+        # Several uses in one computation: the last one counts.
+        for first, last, spec in (("pending", "resolved", "_ _@tp"), ("resolved", "pending", "_ _@tp | sum@dp")):
+            w.grad = None
+            summed(axes.einsum(x, w, "b d, d f -> b f", grad=first) + axes.einsum(x, w, "b d, d f -> b f", grad=last))
+            assert axes.spec_of(w.grad) == spec
+            assert axes.unshard(w.grad).unique().tolist() == [8.0]
+        n = axes.ones("n", n=4, requires_grad=True)
+        with CommDebugMode() as sent:
+            summed(axes.reshard(n, "n@tp", grad="pending"))
+        assert axes.spec_of(n.grad) == "_@tp"
+        assert not sent.get_total_counts()
+        with torch.no_grad():  # where nothing is recorded nothing is said
+            axes.reshard(w, "d f@()", grad="pending")
+            w.requires_grad_(False).requires_grad_()
+        assert by_axes(w) == "_ _@tp"
+
+
+def test_a_pending_gradient_is_left_to_the_caller_who_asks_for_it(pool):
+    pool.run(pending)
+
+
+def pending_in_a_graph() -> list[tuple[str, str]]:
+    found = []
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        x = axes.ones("b@dp d", b=4, d=6)
+        calls = {
+            "einsum": lambda w, grad: axes.einsum(x, w, "b d, d f -> b f", grad=grad),
+            "reshard": lambda w, grad: axes.reshard(w, "d@dp f@tp", grad=grad),
+        }
+        for call in calls.values():
+            for leaf in ("axes'", "torch's"):
+                specs = []
+                for grad in ("resolved", "pending"):
+                    torch._dynamo.reset()
+                    w = axes.ones("d f@tp", d=6, f=8, requires_grad=True)
+                    w = torch.nn.Parameter(w) if leaf == "torch's" else w
+                    # Only a hook that has to go breaks the graph.
+                    whole = leaf == "torch's" or grad == "resolved"
+                    fast = torch.compile(call, backend="aot_eager", fullgraph=whole)
+                    summed(fast(w, grad))
+                    specs.append(axes.spec_of(w.grad))
+                found.append(tuple(specs))
+    return found
+
+
+def test_a_pending_gradient_is_left_to_the_caller_of_a_graph(world):
+    for found in world(pending_in_a_graph, 4, timeout=240):
+        assert found == [("_ _@tp", "_ _@tp | sum@dp")] * 2 + [("_ _@tp", "_@dp _@tp")] * 2
+
+
+def copies() -> None:
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        x = axes.ones("b@dp d", b=4, d=6)
+        made = axes.ones("d f@tp", d=6, f=8, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            buffer = io.BytesIO()
+            torch.save(made, buffer)
+            buffer.seek(0)
+            saved = torch.load(buffer, weights_only=False)
+            copied, pickled = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+        others = {
+            "saved": saved,
+            "copied": copied,
+            "pickled": pickled,
+            "parameter": torch.nn.Parameter(made),
+            "detached": made.detach().requires_grad_(),
+        }
+        for name, w in others.items():
+            assert w.is_leaf, name
+            assert w.requires_grad, name
+            assert torch.equal(w.full_tensor(), made.full_tensor()), name
+            # torch makes tensors without hooks: the first operation of axes gives them theirs.
+            axes.einsum(x, w, "b d, d f -> b f")
+            assert by_torch_alone(w, x) == "_ _@tp", name
+        assert by_torch_alone(made, x) == "_ _@tp"
+
+
+def test_copies_of_a_leaf_are_saved_without_a_warning_and_resolve_from_their_first_use_on(pool):
+    pool.run(copies)
+
+
+def first_uses() -> list[str]:
+    """The sharding of a gradient that torch leaves pending, after each operation of axes that takes a leaf."""
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu") as mesh:
+        x = axes.ones("b@dp d", b=4, d=6)
+        uses: list[Callable[[DTensor], object]] = [
+            axes.unshard,
+            lambda w: axes.to_local(w, grad="whole"),
+            lambda w: axes.lift(w, mesh),
+            lambda w: axes.reshard(w, "d f@tp"),
+            lambda w: axes.rearrange(w, "d f -> f d"),
+            lambda w: axes.shard_map(torch.neg, "d f@tp -> d f@tp")(w),
+        ]
+        found = []
+        for use in uses:
+            w = torch.nn.Parameter(axes.ones("d f@tp", d=6, f=8))
+            use(w)
+            found.append(by_torch_alone(w, x))
+        return found
+
+
+def test_every_operation_of_axes_has_the_leaves_that_it_uses_resolve_their_gradients(pool):
+    assert pool.run(first_uses) == [["_ _@tp"] * 6] * 8
+
+
+def not_a_leaf() -> None:
+    """What stops to be a leaf is one of torch's results, with its gradient as it comes."""
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        w = axes.ones("d f@tp", d=6, f=8, requires_grad=True)
+        x = axes.ones("b@dp d", b=4, d=6)
+        y = axes.zeros("d f@tp", d=6, f=8)
+        y.add_(w)  # no longer a leaf
+        came: list[str] = []
+        y.register_hook(lambda g: came.append(axes.spec_of(g)))
+        summed(x @ y)
+        assert came == ["_ _@tp | sum@dp"]
+        assert axes.spec_of(w.grad) == "_ _@tp"
+        ids = axes.from_local(torch.arange(4), "n@dp")
+        assert not ids._backward_hooks
+
+
+def test_what_is_no_leaf_any_more_has_the_gradient_that_comes(pool):
+    pool.run(not_a_leaf)
