@@ -310,7 +310,9 @@ def _entering(era: object, value: Spec, cotangent: Spec) -> _Entering:
     # What is whole on every rank of an axis over which the value is replicated counts n times.
     pairs = zip(value.placements, there.spec.placements, value.mesh.shape, strict=True)
     copies = math.prod(size for mine, theirs, size in pairs if mine.is_replicate() and theirs.is_replicate())
-    return _Entering(there, frame, copies * _pending_size(value, "avg", "mean"), framed)
+    # And what is pending as a mean, of each rank: summands of it are smaller.
+    means = _pending_size(value, "avg", "mean") * _pending_size(there.spec, "avg", "mean")
+    return _Entering(there, frame, copies * means, framed)
 
 
 def _plain(sharding: Sharding) -> Sharding:

@@ -90,19 +90,23 @@ class _Resolve:
     __torch_unserializable__: ClassVar[bool] = True  # torch.save leaves it out without a warning
 
     def __call__(self, found: torch.Tensor) -> DTensor | None:
-        return _dense(resharded(found, self.target)) if isinstance(found, DTensor) else None
+        if not isinstance(found, DTensor) or self.target.mesh.coordinate is None:
+            return None  # a rank outside the mesh has no part of the leaf
+        return _owned(resharded(found, self.target))
 
 
-def _dense(x: DTensor) -> DTensor:
-    """The gradient with the strides of a contiguous tensor.
+def _owned(x: DTensor) -> DTensor:
+    """The gradient in memory that is its own, no more than it needs, and contiguous.
 
-    Of others autograd makes a copy that has the leaf's strides, at the price of two operations on
-    DTensors; and torch 2.11 replicates it where a dim is split unevenly.
+    A gradient on its way may be a view of another: autograd would make it the leaf's, and add to it in
+    place. Of one that isn't contiguous autograd makes a copy that has the leaf's strides, at the price of
+    two operations on DTensors; and torch 2.11 replicates it where a dim is split unevenly.
     """
     local = torch_private.local_of(x)
-    if local.is_contiguous() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or (local.is_contiguous() and torch_private.owns_its_memory(local)):
         return x
-    return torch_private.dtensor(local.contiguous(), _dense_spec(torch_private.spec_of(x)))
+    found = torch_private.waited(local).clone(memory_format=torch.contiguous_format)
+    return torch_private.dtensor(found, _dense_spec(torch_private.spec_of(x)))
 
 
 @functools.lru_cache(maxsize=4096)

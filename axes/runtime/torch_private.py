@@ -569,6 +569,18 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     return x.trigger_wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
+def owns_its_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor's storage is as large as the tensor, and no other tensor's.
+
+    Two things refer to it then, the tensor and what Python calls its storage. Would be replaced by a public
+    count; without one (2.11 to 2.15 have it) a tensor counts as sharing.
+    """
+    storage = x.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    exact = storage.nbytes() == x.numel() * x.element_size()
+    return exact and count is not None and count(storage._cdata) == 2
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two plain tensors have one storage. Would be replaced by a public name for it (2.11 to 2.15)."""
     return torch._C._is_alias_of(one, other)
