@@ -30,6 +30,8 @@ from axes.runtime.placements import sharding_of_spec
 
 Shape = tuple[int, ...]
 
+_INSTALLED = "axes_saves_factors"
+
 
 @dataclass(frozen=True)
 class Box:
@@ -94,9 +96,11 @@ def _narrowed(x: torch.Tensor, starts: Shape, sizes: Shape) -> torch.Tensor:
 # --- what torch calls
 
 
-@functools.cache
 def install() -> None:
-    """Has torch ask here about DTensors that are split by a factor."""
+    """Has torch ask here about DTensors that are split by a factor; once."""
+    if hasattr(DTensor, _INSTALLED):
+        return
+    setattr(DTensor, _INSTALLED, True)
     for name, make in _PROTOCOL.items():
         own = getattr(DTensor, name, None)
         if own is not None:
@@ -198,16 +202,19 @@ def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
     return filled
 
 
-@functools.cache
 def _refuse_files_with_one_part_of_a_tensor() -> None:
     """Has the writer of safetensors files refuse several parts of one tensor from one rank.
 
-    It names what is in a file by the tensor alone, and would keep the last part.
+    It names what is in a file by the tensor alone, and would keep the last part. Done when such parts are
+    first saved, since whoever saves has imported it.
     """
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
     except ImportError:
         return
+    if hasattr(Writer, _INSTALLED):
+        return
+    setattr(Writer, _INSTALLED, True)
     own = Writer.prepare_local_plan
 
     @functools.wraps(own)

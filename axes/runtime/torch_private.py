@@ -262,7 +262,7 @@ def marked(mark: str) -> str:
     return f"own-{mark}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _mark_in(group_name: str) -> str:
     return group_name.partition("own-")[2].partition("_")[0]
 
