@@ -179,21 +179,6 @@ def _counted(spec: Spec, counted: Placements | None) -> Spec:
     return _spec_of(spec.mesh, counted, tuple(spec.shape), tuple(meta.stride), meta.dtype)
 
 
-def _dual(placements: Placements, counted: Placements) -> Placements:
-    """What the gradient of local gradients goes by: they cross the border as `gradient_of_local` says.
-
-    `placements` are those of the value and `counted` those that its own gradient goes by.
-    """
-    found = gradient_of_local(counted)
-    pairs = zip(placements, counted, found, strict=True)
-    return tuple(by if is_same(p, by) else grad for p, by, grad in pairs)
-
-
-def is_same(placement: Placement, counted: Placement) -> bool:
-    """Whether an axis is `same`: replicated, with gradients that are whole on every rank."""
-    return placement.is_replicate() and counted.is_partial()
-
-
 @functools.lru_cache(maxsize=4096)
 def _spec(
     device_mesh: Any, placements: Placements, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
@@ -236,13 +221,22 @@ class _Leave(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         check_one(gradient)
-        spec, shape = ctx.counted, tuple(ctx.counted.shape)
-        strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
-        leaving = _spec_of(spec.mesh, gradient_of_local(spec.placements), shape, strides, gradient.dtype)
-        means = _pending_size(spec, "avg", "mean")
+        find = _leaving.__wrapped__ if is_symbolic(ctx.spec.shape) else _leaving
+        leaving, counted, means = find(ctx.spec, ctx.counted, gradient.dtype)
         scaled = gradient * means if means > 1 else gradient
-        counted = _counted(leaving, _dual(ctx.spec.placements, spec.placements))
         return _Enter.apply(scaled.contiguous(), leaving, counted), None, None
+
+
+@functools.lru_cache(maxsize=4096)
+def _leaving(spec: Spec, counted: Spec, dtype: torch.dtype) -> tuple[Spec, Spec, int]:
+    """What local gradients are together, the same as their own gradient counts it, and a factor of means."""
+    shape = tuple(spec.shape)
+    strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
+    placements = gradient_of_local(counted.placements)
+    leaving = _spec_of(spec.mesh, placements, shape, strides, dtype)
+    # They cross the border themselves: by the same table, where what is same stays so.
+    dual = _still_same(spec.placements, counted.placements, placements)
+    return leaving, _counted(leaving, dual), _pending_size(counted, "avg", "mean")
 
 
 class _Enter(torch.autograd.Function):
@@ -261,17 +255,21 @@ class _Enter(torch.autograd.Function):
             return None, None, None
         found = _entered(ctx.counted, cotangent)
         moved = found.route.take(cotangent)
-        local = leave_global(moved, _still_same(ctx.spec.placements, ctx.counted.placements, moved.placements))
+        dual = _still_same(ctx.spec.placements, ctx.counted.placements, moved.placements)
+        local = leave_global(moved, dual)
         local = local if found.frame is None else found.frame.around(local)
         return local if found.share == 1 else local / found.share, None, None
 
 
-def _still_same(placements: Placements, counted: Placements, cotangent: Placements) -> Placements | None:
-    """What the gradient of a cotangent goes by, which leaves where the value has entered: what is `same` stays so."""
+def _still_same(placements: Placements, counted: Placements, other: Placements) -> Placements | None:
+    """The placements to apply the rule by to a gradient with the placements `other`, of a value with these.
+
+    What is `same` stays so: replicated, with gradients that are whole on every rank.
+    """
     if placements == counted:
         return None
-    pairs = zip(placements, counted, cotangent, strict=True)
-    return tuple(by if is_same(p, by) else arrived for p, by, arrived in pairs)
+    triples = zip(placements, counted, other, strict=True)
+    return tuple(by if mine.is_replicate() and by.is_partial() else found for mine, by, found in triples)
 
 
 @dataclass(frozen=True, eq=False)
