@@ -157,7 +157,28 @@ TABLE = [
         views="D",
     ),
     row(24, "b s d -> b d", "b s d", kind="reduce", result="b d"),
-    row(25, "b s@cp d -> b d | mean@cp", "b s@cp d", kind="reduce", op="mean", result="b d | mean@cp"),
+    row(25, "b s@cp d -> b d | mean@cp", "b s@cp d", kind="reduce", op="mean", result="b d | mean@cp", views="D"),
+    row(
+        25,
+        "b s@cp d -> b d | mean@cp",
+        "b s@cp d",
+        sizes=[("s", SHAPE[1])],
+        kind="reduce",
+        op="mean",
+        result="b d | mean@cp",
+    ),
+    *[
+        row(
+            25,
+            f"b s@cp d -> b d | {pending}",
+            "b s@cp d",
+            kind="reduce",
+            op="mean",
+            error="stays pending needs the whole size of 's'.*give it as a keyword: s=",
+            views="L",
+        )
+        for pending in ("mean@cp", "sum@cp", "*")
+    ],
     row(
         26,
         "b s@cp d -> b d | mean@cp",

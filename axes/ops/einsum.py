@@ -50,7 +50,8 @@ def einsum(
     and gradients are those of `torch.einsum` on the whole. One axis splits one name of all the
     operands, or is pending in one of them. Groups of names are opened and merged as in `rearrange`;
     keywords are sizes, where the operands leave them open; `comm_dtype`, `async_op` and `grad` are as
-    in `rearrange`.
+    in `rearrange`. The local product has the operands' dtype: with `comm_dtype=torch.float32` bfloat16
+    products are rounded on each rank before they are added up in 32 bits.
 
     | expression | is |
     | --- | --- |

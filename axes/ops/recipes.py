@@ -24,7 +24,9 @@ from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
-from axes.runtime.redistribute import Dtypes, pulled_back, redistribute
+from axes.runtime import collectives
+from axes.runtime.collectives import Line, line_of
+from axes.runtime.redistribute import Dtypes, both, pulled_back, redistribute
 from axes.runtime.symbols import hints
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
@@ -70,7 +72,42 @@ def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool
     if view == "local" and last is not None and is_extreme_across_ranks(found):
         whole = extreme(extents, compute, last, feeds[0] is None, comm_dtype)
         return Program(extents, _chained(feeds, whole, None), view, comm_dtype)
-    return Program(extents, _chained(feeds, compute, last), view, comm_dtype)
+    run = _chained(feeds, compute, last)
+    if comm_dtype is not None and last is not None and _is_sum(found):
+        run = _summed_as_sent(extents, feeds, view, comm_dtype, async_op, run)
+    return Program(extents, run, view, comm_dtype)
+
+
+def _is_sum(found: Recipe) -> bool:
+    """Whether the local computation adds up elements of one tensor."""
+    (operand, *others), result = found.inputs, found.result
+    return not others and found.op in ("sum", "mean") and not set(operand.atoms) <= set(result.atoms)
+
+
+def _summed_as_sent(
+    extents: Extents, feeds: Sequence[Stage | None], view: View, comm_dtype: Dtypes, async_op: bool, run: Run
+) -> Run:
+    """`run`, where a local sum is in the wider dtype in which it travels, so that it is rounded once."""
+    there, back = both(comm_dtype)
+    # In the global view the gradient is a program of its own.
+    wires = (there, back) if view == "local" else (there, there)
+
+    @functools.cache
+    def run_for(dtype: torch.dtype) -> Run:
+        wider = [wire for wire in wires if wire is not None and _is_wider(wire, dtype)]
+        if not wider:
+            return run
+        wide = max(wider, key=lambda wire: wire.itemsize)
+        compute = _compute(extents, [feed is None for feed in feeds], merged=False, dtype=wide)
+        last = _last(extents, view, (there or dtype, back or dtype), async_op)
+        whole = _chained(feeds, compute, last)
+        return lambda x: whole(x).to(dtype)
+
+    return lambda x: run_for(x.dtype)(x)
+
+
+def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
+    return one.is_floating_point and other.is_floating_point and one.itemsize > other.itemsize
 
 
 def is_extreme_across_ranks(found: Recipe) -> bool:
@@ -200,16 +237,17 @@ def _merging(extents: Extents) -> Stage | None:
 # --- local computation
 
 
-def _compute(extents: Extents, raw: Sequence[bool], merged: bool) -> Run:
+def _compute(extents: Extents, raw: Sequence[bool], merged: bool, dtype: torch.dtype | None = None) -> Run:
     """The local computation on operands that are as they came (`raw`) or opened into atoms.
 
-    The result is `merged` into its dims, or has one dim per atom.
+    The result is `merged` into its dims, or has one dim per atom. `dtype` is that of a sum or mean of
+    one operand, where it isn't the operand's own.
     """
     found = extents.recipe
     terms = [i.groups if as_is else _singles(i.atoms) for i, as_is in zip(found.inputs, raw, strict=True)]
     goal = found.result.groups if merged else _singles(found.result.atoms)
     if len(terms) == 1 and not _repeats(found.result.atoms) and not _repeats(found.inputs[0].atoms):
-        return _single(extents, terms[0], goal)
+        return _single(extents, terms[0], goal, dtype)
     return _several(extents, terms, goal)
 
 
@@ -221,8 +259,8 @@ def _repeats(atoms: Sequence[str]) -> bool:
     return len(set(atoms)) < len(atoms)
 
 
-def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
-    """One operand: an einops call."""
+def _single(extents: Extents, term: Groups, goal: Groups, dtype: torch.dtype | None = None) -> Run:
+    """One operand: an einops call. `dtype` is that of a sum or mean, where it isn't the operand's own."""
     local, divisor = extents.computed, extents.divisor
     have = {atom for group in term for atom in group}
     want = {atom for group in goal for atom in group}
@@ -230,7 +268,7 @@ def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
     reduced, added = [a for a in have if a not in want], [a for a in want if a not in have]
     if reduced and added:
         middle = _singles([a for group in term for a in group if a in want])
-        first, then = _single(extents, term, middle), _single(_with(extents, divisor=1), middle, goal)
+        first, then = _single(extents, term, middle, dtype), _single(_with(extents, divisor=1), middle, goal)
         return lambda x: then(first(x))
     grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
     sizes = {letters[a]: local[a] for a in local if a in letters and (a in grouped or a in added)}
@@ -243,7 +281,7 @@ def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
         if extents.recipe.divisor == 1:
             return lambda x: einops.repeat(x, pattern, **sizes)
         return lambda x: einops.repeat(x / divisor, pattern, **sizes)
-    return _reduction(extents, pattern, sizes, reduced)
+    return _reduction(extents, pattern, sizes, reduced, dtype)
 
 
 def _with(extents: Extents, **changes: Any) -> Extents:
@@ -376,28 +414,62 @@ def _pattern(groups: Groups, letters: Mapping[str, str]) -> str:
     return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
 
 
-def _reduction(extents: Extents, pattern: str, sizes: Mapping[str, int], atoms: Sequence[str]) -> Run:
-    """A reduction of these atoms; of no elements, it gives the reduction's identity."""
+def _reduction(
+    extents: Extents,
+    pattern: str,
+    sizes: Mapping[str, int],
+    atoms: Sequence[str],
+    dtype: torch.dtype | None = None,
+) -> Run:
+    """A reduction of these atoms; of no elements, it gives the reduction's identity.
+
+    `dtype` is that of a sum or mean, where it isn't the operand's own.
+    """
     found, divisor = extents.recipe, extents.divisor
     # For its part of the whole, one size tells as much as another.
     numbers = extents_of(found).computed if extents.is_symbolic else extents.computed
     count = math.prod(numbers[a] for a in atoms)
 
     def reduced_by(op: Op) -> Run:
-        return lambda x: einops.reduce(x, pattern, op, **sizes)
+        how = op if dtype is None else functools.partial(_IN_DTYPE[op], dtype=dtype)
+        return lambda x: einops.reduce(x, pattern, how, **sizes)
 
     op = found.op
-    if op in ("max", "min") and count == 0 and all(found.size.values()):
+    if op in ("max", "min") and count == 0 and (found.counted or all(found.size.values())):
         return functools.partial(_identity, reduced_by("sum"), op)
+    if op == "mean" and found.counted:
+        line = line_of(found.mesh, found.counted)
+        return functools.partial(_share, pattern, sizes, math.prod(extents.computed[a] for a in atoms), line, dtype)
+    if op == "mean":
+        if found.divisor == 0:
+            return reduced_by("mean")
+        # This rank's share of the mean: its own mean, by how much of the whole it has.
+        weight, own = count * found.multiplier / found.divisor, reduced_by("mean" if count else "sum")
+        return own if weight == 1 else lambda x: own(x) * weight
     if found.divisor == 1:
         return reduced_by(op)
-    if op != "mean":
-        total = reduced_by("sum")
-        return lambda x: total(x) / divisor
-    # This rank's share of the mean: its own mean, by how much of the whole it has.
-    weight = count * found.multiplier / found.divisor
-    own = reduced_by("mean" if count else "sum")
-    return own if weight == 1 else lambda x: own(x) * weight
+    total = reduced_by("sum")
+    return lambda x: total(x) / divisor
+
+
+_IN_DTYPE: dict[Op, Callable[..., torch.Tensor]] = {"sum": torch.sum, "mean": torch.mean}
+
+
+def _share(
+    pattern: str, sizes: Mapping[str, int], count: int, line: Line, dtype: torch.dtype | None, x: torch.Tensor
+) -> torch.Tensor:
+    """A rank's share of a mean of which each rank knows its own count alone: over the line they add them up.
+
+    The counts stay on the device, so that nothing waits for them.
+    """
+    if not x.is_floating_point():
+        return einops.reduce(x, pattern, "mean", **sizes)
+    mine = x.new_full((), count, dtype=torch.int64)
+    whole = mine if line.size == 1 else collectives.all_reduce(mine, "sum", line)
+    # What 16 bits can't hold may be the sum of what they can.
+    wide = torch.promote_types(x.dtype, dtype or torch.float32)
+    total = einops.reduce(x, pattern, functools.partial(torch.sum, dtype=wide), **sizes)
+    return (total / whole.to(wide)).to(dtype or x.dtype)
 
 
 def _identity(total: Run, op: str, x: torch.Tensor) -> torch.Tensor:

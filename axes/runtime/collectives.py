@@ -177,7 +177,7 @@ def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
     """
     reduction = "sum" if op == "mean" else op
     wire = _reducible(x, reduction, copy=True)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(wire) is not torch.Tensor:
         wire = torch_private.functional_reduce(wire, reduction, _group(line).name)
     else:
         _group(line).reduce(wire, _OPS[reduction])

@@ -75,6 +75,8 @@ class Recipe:
     sizes: the whole size of every atom.
     divisor: the local sum is divided by it: a mean's count (also in the gradient of a mean).
     multiplier: and multiplied by this: the ranks over which a mean is left pending as a mean.
+    counted: the axes that split reduced dims of which this rank knows its own part alone: in the local
+    view, where the whole size isn't given. Over these, ranks add up the count of a mean.
     """
 
     kind: str
@@ -86,6 +88,7 @@ class Recipe:
     result: Output
     divisor: int = 1
     multiplier: int = 1
+    counted: tuple[str, ...] = ()
 
     @functools.cached_property
     def size(self) -> dict[str, int]:

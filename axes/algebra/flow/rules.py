@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, suggestion
-from axes.algebra.flow.reading import KINDS, Axes, Mark, Reading, Slot, Term, place_text, read
+from axes.algebra.flow.reading import KINDS, Axes, Mark, Reading, Slot, Term, is_name, place_text, read
 from axes.algebra.flow.recipe import Input, Op, Output, Recipe, Shape
 from axes.algebra.flow.states import (
     LINEAR,
@@ -250,12 +250,15 @@ class _Solver:
             if "#" in atom:
                 known[atom] = int(atom.split("#")[0])
         sized = {**known, **self._known_wholes(known)}
+        self.assumed: set[str] = set()
         equations = []
         for index, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
             for dim, (slot, extent) in enumerate(zip(term.slots, shape, strict=True)):
                 count = 1 if self.is_global else parts(self.mesh, [a for _, a in _uses(slot)])
                 # A plain shard of a known size may be uneven; it is checked against its rank's share.
                 if count == 1 or not all(a in sized for a in slot.atoms):
+                    if count > 1:
+                        self.assumed.update(a for a in slot.atoms if a not in sized)
                     where = f"dim {dim} of {list(shape)}" + (f", operand {index + 1}" if len(shapes) > 1 else "")
                     equations.append((slot.atoms, extent * count, f"{where}, in  {reading.text}"))
         for whole_name, inner in reading.wholes:
@@ -587,6 +590,11 @@ class _Solver:
         right = set(self.reading.result.atoms)
         return [atom for atom in self.states if atom not in right]
 
+    def _counted(self) -> list[tuple[str, str]]:
+        """`(atom, axis)` of what is reduced, split, and of which a plain shard doesn't show the whole size."""
+        atoms = [atom for atom in self._contracted() if atom in self.assumed]
+        return [(atom, axis) for atom in atoms for axis in self.states[atom].axes if self.digits.of((axis,))]
+
     def _arising(self) -> list[str]:
         """The axes over which the local computation leaves the result pending."""
         found = []
@@ -619,6 +627,10 @@ class _Solver:
         self._check_passes()
         inherited = [entry for operand in self.operands for entry in operand.pending]
         axes = self._arising()
+        if self.op == "mean" and self.assumed:
+            self._check_counted()
+        if self.op == "mean" and self._counted():
+            return inherited, [("sum", axis) for axis in axes]
         if self.op == "mean":
             return inherited, [(self._mean_as(axis), axis) for axis in axes]
         return inherited, [(str(self.op), axis) for axis in axes]
@@ -667,6 +679,30 @@ class _Solver:
             if rest:
                 kept += [(op, name) for name in self.digits.pick(axis, rest)]
         return (*kept, *listed), same
+
+    def _check_counted(self) -> None:
+        """Ranks can't count together what stays pending, nor where a split falls in a group of names.
+
+        That depends on how much they have, which each knows of itself alone.
+        """
+        result, arising = self.reading.result, [axis for _, axis in self._counted()]
+        named = [axis for p in result.pending or () if p.place is not None for axis in p.place.names]
+        kept = set(self.digits.of(arising if result.keeps_any else named))
+        if not kept.isdisjoint(self.digits.of(arising)):
+            self._ask_size("stays pending", [atom for atom, _ in self._counted()])
+        for slot in self.operands[0].term.slots:
+            gone = set(slot.atoms) - set(result.atoms)
+            if slot.axes and len(slot.atoms) > 1 and gone and self.assumed & {*slot.atoms}:
+                self._ask_size(f"is over names of {slot}", [atom for atom in slot.atoms if atom in self.assumed])
+
+    def _ask_size(self, what: str, atoms: Sequence[str]) -> NoReturn:
+        whole = dict(self.reading.wholes)
+        names = [name for atom in dict.fromkeys(atoms) for name in whole.get(atom, (atom,)) if is_name(name)]
+        quoted = " and ".join(f"'{atom}'" for atom in dict.fromkeys(atoms))
+        raise SizeError(
+            f"a mean that {what} needs the whole size of {quoted}, and a shard shows this rank's part alone\n"
+            f"{self._lines()}\nin  {self.reading.text}\ngive it as a keyword: {', '.join(f'{n}=...' for n in names)}"
+        )
 
     def _check_arising(self, arising: list[Entry]) -> None:
         """Rule 4: a result that would be left pending without a word."""
@@ -753,6 +789,8 @@ class _Solver:
         reading, atoms = self.reading, self.reading.result.atoms
         inherited, arising = self._derived_pending()
         pending, same = self._target_pending(inherited, arising)
+        counted = tuple(dict.fromkeys(axis for _, axis in self._counted()))
+        mean = reading.kind == "reduce" and self.op == "mean"
         target, odd = self._target()
         self._check_target(target, odd, pending, same)
         final = pending_of([*pending, *(("same", axis) for axis in same)])
@@ -769,11 +807,11 @@ class _Solver:
             derived = Sharding(self.mesh, tuple(self.states[a] for a in atoms), pending_of(entries))
         inputs = tuple(self._input(operand, sharding) for operand, sharding in zip(self.operands, before, strict=True))
         result = self._output(derived, wanted, odd)
-        mean = reading.kind == "reduce" and self.op == "mean"
-        divisor = math.prod(self.sizes[a] for a in self._contracted()) if mean else 1
+        divisor = math.prod(self.sizes[a] for a in self._contracted()) if mean and not counted else 1
         multiplier = parts(self.mesh, (axis for op, axis in arising if op == "mean"))
         sizes = tuple(self.sizes.items())
-        found = Recipe(reading.kind, reading.text, self.mesh, self.op, sizes, inputs, result, divisor, multiplier)
+        kind, text, op = reading.kind, reading.text, self.op
+        found = Recipe(kind, text, self.mesh, op, sizes, inputs, result, divisor, multiplier, counted)
         if self.is_global:
             self._check_torch(found)
         return found
