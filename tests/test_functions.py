@@ -468,3 +468,119 @@ def compiled() -> None:
 
 def test_they_compile_into_one_graph(world):
     world(compiled, 2, timeout=120)
+
+
+# out of range
+
+
+LABELS = [0, -1, 6, -100, 3]  # the second and third are outside, the fourth is ignored
+OUTSIDE = [False, True, True, False, False]
+
+
+def outside_labels(place: str) -> None:
+    with mesh():
+        whole, labels = numbers(5, 6), torch.tensor(LABELS)
+        for right, op in [("b", "sum"), ("", "mean"), ("", "sum")]:
+            x = axes.shard(whole, f"b v{place}").requires_grad_()
+            loss = axes.unshard(cross_entropy(x, axes.shard(labels, "b"), f"b v{place}, b -> {right}", reduction=op))
+            loss.sum().backward()
+            assert loss.isnan().tolist() == (OUTSIDE if right else True)
+            whole_rows(axes.unshard(x.grad), OUTSIDE)
+            assert axes.unshard(x.grad)[3].tolist() == [0.0] * 6
+            local = shard(whole, f"b v{place}")
+            loss = cross_entropy(local, labels, f"b v{place}, b -> {right}", reduction=op)
+            loss.sum().backward()
+            assert loss.isnan().tolist() == (OUTSIDE if right else True)
+            whole_rows(local.grad, OUTSIDE)
+        if right == "" and "dp" not in place:
+            x = axes.shard(whole[:4], f"b@dp v{place}").requires_grad_()
+            loss = cross_entropy(x, axes.shard(labels[:4], "b@dp"), f"b@dp v{place}, b@dp -> | sum@dp")
+            axes.unshard(loss).backward()
+            whole_rows(axes.unshard(x.grad), OUTSIDE[:4])
+        # -100 is 156 in eight bits
+        assert cross_entropy(torch.zeros(1, 200), torch.tensor([156], dtype=torch.uint8), "b v, b -> b").item() > 5
+
+
+def whole_rows(gradient: torch.Tensor, wanted: list[bool]) -> None:
+    assert gradient.isnan().all(1).tolist() == (wanted if gradient.numel() else [True] * len(wanted))
+    assert gradient.isnan().any(1).tolist() == (wanted if gradient.numel() else [False] * len(wanted))
+
+
+@pytest.mark.parametrize("place", ["", "@tp", "@(cp tp)", "@(dp cp tp)"])
+def test_a_label_outside_is_nan_in_the_loss_and_in_all_of_its_rows_gradient(pool, place):
+    pool.run(outside_labels, place)
+
+
+def outside_ids(place: str) -> None:
+    with mesh():
+        whole, ids = numbers(6, 2), torch.tensor([*LABELS[:3], 3, 7])
+        results = ["b d", *([f"b{place} d", "b d | *"] if place == "@tp" else [])]
+        for right in results:
+            t = axes.shard(whole, f"v{place} d").requires_grad_()
+            some = ids[:4] if right == f"b{place} d" else ids
+            found = axes.unshard(embedding(axes.shard(some, "b"), t, f"b, v{place} d -> {right}"))
+            assert found.isnan().all(1).tolist() == [False, True, True, False, True][: len(some)]
+            found.sum().backward()
+            whole_rows(axes.unshard(t.grad), [True, False, False, False, False, True])
+        local = shard(whole, f"v{place} d")
+        found = embedding(ids, local, f"b, v{place} d -> b d")
+        assert found.isnan().any(1).tolist() == [False, True, True, False, True]
+        found.sum().backward()
+        wanted = shard(axes.unshard(t.grad), f"v{place} d")
+        assert local.grad.isnan().tolist() == wanted.isnan().tolist()
+
+
+@pytest.mark.parametrize("place", ["", "@tp", "@(cp tp)", "@(dp cp tp)"])
+def test_an_index_outside_is_nan_in_the_row_and_in_the_gradient_of_the_nearest_row(pool, place):
+    pool.run(outside_ids, place)
+
+
+# plain shards of which the whole size isn't given
+
+
+def unknown_sizes() -> None:
+    with mesh():
+        for size in (1, 2, 3, 5, 6, 8, 9):
+            for place in ("dp", "(dp cp)", "(cp tp)", "(dp cp tp)"):
+                plain_of_size(size, place)
+
+
+def plain_of_size(size: int, place: str) -> None:
+    whole, w, labels = numbers(3, size) + 2, numbers(size, seed=1), integers(size, 3, seed=2)
+    ranks = 2 ** len(place.strip("()").split())
+    rows, vector = f"b v@{place}", shard(w, f"v@{place}").detach()
+    head = f"{rows}, b -> b | same@{place}"
+    for ours, theirs, split, extra in [
+        (lambda x, **n: rms_norm(x, rows, "v", vector, **n), lambda x: F.rms_norm(x, (size,), w), True, 1),
+        (lambda x, **n: layer_norm(x, rows, "v", vector, **n), lambda x: F.layer_norm(x, (size,), w), True, 1),
+        (
+            lambda x, **n: cross_entropy(x, labels, head, **n),
+            lambda x: F.cross_entropy(x, labels, reduction="none"),
+            False,
+            1,
+        ),
+        (
+            lambda x, **n: embedding(labels, x.mT, f"k, v@{place} b -> k b", **n),
+            lambda x: F.embedding(labels, x.mT),
+            False,
+            ranks,
+        ),
+    ]:
+        leaf = whole.clone().requires_grad_()
+        wanted = theirs(leaf)
+        weight = numbers(*wanted.shape, seed=3)
+        (gradient,) = torch.autograd.grad((wanted * weight).sum(), leaf)
+        sent = []
+        for sizes in ({}, {"v": size}):
+            x = shard(whole, rows)
+            with CommDebugMode() as counted:
+                y = ours(x, **sizes)
+            sent.append(counted.get_total_counts())
+            close(y, shard(wanted, rows) if split else wanted, 1e-9)
+            (g,) = torch.autograd.grad((y * (shard(weight, rows).detach() if split else weight)).sum(), x)
+            close(g / extra, shard(gradient, rows), 1e-9)
+        assert sent[0] == sent[1] + 1
+
+
+def test_uneven_plain_shards_are_exact_without_their_whole_size_for_one_small_collective_more(pool):
+    pool.run(unknown_sizes, timeout=180)

@@ -10,10 +10,13 @@ tensors that hold this rank's shard (the local view). A dim that is worked over 
 split: where it has no `@` it is unsplit. Others flow. What goes over the wire has the size of the
 result without the dim, never that of the dim.
 
-16-bit floats are computed in 32 bits and rounded once. In the local view a split dim is taken to
-divide evenly, unless its whole size is given as a keyword (`v=32_001`), and gradients are those of
-the sum of all ranks' losses; `| same@tp` right of `->` makes them those of a loss that all ranks of
-`tp` compute together.
+16-bit floats are computed in 32 bits and rounded once. In the local view gradients are those of the
+sum of all ranks' losses; `| same@tp` right of `->` makes them those of a loss that all ranks of `tp`
+compute together. Shards may be uneven: where a function needs the whole size of a split dim, ranks tell
+each other how much they have, in one more collective of one number. A size that is given as a keyword
+(`v=32_001`) saves it; shards are cut then as `axes.shard` cuts them. DTensors know their sizes.
+
+A label or an index outside of its range is NaN, in the value and in the gradient.
 
 The vocabulary-parallel loss and embedding are Megatron-LM's.
 """
@@ -35,7 +38,7 @@ from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_te
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import checked_size
 from axes.ops.autocast import is_cast, of_function
-from axes.ops.collectives import axis_index, axis_size, pmax, psum
+from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run
 from axes.runtime import torch_private
@@ -87,7 +90,8 @@ def rms_norm(
     """`x` over the root of its mean square over the named dims; times `weight`, which has these dims.
 
     `weight` is split as they are. One all-reduce of the size of `x` without these dims, and one in
-    backward. `eps` is by default that of the dtype in which it is computed. As `torch.nn.functional.rms_norm`.
+    backward. `eps` is by default that of the dtype in which it is computed. `sizes` are the whole sizes of
+    these dims, of plain shards. As `torch.nn.functional.rms_norm`.
 
     >>> rms_norm(torch.full((2, 4), 3.0), "s d", over="d")[0].tolist()
     [1.0, 1.0, 1.0, 1.0]
@@ -112,7 +116,7 @@ def layer_norm(
     """`x` with mean 0 and variance 1 over the named dims; times `weight`, plus `bias`.
 
     `weight` and `bias` have these dims, split as they are. Two all-reduces of the size of `x`
-    without them, and two in backward. As `torch.nn.functional.layer_norm`.
+    without them, and two in backward. `sizes` are as in `rms_norm`. As `torch.nn.functional.layer_norm`.
 
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), "s d", over="d", eps=0.0)[0].tolist()
     [-1.0, 1.0]
@@ -137,8 +141,10 @@ def cross_entropy(
     The name that only the logits have is the vocabulary; those that the result lacks are averaged
     ("mean", over the labels that aren't `ignore_index`) or summed ("sum"). A split vocabulary costs
     two all-reduces of the size of the labels, forward, and one backward; split dims that are reduced
-    one more each way of the size of the result, unless it says `| sum@dp`. A label outside of the
-    vocabulary gives NaN. As `torch.nn.functional.cross_entropy`.
+    one more each way of the size of the result, unless it says `| sum@dp`. As
+    `torch.nn.functional.cross_entropy`, but for a label outside of the vocabulary: there the loss is NaN,
+    and so is the gradient of that row of logits, on every rank. (To raise, ranks would have to wait for
+    the values, and only some would.) Where the label is `ignore_index`, both are 0.
 
     >>> round(cross_entropy(torch.zeros(2, 8), torch.tensor([1, 7]), "s v, s -> ").item(), 4)
     2.0794
@@ -159,7 +165,8 @@ def embedding(
 
     Each rank looks up the rows that it has; what it doesn't have is zero, and the sum over the axes
     of the rows goes where the right side says: summed (`b s d`), summed and scattered (`b s@tp d`),
-    or kept (`| sum@tp`). An index outside of the table gives NaN. As `torch.nn.functional.embedding`.
+    or kept (`| sum@tp`). An index outside of the table gives a row of NaN, and makes the gradient of the
+    table's nearest row NaN. Otherwise as `torch.nn.functional.embedding`.
 
     >>> embedding(torch.tensor([2, 0]), torch.eye(3), "s, v d -> s d").tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
@@ -418,14 +425,26 @@ def _wholes(places: Sequence[_Where], x: torch.Tensor, sizes: Mapping[str, int])
     return tuple(given.get(name) for name in names)
 
 
-def _part(where: _Where, local: int, whole: int | None) -> tuple[int, int]:
-    """Where this rank's part of a split dim starts, and the whole size."""
+def _part(where: _Where, x: torch.Tensor, whole: int | None) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+    """Where this rank's part of a dim starts, and the whole size.
+
+    Of a split dim whose whole size isn't known, ranks tell each other how much they have. The answer
+    stays on the device, so that nothing waits for it.
+    """
+    local = x.shape[where.dim]
+    if whole is None and _is_split(where):
+        sizes = all_gather(x.new_full((1,), local, dtype=torch.int64), where.axes)
+        return sizes[: axis_index(where.axes)].sum(), sizes.sum()
+    whole = local if whole is None else whole
     parts = [axis_size(axis) for axis in where.axes]
-    whole = local * math.prod(parts) if whole is None else whole
     start, stop = nested_chunk(whole, parts, [axis_index(axis) for axis in where.axes])
     if stop - start != local:
         raise SizeError(f"'{where.name}' is {whole} in whole and so {stop - start} on this rank; found {local}")
     return start, whole
+
+
+def _is_split(where: _Where) -> bool:
+    return math.prod([axis_size(axis) for axis in where.axes]) > 1
 
 
 # the functions on this rank's tensors; names of axes mean the ambient mesh
@@ -469,14 +488,15 @@ def _cross_entropy(
     form: _Loss, whole: int | None, mean: bool, ignore_index: int, logits: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
     vocabulary = form.vocabulary
-    start, whole = _part(vocabulary, logits.shape[vocabulary.dim], whole)
+    start, size = _part(vocabulary, logits, whole)
     x = _wide(logits).movedim(vocabulary.dim, -1)
     x = x - _largest(x, (-1,), vocabulary.axes)
-    chosen = _picked(x, labels.long() - start)
+    labels = labels.long()
+    chosen = _picked(x, labels - start)
     total, chosen = _sum(torch.stack((x.exp().sum(-1), chosen)), vocabulary.axes)
     ignored = labels == ignore_index
-    outside = ~ignored & ((labels < 0) | (labels >= whole))
-    loss = (total.log() - chosen).masked_fill(ignored, 0.0).masked_fill(outside, math.nan)
+    outside = ~ignored & ((labels < 0) | (labels >= size))
+    loss = (total.log() - chosen).masked_fill(ignored, 0.0) * _nan_where(outside, x.dtype)
     if form.reduced:
         loss = _sum(loss.sum(form.reduced), form.sums)
         counted = _sum((~ignored).sum(form.reduced), (*form.sums, *form.kept))
@@ -496,17 +516,23 @@ def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _embedding(rows: _Where, whole: int | None, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     if not table.is_floating_point():
         raise ShardingError(f"embedding: a table of {table.dtype} has no NaN for an index outside; use floats")
-    start, whole = _part(rows, table.shape[rows.dim], whole)
+    start, every = _part(rows, table, whole)
     table = table.movedim(rows.dim, 0)
-    index = ids.long() - start
+    ids = ids.long()
+    index = ids.clamp(min=0).clamp(max=every - 1) - start
     size = table.shape[0]
     here = ((index >= 0) & (index < size)).view(*ids.shape, *[1] * (table.ndim - 1))
-    outside = ((ids < 0) | (ids >= whole)).view(here.shape)
+    outside = ((ids < 0) | (ids >= every)).view(here.shape)
     if size == 0:
         found = table.sum(0).expand(*ids.shape, *table.shape[1:])
     else:
         found = torch.where(here, table[index.clamp(0, size - 1)], 0.0)
-    return found.masked_fill(outside, math.nan)
+    return found * _nan_where(outside, table.dtype)
+
+
+def _nan_where(outside: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A factor that is NaN where `outside`, else 1: as a factor it is in the gradient, too."""
+    return torch.ones_like(outside, dtype=dtype).masked_fill(outside, math.nan)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -526,10 +552,16 @@ def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor
     return found.masked_fill(found.isinf(), 0.0)
 
 
-def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> int:
-    """How many elements are worked over in whole."""
-    pairs = zip(form.places, wholes, strict=True)
-    return math.prod([_part(where, x.shape[where.dim], whole)[1] for where, whole in pairs])
+def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> int | torch.Tensor:
+    """How many elements are worked over in whole; where ranks must tell each other, a tensor."""
+    count: int = 1
+    unknown: Axes = ()
+    for where, whole in zip(form.places, wholes, strict=True):
+        if whole is None and _is_split(where):
+            count, unknown = count * x.shape[where.dim], (*unknown, *where.axes)
+        else:
+            count = count * _part(where, x, whole)[1]
+    return psum(x.new_full((), count, dtype=torch.int64), unknown) if unknown else count
 
 
 def _along(form: _Form, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
