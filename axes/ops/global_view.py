@@ -83,7 +83,7 @@ class Global:
 
 def _are_one(local: torch.Tensor, operand: torch.Tensor) -> bool:
     """Whether two tensors share memory; of what is traced that isn't known."""
-    return not is_plain(local) or torch_private.share_memory(local, operand)
+    return not is_plain(local) or torch_private.memory_of(local) == torch_private.memory_of(operand)
 
 
 Made = TypeVar("Made")

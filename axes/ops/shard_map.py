@@ -11,8 +11,10 @@
     y = column_parallel(x, w)                       # DTensors in, a DTensor out
 
 Each tensor among the arguments, in order, takes a spec of the left side; each tensor that the
-function returns takes one of the right side. Tuples, lists and dicts are looked into, a dict in its
-own order, keyword arguments last; what is no tensor passes as it is.
+function returns takes one of the right side. Trees are looked into as torch's pytree knows them:
+tuples, lists and dicts in their own order, and what is registered, like a dataclass by
+`torch.export.register_dataclass`; keyword arguments come last. What else holds tensors, like a set, is
+an error. Other arguments pass as they are; results are tensors, numbers, text or None.
 
 The **left side** asserts how tensors are sharded, and moves nothing. A name that carries an `@`
 anywhere in the expression is explicit: where it has none it is unsplit. A name that never does
@@ -32,25 +34,39 @@ a summand of what is replicated over it. `| same@tp` says that its gradient is w
 `tp` instead: on the left that the function makes it so, on the right that the function is given it so.
 A block of Megatron's is `"b s d | same@tp, d f@tp, f@tp d -> b s d | same@tp"`. As JAX's `shard_map`.
 
+A plain tensor that needs a gradient and isn't an argument would get this rank's summand of it alone: one
+that the function closes over, like a parameter of a module. That is an error, which says how to pass it;
+`axes.to_local` inside says itself what its gradient is. What the function makes with
+`requires_grad=True` looks the same, so it is detached before it is returned.
+
+**Memory.** Shards are the tensors' own memory. A function that writes to one writes to its DTensor, and
+autograd knows it; where the shard needs a gradient, torch refuses. A result shares no memory with an
+argument or with another result: where it would, it is copied.
+
 In `torch.compile` both borders are nodes of the graph, which serves all sizes that divide evenly.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import numbers
+import types
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
 from typing import Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import ambient
-from axes.algebra.errors import ExpressionError, ShardingError
+from axes.algebra.errors import ExpressionError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read, region_of
 from axes.runtime import torch_private
-from axes.runtime.border import enter_global, leave_global
+from axes.runtime.border import _Leave, enter_global, leave_global
 from axes.runtime.collectives import Claim, disagreement, kept
 from axes.runtime.graphs import known, number_of
 from axes.runtime.groups import current_world
@@ -58,28 +74,33 @@ from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.packing import strides_of
 from axes.runtime.reshard import settled
 from axes.runtime.sharded import device_mesh_input, strides_like
+from axes.runtime.symbols import is_symbolic
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
 Function = Callable[..., Any]
+Check = bool | float
+"""Whether ranks compare what claims to be replicated; a number is a tolerance."""
 
 
 @overload
-def shard_map(fn: Function, expression: str, /, mesh: Mesh | None = None, check: bool = False) -> Function: ...
+def shard_map(fn: Function, expression: str, /, mesh: Mesh | None = None, check: Check = False) -> Function: ...
 
 
 @overload
 def shard_map(
-    fn: str, expression: None = None, /, mesh: Mesh | None = None, check: bool = False
+    fn: str, expression: None = None, /, mesh: Mesh | None = None, check: Check = False
 ) -> Callable[[Function], Function]: ...
 
 
 def shard_map(
-    fn: Function | str, expression: str | None = None, /, mesh: Mesh | None = None, check: bool = False
+    fn: Function | str, expression: str | None = None, /, mesh: Mesh | None = None, check: Check = False
 ) -> Any:
     """`fn` on this rank's shards, as a function of DTensors: `shard_map(fn, "b@dp s -> b@dp s")`.
 
     Also a decorator, `@axes.shard_map("b@dp s -> b@dp s")`. With `check=True` every call compares,
-    over the ranks, the outputs and cotangents that claim to be replicated: costly, for debugging.
+    over the ranks, the outputs and cotangents that claim to be replicated: costly, for debugging. They
+    are equal bit by bit (so 0.0 isn't -0.0, but NaN is NaN), or with a tolerance, `check=1e-6`, as far as
+    that times the largest value.
 
     A split dim of a result has the global size that its name has on the left, or inline (`f=8@tp`);
     that of a new name is taken to divide evenly. Raises `ExpressionError` for text that doesn't
@@ -94,6 +115,7 @@ def shard_map(
     ...     y.shape, y.to_local().shape, axes.spec_of(y)
     (torch.Size([4, 8]), torch.Size([2, 2]), '_@dp _@tp')
     """
+    _check_check(check)
     if isinstance(fn, str) and expression is None:
         read(fn)
         return functools.partial(_region_of, expression=fn, mesh=mesh, check=check)
@@ -105,7 +127,14 @@ def shard_map(
     return _region_of(fn, expression, mesh, check)
 
 
-def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: bool) -> Function:
+def _check_check(check: Check) -> None:
+    if not isinstance(check, bool) and not (isinstance(check, float) and 0 < check < 1):
+        raise ShardingError(
+            f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shortened(repr(check))}"
+        )
+
+
+def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: Check) -> Function:
     if not torch.compiler.is_compiling():
         read(expression)
 
@@ -121,10 +150,13 @@ def run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     mesh: Mesh | None = None,
-    check: bool = False,
+    check: Check = False,
 ) -> Any:
     """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`."""
-    tensors = _tensors((args, kwargs))
+    try:
+        tensors = _tensors((args, kwargs), _check_argument)
+    except ShardingError as error:
+        raise _in_region(error, expression) from None
     for place, x in enumerate(tensors):
         _check_input(x, place, expression)
     if torch_private.transforms_are_on():
@@ -135,13 +167,17 @@ def run(
     region = region_of(current_world().era, *asked, tuple([torch_private.spec_of(x) for x in tensors]))
     shards = _left(region, tensors)
     if check:
-        _check_gradients(region, shards)
-    result = _inside(fn, region.mesh, args, kwargs, shards)
-    results = _tensors(result)
-    _check_results(results, expression)
-    outputs = _entered(region, results)
+        _check_gradients(region, shards, check)
+    versions = [torch_private.version_of(x) for x in shards]
+    try:
+        result = _inside(fn, region.mesh, args, kwargs, shards)
+    finally:
+        _note_writes(tensors, shards, versions)
+    results = _results(result, expression)
+    _check_closed(results, expression, fn)
+    outputs = _entered(region, unshared(results, shards))
     if check:
-        _check_outputs(region, outputs)
+        _check_outputs(region, outputs, check)
     return _replaced(result, iter(outputs))
 
 
@@ -164,13 +200,28 @@ def _check_input(x: torch.Tensor, place: int, expression: str) -> None:
         )
 
 
-def _check_results(results: Sequence[torch.Tensor], expression: str) -> None:
-    if any(isinstance(x, DTensor) for x in results):
-        raise ShardingError(
-            f"the function returned a DTensor; inside a region tensors are plain\n  in  shard_map '{expression}'"
-        )
+def _note_writes(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Tells autograd of the DTensors to whose shards the function has written: they count for themselves."""
+    for x, shard, version in zip(tensors, shards, versions, strict=True):
+        if torch_private.version_of(shard) != version:
+            torch.autograd.graph.increment_version(x)
+
+
+def _results(result: Any, expression: str) -> list[torch.Tensor]:
+    """The tensors that the function has returned."""
+    try:
+        results = _tensors(result, _check_result)
+        if any(isinstance(x, DTensor) for x in results):
+            raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
+    except ShardingError as error:
+        raise _in_region(error, expression) from None
     if torch_private.transforms_are_on():
         check_whole(f"the result of shard_map '{expression}'", results)
+    return results
+
+
+def _in_region(error: ShardingError, expression: str) -> ShardingError:
+    return ShardingError(f"{error}\n  in  shard_map '{expression}'")
 
 
 def _left(region: Region, tensors: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -193,7 +244,7 @@ def _entered(region: Region, results: Sequence[torch.Tensor]) -> list[DTensor]:
 # in torch.compile: two nodes of the graph, with the function between them
 
 
-def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: list[DTensor], check: bool) -> Any:
+def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: list[DTensor], check: Check) -> Any:
     """The same, traced. `asked` is what `region_of` is asked, beside the tensors."""
     if check:
         raise ShardingError(f"check=True compares ranks in each call; not in a graph\n  in  shard_map '{asked[0]}'")
@@ -202,8 +253,7 @@ def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: l
     shards = _leave_node(number, leaves, *tensors) if tensors else ()
     mesh = getattr(kept, _keep_mesh(number, tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, args, kwargs, shards)
-    results = _tensors(result)
-    _check_results(results, asked[0])
+    results = _results(result, asked[0])
     _check_counts(number, len(results))
     home = None if tensors else device_mesh_input(mesh)
     outputs = _enter_node(number, home, len(tensors), *tensors, *results) if results else ()
@@ -219,12 +269,14 @@ def _leave_node(number: int, leaves: tuple[bool, ...], *tensors: DTensor) -> tup
 
 
 @torch.compiler.allow_in_graph
-def _enter_node(number: int, _: Any, count: int, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
+def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor, ...]:
     """The results as DTensors. The first `count` tensors are those that went in, which say what a result is.
 
     Where none went in, the mesh must (see `device_mesh_input`).
     """
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[count:]
+    _check_closed(results, known(number)[0])
+    results = tuple(unshared(results, [torch_private.local_of(x) for x in tensors[:count]]))
     found = traced_results(known(number), specs, [tuple(x.shape) for x in results])
     return tuple(
         [
@@ -255,55 +307,268 @@ def _check_counts(number: int, results: int) -> None:
 # trees
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples, lists and dicts, in order."""
+def _tensors(tree: Any, check: Callable[[Any], None]) -> list[torch.Tensor]:
+    """The tensors of a tree, in order. `check` refuses what may be no part of it."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    return [x for item in inside for x in _tensors(item)]
+    kind = type(tree)
+    if kind in _PASSES:
+        return []
+    inside = tree if kind in _ROWS else tree.values() if kind is dict else torch_private.children_of(tree)
+    if inside is None:
+        check(tree)
+        return []
+    return [x for item in inside for x in _tensors(item, check)]
 
 
 def _replaced(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The same tree with its tensors replaced, in order."""
     if isinstance(tree, torch.Tensor):
         return next(tensors)
-    if isinstance(tree, dict):
-        return {key: _replaced(item, tensors) for key, item in tree.items()}
-    if not isinstance(tree, tuple | list):
+    kind = type(tree)
+    if kind in _PASSES:
         return tree
-    items = [_replaced(item, tensors) for item in tree]
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if kind in _ROWS:
+        return kind([_replaced(item, tensors) for item in tree])
+    if kind is dict:
+        return {key: _replaced(item, tensors) for key, item in tree.items()}
+    children = torch_private.children_of(tree)
+    if children is None:
+        return tree
+    return torch_private.with_children(tree, [_replaced(item, tensors) for item in children])
+
+
+_ROWS = (tuple, list)
+_PASSES = (type(None), bool, int, float, str)
+_NO_TREES = (
+    numbers.Number,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)
+"""What is no tree and holds no tensors; the first for speed."""
+
+_TREES = (
+    "tuples, lists, dicts, or what torch's pytree knows, like a dataclass after torch.export.register_dataclass(...)"
+)
+
+
+def _check_result(part: Any) -> None:
+    if not isinstance(part, _NO_TREES):
+        raise ShardingError(
+            f"the function returned a value of type {_named(part)}, in which a region can't see tensors; return "
+            f"tensors, numbers and text in {_TREES}"
+        )
+
+
+def _check_argument(part: Any) -> None:
+    if isinstance(part, _ONCE) or _holds_tensors(part, set()):
+        raise ShardingError(
+            f"among the arguments is a value of type {_named(part)}, in which a region can't see tensors; pass them in "
+            f"{_TREES}"
+        )
+
+
+def _named(part: object) -> str:
+    kind = type(part)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_ONCE = (types.GeneratorType, map, filter, zip)
+"""What can be looked into once only."""
+
+_CONTAINERS: Any = (tuple, list, set, frozenset, MappingView)
+
+
+def _holds_tensors(part: Any, seen: set[int]) -> bool:
+    """Whether a set, a dataclass or something of the like, of which pytree knows nothing, holds tensors."""
+    if isinstance(part, torch.Tensor):
+        return True
+    if isinstance(part, type) or id(part) in seen:
+        return False
+    seen.add(id(part))
+    inside: Iterable[Any]
+    if dataclasses.is_dataclass(part):
+        inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
+    elif isinstance(part, dict | UserDict):
+        inside = part.values()
+    elif isinstance(part, _CONTAINERS):
+        inside = part
+    else:
+        return False
+    return any(_holds_tensors(item, seen) for item in inside)
+
+
+# closing over
+
+
+def _check_closed(results: Sequence[torch.Tensor], expression: str, fn: Function | None = None) -> None:
+    """Refuses results that depend on a leaf by another way than an argument.
+
+    Its gradient would be this rank's summand. The graph is walked back from the results to where the
+    arguments came in; each node costs a third of a microsecond.
+    """
+    if not torch.is_grad_enabled():
+        return
+    needing = [x for x in results if x.requires_grad]
+    for x in needing:
+        if x.grad_fn is None:
+            raise _closed_over(x, expression, fn)
+    ahead = [x.grad_fn for x in needing]
+    seen = set(ahead)
+    leaving, to_local = _LEAVING, torch_private.TO_LOCAL
+    while ahead:
+        node = ahead.pop()
+        kind = type(node)
+        if kind is leaving or (kind is to_local and torch_private.says_its_gradient(node)):
+            continue
+        nearer = node.next_functions
+        if not nearer and (leaf := getattr(node, "variable", None)) is not None:
+            raise _closed_over(leaf, expression, fn)
+        for below, _ in nearer:
+            if below is not None and below not in seen:
+                seen.add(below)
+                ahead.append(below)
+
+
+_LEAVING = torch_private.node_of(_Leave)
+
+
+def _closed_over(leaf: torch.Tensor, expression: str, fn: Function | None) -> ShardingError:
+    left, _, right = expression.partition("->")
+    taken = {factor.name for spec in read(expression).inputs for dim in spec.dims for factor in dim.factors}
+    taken |= {factor.name for spec in read(expression).outputs for dim in spec.dims for factor in dim.factors}
+    spec = " ".join([letter for letter in "ijklmnopqrstuvwxyzabcdefgh" if letter not in taken][: leaf.ndim])
+    name = _name_in(fn, leaf)
+    passing = f"{left.strip()}, {spec} -> {right.strip()}" if left.strip() else f"{spec} -> {right.strip()}"
+    made = (
+        "pass it as an argument"
+        if isinstance(leaf, DTensor)
+        else f'pass it as an argument, axes.from_local({name}, "{spec}", grad="summed") or axes.shard({name}, "{spec}")'
+    )
+    return ShardingError(
+        f"the function uses a tensor that needs a gradient and isn't an argument: {name}, {list(leaf.shape)} "
+        f"{leaf.dtype}; what came would be this rank's summand of its gradient\n"
+        f"{made}, with its spec on the left: '{passing}'; or use {name}.detach()\n  in  shard_map '{expression}'"
+    )
+
+
+def _name_in(fn: Function | None, leaf: torch.Tensor) -> str:
+    """What the function calls a tensor that it closes over; `w` where that can't be seen."""
+    known = [("", fn), ("", getattr(fn, "__self__", None))]
+    fn = getattr(fn, "__func__", fn)
+    if isinstance(fn, types.FunctionType):
+        names, cells = fn.__code__.co_freevars, fn.__closure__ or ()
+        known += [(name, cell.cell_contents) for name, cell in zip(names, cells, strict=True)]
+        known += [(name, fn.__globals__.get(name)) for name in fn.__code__.co_names]
+    for name, value in known:
+        if value is leaf:
+            return name
+        if isinstance(value, torch.nn.Module):
+            for inner, parameter in value.named_parameters(prefix=name):
+                if parameter is leaf:
+                    return inner
+    return "w"
+
+
+# memory
+
+
+def unshared(results: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, copied where they share memory with a shard or with one another."""
+    taken = {torch_private.memory_of(x) for x in shards}
+    found: list[torch.Tensor] = []
+    theirs: dict[int, list[torch.Tensor]] = {}
+    for x in results:
+        memory = torch_private.memory_of(x)
+        others = theirs.setdefault(memory, [])
+        if memory in taken or not all(_lie_apart(x, other) for other in others):
+            x = x.clone()
+        else:
+            others.append(x)
+        found.append(x)
+    return found
+
+
+def _lie_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in one storage surely have no element in common, like the parts of a split.
+
+    Of symbolic sizes nothing is asked, which would guard the graph on them.
+    """
+    if is_symbolic((*one.shape, *other.shape)):
+        return False
+    if not one.numel() or not other.numel():
+        return True
+    ends = [
+        x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in (one, other)
+    ]
+    if ends[0] < other.storage_offset() or ends[1] < one.storage_offset():
+        return True
+    # Boxes of a tensor that has these strides: apart if they are so along a dim.
+    strides = sorted({*one.stride()}, reverse=True)
+    if sorted({*other.stride()}, reverse=True) != strides or 0 in strides:
+        return False
+    boxes = [_box(x, strides) for x in (one, other)]
+    if None in boxes:
+        return False
+    return any(a[1] <= b[0] or b[1] <= a[0] for a, b in zip(*boxes, strict=True))  # type: ignore[arg-type]
+
+
+def _box(x: torch.Tensor, strides: Sequence[int]) -> list[tuple[int, int]] | None:
+    """From where to where a tensor is along the dims of one that has these strides; None where it is no box of it."""
+    sizes = dict.fromkeys(strides, 1)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if size > 1 and sizes[stride] > 1:
+            return None
+        sizes[stride] = max(size, sizes[stride])
+    found, rest, room = [], x.storage_offset(), 0
+    for stride in strides:
+        start, left = divmod(rest, stride)
+        if room and (room % stride or start + sizes[stride] > room // stride):
+            return None
+        found.append((start, start + sizes[stride]))
+        rest, room = left, stride
+    return [*found, (rest, rest + 1)]
 
 
 # check=True
 
 
-def _check_outputs(region: Region, outputs: Sequence[DTensor]) -> None:
+def _check_outputs(region: Region, outputs: Sequence[DTensor], check: Check) -> None:
     """Compares results over the ranks that are said to have the same; and later their cotangents."""
     labels = [f"result {place}, '{spec}'," for place, spec in enumerate(region.reading.outputs)]
     claims = [claim for label, y in zip(labels, outputs, strict=False) for claim in _claims(label, y, region.home)]
-    _compare(region, claims)
+    _compare(region, claims, check)
     for label, y in zip(labels, outputs, strict=False):
         if y.requires_grad:
-            y.register_hook(functools.partial(_check_cotangent, region, f"the gradient of {label}"))
+            y.register_hook(functools.partial(_check_cotangent, region, f"the gradient of {label}", check))
 
 
-def _check_cotangent(region: Region, label: str, gradient: DTensor) -> None:
-    _compare(region, _claims(label, gradient, region.home))
+def _check_cotangent(region: Region, label: str, check: Check, gradient: DTensor) -> None:
+    _compare(region, _claims(label, gradient, region.home), check)
 
 
-def _check_gradients(region: Region, shards: Sequence[torch.Tensor]) -> None:
+def _check_gradients(region: Region, shards: Sequence[torch.Tensor], check: Check) -> None:
     """Compares, in backward, gradients that every rank has the same: of pending tensors, and where it is said."""
     for place, (shard, each) in enumerate(zip(shards, region.inputs, strict=True)):
         pending = tuple(axis for p in each.sharding.pending for axis in p.axes)
         for what, axes in (("pending", pending), ("'same'", each.same)):
             if axes and shard.requires_grad:
                 label = f"the gradient of tensor {place}, which is {what},"
-                shard.register_hook(functools.partial(_check_gradient, region, label, each.sharding.mesh, axes))
+                shard.register_hook(functools.partial(_check_gradient, region, label, each.sharding.mesh, axes, check))
 
 
-def _check_gradient(region: Region, label: str, mesh: Mesh, axes: Sequence[str], gradient: torch.Tensor) -> None:
-    _compare(region, [Claim(label, gradient, mesh, axis) for axis in axes])
+def _check_gradient(
+    region: Region, label: str, mesh: Mesh, axes: Sequence[str], check: Check, gradient: torch.Tensor
+) -> None:
+    _compare(region, [Claim(label, gradient, mesh, axis) for axis in axes], check)
 
 
 def _claims(label: str, x: DTensor, mesh: Mesh) -> list[Claim]:
@@ -311,8 +576,8 @@ def _claims(label: str, x: DTensor, mesh: Mesh) -> list[Claim]:
     return [Claim(label, x.to_local().detach(), mesh, axis) for axis in axes if mesh.layout(axis).size > 1]
 
 
-def _compare(region: Region, claims: Sequence[Claim]) -> None:
-    differences = disagreement(claims, region.home)
+def _compare(region: Region, claims: Sequence[Claim], check: Check) -> None:
+    differences = disagreement(claims, region.home, 0.0 if check is True else check)
     if differences:
         found = "\n".join(map(str, differences))
         raise ShardingError(

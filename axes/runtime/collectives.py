@@ -288,7 +288,8 @@ class Difference:
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
-        much = "in shape" if self.most == math.inf and self.scale == math.inf else f"by up to {self.most:.3g}"
+        much = "in shape or dtype" if self.scale == math.inf else f"by up to {self.most:.3g}"
+        much = "in the sign of a zero" if self.most == 0 else much
         scale = "" if self.scale == math.inf else f" (values up to {self.scale:.3g})"
         return (
             f"{self.label} claims to be the same on all ranks of '{self.axis}'; ranks {ranks} differ from the first "
@@ -296,36 +297,33 @@ class Difference:
         )
 
 
-_CLOSE = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
-"""Relative to the largest value, as in `torch.testing.assert_close`; other dtypes are equal or not."""
-
-
-def disagreement(claims: Sequence[Claim], mesh: Mesh) -> list[Difference]:
+def disagreement(claims: Sequence[Claim], mesh: Mesh, tolerance: float = 0.0) -> list[Difference]:
     """Which of the claims aren't true, the same answer on every rank of `mesh`.
 
-    All its ranks call it with the same claims. In a simulated world, without values, all are true.
+    Equal is equal bit by bit, where NaN is NaN; or up to `tolerance` times the largest value. All ranks
+    of the mesh call it with the same claims. In a simulated world, without values, all are true.
     """
     if current_world().fake or not claims or mesh.size == 1:
         return []
     everyone = line_of(mesh, mesh.axis_names)
     ranks = dist.get_process_group_ranks(_group(everyone).group)
     shapes = dict(zip(ranks, _of_every_rank([(tuple(c.x.shape), c.x.dtype) for c in claims], everyone), strict=True))
-    found: list[tuple[float, float]] = []
+    found: list[tuple[float, float] | None] = []
     for i, claim in enumerate(claims):
         lines = [claim.mesh.axis(claim.axis).ranks_of(rank) for rank in ranks]
         if any(shapes[rank][i] != shapes[line[0]][i] for line in lines for rank in line):
             line = claim.mesh.axis(claim.axis).ranks
-            found.append((math.inf, math.inf) if shapes[mesh.rank][i] != shapes[line[0]][i] else (0.0, 0.0))
+            found.append((math.inf, math.inf) if shapes[mesh.rank][i] != shapes[line[0]][i] else None)
         else:
             found.append(_deviation(claim.x, _of_first(claim.x, line_of(claim.mesh, claim.axis))))
     every = _of_every_rank(found, everyone)
     differences = []
     for i, claim in enumerate(claims):
-        off = [(rank, *each[i]) for rank, each in zip(ranks, every, strict=True)]
+        off = [(rank, *each[i]) for rank, each in zip(ranks, every, strict=True) if each[i] is not None]
         off = [
             (rank, most, scale)
             for rank, most, scale in off
-            if most > _CLOSE.get(claim.x.dtype, 0.0) * min(scale, 1e300)
+            if not most <= tolerance * min(scale, 1e300) or not tolerance
         ]
         if off:
             most, scale = max(most for _, most, _ in off), max(scale for _, _, scale in off)
@@ -346,15 +344,26 @@ def _of_every_rank(value: Any, line: Line) -> list[Any]:
     return found
 
 
-def _deviation(x: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
-    """The largest distance between the two, and the largest value; NaN is as far as can be from a number."""
-    wide = torch.complex128 if x.dtype.is_complex else torch.float64
-    x, other = x.to(wide), other.to(wide)
-    differ = (x != other) & ~(x.isnan() & other.isnan())
+def _deviation(x: torch.Tensor, other: torch.Tensor) -> tuple[float, float] | None:
+    """The largest distance between the two, and the largest value; None where they are the same bit by bit.
+
+    NaN is NaN, and as far as can be from a number.
+    """
+    x, other = (torch.view_as_real(each) if each.is_complex() else each for each in map(_resolved, (x, other)))
+    differ = (_bytes(x) != _bytes(other)).any(-1)
+    # Every float is one of 64 bits; of integers the difference is one.
+    x, other = (each.flatten().to(torch.float64 if each.is_floating_point() else torch.int64) for each in (x, other))
+    if x.is_floating_point():
+        differ &= ~(x.isnan() & other.isnan())
     if not differ.any():
-        return 0.0, 0.0
-    distance = (x - other)[differ].abs().nan_to_num(nan=math.inf)
-    return float(distance.max()), float(other.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+        return None
+    distance = (x - other)[differ].abs().double().nan_to_num(nan=math.inf)
+    return float(distance.max()), float(other.abs().double().nan_to_num(nan=0.0, posinf=0.0).max())
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, in order."""
+    return x.contiguous().flatten().unsqueeze(-1).view(torch.uint8)
 
 
 def pieces(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:

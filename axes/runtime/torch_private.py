@@ -27,6 +27,7 @@ from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
@@ -581,9 +582,55 @@ def owns_its_memory(x: torch.Tensor) -> bool:
     return exact and count is not None and count(storage._cdata) == 2
 
 
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two plain tensors have one storage. Would be replaced by a public name for it (2.11 to 2.15)."""
-    return torch._C._is_alias_of(one, other)
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor's memory was written to, as autograd counts; inference tensors don't.
+
+    Would be replaced by a public name for `Tensor._version`.
+    """
+    return 0 if x.is_inference() else x._version
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """The number of the storage in which a tensor lies: fake ones have one, too, but no address.
+
+    Would be replaced by a public `torch.Tensor.shares_memory_with`.
+    """
+    return x.untyped_storage()._cdata
+
+
+def node_of(function: type[torch.autograd.Function]) -> type:
+    """The type of the nodes that an autograd function leaves in the graph. Public API: none planned."""
+    return function._backward_cls  # type: ignore[attr-defined]
+
+
+def says_its_gradient(node: Any) -> bool:
+    """Whether a node of `TO_LOCAL`, torch's `DTensor.to_local`, has a gradient that is right on each rank.
+
+    It has where `grad_placements` say what the local gradients are, or nothing is replicated: torch's
+    default takes each rank's gradient of a replicated tensor for the whole one.
+    """
+    spec = node.dtensor_spec
+    copies = [size for p, size in zip(spec.placements, spec.mesh.shape, strict=True) if p.is_replicate() and size > 1]
+    return node.grad_placements is not None or not copies
+
+
+TO_LOCAL = node_of(_ToTorchTensor)
+"""The type of the nodes of torch's `DTensor.to_local`, whose function is private."""
+
+
+# Trees: `torch.utils._pytree`, of which only registering is public (`torch.export.register_dataclass`)
+
+
+def children_of(tree: object) -> list[Any] | None:
+    """What is directly inside a node that torch's pytree knows, in order; None of anything else."""
+    if pytree.tree_is_leaf(tree):
+        return None
+    return pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[0]
+
+
+def with_children(tree: object, children: list[Any]) -> Any:
+    """The same node with other things inside."""
+    return pytree.tree_unflatten(children, pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[1])
 
 
 def hint_of(size: Any) -> int | None:

@@ -449,7 +449,9 @@ ROWS = (
         "the border of a region",
         "`axes.shard_map`, `axes.to_local` and `axes.from_local` lead from one view to the other. In a region the "
         "gradient of a replicated result comes inside as summands, which add up to it; that of a replicated operand "
-        "leaves pending. Where a region says `same`, it comes whole and leaves as it is.",
+        "leaves pending. Where a region says `same`, it comes whole and leaves as it is. A plain tensor that needs a "
+        "gradient and that the function closes over has no spec to say so: that is an error, which shows how to "
+        "pass it.",
         (
             Region("b s@tp d -> b s@tp d", S),
             Region("b s@tp d -> b s@tp d", R),

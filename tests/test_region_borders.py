@@ -1,0 +1,479 @@
+"""What crosses the border of a region: trees, tensors that are closed over, memory, and what `check` compares."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
+
+import axes
+from axes.algebra.errors import AxesError, ShardingError
+from axes.ops.collectives import axis_index, psum
+from axes.ops.shard_map import shard_map
+
+SAME = "n@tp d -> n@tp d"
+
+
+def mesh() -> axes.Mesh:
+    return axes.init_mesh("dp=2 cp=2 tp=2", device_type="cpu")
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sharded(seed: int = 0) -> DTensor:
+    return axes.shard(numbers(4, 3, seed=seed), "n@tp d")
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except AxesError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# trees
+
+
+@dataclass
+class Output:
+    """Like a model's: registered below."""
+
+    logits: Any
+    note: str = ""
+
+
+@dataclass
+class Config:
+    """Opaque to pytree."""
+
+    value: Any
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Named(dict):
+    """A dict that pytree doesn't know."""
+
+
+torch.export.register_dataclass(Output)
+
+TREES: list[Callable[[Any, Any], Any]] = [
+    lambda a, b: (a, [b, None, 1.5]),
+    lambda a, b: {"z": a, "a": b},
+    lambda a, b: Pair(a, (b, "text")),
+    lambda a, b: collections.OrderedDict(z=a, a=b),
+    lambda a, b: collections.defaultdict(list, z=a, a=b),
+    lambda a, b: collections.deque([a, b], maxlen=4),
+    lambda a, b: Output([a], "note") if b is None else Output({"x": a, "y": b}, "note"),
+    lambda a, b: [torch.float32, torch.device("cpu"), torch.Size([1]), Colour.RED, b"bytes", 1j, a, True, b],
+]
+
+
+def trees() -> None:
+    with mesh():
+        x, y = sharded(), sharded(1)
+        for build in TREES:
+            seen: list[Any] = []
+
+            def body(tree: Any, build: Any = build, seen: list[Any] = seen) -> Any:
+                seen.append(tree)
+                a, b = leaves(tree)
+                return build(a * 2, b + 1)
+
+            found = shard_map(body, "n@tp d, n@tp d -> n@tp d, n@tp d")(build(x, y))
+            for tree in (found, seen[0]):
+                assert type(tree) is type(build(x, y))
+            assert all(not isinstance(t, DTensor) for t in leaves(seen[0]))
+            a, b = leaves(found)
+            torch.testing.assert_close(axes.unshard(a), numbers(4, 3) * 2)
+            torch.testing.assert_close(axes.unshard(b), numbers(4, 3, seed=1) + 1)
+        found = shard_map(lambda t: collections.defaultdict(list, z=t["z"]), SAME)({"z": x})
+        assert found["other"] == []
+        assert shard_map(lambda t: collections.deque([t], maxlen=2), SAME)(x).maxlen == 2
+        assert shard_map(lambda x, c, f: x * c.value, SAME)(x, Config(3), len).shape == (4, 3)
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def test_trees_are_those_that_pytree_knows(pool):
+    pool.run(trees)
+
+
+RESULTS: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
+    ("set", lambda x: {x}),
+    ("tests.test_region_borders.Config", lambda x: Config(x)),
+    ("generator", lambda x: (t for t in [x])),
+    ("map", lambda x: [x, map(abs, [x])]),
+    ("object", lambda x: {"a": x, "b": object()}),
+    ("tests.test_region_borders.Named", lambda x: Named(a=x)),
+    ("type", lambda x: (x, Config)),
+    ("dict_values", lambda x: {"a": x}.values()),
+]
+
+ARGUMENTS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("set", lambda x: {x}),
+    ("frozenset", lambda x: [frozenset([x])]),
+    ("tests.test_region_borders.Config", lambda x: Config(x)),
+    ("tests.test_region_borders.Config", lambda x: {"deep": Config([{"a": x}])}),
+    ("generator", lambda x: (t for t in [x])),
+    ("zip", lambda x: zip([x], [1], strict=True)),
+    ("tests.test_region_borders.Named", lambda x: Named(a=x)),
+    ("dict_values", lambda x: {"a": x}.values()),
+]
+
+
+def wrong_trees() -> list[str]:
+    with mesh(), CommDebugMode() as counted:
+        x, found = sharded(), []
+        for name, build in RESULTS:
+            found.append(error_of(lambda build=build: shard_map(build, SAME)(x)))
+            assert f"the function returned a value of type {name}, in which a region can't see tensors" in found[-1]
+        for name, build in ARGUMENTS:
+            found.append(error_of(lambda build=build: shard_map(lambda t: t, SAME)(build(x))))
+            assert f"among the arguments is a value of type {name}, in which a region can't see tensors" in found[-1]
+        for text in found:
+            assert text.startswith("ShardingError")
+            assert "torch.export.register_dataclass(...)" in text
+            assert f"shard_map '{SAME}'" in text
+        assert counted.get_total_counts() == 0
+    return found
+
+
+def test_what_a_region_cannot_look_into_is_an_error_that_names_its_type(pool):
+    pool.run(wrong_trees)
+
+
+# closing over
+
+
+def closures() -> None:
+    with mesh():
+        x = sharded().requires_grad_()
+        plain = sharded()
+        weight = numbers(3, 3).requires_grad_()
+        table = axes.shard(numbers(3, 3), "i j").requires_grad_()
+        layer = torch.nn.Linear(3, 3, dtype=torch.float64)
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        derived = weight.sin()
+
+        def closes(x: torch.Tensor) -> torch.Tensor:
+            return x @ weight
+
+        assert error_of(lambda: shard_map(closes, "n@tp d -> n@tp e")(x)) == (
+            "ShardingError: the function uses a tensor that needs a gradient and isn't an argument: weight, [3, 3] "
+            "torch.float64; what came would be this rank's summand of its gradient\n"
+            'pass it as an argument, axes.from_local(weight, "i j", grad="summed") or axes.shard(weight, "i j"), with '
+            "its spec on the left: 'n@tp d, i j -> n@tp e'; or use weight.detach()\n"
+            "  in  shard_map 'n@tp d -> n@tp e'"
+        )
+        # the names that are taken aren't suggested
+        assert "'i@tp d, j k -> i@tp e'" in error_of(lambda: shard_map(closes, "i@tp d -> i@tp e")(x))
+        wrong: dict[str, Callable[[torch.Tensor], Any]] = {
+            "scale, []": lambda x: x * scale,
+            "w, [3, 3]": lambda x: x @ derived,  # what it was made from isn't seen from here
+            "layer.weight": lambda x: layer(x),
+            "weight, [3, 3]": lambda x: (x, weight)[1],
+            "table, [3, 3]": lambda x: x @ table.to_local(),
+        }
+        for name, body in wrong.items():
+            text = error_of(lambda body=body: shard_map(body, SAME)(x))
+            assert f"isn't an argument: {name}" in text, (name, text)
+            assert f"isn't an argument: {name}" in error_of(lambda body=body: shard_map(body, SAME)(plain))
+        assert "isn't an argument: weight" in error_of(lambda: shard_map(layer, SAME)(x))
+        assert "isn't an argument: weight" in error_of(lambda: shard_map(layer.forward, SAME)(x))
+        # a leaf that the function makes looks the same
+        assert "isn't an argument" in error_of(
+            lambda: shard_map(lambda x: x * scale.clone().detach().requires_grad_(), SAME)(x)
+        )
+
+
+def test_a_tensor_that_needs_a_gradient_and_is_closed_over_is_an_error(pool):
+    pool.run(closures)
+
+
+def fine_closures() -> None:
+    with mesh():
+        x = sharded().requires_grad_()
+        weight = numbers(3, 3).requires_grad_()
+        table = axes.shard(numbers(3, 3), "i j").requires_grad_()
+        rows = axes.shard(numbers(16, 3), "i@(dp cp tp) j").requires_grad_()
+        for body in (
+            lambda x: x @ weight.detach(),
+            lambda x: x * axes.to_local(rows.sin()),
+            lambda x: x * rows.to_local(),
+            lambda x: x @ table.to_local(grad_placements=[Partial()] * 3),
+            lambda x: x.detach() * 2,
+        ):
+            assert shard_map(body, SAME)(x).shape == (4, 3)
+        with torch.no_grad():
+            assert shard_map(lambda x: x @ weight, SAME)(x).shape == (4, 3)
+        with torch.inference_mode():
+            assert shard_map(lambda x: x @ weight, SAME)(x).shape == (4, 3)
+        # as an argument it has the gradient of one device
+        w = axes.shard(weight, "d e")
+        shard_map(torch.matmul, "n@tp d, d e -> n@tp e")(x, w).sum().backward()
+        total = numbers(4, 3).sum(0)[:, None].expand(3, 3)
+        torch.testing.assert_close(weight.grad if weight.grad is not None else axes.unshard(w.grad), total)
+        # a second derivative goes through the argument alone
+        y = shard_map(lambda x: torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)[0], SAME)(x)
+        (g,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(axes.unshard(g), 6 * numbers(4, 3))
+
+
+def test_what_needs_no_gradient_or_says_its_own_may_be_closed_over(pool):
+    pool.run(fine_closures)
+
+
+# memory
+
+
+def writes() -> None:
+    with mesh():
+        x, w = sharded(), sharded(1).requires_grad_()
+        product = x * w  # keeps x for the gradient of w
+        before = x._version
+        shard_map(lambda x: x.mul_(2).sum(0), "n@tp d -> d | sum@tp")(x)
+        assert x._version > before
+        torch.testing.assert_close(axes.unshard(x), numbers(4, 3) * 2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        # also by a function that fails, and where nothing was written nothing is counted
+        product, before = x * w, x._version
+        shard_map(lambda x: x + 1, SAME)(x)
+        assert x._version == before
+
+        def fails(x: torch.Tensor) -> torch.Tensor:
+            x.zero_()
+            raise ValueError
+
+        with pytest.raises(ValueError):  # noqa: PT011
+            shard_map(fails, SAME)(x)
+        assert x._version > before
+        # a parameter, as an optimizer writes to it
+        kept = w * w
+        with torch.no_grad():
+            shard_map(lambda w: w.add_(1).sum(), "n@tp d -> | sum@tp")(w)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.sum().backward()
+        # where its gradient is needed, torch refuses
+        before = axes.unshard(w).detach()
+        for body in (lambda w: w.mul_(2), lambda w: w.sin_().clone()):
+            with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+                shard_map(body, SAME)(w)
+        torch.testing.assert_close(axes.unshard(w).detach(), before)
+        with torch.inference_mode():
+            shard_map(lambda x: x.mul_(2).clone(), SAME)(x)
+
+
+def test_a_write_to_an_argument_is_seen_by_autograd_or_refused(pool):
+    pool.run(writes)
+
+
+SHARING: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
+    (SAME, lambda x: x),
+    (SAME, lambda x: x.detach()),
+    (SAME, lambda x: x.view_as(x)),
+    ("n@tp d -> n@tp e", lambda x: x[:, 1:]),
+    ("n@tp d -> d n@tp", lambda x: x.T),
+    ("n@tp d -> m@tp", lambda x: x.view(-1)),
+    ("n@tp d -> n@tp", lambda x: x.unbind(1)[1]),
+    ("n@tp d -> n@tp two=2 d", lambda x: x[:, None].expand(-1, 2, -1)),
+]
+
+TWO: list[tuple[str, Callable[[torch.Tensor], Any], bool]] = [
+    # results of new memory, and whether they still share it: the parts of a split do
+    ("n@tp d, n@tp d", lambda y: (y, y), False),
+    ("n@tp d, d n@tp", lambda y: (y, y.T), False),
+    ("n@tp e, n@tp f", lambda y: (y[:, :2], y[:, 1:]), False),
+    ("n@tp e, n@tp f", lambda y: y.split([1, 2], 1), True),
+    ("n@tp, n@tp", lambda y: y.unbind(1)[:2], True),
+    ("d, e", lambda y: (y[0], y[1]), True),
+    ("n@tp e, n@tp f", lambda y: (y[:, 2:], y[:, :2]), True),
+]
+
+
+def storage(x: DTensor) -> int:
+    return x.to_local().untyped_storage().data_ptr()
+
+
+def sharing() -> None:
+    with mesh():
+        for expression, body in SHARING:
+            for x in (sharded(), sharded().requires_grad_()):
+                y = shard_map(body, expression)(x)
+                assert storage(y) != storage(x), expression
+                assert y.to_local().numel() >= x.to_local().numel() // 3
+        for right, body, shares in TWO:
+            a, b = shard_map(lambda x, body=body: body(x + 1), f"n@tp d -> {right}")(sharded())
+            assert (storage(a) == storage(b)) == shares, right
+            before = axes.unshard(b).clone()
+            a.mul_(3)
+            torch.testing.assert_close(axes.unshard(b), before)
+        # so that a change of a result leaves saved tensors alone
+        x = sharded().requires_grad_()
+        y = shard_map(lambda x: x, SAME)(torch.tanh(x))
+        y.mul_(2)
+        y.sum().backward()
+        torch.testing.assert_close(axes.unshard(x.grad), 2 * (1 - numbers(4, 3).tanh() ** 2))
+
+
+def test_a_result_shares_no_memory_with_an_argument_nor_with_another_result(pool):
+    pool.run(sharing)
+
+
+# check
+
+
+def checks() -> list[str]:
+    with mesh():
+        x = sharded()
+        values = {
+            "one bit": (lambda r: 1.0 + r * 2.0**-52, 1e-12),
+            "a little": (lambda r: 1.0 + r * 1e-9, 1e-6),
+            "zero": (lambda r: -0.0 if r else 0.0, 1e-6),
+            "nan": (lambda r: float("nan"), None),
+            "not nan": (lambda r: float("nan") if r else 1.0, None),
+        }
+        found = []
+        for made, tolerance in values.values():
+
+            def body(x: torch.Tensor, made: Any = made) -> torch.Tensor:
+                return torch.full((3,), made(axis_index("cp")), dtype=torch.float64)
+
+            strict = error_of(lambda body=body: shard_map(body, "n@tp d -> d", check=True)(x))
+            loose = error_of(lambda body=body, t=tolerance: shard_map(body, "n@tp d -> d", check=t or 1e-3)(x))
+            found += [strict, loose]
+        # integers that floats can't tell apart, complex numbers, a tolerance that isn't enough
+        large = shard_map(lambda x: torch.tensor([2**60 + axis_index("cp")]), "n@tp d -> one", check=True)
+        found.append(error_of(lambda: large(x)))
+        turned = shard_map(lambda x: torch.full((1,), complex(1, axis_index("cp") * 1e-9)), "n@tp d -> k", check=True)
+        found.append(error_of(lambda: turned(x)))
+        far = shard_map(lambda x: torch.full((3,), 1 + axis_index("cp") * 1e-3), "n@tp d -> d", check=1e-6)
+        found.append(error_of(lambda: far(x)))
+        # gradients, too
+        leaf = sharded().requires_grad_()
+        for how in (True, 1e-6):
+            y = shard_map(lambda x: x * (1 + axis_index("cp") * 1e-9), "n@tp d | same@cp -> n@tp d | sum@cp", check=how)
+            found.append(error_of(lambda y=y: axes.unshard(y(leaf)).sum().backward()))
+        return found
+
+
+def test_check_compares_bit_by_bit_unless_a_tolerance_is_given(pool):
+    for found in pool.run(checks):
+        one_bit, one_bit_ok, little, little_ok, zero, zero_ok, nan, nan_ok, not_nan, not_nan_ok, *rest = found
+        assert "claims to be the same on all ranks of 'cp'; ranks 2, 3, 6, 7 differ" in one_bit
+        assert "by up to 2.22e-16 (values up to 1)" in one_bit
+        assert "by up to 1e-09 (values up to 1)" in little
+        assert "differ from the first of their line in the sign of a zero" in zero
+        assert one_bit_ok == little_ok == zero_ok == nan == nan_ok == "nothing"
+        assert "by up to inf" in not_nan
+        assert "by up to inf" in not_nan_ok
+        large, turned, far, gradient, gradient_ok = rest
+        assert "by up to 1 " in large
+        assert "by up to 1e-09" in turned
+        assert "by up to 0.001" in far
+        assert "the gradient of tensor 0, which is 'same', claims to be the same on all ranks of 'cp'" in gradient
+        assert gradient_ok == "nothing"
+
+
+@pytest.mark.parametrize("check", [1, 0, -1e-6, 0.0, 1.0, float("nan"), "1e-6", None])
+def test_a_check_is_a_bool_or_a_tolerance(check):
+    text = "check is True, False, or a tolerance between 0 and 1, like 1e-6; found "
+    for call in (functools.partial(shard_map, torch.neg, SAME), functools.partial(shard_map, SAME)):
+        with pytest.raises(ShardingError, match=text):
+            call(check=check)
+
+
+# torch.compile
+
+
+def compiled() -> list[str]:
+    with axes.init_mesh("dp=2", device_type="cpu"):
+        same, found = "n@dp d -> n@dp d", []
+
+        def fast(body: Callable[..., Any], expression: str = same) -> Callable[..., Any]:
+            torch._dynamo.reset()
+            return torch.compile(lambda *xs: shard_map(body, expression)(*xs), backend="aot_eager", fullgraph=True)
+
+        def whole(seed: int = 0) -> DTensor:
+            return axes.shard(numbers(4, 3, seed=seed), "n@dp d")
+
+        weight = numbers(3, 3).requires_grad_()
+        layer = torch.nn.Linear(3, 3, dtype=torch.float64)
+        for body in (lambda x: x @ weight, layer):
+            for x in (whole(), whole().requires_grad_()):
+                try:
+                    fast(body)(x)
+                except Exception as error:  # dynamo wraps what a node raises
+                    found.append(str(error))
+        # trees
+        y = fast(lambda o: Output(o.logits * 2, o.note))(Output(whole(), "note"))
+        assert type(y) is Output
+        assert y.note == "note"
+        torch.testing.assert_close(axes.unshard(y.logits), numbers(4, 3) * 2)
+        y = fast(lambda t: collections.OrderedDict(z=t["b"] * 2))({"b": whole()})
+        torch.testing.assert_close(axes.unshard(y["z"]), numbers(4, 3) * 2)
+        for body in (lambda x: {x}, lambda x: Config(x)):
+            with pytest.raises(Exception, match=r"Observed exception|a value of type"):
+                fast(body)(whole())
+        # memory: a write is counted, and results are their own
+        x, w = whole(), whole(1).requires_grad_()
+        product = x * w
+        fast(lambda x: x.mul_(2) + 1)(x)
+        torch.testing.assert_close(axes.unshard(x), numbers(4, 3) * 2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        for x in (whole(), whole().requires_grad_()):
+            assert storage(fast(lambda x: x)(x)) != storage(x)
+        torch._dynamo.reset()
+
+        def changed(x: DTensor) -> tuple[DTensor, ...]:
+            y = shard_map(lambda x: x, same)(x)
+            y.mul_(2)
+            a, b = shard_map(lambda x: (x, x), f"{same}, n@dp d")(x)
+            a.mul_(3)
+            return x + 0, y + 0, a + 0, b + 0
+
+        once, twice, thrice, again = torch.compile(changed, backend="aot_eager", fullgraph=True)(whole())
+        for y, factor in ((once, 1), (twice, 2), (thrice, 3), (again, 1)):
+            torch.testing.assert_close(axes.unshard(y), numbers(4, 3) * factor)
+        return found
+
+
+def test_a_compiled_region_has_the_same_border(world):
+    for found in world(compiled, 2, timeout=180):
+        assert len(found) == 4
+        assert all("the function uses a tensor that needs a gradient" in text for text in found)
+
+
+def test_psum_is_still_what_check_advises(pool):
+    assert "axes.psum(y, 'tp')" in pool.run(advice)[0]
+
+
+def advice() -> str:
+    with mesh():
+        assert (
+            error_of(lambda: shard_map(lambda x: psum(x.sum(0), "tp"), "n@tp d -> d", check=True)(sharded()))
+            == "nothing"
+        )
+        return error_of(lambda: shard_map(lambda x: x.sum(0), "n@tp d -> d", check=True)(sharded()))
