@@ -334,3 +334,41 @@ def test_functions_over_split_dims_serve_many_sizes(world):
     for found in world(functions_of_sizes, 4, timeout=400):
         assert [wrong for wrong, _ in found] == [[]] * 3
         assert [graphs for _, graphs in found[:2]] == [[1, 1, 1, 2]] * 2
+
+
+Plain = Callable[..., torch.Tensor]
+
+ON_SHARDS: dict[str, Plain] = {
+    "softmax": lambda x, w, ids, mesh: softmax(x, "s v@tp", over="v", mesh=mesh),
+    "logsumexp": lambda x, w, ids, mesh: logsumexp(x, "s v@tp", over="v", mesh=mesh),
+    "rms_norm": lambda x, w, ids, mesh: rms_norm(x, "s v@tp", over="v", weight=w[:, 0], mesh=mesh),
+    "layer_norm": lambda x, w, ids, mesh: layer_norm(x, "s v@tp", over="v", weight=w[:, 0], bias=w[:, 1], mesh=mesh),
+    "cross_entropy": lambda x, w, ids, mesh: cross_entropy(x, ids, "s v@tp, s -> ", v=10, mesh=mesh),
+    "embedding": lambda x, w, ids, mesh: embedding(ids, w, "s, v@tp d -> s d", mesh=mesh),
+}
+"""Functions of this rank's shards of `s v@tp`, `v@tp d` and of `s`, which are labels."""
+
+
+def on_shards() -> list[str]:
+    wrong = []
+    mesh = axes.init_mesh("tp=2", device_type="cpu")
+    for name, call in ON_SHARDS.items():
+        for where in (None, mesh):
+            torch._dynamo.reset()
+            counted = CompileCounterWithBackend("aot_eager")
+            fast = torch.compile(call, backend=counted, fullgraph=True)
+            with mesh if where is None else axes.init_mesh("other=2", device_type="cpu"):
+                found = []
+                for function in (fast, call, fast):
+                    leaves = [numbers(3, 5).requires_grad_(), numbers(5, 4, seed=1).requires_grad_()]
+                    y = function(*leaves, integers(10, 3), where)
+                    y.square().sum().backward()
+                    found.append([y, *(x.grad for x in leaves if x.grad is not None)])
+            same = [torch.allclose(*pair) for ours in found[::2] for pair in zip(ours, found[1], strict=True)]
+            if not all(same) or counted.frame_count != 1:
+                wrong.append(f"{name} with mesh={where}: {same}, {counted.frame_count} graphs")
+    return wrong
+
+
+def test_functions_over_split_dims_compile_on_plain_shards(world):
+    assert world(on_shards, 2, timeout=300) == [[], []]

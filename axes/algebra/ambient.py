@@ -30,7 +30,15 @@ _stack = _Stack()
 
 
 def ambient_mesh() -> Mesh | None:
-    """The innermost mesh of this thread, or None."""
+    """The innermost mesh of this thread, or None.
+
+    This, `push` and `pop` have another body in compiled graphs: see `axes.runtime.graphs`.
+    """
+    return _stack.meshes[-1] if _stack.meshes else None
+
+
+def ambient_outside() -> Mesh | None:
+    """The innermost mesh of this thread where a graph is compiled, without those that the graph itself enters."""
     return _stack.meshes[-1] if _stack.meshes else None
 
 
@@ -48,15 +56,18 @@ def pop() -> None:
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Makes `mesh` the ambient mesh of a block: names in expressions are looked up in it.
 
-    As JAX's `jax.set_mesh`. Also written `with mesh:`.
+    As JAX's `jax.set_mesh`. Also written `with mesh:`, which `torch.compile` doesn't know how to enter.
 
     >>> from axes.algebra.mesh import Mesh
     >>> with use_mesh(Mesh("dp=2 tp=4")):
     ...     ambient_mesh().size
     8
     """
-    with _checked(mesh):
+    push(_checked(mesh))
+    try:
         yield mesh
+    finally:
+        pop()
 
 
 def _checked(mesh: Mesh) -> Mesh:

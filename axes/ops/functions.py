@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from axes.algebra.ambient import use_mesh
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, suggestion
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
@@ -368,13 +369,13 @@ def _applied(
         for x in tensors:
             check_not_wrapped(f"axes.{what}", x)
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
-    for x, spec in zip(tensors, parse_tensor(expression).operands, strict=True):
+    for x, spec in zip(tensors, _operands(expression), strict=True):
         _check_shape(what, x, spec)
     if "@" in expression and torch_private.transforms_are_on():
         check_shards(f"axes.{what}", tensors)
     if mesh is None:
         return local(*tensors)
-    with mesh:
+    with use_mesh(mesh):
         return local(*tensors)
 
 
@@ -388,6 +389,11 @@ def _cast(what: str, local: Local, *tensors: torch.Tensor) -> torch.Tensor:
         if dtype != x.dtype:
             tensors = tuple([x.to(dtype) if is_cast(x, dtype) else x for x in tensors])
     return local(*tensors)
+
+
+@read_once
+def _operands(expression: str) -> tuple[Spec, ...]:
+    return parse_tensor(expression).operands
 
 
 def _check_shape(what: str, x: object, spec: Spec) -> None:

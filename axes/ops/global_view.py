@@ -34,7 +34,7 @@ from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import Program, bind
 from axes.runtime import torch_private
 from axes.runtime.border import counted_whole, enter_global, leave_global
-from axes.runtime.graphs import known, number_of
+from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
@@ -155,7 +155,7 @@ def apply(
     return _applied(made, operands, grad)
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _node(number: int, leaves: tuple[bool, ...], given: tuple[int, ...], *operands: DTensor) -> DTensor:
     """The operation as one node of a graph; there, every collective is waited for where it is used.
 

@@ -23,7 +23,7 @@ from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import Program, bind
 from axes.runtime import torch_private
-from axes.runtime.graphs import known, number_of
+from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.symbols import is_symbolic
@@ -86,7 +86,7 @@ class _Owning(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch.Tensor:
     """The operation as one node of a graph; there, every collective is waited for where it is used."""
     kind, text, op, mesh, names, comm_dtype = known(number)

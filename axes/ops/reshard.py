@@ -25,11 +25,12 @@ from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
 from axes.ops.global_view import Grad, check_grad
 from axes.runtime import torch_private
-from axes.runtime.graphs import known, number_of, read_once
+from axes.runtime.graphs import known, node_of_graph, number_of, read_once
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.reshard import Route, route, routed, same_axes, settled
+from axes.runtime.symbols import fixed
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -88,17 +89,19 @@ def reshard(
         settle = leaf and grad == "resolved"
         if leaf and not settle:
             leave_pending(x)
-        return _node(x, number_of(spec, mesh, where, comm_dtype, given), settle)
+        names = tuple([name for name, _ in given])
+        return _node(x, number_of(spec, mesh, where, comm_dtype, names), settle, tuple([size for _, size in given]))
     return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
 
 
-@torch.compiler.allow_in_graph
-def _node(x: DTensor, number: int, settle: bool) -> DTensor:
+@node_of_graph
+def _node(x: DTensor, number: int, settle: bool, given: tuple[int, ...]) -> DTensor:
     """`reshard` as one node of a graph; there, every collective is waited for where it is used.
 
     Inside a graph nothing is a leaf, and no hook is reached: what is one outside is settled here.
     """
-    spec, mesh, where, comm_dtype, sizes = known(number)
+    spec, mesh, where, comm_dtype, names = known(number)
+    sizes = tuple(zip(names, map(fixed, given), strict=True))
     return _reshard(settled(x) if settle else x, spec, mesh, where, comm_dtype, "pending", sizes)
 
 

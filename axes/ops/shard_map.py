@@ -67,8 +67,8 @@ from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read, region_of
 from axes.runtime import torch_private
 from axes.runtime.border import _Leave, enter_global, leave_global
-from axes.runtime.collectives import Claim, disagreement, kept
-from axes.runtime.graphs import known, number_of
+from axes.runtime.collectives import Claim, disagreement
+from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.packing import strides_of
@@ -260,7 +260,7 @@ def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: l
     return _replaced(result, iter(outputs))
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _leave_node(number: int, leaves: tuple[bool, ...], *tensors: DTensor) -> tuple[torch.Tensor, ...]:
     """The tensors' shards; what is a leaf outside of the graph is resolved here, where it is none."""
     region = traced_region(known(number), [torch_private.spec_of(x) for x in tensors])
@@ -268,7 +268,7 @@ def _leave_node(number: int, leaves: tuple[bool, ...], *tensors: DTensor) -> tup
     return tuple([leave_global(x, each.counted) for x, each in zip(settling, region.inputs, strict=True)])
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor, ...]:
     """The results as DTensors. The first `count` tensors are those that went in, which say what a result is.
 

@@ -33,6 +33,7 @@ from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.runtime import torch_private
+from axes.runtime.graphs import kept
 from axes.runtime.groups import current_world, group_of
 
 AxisName = str | tuple[str, ...]
@@ -87,23 +88,6 @@ class Line(NamedTuple):
     size: int
     coordinate: int
     group: Methods | None = None
-
-
-class Kept:
-    """What compiled graphs use, as attributes: dynamo guards those, but not what a constant call returns.
-
-    A call that dynamo may not trace is marked as one with a constant result, and returns the name of
-    what it has kept here: `getattr(kept, keep_region(...))`.
-    """
-
-    def keep(self, value: object) -> str:
-        """The name of the attribute that `value` is from now on."""
-        name = f"{type(value).__name__}_{id(value)}"
-        setattr(self, name, value)
-        return name
-
-
-kept = Kept()
 
 
 def line_of(mesh: Mesh, axis: AxisName) -> Line:

@@ -10,9 +10,12 @@ takes tensors and numbers alone, so what else it needs goes by a number:
             return node(x, number_of((spec, mesh)))       # to the graph, a constant
         ...
 
-    @torch.compiler.allow_in_graph
+    @node_of_graph
     def node(x, number):
         spec, mesh = known(number)
+
+Ranks meet in a node, so all must run one of the same graph: its guards on the DTensors that come in are
+such that depend on whole sizes, which are the same on every rank.
 
 >>> known(number_of(("b s@tp d", None)))
 ('b s@tp d', None)
@@ -21,19 +24,24 @@ takes tensors and numbers alone, so what else it needs goes by a number:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
+from axes.algebra import ambient
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
+from axes.runtime.symbols import fixed
 
 for _kind in (Mesh, Sharding):
     torch_private.constant_in_graphs(_kind)
 
 Read = TypeVar("Read")
+Node = TypeVar("Node", bound=Callable[..., Any])
 
 _things: list[Hashable] = []
 
@@ -62,6 +70,101 @@ def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
     return reading
 
 
+def node_of_graph(run: Node) -> Node:
+    """A function of tensors and numbers as a node of compiled graphs, which are guarded on whole sizes."""
+    node = torch.compiler.allow_in_graph(run)
+
+    @functools.wraps(run)
+    def guarded(*args: Any) -> Any:
+        found = node(*args)
+        _guard_whole_sizes()
+        return found
+
+    return guarded  # type: ignore[return-value]
+
+
+@torch.compiler.assume_constant_result
+def _guard_whole_sizes() -> bool:
+    """Guards the graph on whole sizes, so that every rank has one, or none, for the same calls.
+
+    A size that is a number is guarded as such, and so is one that its parts don't divide, since then
+    ranks have shards of several sizes. Where they do divide it and it varies, the shards vary, too.
+    """
+    for traced, real in torch_private.inputs_with_guarded_sizes():
+        shard, static = torch_private.local_of(traced), []
+        for dim, size in enumerate(traced.shape):
+            sizes = zip(traced.placements, traced.device_mesh.shape, strict=True)
+            count = math.prod(ranks for p, ranks in sizes if getattr(p, "dim", None) == dim)
+            if type(size) is int or count == 1:
+                continue
+            if size % count:
+                fixed(size)
+            elif type(shard.shape[dim]) is int and shard.shape[dim] > 1:
+                static.append(dim)
+        if static:
+            torch_private.trace_again_with_symbols(torch_private.local_of(real), static)
+    return True
+
+
+class Kept:
+    """What compiled graphs use, as attributes: dynamo guards those, but not what a constant call returns.
+
+    A call that dynamo may not trace is marked as one with a constant result, and returns the name of
+    what it has kept here: `getattr(kept, keep_region(...))`.
+    """
+
+    def keep(self, value: object) -> str:
+        """The name of the attribute that `value` is from now on."""
+        name = f"{type(value).__name__}_{id(value)}"
+        setattr(self, name, value)
+        return name
+
+
+kept = Kept()
+
+
 def known(number: int) -> Any:
     """The thing that a number stands for."""
     return _things[number]
+
+
+# The ambient mesh. To dynamo, a mesh that is pushed on a list is a side effect, which it doesn't allow where a
+# graph is within another, as in a checkpoint. So the meshes that a traced function enters and leaves are kept
+# here, by the trace: one that is given up leaves nothing behind. A trace never ends between the two, since
+# dynamo runs a block whole or not at all.
+
+_entered: WeakKeyDictionary[object, list[Mesh]] = WeakKeyDictionary()
+
+
+@torch.compiler.substitute_in_graph(ambient.ambient_mesh)
+def _ambient_mesh() -> Mesh | None:
+    name = _keep_entered()
+    return getattr(kept, name) if name else ambient.ambient_outside()
+
+
+@torch.compiler.substitute_in_graph(ambient.push)
+def _push(mesh: Mesh) -> None:
+    _enter(mesh)
+
+
+@torch.compiler.substitute_in_graph(ambient.pop)
+def _pop() -> None:
+    _leave()
+
+
+@torch.compiler.assume_constant_result
+def _keep_entered() -> str:
+    meshes = _entered.get(torch_private.trace())
+    return kept.keep(meshes[-1]) if meshes else ""
+
+
+@torch.compiler.assume_constant_result
+def _enter(mesh: Mesh) -> bool:
+    _entered.setdefault(torch_private.trace(), []).append(mesh)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _leave() -> bool:
+    _entered[torch_private.trace()].pop()
+    return True

@@ -40,8 +40,7 @@ from axes.runtime.border import (
     leave_global,
     named_in,
 )
-from axes.runtime.collectives import kept
-from axes.runtime.graphs import known, number_of
+from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.leaves import resolving, used
 from axes.runtime.packing import strides_of
 from axes.runtime.placements import sharding_of_spec, torch_placements
@@ -323,18 +322,18 @@ def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
 # in torch.compile: nodes of the graph, and constants
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _unshard_node(x: DTensor) -> torch.Tensor:
     return unsharded(x)
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _to_local_node(x: DTensor, number: int, leaf: bool) -> torch.Tensor:
     """The shard; what is a leaf outside of the graph is resolved here, where it is none."""
     return _left(settled(x) if leaf else x, *known(number))
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _shard_node(tensor: torch.Tensor, _: Any, number: int, sizes: tuple[int, ...]) -> DTensor:
     mesh, spec, names = known(number)
     given = tuple(zip(names, map(fixed, sizes), strict=True))
@@ -346,7 +345,7 @@ def _shard_outside(*how: Any) -> DTensor:
     return _sharded(*how)
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _from_local_node(
     local: torch.Tensor, _: Any, number: int, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> DTensor:
@@ -356,7 +355,7 @@ def _from_local_node(
     return _entered(local.contiguous(), mesh, spec, described, grad, strides_of(tuple(described[1])))
 
 
-@torch.compiler.allow_in_graph
+@node_of_graph
 def _lift_node(x: DTensor, _: Any, number: int) -> DTensor:
     return _lifted(x, known(number))
 

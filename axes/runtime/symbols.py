@@ -47,9 +47,8 @@ def hint(size: Any) -> int:
 def fixed(size: int) -> int:
     """The number of a size, for which alone the graph is then.
 
-    Were a symbol compared with its number, torch would put the one for the other, and then not guard the
-    whole size of a DTensor at all (2.13): its shards are looked at, and uneven ones of two sizes may be
-    the same. So the graph is guarded on what only this number fulfils among those that occur.
+    The guard is on a remainder that only this number has. By a comparison torch would put the number for
+    the symbol, and leave the guard to the tensor whose size it is.
     """
     number = hint(size)
     assert size % _MORE_THAN_ANY_SIZE == number
@@ -57,7 +56,7 @@ def fixed(size: int) -> int:
 
 
 def are_equal(one: int, other: int) -> bool:
-    """Whether two sizes are the same, asked as `fixed` asks: compared, one symbol would be put for the other."""
+    """Whether two sizes are the same, asked as `fixed` asks: by a comparison one symbol would be put for the other."""
     return (one - other) % _MORE_THAN_ANY_SIZE == 0
 
 

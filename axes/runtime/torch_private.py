@@ -13,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C import _functorch as functorch
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as funcol
@@ -707,6 +709,55 @@ def fake_tensors() -> Iterator[None]:
 
 autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device type: a third of the price of `torch.is_autocast_enabled(device_type)`."""
+
+
+def trace() -> object:
+    """What stands for this attempt of dynamo's to trace a function; the next attempt has another.
+
+    Would be replaced by a public way to keep something for the time of a trace.
+    """
+    return TracingContext.get()
+
+
+def inputs_with_guarded_sizes() -> list[tuple[DTensor, DTensor]]:
+    """The DTensors that have become inputs of the graph that dynamo traces since the last call: `(traced, real)`.
+
+    The graph is guarded here on those of their whole sizes that are numbers in it. dynamo guards these
+    of every other tensor, and of a DTensor the shard and the placements alone (2.11 and 2.13): a graph for
+    eight rows would serve seven, on the ranks whose shard is the same. Would be replaced by dynamo's doing so.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    graph = InstructionTranslator.current_tx().output.root_tracer.graph
+    seen = _seen_inputs.setdefault(TracingContext.get(), set())
+    arguments = {node.name: node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder")}
+    found = []
+    for name, argument in arguments.items():
+        # A second guard of one tensor would be taken for a second tensor.
+        if name not in seen and argument is not None and isinstance(argument.fake_tensor, DTensor):
+            install_guard(argument.source.make_guard(GuardBuilder.TENSOR_MATCH))
+            found.append((argument.fake_tensor, argument.example))
+    seen.update(arguments)
+    return found
+
+
+_seen_inputs: WeakKeyDictionary[TracingContext, set[str]] = WeakKeyDictionary()
+
+
+def trace_again_with_symbols(x: torch.Tensor, dims: Collection[int]) -> NoReturn:
+    """Has dynamo trace the function again, with symbols for these sizes of `x`, which is an input or its shard.
+
+    The mark is the one that AOTAutograd leaves for the next graph: 2.13 has one that isn't guarded; 2.11
+    guards none. Would be replaced by a public way to ask for a symbol during a trace.
+    """
+    from torch._dynamo.exc import RestartAnalysis
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    is_new = hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")
+    mark = "_dynamo_propagated_dynamic_indices" if is_new else "_dynamo_weak_dynamic_indices"
+    setattr(x, mark, {*getattr(x, mark, ()), *dims})
+    raise RestartAnalysis(restart_reason="axes: the sizes of a shard vary wherever those of the whole do")
 
 
 DEVICE_MESHES_ARE_INPUTS = hasattr(device_mesh, "_register_distributed_opaque_types")

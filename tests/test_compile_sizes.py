@@ -1,0 +1,141 @@
+"""Sizes that change between the calls of a compiled function: values of eager mode, and the same graphs on every rank.
+
+What comes after a size is one of which some ranks have an equal shard: eight rows, then seven, on two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor
+
+import axes
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+CALLS: dict[str, Call] = {
+    "gather": lambda x: axes.reshard(x, "m n"),
+    "move": lambda x: axes.reshard(x, "m n@ax"),
+    "nothing": lambda x: axes.reshard(x, "m@* n"),
+    "rearrange": lambda x: axes.rearrange(x, "m@ax n -> n m"),
+    "mean": lambda x: axes.reduce(x, "m@ax n -> n", "mean"),
+    "max": lambda x: axes.reduce(x, "m@ax n -> n", "max"),
+    "gram": lambda x: axes.einsum(x, x, "m@ax n, m@ax k -> n k"),
+    "scatter": lambda x: axes.einsum(x, x, "m@ax n, m@ax k -> n@ax k"),
+    "unshard": axes.unshard,
+    "border": lambda x: axes.from_local(axes.to_local(x) * 2, "m@ax n", shape=tuple(x.shape)),
+    "flow": axes.shard_map(lambda x: x * 2, "m n -> m n"),
+    "sum": axes.shard_map(lambda x: axes.psum(x.sum(0), "ax"), "m@ax n -> n"),
+}
+"""Functions of a DTensor `m@ax n`."""
+
+LOCAL: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "transpose": lambda x, m: axes.rearrange(x, "m@ax n -> n@ax m", m=m),
+    "reshard": lambda x, m: axes.reshard(x, "m@ax n -> m n@ax", m=m),
+    "from_local": lambda x, m: axes.unshard(axes.from_local(x, "m@ax n", shape=(m, 12))),
+    "norm": lambda x, m: axes.rms_norm(x, "m@ax n", over="m", m=m),
+}
+"""Functions of a plain shard `m@ax n` and the size of the whole."""
+
+
+def whole(y: torch.Tensor) -> torch.Tensor:
+    return axes.unshard(y) if isinstance(y, DTensor) else y
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]), dtype=torch.float64)
+
+
+def differences(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    dynamic: bool | None,
+    mesh: Sequence[str] = ("ax=2",),
+    transposed: bool = False,
+) -> tuple[list[str], list[list[int]]]:
+    """What differs from eager mode, and how many graphs there are after each size."""
+    wrong, graphs = [], []
+    with axes.init_mesh(*mesh, device_type="cpu"):
+        for name in names:
+            torch._dynamo.reset()
+            counted, counts = CompileCounterWithBackend("aot_eager"), []
+
+            def around(x: torch.Tensor, m: int, name: str = name, counted: object = None) -> torch.Tensor:
+                y = x.sin()
+                y = LOCAL[name](y, m) if name in LOCAL else CALLS[name](y.T if transposed else y)
+                return y.cos()
+
+            fast = torch.compile(around, fullgraph=True, backend=counted, dynamic=dynamic)
+            for size in sizes:
+                across = transposed and name in CALLS
+                number, spec = (numbers(12, size), "n m@ax") if across else (numbers(size, 12), "m@ax n")
+                value = axes.shard(number, spec)
+                value = axes.to_local(value) if name in LOCAL else value
+                leaves = [value.detach().clone().requires_grad_() for _ in range(2)]
+                results = [call(leaf, size) for call, leaf in zip((around, fast), leaves, strict=True)]
+                for y in results:
+                    whole(y).square().sum().backward()
+                same_type = [type(y) for y in results] + [y.shape for y in results]
+                pairs = [[whole(y) for y in results], [whole(leaf.grad) for leaf in leaves]]
+                if same_type[::2] != same_type[1::2] or not all(torch.equal(*pair) for pair in pairs):
+                    wrong.append(f"{name} of {size}")
+                counts.append(counted.frame_count)
+            graphs.append(counts)
+    return wrong, graphs
+
+
+def check(
+    world: Callable[..., list],
+    ranks: int,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    dynamic: bool | None,
+    *more: object,
+) -> list[list[int]]:
+    """Asserts that nothing differs on any rank; how many graphs all of them have after each size."""
+    results = world(differences, ranks, names, sizes, dynamic, *more, timeout=900)
+    assert [wrong for wrong, _ in results] == [[]] * ranks
+    assert [graphs for _, graphs in results] == [results[0][1]] * ranks
+    return results[0][1]
+
+
+def test_an_uneven_size_with_the_same_shard_on_some_ranks_has_a_graph_of_its_own(world):
+    assert check(world, 2, list(CALLS), (8, 7, 8, 6), None) == [[1, 2, 2, 3]] * len(CALLS)
+
+
+def test_it_has_one_where_the_uneven_size_comes_first(world):
+    """Then the shard of the first rank has had one size, and that of the last two, when a size varies."""
+    assert check(world, 2, ["nothing", "gather"], (7, 8, 10, 3), None) == [[1, 2, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_it_has_one_whatever_dynamic_says(world, dynamic):
+    names = ["gather", "border", "flow"]
+    assert check(world, 2, names, (8, 7, 6), dynamic) == [[1, 2, 2 if dynamic else 3]] * len(names)
+
+
+def test_it_has_one_on_nested_axes_and_any_dim(world):
+    found = check(world, 4, ["gather", "scatter", "sum"], (8, 7, 5), None, ("cp=2 tp=2", "ax = cp tp"), True)
+    assert found == [[1, 2, 3]] * 3
+
+
+def test_a_size_of_one_has_a_graph_of_its_own(world):
+    for dynamic in (True, None):
+        assert check(world, 2, ["gather"], (1, 2, 3), dynamic) == [[1, 2, 3]]
+
+
+def test_plain_shards_with_the_size_of_the_whole_have_one(world):
+    assert check(world, 2, list(LOCAL), (8, 7, 8), None) == [[1, 2, 2]] * len(LOCAL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_function_has_one_for_every_uneven_size(world, dynamic, transposed):
+    for mesh in (("ax=3",), ("cp=2 tp=2", "ax = cp tp")):
+        ranks = 3 if len(mesh) == 1 else 4
+        for sizes in ((9, 8, 7, 6, 5), (12, 11, 10, 9, 8)):
+            check(world, ranks, list(CALLS), sizes, dynamic, mesh, transposed)
