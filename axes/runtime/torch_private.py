@@ -34,7 +34,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.hooks import RemovableHandle
 
 from axes.algebra.errors import ShardingError
 
@@ -552,9 +551,7 @@ def add_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
     if leaf.requires_grad:
         leaf.register_hook(hook)
     else:
-        hooks: OrderedDict[int, Any] = OrderedDict()
-        hooks[RemovableHandle(hooks).id] = hook
-        leaf._backward_hooks = hooks
+        leaf._backward_hooks = OrderedDict(((-1, hook),))  # the numbers that torch gives start at 0
 
 
 def remove_hooks(leaf: torch.Tensor, kind: type) -> None:
