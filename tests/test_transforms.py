@@ -455,6 +455,10 @@ def check_functional_call() -> None:
         torch.testing.assert_close(jacobian, 2 * torch.eye(4, dtype=torch.float64))
         _, along = torch.autograd.functional.jvp(lambda x: axes.psum(x**2, "tp"), x, x)
         torch.testing.assert_close(along, 2 * axes.psum(x**2, "tp"))
+        whole = torch.arange(16.0).view(4, 4)
+        value, v = axes.shard(whole, "a@tp b"), axes.shard(whole + 1, "a@tp b")
+        _, along = torch.autograd.functional.jvp(lambda x: axes.rearrange(x**2, "a@tp b -> b@tp a"), value, v)
+        torch.testing.assert_close(axes.unshard(along), (2 * whole * (whole + 1)).mT)
 
 
 def test_functional_call_and_torch_autograd_functional_work(pool):

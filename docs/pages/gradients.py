@@ -492,6 +492,34 @@ ROWS = (
 )
 
 
+CLOSING = """
+## Autocast, forward mode and torch.func
+
+Under `torch.autocast` operands are cast before the product, to the dtype that torch gives to the same call on the whole
+tensors; gradients come back in the dtype of the operand. Backward may run inside of the block or outside.
+
+```python
+import axes, torch
+with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
+    x, w = axes.ones("b k@tp", b=8, k=4), axes.ones("k@tp f", k=4, f=6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = axes.einsum(x, w, "b k@tp, k@tp f -> b f")
+    y.sum().backward()
+    print(y.dtype, w.grad.dtype)
+```
+
+Forward-mode differentiation (`torch.autograd.forward_ad`) works on plain tensors, in a region as elsewhere: a tangent
+takes the same collective as its value, and that of a maximum is the sum of the tangents where it is reached, divided
+among ties. DTensors have no tangents in torch; `torch.autograd.functional.jvp` goes by backward, so it takes them too.
+
+Transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a collective
+sends numbers, so inside of one whatever would send is a `ShardingError`, on every rank and before anything is sent; so
+is `vectorize=True`. Write `torch.autograd.grad`, with `create_graph=True` for higher derivatives, or
+`torch.autograd.functional`. `torch.func.functional_call` transforms nothing, and works.
+"""
+"""What stands below the tables."""
+
+
 def results() -> list[Ran]:
     """What happens when four ranks run everything; the same on each, but for how far they are off."""
     return combined(axes.launch(run_everything, 4, timeout=300))
@@ -514,6 +542,7 @@ def page(results: Sequence[Ran]) -> str:
     for row in ROWS:
         lines = [_line(run, next(left)) for run in row.runs]
         parts += [f"## {row.title}", paragraph(row.why), table(HEADS[type(row.runs[0])], lines)]
+    parts.append(Session().page(CLOSING.strip()))
     return "\n\n".join(parts) + "\n"
 
 
