@@ -60,9 +60,9 @@ def reshard(
     is, right of it what it becomes, `same@` included. Keywords are whole sizes.
 
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
-    With `async_op` the result of the last collective is waited for at its first use. The result is
-    `x` itself or shares no memory with it. The gradient of a leaf is resolved to its own sharding when it is accumulated;
-    `grad="pending"` leaves that to the caller.
+    With `async_op` the result of the last collective is waited for at its first use. The result is `x`
+    itself, or shares no memory with it. The gradient of a leaf is resolved to its own sharding when it is
+    accumulated; `grad="pending"` leaves that to the caller.
 
     | spec | of a DTensor | is | its gradient |
     | --- | --- | --- | --- |
