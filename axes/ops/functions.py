@@ -527,10 +527,10 @@ def _embedding(rows: _Where, whole: int | None, ids: torch.Tensor, table: torch.
     ids = ids.long()
     index = ids.clamp(min=0).clamp(max=every - 1) - start
     size = table.shape[0]
-    here = ((index >= 0) & (index < size)).view(*ids.shape, *[1] * (table.ndim - 1))
+    here = ((index >= 0) & (index < size)).view([*ids.shape, *[1] * (table.ndim - 1)])
     outside = ((ids < 0) | (ids >= every)).view(here.shape)
     if size == 0:
-        found = table.sum(0).expand(*ids.shape, *table.shape[1:])
+        found = table.sum(0).expand([*ids.shape, *table.shape[1:]])
     else:
         found = torch.where(here, table[index.clamp(0, size - 1)], 0.0)
     return found * _nan_where(outside, table.dtype)
