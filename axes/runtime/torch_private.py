@@ -689,9 +689,10 @@ is_batch: Callable[[torch.Tensor], bool] = functorch.is_legacy_batchedtensor
 
 def is_wrapped_dtensor(x: torch.Tensor) -> bool:
     """Whether there is a DTensor in what a transform of `torch.func` has wrapped. Public API: none."""
-    while functorch.is_functorch_wrapped_tensor(x):
-        x = functorch.get_unwrapped(x)
-    return isinstance(x, DTensor)
+    inside = x
+    while functorch.is_functorch_wrapped_tensor(inside):
+        inside = functorch.get_unwrapped(inside)
+    return inside is not x and isinstance(inside, DTensor)
 
 
 @contextlib.contextmanager
