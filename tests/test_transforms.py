@@ -471,17 +471,17 @@ def test_functional_call_and_torch_autograd_functional_work(pool):
 def check_compiled() -> list[str]:
     """A level that is open, or a transform around it, takes a function out of its graph, wherever it was compiled."""
     wrong = []
-    calls: dict[str, Call] = {name: SHARDS[name][0] for name in ("psum", "pmax", "reshard", "einsum")}
-    with mesh():
+    calls: dict[str, Call] = {name: SHARDS[name][0] for name in ("psum", "pmax", "reshard")}
+    with axes.init_mesh("dp=1 tp=2", device_type="cpu"):
         x, t = drawn(0), drawn(1)
         for name, call in calls.items():
             torch._dynamo.reset()
             compiled = torch.compile(call, backend="aot_eager")
-            if name in ("psum", "reshard"):
-                compiled(x)
+            if name != "pmax":
+                compiled(x)  # a graph that was made before a level is open
             torch.testing.assert_close(jvp(compiled, x, t)[1], jvp(call, x, t)[1])
             torch.testing.assert_close(compiled(x), call(x))
-            for how in ("grad", "vmap", "jvp"):
+            for how in ("grad", "vmap"):
                 torch._dynamo.reset()
                 inside = torch.compile(lambda x, how=how, call=call: TRANSFORMS[how](call, x), backend="aot_eager")
                 said = refused(lambda inside=inside: inside(x), TRANSFORM)
@@ -489,5 +489,5 @@ def check_compiled() -> list[str]:
     return wrong
 
 
-def test_compiled_functions_are_right_or_refused(pool):
-    assert pool.run(check_compiled, timeout=240) == [[]] * 8
+def test_compiled_functions_are_right_or_refused(world):
+    assert world(check_compiled, 2) == [[]] * 2
