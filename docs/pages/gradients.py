@@ -616,6 +616,9 @@ operations included, and whenever it comes to need one. What torch makes of it (
 does from the first operation of axes on. With `grad="pending"` the gradient is left to the caller: of several uses of a
 leaf the last one counts.
 
+A gradient is differentiable in turn: with `create_graph=True` second derivatives and those after them are one device's,
+across the border as well, where `same` stays `same`.
+
 Below, four ranks run each row: forward, then backward for each way in which the gradient may arrive. The tables show
 the collectives that ran (in the global view with the one that resolves the leaf's gradient, if it needs one), how the
 gradient comes to the leaf, and how far value and gradients are off those of one device without any mesh. In the local
