@@ -41,10 +41,21 @@ class Case:
     sizes: dict[str, int]
     explicit: set[str] = field(default_factory=set)
     seed: int = 0
+    operands: tuple[tuple[Slot, ...], ...] = ()
+    result: tuple[Slot, ...] = ()
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """The axes that split each name in the operands."""
+    goals: dict[str, list[str]] = field(default_factory=dict)
+    """The axes that split each name of the result."""
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(whole.shape) for whole in self.wholes)
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The sizes that can be said: text has no 0."""
+        return {name: size for name, size in self.sizes.items() if size}
 
     def expected(self, wholes: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         return whole_result(self.kind, self.text, self.op, self.wholes if wholes is None else wholes, self.sizes)
@@ -73,7 +84,7 @@ def whole_result(kind: str, text: str, op: str, wholes: Sequence[torch.Tensor], 
             opened.append(whole.reshape([sizes[name] for name in names]))
         result = einops.einsum(*opened, bare)
         return result.reshape([math.prod(sizes[n] for n in slot) for slot in slots_of(right)])
-    inside = {name: sizes[name] for name in set(re.findall("[a-z]+", pattern)) & set(sizes)}
+    inside = {name: sizes[name] for name in set(re.findall("[a-z]+", pattern)) & set(sizes) if sizes[name]}
     if kind == "reduce":
         return einops.reduce(wholes[0], pattern, op, **inside)
     return getattr(einops, kind)(wholes[0], pattern, **inside)
@@ -107,6 +118,8 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
         count = math.prod(mesh.names[a] for a in places[name])
         even = name in in_groups or random.random() < 0.6
         sizes[name] = count * random.randint(1, 3) if even else random.randint(1, 7)
+        if name not in in_groups and name not in {*contracted, *added} and random.random() < 0.04:
+            sizes[name] = 0
     explicit = {n for n in names if everything_explicit or random.random() < 0.45}
     flowing_axes = {a for n in names if n not in explicit and n not in contracted for a in places[n]}
     pending = _pending(
@@ -147,7 +160,10 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
         shardings.append(Sharding(mesh, dims, reductions))
         shape = [math.prod(sizes[n] for n in slot) for slot in slots]
         wholes.append(torch.from_numpy(numbers.integers(-4, 5, shape).astype(np.float64)))
-    return Case(kind, op, mesh, text, tuple(shardings), tuple(wholes), sizes, explicit, seed)
+    ends = {name: goals[name] if name in explicit else places[name] for name in result_names}
+    operands = tuple(map(tuple, grouped_operands))
+    splits = places, ends
+    return Case(kind, op, mesh, text, tuple(shardings), tuple(wholes), sizes, explicit, seed, operands, tuple(result), *splits)
 
 
 def _roles(random: Random, kind: str, names: list[str]) -> tuple[set[str], set[str], list[list[str]]]:
@@ -172,7 +188,7 @@ def _grouped(random: Random, names: list[str]) -> list[Slot]:
     slots: list[Slot] = []
     rest = list(names)
     while rest:
-        count = 2 if len(rest) > 1 and random.random() < 0.25 else 1
+        count = min(len(rest), random.choice((2, 2, 3))) if random.random() < 0.25 else 1
         slots.append(tuple(rest[:count]))
         del rest[:count]
     return slots
@@ -208,7 +224,7 @@ def _spec(random: Random, slots: list[Slot], places: dict[str, list[str]], expli
 def _dim(slot: Slot, places: dict[str, list[str]], sizes: dict[str, int]) -> ShardedDim:
     if len(slot) == 1:
         return ShardedDim((Factor(slot[0], None, tuple(places[slot[0]])),))
-    first, second = slot
-    if not places[second]:
-        return ShardedDim((Factor(f"({first} {second})", None, tuple(places[first])),))
+    first, *further = slot
+    if not any(places[name] for name in further):
+        return ShardedDim((Factor(f"({' '.join(slot)})", None, tuple(places[first])),))
     return ShardedDim(tuple(Factor(n, sizes[n], tuple(places[n])) for n in slot))

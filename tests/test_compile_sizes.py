@@ -118,7 +118,7 @@ def test_it_has_one_whatever_dynamic_says(world, dynamic):
 
 
 def test_it_has_one_on_nested_axes_and_any_dim(world):
-    found = check(world, 4, ["gather", "scatter", "sum"], (8, 7, 5), None, ("cp=2 tp=2", "ax = cp tp"), True)
+    found = check(world, 4, ["gather", "scatter", "sum"], (8, 7, 16), None, ("cp=2 tp=2", "ax = cp tp"), True)
     assert found == [[1, 2, 3]] * 3
 
 
@@ -135,7 +135,5 @@ def test_plain_shards_with_the_size_of_the_whole_have_one(world):
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_function_has_one_for_every_uneven_size(world, dynamic, transposed):
-    for mesh in (("ax=3",), ("cp=2 tp=2", "ax = cp tp")):
-        ranks = 3 if len(mesh) == 1 else 4
-        for sizes in ((9, 8, 7, 6, 5), (12, 11, 10, 9, 8)):
-            check(world, ranks, list(CALLS), sizes, dynamic, mesh, transposed)
+    check(world, 3, list(CALLS), (9, 8, 7, 6, 5), dynamic, ("ax=3",), transposed)
+    check(world, 4, list(CALLS), (8, 7, 16, 15, 4), dynamic, ("cp=2 tp=2", "ax = cp tp"), transposed)

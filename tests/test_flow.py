@@ -38,7 +38,7 @@ def recipe_of(found: Case) -> Recipe | None:
         for sharding, shape in zip(found.shardings, found.shapes, strict=True):
             check_torch_can(sharding, shape)
         return recipe(
-            found.kind, found.text, found.op, found.shardings, found.shapes, found.mesh, tuple(found.sizes.items())
+            found.kind, found.text, found.op, found.shardings, found.shapes, found.mesh, tuple(found.given.items())
         )
     except ShardingError as error:
         if any(text in str(error) for text in REFUSED):
@@ -174,7 +174,7 @@ def test_a_plain_shard_means_what_the_declared_dtensor_means(random: Random):
         return
     for rank in found.mesh.universe.ranks:
         shapes = tuple(s.local_shape(shape, rank) for s, shape in zip(found.shardings, found.shapes, strict=True))
-        sizes = tuple(found.sizes.items())
+        sizes = tuple(found.given.items())
         plain = recipe(found.kind, text, found.op, (None,) * len(shapes), shapes, found.mesh.at(rank), sizes)
         assert plain.moves == made.moves or [m[1:] for m in plain.moves] == [m[1:] for m in made.moves]
         assert plain.result.output.is_equivalent(made.result.output, made.result.shape)

@@ -83,7 +83,7 @@ def accepted(found: Case) -> Recipe | None:
     try:
         for sharding, shape in zip(found.shardings, found.shapes, strict=True):
             check_torch_can(sharding, shape)
-        sizes = tuple(found.sizes.items())
+        sizes = tuple(found.given.items())
         return recipe(found.kind, found.text, found.op, found.shardings, found.shapes, found.mesh, sizes)
     except ShardingError as error:
         if any(text in str(error) for text in REFUSED):
@@ -98,7 +98,7 @@ def all_declared(found: Case) -> bool:
 
 
 def call(found: Case, tensors: list[torch.Tensor]) -> torch.Tensor:
-    options = {"sizes": found.sizes, "mesh": found.mesh}
+    options = {"sizes": found.given, "mesh": found.mesh}
     if found.kind == "einsum":
         return einsum(*tensors, found.text, **options)
     arguments = (found.text, found.op) if found.kind == "reduce" else (found.text,)
