@@ -163,7 +163,9 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
     ends = {name: goals[name] if name in explicit else places[name] for name in result_names}
     operands = tuple(map(tuple, grouped_operands))
     splits = places, ends
-    return Case(kind, op, mesh, text, tuple(shardings), tuple(wholes), sizes, explicit, seed, operands, tuple(result), *splits)
+    return Case(
+        kind, op, mesh, text, tuple(shardings), tuple(wholes), sizes, explicit, seed, operands, tuple(result), *splits
+    )
 
 
 def _roles(random: Random, kind: str, names: list[str]) -> tuple[set[str], set[str], list[list[str]]]:

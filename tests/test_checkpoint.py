@@ -76,7 +76,7 @@ def every_pair(folder):
 
 
 def test_what_is_saved_under_any_sharding_loads_under_any(world, tmp_path):
-    assert world(every_pair, 4, str(tmp_path)) == [[]] * 4
+    assert world(every_pair, 4, str(tmp_path), timeout=300) == [[]] * 4
 
 
 def one_run_goes_torchs_way(folder):

@@ -89,6 +89,9 @@ def extremes() -> None:
         assert not axes.unshard(found)[1:].isinf().any()
         x[1, 3] = math.inf
         assert axes.unshard(logsumexp(axes.shard(x, "q k@tp"), "q k@tp", over="k"))[1] == math.inf
+        split, labels = axes.shard(x, "q k@tp"), axes.shard(torch.zeros(len(x), dtype=torch.int64), "q")
+        assert axes.unshard(softmax(split, "q k@tp", over="k"))[1].isnan().all()
+        assert axes.unshard(cross_entropy(split, labels, "q k@tp, q -> q"))[1].isnan()
         odd = {"q k@dp": numbers(3, 5)}
         agree(lambda x: softmax(x, "q k@dp", over="k"), lambda x: x.softmax(1), odd)
         few = {"q k@tp": numbers(3, 1)}

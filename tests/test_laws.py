@@ -185,7 +185,10 @@ def wrong_splits(tp: int, first: int, count: int) -> list[str]:
             expected = chunks[here] if here < len(chunks) else whole.narrow(at - 1, 0, 0)
             y = axes.reshard(x, target)
             results[f"to {target.spec}"] = (y.to_local(), expected)
-            results[f"from {target.spec}"] = (axes.reshard(axes.shard(whole, target.spec, mesh=mesh), own).to_local(), part)
+            results[f"from {target.spec}"] = (
+                axes.reshard(axes.shard(whole, target.spec, mesh=mesh), own).to_local(),
+                part,
+            )
             results[f"back from {target.spec}"] = (axes.reshard(y, own).to_local(), part)
         found += [f"{text} of {list(shape)}: {what}" for what, pair in results.items() if not torch.equal(*pair)]
     return found

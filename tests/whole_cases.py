@@ -126,7 +126,7 @@ class Grid:
     def names(self) -> tuple[str, ...]:
         """The names that are made of the axes of this mesh."""
         mine = self._key(self.axis_names)
-        return tuple(name for name in self.table if len({*zip(mine, self.table[name])}) == len({*mine}))
+        return tuple(name for name in self.table if len({*zip(mine, self.table[name], strict=True)}) == len({*mine}))
 
     def joint(self, names: Sequence[str]) -> np.ndarray:
         """The coordinate of each position on the product of names, the first the slowest."""
@@ -393,9 +393,8 @@ def laid(x: torch.Tensor, how: str) -> torch.Tensor:
     if how == "offset":
         room = torch.cat([x.new_zeros(3), x.reshape(-1)])
         return room[3:].view(x.shape)
-    if how == "expanded":
-        if x.ndim and x.shape[0] and torch.equal(x, row := x[:1].expand_as(x)):
-            return row
+    if how == "expanded" and x.ndim and x.shape[0] and torch.equal(x, row := x[:1].expand_as(x)):
+        return row
     assert how in ("dense", "expanded"), how
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -421,7 +420,7 @@ def part(
     kept = [at for at, (_, mine) in enumerate(origin) if any((mine == other).all() for _, other in left)]
     here = _rank_of(grid)
     for at in [at for at in range(len(origin)) if at not in kept]:  # the first is resolved first
-        op, coordinates = origin[at]
+        op, _ = origin[at]
         merged: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for key, piece in sorted(values.items(), key=lambda pair: pair[0][at]):
             merged.setdefault((*key[:at], -1, *key[at + 1 :]), []).append(piece)
@@ -525,7 +524,8 @@ def refused(pattern: str) -> Iterator[None]:
     try:
         yield
     except axes.AxesError as error:
-        assert re.search(pattern, str(error)), f"refused for another reason than {pattern!r}: {error}"
+        if not re.search(pattern, str(error)):
+            raise AssertionError(f"refused for another reason than {pattern!r}: {error}") from error
     else:
         raise AssertionError(f"not refused: {pattern!r}")
 
@@ -598,7 +598,9 @@ def _gathered(x: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """What each position of a mesh holds; every rank of the mesh calls it."""
     ranks = tuple(sorted(_base + rank for rank in grid.ranks))
     if ranks not in _groups:
-        _groups[ranks] = axes.init_mesh(f"all={len(ranks)}", ranks=ranks, device_type="cpu", timeout=TIMEOUT).axis("all").group
+        _groups[ranks] = (
+            axes.init_mesh(f"all={len(ranks)}", ranks=ranks, device_type="cpu", timeout=TIMEOUT).axis("all").group
+        )
     found: list[Any] = [None] * len(ranks)
     dist.all_gather_object(found, x, group=_groups[ranks])
     return [found[ranks.index(_base + rank)] for rank in grid.ranks]
@@ -745,7 +747,9 @@ class Draw:
     @property
     def judged(self) -> bool:
         """Whether anything was compared: what was drawn may have been none of the law's cases."""
-        return any(re.match(r"check\(|same\(|with refused|assert |if not seen: same", line) for line in self.program.lines)
+        return any(
+            re.match(r"check\(|same\(|with refused|assert |if not seen: same", line) for line in self.program.lines
+        )
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -820,7 +824,7 @@ class Draw:
     def family(self, grid: Grid) -> list[str]:
         """Names of a grid that don't overlap, in any order."""
         found: list[str] = []
-        own = [name for name in grid.axis_names]
+        own = list(grid.axis_names)
         pool = own if self.chance(0.6) else list(grid.names)
         for name in self.random.sample(pool, len(pool)):
             if not any(grid.overlap(name, other) or name == other for other in found):

@@ -27,7 +27,6 @@ from tests.flow_cases import case as flow_case
 from tests.strategies import place
 from tests.whole_cases import (
     DTYPES,
-    FLOATS,
     LAYOUTS,
     OPS,
     TIMEOUT,
@@ -35,7 +34,6 @@ from tests.whole_cases import (
     Grid,
     Pending,
     commute,
-    features_of,
     on_island,
     pending_text,
     read,
@@ -182,8 +180,15 @@ def kept_pending(d: Draw, grid: Grid, spec: str, shape: Sequence[int], to: Grid)
     if to.ranks != grid.ranks or not pending or d.chance(0.5):
         return ()
     kept = []
-    for at, (op, name) in enumerate(pending):
-        new = next((n for n in to.names if n in to.axis_names and (to.table[n] == grid.table[name]).all() and to.sizes[n] == grid.sizes[name]), None)
+    for op, name in pending:
+        new = next(
+            (
+                n
+                for n in to.names
+                if n in to.axis_names and (to.table[n] == grid.table[name]).all() and to.sizes[n] == grid.sizes[name]
+            ),
+            None,
+        )
         if new is None or any(k == (new,) for _, k in kept):
             kept = []
             continue
@@ -231,7 +236,9 @@ def chain(d: Draw) -> None:
             p.do(f"with CommDebugMode() as mode: {new} = {line}")
             p.do("assert mode.get_total_counts() == steps, (mode.get_comm_counts(), steps)")
         elif grid.here is None and to.here is None:
-            p.do(f"{new} = axes.from_local(W.new_empty({(0,) * len(shape)}), {target!r}, mesh={mesh_of(t)}, shape={shape})")
+            p.do(
+                f"{new} = axes.from_local(W.new_empty({(0,) * len(shape)}), {target!r}, mesh={mesh_of(t)}, shape={shape})"
+            )
         else:
             p.do(f"{new} = {line}")
         if options and "|" not in target and d.chance(0.7):
@@ -244,7 +251,9 @@ def chain(d: Draw) -> None:
         p.do(f"same(axes.unshard({name}), W)")
 
 
-def make_door(d: Draw, x: str, value: str, grid: Grid, g: str, spec: str, seed: int, layout: str = "dense", tail: str = "") -> None:
+def make_door(
+    d: Draw, x: str, value: str, grid: Grid, g: str, spec: str, seed: int, layout: str = "dense", tail: str = ""
+) -> None:
     """A DTensor of a whole tensor by one of the two doors."""
     m, shape = mesh_of(g), tuple(d.program[value].shape)
     if "|" not in spec and d.chance(0.5):
@@ -329,7 +338,7 @@ def gradients(d: Draw) -> None:
     to, t, target = grid, g, spec
     outputs = []
     for number, each in enumerate(h.split()):
-        here, u = grid, g
+        here = grid
         move = target if number and d.chance(0.7) else None
         for step in range(d.random.choice((1, 1, 2)) if move is None else 1):
             if number == 0:
@@ -359,7 +368,9 @@ def gradients(d: Draw) -> None:
     backward(d, y, names, grid, g, spec, to, t, target)
 
 
-def backward(d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, to: Grid, t: str, target: str) -> None:
+def backward(
+    d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, to: Grid, t: str, target: str
+) -> None:
     """Several backward passes, with gradients that are changed in between."""
     p = d.program
     passes = d.random.choice((1, 1, 2, 3))
@@ -406,7 +417,7 @@ def twice(d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, 
     if d.chance(0.5):
         p.both("c.requires_grad_()", "c")
     p.both(f"u, = torch.autograd.grad({y}, a, c, create_graph=True)", "u", y, "a", "c")
-    p.do(f"same(whole_of(u), U.detach(), 'the first derivative')")
+    p.do("same(whole_of(u), U.detach(), 'the first derivative')")
     cotangent(d, "v", "U", grid, g, without_pending(spec))
     if p["U"].requires_grad:
         p.both("u.backward(v)", "u", "v")
@@ -421,7 +432,9 @@ def twice(d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, 
 def moved_somehow(d: Draw, x: str, y: str, grid: Grid, g: str, spec: str, shape: Sequence[int]) -> str | None:
     """`y` is `x` moved, turned or taken apart; `Y` is a copy of `X` so. The spec of `y`, None where it is plain."""
     p, m, shape = d.program, mesh_of(g), tuple(shape)
-    kind = d.random.choice(("reshard", "reshard", "same", "rearrange", "rearrange", "einsum", "region", "region", "unshard"))
+    kind = d.random.choice(
+        ("reshard", "reshard", "same", "rearrange", "rearrange", "einsum", "region", "region", "unshard")
+    )
     d.features.add(f"move by {kind}")
     if kind == "reshard":
         target = d.accepted(grid, shape)
@@ -438,19 +451,30 @@ def moved_somehow(d: Draw, x: str, y: str, grid: Grid, g: str, spec: str, shape:
         return None
     dims = words(without_pending(spec))
     if any("(" in dim and re.search(r"[( ]\d", dim) for dim in dims) or 0 in shape or kind == "region":
-        p.do(f"{y} = axes.shard_map({d.random.choice(REGIONS)}, {' '.join(f'd{i}' for i in range(len(shape)))!r} + ' -> ' + {' '.join(f'd{i}' for i in range(len(shape)))!r}, mesh={m})({x})")
+        p.do(
+            f"{y} = axes.shard_map({d.random.choice(REGIONS)}, {' '.join(f'd{i}' for i in range(len(shape)))!r} + ' -> ' + {' '.join(f'd{i}' for i in range(len(shape)))!r}, mesh={m})({x})"
+        )
         p.do(f"{y.upper()} = {x.upper()}.clone()")
         return spec
     order = d.random.sample(range(len(dims)), len(dims))
     right = " ".join(dims[i] for i in order)
     sizes = {n: s for dim in read(spec, shape)[0] for n, s, _ in dim if n and n.isidentifier()}
-    call = f"axes.rearrange({x}, {f'{spec} -> {right}'!r}" if kind == "rearrange" else f"axes.einsum({x}, {f'{spec} -> {right}'!r}"
+    call = (
+        f"axes.rearrange({x}, {f'{spec} -> {right}'!r}"
+        if kind == "rearrange"
+        else f"axes.einsum({x}, {f'{spec} -> {right}'!r}"
+    )
     p.do(f"{y} = {call}, mesh={m}, sizes={sizes})")
     p.do(f"{y.upper()} = {x.upper()}.permute({tuple(order)}).clone()")
     return right
 
 
-REGIONS = ("lambda t: t", "lambda t: t.clone()", "lambda t: t.view(t.shape)", "lambda t: t.detach().requires_grad_(t.requires_grad) if not t.requires_grad else t * 1")
+REGIONS = (
+    "lambda t: t",
+    "lambda t: t.clone()",
+    "lambda t: t.view(t.shape)",
+    "lambda t: t.detach().requires_grad_(t.requires_grad) if not t.requires_grad else t * 1",
+)
 
 
 def inplace(d: Draw) -> None:
@@ -475,12 +499,18 @@ def inplace(d: Draw) -> None:
         p.both("s = a * x", "s", "a", "x")
     else:
         p.both("a.requires_grad_()", "a")
-        p.both(f"x = {d.random.choice(('torch.tanh({})', 'torch.exp({} / 8)', '{} * {}', '{} * 1', 'torch.sigmoid({})')).format('a', 'a')}", "x", "a")
+        p.both(
+            f"x = {d.random.choice(('torch.tanh({})', 'torch.exp({} / 8)', '{} * {}', '{} * 1', 'torch.sigmoid({})')).format('a', 'a')}",
+            "x",
+            "a",
+        )
     if d.chance(0.12):
         d.features.add("region that writes")
         line = " ".join(f"d{i}" for i in range(len(shape)))
         p.do("keep = whole_of(x).clone()")
-        p.do(f"seen = fails(lambda: axes.shard_map(lambda t: t.mul_(2), {f'{line} -> {line}'!r}, mesh={mesh_of(g)})(x))")
+        p.do(
+            f"seen = fails(lambda: axes.shard_map(lambda t: t.mul_(2), {f'{line} -> {line}'!r}, mesh={mesh_of(g)})(x))"
+        )
         p.do("same(whole_of(x), keep, 'the operand')")
         return
     target = moved_somehow(d, "x", "y", grid, g, spec, shape)
@@ -523,7 +553,9 @@ def inplace(d: Draw) -> None:
 # ---------------------------------------------------------------------------- operations
 
 
-def spec_of_case(found: Case, slots: Sequence[Sequence[str]], splits: Mapping[str, Sequence[str]], pending: Pending = ()) -> str:
+def spec_of_case(
+    found: Case, slots: Sequence[Sequence[str]], splits: Mapping[str, Sequence[str]], pending: Pending = ()
+) -> str:
     """The spec of an operand or of the result of a drawn expression."""
     dims = []
     for slot in slots:
@@ -600,7 +632,10 @@ def operations(d: Draw) -> None:
         make_whole(d, name.upper(), shape, torch.float64, g, layout)
         if reason:
             d.features.add("refused")
-            p.refuse(f"axes.from_local(part({name.upper()}, {g}, {spec!r}, {seed}), {spec!r}, mesh={m}, shape={shape})", reason)
+            p.refuse(
+                f"axes.from_local(part({name.upper()}, {g}, {spec!r}, {seed}), {spec!r}, mesh={m}, shape={shape})",
+                reason,
+            )
             return
         make_door(d, name, name.upper(), grid, g, spec, seed, layout)
     pending_extreme = found.op in ("max", "min") and any(pendings)
@@ -653,7 +688,9 @@ def operations(d: Draw) -> None:
             p.do(f"owns({name}.grad)")
 
 
-def second_derivative(d: Draw, y: str, names: Sequence[str], by: str, grid: Grid, g: str, specs: Sequence[str], spec: str) -> None:
+def second_derivative(
+    d: Draw, y: str, names: Sequence[str], by: str, grid: Grid, g: str, specs: Sequence[str], spec: str
+) -> None:
     """The derivative of the gradient of one operand by all of them, and by the cotangent."""
     p = d.program
     d.features.add("second derivative")
@@ -692,7 +729,9 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
         p.refuse(line, "a mean over uneven shards|uneven parts inside|doesn't divide into")
         return
     p.do(f"y = {line}")
-    p.do(f"Y = whole_result({found.kind!r}, {found.text!r}, {found.op!r}, [{', '.join(n.upper() for n in names)}], {found.sizes})")
+    p.do(
+        f"Y = whole_result({found.kind!r}, {found.text!r}, {found.op!r}, [{', '.join(n.upper() for n in names)}], {found.sizes})"
+    )
     locals_ = tuple(tuple(p[name].shape) for name in names)
     given = tuple(found.given.items())
     made = recipe(found.kind, found.text, found.op, (None,) * len(names), locals_, found.mesh, given)
@@ -745,7 +784,6 @@ def places_in(text: str) -> set[str]:
 
 def functions(d: Draw) -> None:
     """Softmax, losses, norms and embeddings over split dims are those of one device, in both views."""
-    p = d.program
     grid, g = d.grid()
     m = mesh_of(g)
     local = d.chance(0.4)
@@ -828,7 +866,9 @@ def _norm(d, grid, g, m, shape, spec, dims, over, said, local):
             leaves[parameter] = dims[over]
     p.do(f"y = axes.{name}(x, {spec!r}, over='d{over}'{given}, eps=0.5, mesh={m}{said})")
     arguments = wholes[0] if name == "rms_norm" else ", ".join(wholes)
-    p.do(f"Y = torch.nn.functional.{name}(X.movedim({over}, -1), ({shape[over]},), {arguments}, eps=0.5).movedim(-1, {over})")
+    p.do(
+        f"Y = torch.nn.functional.{name}(X.movedim({over}, -1), ({shape[over]},), {arguments}, eps=0.5).movedim(-1, {over})"
+    )
     compare(d, grid, g, spec, leaves, spec, local)
 
 
@@ -840,13 +880,17 @@ def _loss(d, grid, g, m, shape, spec, dims, over, said, local):
     make_whole(d, "X", shape, torch.float64, g)
     put(d, "x", grid, g, spec, local)
     labels = " ".join(dims[i] for i in kept)
-    p.do(f"T = torch.randint(0, {shape[over]}, {tuple(shape[i] for i in kept)}, generator=torch.Generator().manual_seed({d.seed()} + {g}.line))")
+    p.do(
+        f"T = torch.randint(0, {shape[over]}, {tuple(shape[i] for i in kept)}, generator=torch.Generator().manual_seed({d.seed()} + {g}.line))"
+    )
     if d.chance(0.5):
         p.do("T = torch.where(torch.rand(T.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100, T)")
     put(d, "t", grid, g, labels, local, False)
     right = " ".join(dims[i] for i in result)
     p.do(f"y = axes.cross_entropy(x, t, {f'{spec}, {labels} -> {right}'!r}, reduction={reduction!r}, mesh={m}{said})")
-    p.do(f"Z = torch.nn.functional.cross_entropy(X.movedim({over}, -1).reshape(-1, {shape[over]}), T.reshape(-1), reduction='none').view(T.shape)")
+    p.do(
+        f"Z = torch.nn.functional.cross_entropy(X.movedim({over}, -1).reshape(-1, {shape[over]}), T.reshape(-1), reduction='none').view(T.shape)"
+    )
     gone = tuple(kept.index(i) for i in kept if i not in result)
     if not gone:
         p.do("Y = Z")
@@ -863,7 +907,9 @@ def _embedding(d, grid, g, m, shape, spec, dims, over, said, local):
     make_whole(d, "X", [shape[i] for i in table], torch.float64, g)
     left, names = " ".join(dims[i] for i in table), " ".join(dims[i] for i in ids)
     put(d, "x", grid, g, left, local)
-    p.do(f"T = torch.randint(0, {shape[rows]}, {tuple(shape[i] for i in ids)}, generator=torch.Generator().manual_seed({d.seed()} + {g}.line))")
+    p.do(
+        f"T = torch.randint(0, {shape[rows]}, {tuple(shape[i] for i in ids)}, generator=torch.Generator().manual_seed({d.seed()} + {g}.line))"
+    )
     put(d, "t", grid, g, names, local, False)
     right = " ".join(dims[i] for i in [*ids, *[i for i in table if i != rows]])
     p.do(f"y = axes.embedding(t, x, {f'{names}, {left} -> {right}'!r}, mesh={m}{said})")
@@ -903,7 +949,23 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
     waiting = {name: op for op, names in pending for name in names}
     left = [f"d{i}" for i in range(len(dims))]
     said = pending_text(tuple((op, (name,)) for name, op in waiting.items()))
-    kind = random.choice(("tanh", "sum", "psum", "mean", "pmax", "max", "all_gather", "psum_scatter", "psum pending", "all_to_all", "ppermute", "same", "roll"))
+    kind = random.choice(
+        (
+            "tanh",
+            "sum",
+            "psum",
+            "mean",
+            "pmax",
+            "max",
+            "all_gather",
+            "psum_scatter",
+            "psum pending",
+            "all_to_all",
+            "ppermute",
+            "same",
+            "roll",
+        )
+    )
     d.features.add(f"region {kind}")
     if kind == "psum pending":
         names = [name for name, op in waiting.items() if op == "sum"]
@@ -911,12 +973,22 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
             return None
         rest = pending_text(tuple((op, (name,)) for name, op in waiting.items() if name not in names))
         line = " ".join(left)
-        return Region(f"{line}{said} -> {line}{rest}", f"lambda t: axes.psum(t, {tuple(names)})", "X * 1", without_pending(spec) + rest, True)
+        return Region(
+            f"{line}{said} -> {line}{rest}",
+            f"lambda t: axes.psum(t, {tuple(names)})",
+            "X * 1",
+            without_pending(spec) + rest,
+            True,
+        )
     if kind == "tanh":
         line = " ".join(left)
         return None if waiting else Region(f"{line} -> {line}", "torch.tanh", "torch.tanh(X)", spec)
     if kind == "same":
-        free = [n for n in grid.axis_names if not any(n == a or grid.overlap(n, a) for dim in dims for _, _, names in dim for a in names)]
+        free = [
+            n
+            for n in grid.axis_names
+            if not any(n == a or grid.overlap(n, a) for dim in dims for _, _, names in dim for a in names)
+        ]
         if waiting or not free:
             return None
         line = " ".join(left) + f" | same@{random.choice(free)}"
@@ -943,7 +1015,9 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
             return None
         if kind == "max":
             tail = pending_text((("max", over),)) if over else ""
-            return Region(f"{line} -> {without}{tail}", f"lambda t: t.detach().amax({k})", f"X.detach().amax({k})", bare + tail)
+            return Region(
+                f"{line} -> {without}{tail}", f"lambda t: t.detach().amax({k})", f"X.detach().amax({k})", bare + tail
+            )
         inner = f"axes.pmax(t.amax({k}), {over})" if over else f"t.amax({k})"
         return Region(f"{line} -> {without}", f"lambda t: {inner}", f"X.amax({k})", bare)
     if kind == "psum_scatter":
@@ -952,7 +1026,13 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
             return None
         right = [*left[:k], f"d{k}@{names[0]}", *left[k + 1 :]]
         made = [*texts[:k], f"d{k}@{names[0]}", *texts[k + 1 :]]
-        return Region(f"{line}{said} -> {' '.join(right)}", f"lambda t: axes.psum_scatter(t, {names[0]!r}, {k})", "X * 1", " ".join(made), True)
+        return Region(
+            f"{line}{said} -> {' '.join(right)}",
+            f"lambda t: axes.psum_scatter(t, {names[0]!r}, {k})",
+            "X * 1",
+            " ".join(made),
+            True,
+        )
     if waiting or not over or size % count:
         return None
     if kind == "all_gather":
@@ -961,7 +1041,13 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
         return Region(f"{line} -> {right}", f"lambda t: axes.all_gather(t, {over}, {k})", "X * 1", made, True)
     if kind == "ppermute":
         shift = random.choice((1, -1, 2))
-        return Region(f"{line} -> {line}", f"lambda t: axes.ppermute(t, {over}, shift={shift})", f"X.roll({shift * (size // count)}, {k})", spec, True)
+        return Region(
+            f"{line} -> {line}",
+            f"lambda t: axes.ppermute(t, {over}, shift={shift})",
+            f"X.roll({shift * (size // count)}, {k})",
+            spec,
+            True,
+        )
     if kind == "all_to_all":
         others = [j for j in plain if j != k and not dims[j][0][2] and dims[j][0][1] % count == 0]
         if not others:
@@ -970,7 +1056,13 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
         left[j] = f"d{j}@()"
         right, made = list(left), list(texts)
         right[k], right[j], made[k], made[j] = f"d{k}", f"d{j}{place(axes_)}", f"d{k}", f"d{j}{place(axes_)}"
-        return Region(f"{' '.join(left)} -> {' '.join(right)}", f"lambda t: axes.all_to_all(t, {over}, {j}, {k})", "X * 1", " ".join(made), True)
+        return Region(
+            f"{' '.join(left)} -> {' '.join(right)}",
+            f"lambda t: axes.all_to_all(t, {over}, {j}, {k})",
+            "X * 1",
+            " ".join(made),
+            True,
+        )
     return Region(f"{line} -> {line}", "lambda t: t.flip(())", "X * 1", spec, True)
 
 
@@ -1041,7 +1133,9 @@ def leaves(d: Draw) -> None:
     sizes = {n: s for form in forms for n, s in form if s}
     right, expression = spec, f"{spec} -> {spec}"
     if kind == "gather":
-        right = " ".join(f"({' '.join(str(n) for n, _ in form)})" if len(form) > 1 else str(form[0][0]) for form in forms)
+        right = " ".join(
+            f"({' '.join(str(n) for n, _ in form)})" if len(form) > 1 else str(form[0][0]) for form in forms
+        )
         expression = f"{spec} -> {right}"
     if local and re.search(r"\)@", expression):
         return  # a group that is split as a whole has to divide there
@@ -1097,7 +1191,9 @@ def compiled(d: Draw) -> None:
     ndim = d.random.choice((1, 2, 2, 3))
     rest = d.random.sample((2, 3, 4, 6), ndim - 1)  # torch can't trace strides that are squares
     total = len(grid.ranks)
-    first = [d.random.choice((total, 2 * total, total * 2 - 1, total + 1, 4 * total, 2 * total + 1, 1)) for _ in range(3)]
+    first = [
+        d.random.choice((total, 2 * total, total * 2 - 1, total + 1, 4 * total, 2 * total + 1, 1)) for _ in range(3)
+    ]
     shapes = [(n, *rest) for n in first]
     forms = [[(f"d{i}", n)] for i, n in enumerate(shapes[0])]
 
@@ -1108,7 +1204,10 @@ def compiled(d: Draw) -> None:
                 return found
         return " ".join(f"d{i}" for i in range(ndim))
 
-    source, target = drawn(pending=0.5 if d.chance(0.4) else 0.0, ops=("sum", "mean", "max") if d.chance(0.3) else ("sum",)), drawn()
+    source, target = (
+        drawn(pending=0.5 if d.chance(0.4) else 0.0, ops=("sum", "mean", "max") if d.chance(0.3) else ("sum",)),
+        drawn(),
+    )
     for shape in shapes:
         d.note(grid, source, shape)
         d.note(grid, target, shape)
@@ -1167,7 +1266,9 @@ def autocast(d: Draw) -> None:
     names = [*"uvw"[: len(found.operands)]]
     specs = [spec_of_case(found, slots, found.places) for slots in found.operands]
     result = spec_of_case(found, found.result, found.goals)
-    if refusal_of_case(grid, found, result) or any(refusal(grid, s, n) for s, n in zip(specs, found.shapes, strict=True)):
+    if refusal_of_case(grid, found, result) or any(
+        refusal(grid, s, n) for s, n in zip(specs, found.shapes, strict=True)
+    ):
         return
     d.features.add("autocast")
     for name, spec, shape in zip(names, specs, found.shapes, strict=True):
@@ -1176,11 +1277,15 @@ def autocast(d: Draw) -> None:
         p.both(f"{name}.requires_grad_()", name)
     line = call_of(found, names, mesh_of(g))
     p.do(f"with torch.autocast('cpu', dtype=torch.bfloat16): y = {line}")
-    p.do(f"with torch.autocast('cpu', dtype=torch.bfloat16): Y = whole_result('einsum', {found.text!r}, 'sum', [{', '.join(n.upper() for n in names)}], {found.sizes})")
+    p.do(
+        f"with torch.autocast('cpu', dtype=torch.bfloat16): Y = whole_result('einsum', {found.text!r}, 'sum', [{', '.join(n.upper() for n in names)}], {found.sizes})"
+    )
     p.do("assert torch.allclose(axes.unshard(y).float(), Y.float(), rtol=0.04, atol=0.5), (y, Y)")
     p.do("axes.unshard(y).float().sum().backward(); Y.float().sum().backward()")
     for name in names:
-        p.do(f"assert torch.allclose(axes.unshard({name}.grad).float(), {name.upper()}.grad.float(), rtol=0.04, atol=0.5), ({name}.grad, {name.upper()}.grad)")
+        p.do(
+            f"assert torch.allclose(axes.unshard({name}.grad).float(), {name.upper()}.grad.float(), rtol=0.04, atol=0.5), ({name}.grad, {name.upper()}.grad)"
+        )
 
 
 def inplace_of_shards(d: Draw, grid: Grid, g: str, shape: Sequence[int]) -> None:
@@ -1215,7 +1320,9 @@ def doors(d: Draw) -> None:
     m, shape = mesh_of(g), d.shape(most=200)
     kind = d.random.choice(("shard", "unshard", "from_local", "from_local", "to_local", "to_local", "lift"))
     d.features |= {"gradient", f"door {kind}"}
-    spec = d.accepted(grid, shape, pending=0.3 if kind in ("from_local", "to_local") and d.chance(0.3) else 0.0, ops=("sum", "mean"))
+    spec = d.accepted(
+        grid, shape, pending=0.3 if kind in ("from_local", "to_local") and d.chance(0.3) else 0.0, ops=("sum", "mean")
+    )
     d.note(grid, spec, shape)
     plain = without_pending(spec)
     layout = drawn_layout(d)
@@ -1239,8 +1346,14 @@ def doors(d: Draw) -> None:
         p.do("axes.unshard(h).backward(C); H.backward(C)")
         check_gradient(d, "a", g, spec)
         return
-    unused = [n for n in grid.axis_names if grid.sizes[n] > 1 and not any(n == u or grid.overlap(n, u) for u in places_in(spec))]
-    if any(grid.overlap(u, n) and grid.sizes[u] < grid.sizes[n] for u in places_in(spec) for n in grid.axis_names if u != n):
+    unused = [
+        n
+        for n in grid.axis_names
+        if grid.sizes[n] > 1 and not any(n == u or grid.overlap(n, u) for u in places_in(spec))
+    ]
+    if any(
+        grid.overlap(u, n) and grid.sizes[u] < grid.sizes[n] for u in places_in(spec) for n in grid.axis_names if u != n
+    ):
         return  # a part of an axis: what is replicated over the rest has no name here
     same_ = [n for n in unused if d.chance(0.3)] if d.chance(0.4) else []
     left = [n for n in unused if n not in same_]
@@ -1339,7 +1452,9 @@ def run_case(law: str, ranks: int, island: int, index: int) -> Draw:
     try:
         LAWS[law](d)
     except Exception as error:
-        error.add_note(f"case {index} of '{law}' on island {island} of {ranks}, on rank {dist.get_rank()}:\n{d.program}")
+        error.add_note(
+            f"case {index} of '{law}' on island {island} of {ranks}, on rank {dist.get_rank()}:\n{d.program}"
+        )
         error.program = d.program  # type: ignore[attr-defined]
         raise
     return d
@@ -1390,7 +1505,9 @@ def explore(law: str, first: int, count: int, seconds: float) -> tuple[list[dict
         try:
             run_case(law, ranks, 0, index)
         except Exception as error:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if "/axes/" in f.filename or "torch" in f.filename]
+            frames = [
+                f for f in traceback.extract_tb(error.__traceback__) if "/axes/" in f.filename or "torch" in f.filename
+            ]
             where = f"{frames[-1].filename.split('/')[-1]}:{frames[-1].name}" if frames else "a check"
             message = f"{type(error).__name__}: {error}"
             program = str(getattr(error, "program", ""))
@@ -1398,15 +1515,29 @@ def explore(law: str, first: int, count: int, seconds: float) -> tuple[list[dict
             line += "".join(f" after {way}" for way in re.findall(r"^y = axes.(\w+)", program, re.M))
             kind = re.sub(r"'[^']*'|\[[^]]*\]|\(.*\)|wrong numbers.*", "..", message.splitlines()[0])
             kind = re.sub(r"\d+(\.\d+)?", "N", kind)[:110]
-            found = {"kind": f"{kind} @ {where} in {line}", "message": message[:400], "program": program, "index": index}
+            found = {
+                "kind": f"{kind} @ {where} in {line}",
+                "message": message[:400],
+                "program": program,
+                "index": index,
+            }
         everyone: list[dict[str, object] | None] = [None] * ranks
         dist.all_gather_object(everyone, found, group=status)
         done += 1
         bad = [each for each in everyone if each is not None]
         if bad:
-            first_bad = min(bad, key=lambda each: ("imed out" in str(each["message"]) or "onnection" in str(each["message"]), len(str(each["program"]))))
+            first_bad = min(
+                bad,
+                key=lambda each: (
+                    "imed out" in str(each["message"]) or "onnection" in str(each["message"]),
+                    len(str(each["program"])),
+                ),
+            )
             failures.append({**first_bad, "ranks": f"{len(bad)} of {ranks}"})
-            if any(("imed out" in str(each["message"]) or "onnection" in str(each["message"])) for each in bad) or time.monotonic() - began > 4:
+            if (
+                any(("imed out" in str(each["message"]) or "onnection" in str(each["message"])) for each in bad)
+                or time.monotonic() - began > 4
+            ):
                 return failures, index + 1, done
         late = [time.monotonic() - start > seconds]
         dist.broadcast_object_list(late, 0, group=status)
@@ -1437,7 +1568,17 @@ def main() -> None:
                 try:
                     failures, next_, done = axes.launch(explore, ranks, law, at, end - at, 100.0, timeout=200)[0]
                 except Exception as error:
-                    failures, next_, done = [{"kind": f"the world ended: {str(error)[:300]}", "message": "", "program": f"after case {at}"}], at + 50, 0
+                    failures, next_, done = (
+                        [
+                            {
+                                "kind": f"the world ended: {str(error)[:300]}",
+                                "message": "",
+                                "program": f"after case {at}",
+                            }
+                        ],
+                        at + 50,
+                        0,
+                    )
                 total, at = total + done, next_
                 for failure in failures:
                     kind = f"{law}: {failure['kind']}"

@@ -70,8 +70,9 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
                     f"DTensor can't express {dim}: two axes on a dim with an unsplit factor in front; "
                     "make the factor in front a dim of its own"
                 )
-            found[mesh.axis_names[axis]] = PlacementSpec(index, math.prod(sizes))
-            if math.prod(sizes) > 1:
+            in_front = max(1, math.prod(sizes))  # of nothing, each piece is nothing
+            found[mesh.axis_names[axis]] = PlacementSpec(index, in_front)
+            if in_front > 1:
                 strided.setdefault("factor" if behind else "order", dim)
         for name in mesh_axes(mesh, dim.axes):
             if mesh.namespace[name].size == 1:

@@ -465,6 +465,7 @@ def _softmax(form: _Form, x: torch.Tensor) -> torch.Tensor:
 def _logsumexp(form: _Form, x: torch.Tensor) -> torch.Tensor:
     wide = _wide(x)
     largest = _largest(wide, form.dims, form.axes)
+    largest = largest.masked_fill(largest.isposinf(), 0.0)
     total = _sum((wide - largest).exp().sum(form.dims, keepdim=True), form.axes)
     return (total.log() + largest).squeeze(form.dims).to(x.dtype)
 
@@ -550,12 +551,15 @@ def _sum(x: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor:
-    """The maximum over dims, kept as size 1, as a number that can be subtracted: 0 where it is infinite."""
+    """The maximum over dims, kept as size 1, to be subtracted: 0 where nothing is larger than minus infinity.
+
+    Plus infinity stays: what overflowed makes the whole row NaN, as it does on one device.
+    """
     x = x.detach()
     empty = 0 in [x.shape[dim] for dim in dims]
     found = x.sum(dims, keepdim=True) - math.inf if empty else x.amax(dims, keepdim=True)
     found = pmax(found, axes) if axes else found
-    return found.masked_fill(found.isinf(), 0.0)
+    return found.masked_fill(found.isneginf(), 0.0)
 
 
 def _count(form: _Form, wholes: Sequence[int | None], x: torch.Tensor) -> int | torch.Tensor:
