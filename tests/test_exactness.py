@@ -277,3 +277,67 @@ def shared_gradients():
 
 def test_every_leaf_owns_its_gradient_and_no_more_memory_than_that(pool):
     assert pool.run(shared_gradients) == [[]] * 8
+
+
+# --- maxima and minima keep NaN -------------------------------------------------------------------
+
+
+def extremes_with_nan(ranks: int):
+    start = dist.get_rank() // ranks * ranks
+    mesh = axes.init_mesh(f"tp={ranks}", ranks=range(start, start + ranks), device_type="cpu")
+    me, wrong = dist.get_rank() - start, []
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, nan, 3.0, -2.0, -0.5, inf], [nan, 2.0, 7.0, -3.0, 0.25, -inf], [0.0, -0.0, nan, -1.0, 0.5, 1.0]]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        whole = torch.tensor((rows * ranks)[:ranks]).to(dtype)
+        for op in ("max", "min"):
+            right = whole.amax(0) if op == "max" else whole.amin(0)
+            pending = axes.from_local(whole[me].clone(), f"a | {op}@tp", mesh=mesh)
+            split = mesh.sharding("a@tp")
+            found = [
+                axes.unshard(axes.reduce(axes.shard(whole, "t@tp a", mesh=mesh), "t@tp a -> a", op)),
+                axes.unshard(pending),
+                axes.unshard(axes.reshard(pending, split)),
+                axes.unshard(axes.reshard(pending, split, async_op=True)),
+                (axes.pmax if op == "max" else axes.pmin)(whole[me].clone(), "tp", mesh=mesh),
+            ]
+            wrong += [
+                (dtype, op, at) for at, y in enumerate(found) if not torch.equal(y.nan_to_num(9), right.nan_to_num(9))
+            ]
+            leaf, x = whole.clone().requires_grad_(), axes.shard(whole, "t@tp a", mesh=mesh).requires_grad_()
+            (leaf.amax(0) if op == "max" else leaf.amin(0)).sum().backward()
+            axes.reduce(x, "t@tp a -> a", op).sum().backward()
+            if not torch.equal(axes.unshard(x.grad).isnan(), leaf.grad.isnan()):
+                wrong.append((dtype, op, "gradient"))
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_maximum_over_ranks_keeps_nan_as_one_device_does(pool, ranks):
+    assert pool.run(extremes_with_nan, ranks) == [[]] * 8
+
+
+def kinds_of_comm_dtype():
+    mesh = axes.init_mesh("tp=8", device_type="cpu")
+    for dtype, wire in [
+        (torch.float32, torch.int32),
+        (torch.float32, torch.bool),
+        (torch.float32, torch.complex64),
+        (torch.int64, torch.float32),
+        (torch.int64, torch.int32),
+        (torch.complex64, torch.float32),
+    ]:
+        x = axes.shard(torch.ones(8).to(dtype), "n@tp", mesh=mesh)
+        with pytest.raises(ShardingError, match="comm_dtype"):
+            axes.reshard(x, mesh.sharding("n"), comm_dtype=wire)
+
+
+def test_a_communication_dtype_that_cannot_hold_the_values_is_refused(pool):
+    pool.run(kinds_of_comm_dtype)
+
+
+@pytest.mark.parametrize("function", [axes.softmax, axes.logsumexp, axes.rms_norm, axes.layer_norm])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_functions_of_floats_refuse_other_numbers(function, dtype):
+    with pytest.raises(ShardingError, match="is of floats"):
+        function(torch.ones(4).to(dtype), "a", over="a")

@@ -61,6 +61,7 @@ def softmax(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh
     >>> softmax(torch.zeros(2, 4), "q k", over="k")[0].tolist()
     [0.25, 0.25, 0.25, 0.25]
     """
+    _check_floats("softmax", x)
     form = _form("softmax", spec, _names(over))
     return _applied("softmax", functools.partial(_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
 
@@ -74,6 +75,7 @@ def logsumexp(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Me
     >>> round(logsumexp(torch.zeros(2, 8), "q k", over="k")[0].item(), 4)
     2.0794
     """
+    _check_floats("logsumexp", x)
     form = _form("logsumexp", spec, _names(over))
     return _applied("logsumexp", functools.partial(_logsumexp, form), f"{form.spec} -> {form.rest}", (x,), mesh)
 
@@ -97,6 +99,7 @@ def rms_norm(
     >>> rms_norm(torch.full((2, 4), 3.0), "s d", over="d")[0].tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
+    _check_floats("rms_norm", x)
     form = _form("rms_norm", spec, _names(over))
     eps = torch.finfo(torch.float32 if x.dtype in _HALVES else x.dtype).eps if eps is None else eps
     local = functools.partial(_rms_norm, form, _wholes(form.places, x, sizes), eps)
@@ -122,6 +125,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), "s d", over="d", eps=0.0)[0].tolist()
     [-1.0, 1.0]
     """
+    _check_floats("layer_norm", x)
     form = _form("layer_norm", spec, _names(over))
     local = functools.partial(_layer_norm, form, _wholes(form.places, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
@@ -153,6 +157,7 @@ def cross_entropy(
     form = _loss_form(expression)
     if reduction not in ("mean", "sum"):
         raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shortened(repr(reduction))}")
+    _check_floats("cross_entropy", logits)
     _check_integers("cross_entropy", "labels", labels)
     (whole,) = _wholes((form.vocabulary,), logits, sizes)
     local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignore_index)
@@ -402,6 +407,11 @@ def _check_shape(what: str, x: object, spec: Spec) -> None:
     names = [_name(dim) for dim in spec.dims]
     if x.ndim != len(names) and "..." not in names:
         raise ShardingError(f"{what}: the spec '{spec}' has {len(names)} dims, the tensor {x.ndim}: {list(x.shape)}")
+
+
+def _check_floats(what: str, x: torch.Tensor) -> None:
+    if isinstance(x, torch.Tensor) and not x.is_floating_point():
+        raise ShardingError(f"{what} is of floats; found {x.dtype}. Write x.float()")
 
 
 def _check_integers(what: str, which: str, x: torch.Tensor) -> None:

@@ -35,6 +35,7 @@ from axes.algebra.mesh import Mesh
 from axes.runtime import torch_private
 from axes.runtime.graphs import kept
 from axes.runtime.groups import current_world, group_of
+from axes.runtime.links import ordered, unordered
 
 AxisName = str | tuple[str, ...]
 """A name of the mesh's namespace, or several: their product, the first the slowest."""
@@ -161,11 +162,18 @@ def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
     """
     reduction = "sum" if op == "mean" else op
     wire = _reducible(x, reduction, copy=True)
-    if torch.compiler.is_compiling() or type(wire) is not torch.Tensor:
-        wire = torch_private.functional_reduce(wire, reduction, _group(line).name)
-    else:
-        _group(line).reduce(wire, _OPS[reduction])
+    if reduction in ("max", "min") and wire.is_floating_point():
+        return unordered(_all_reduced(ordered(wire, reduction), reduction, line), x.dtype)
+    wire = _all_reduced(wire, reduction, line)
     return _reduced(wire / line.size if op == "mean" else wire, x.dtype)
+
+
+def _all_reduced(wire: torch.Tensor, reduction: str, line: Line) -> torch.Tensor:
+    """The reduction over the axis of a tensor that may be overwritten."""
+    if torch.compiler.is_compiling() or type(wire) is not torch.Tensor:
+        return torch_private.functional_reduce(wire, reduction, _group(line).name)
+    _group(line).reduce(wire, _OPS[reduction])
+    return wire
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:

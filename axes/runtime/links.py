@@ -156,9 +156,62 @@ class _Carried:
         return self.link.reduce_scatter(x, op, shape)
 
 
-def link_of(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Link:
-    """The collectives of a group, for tensors of a dtype."""
-    link = _Eager(group) if eager else _Traced(group)
+@dataclass(frozen=True)
+class _Ordered:
+    """A link whose maxima and minima of floats keep NaN, as torch's own do: they are taken of `ordered` integers.
+
+    Backends compare floats each in its own way: gloo forgets a NaN, or doesn't, by the order of the ranks.
+    """
+
+    link: Link
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        return self.link.all_gather(x, shape)
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        return self.link.all_to_all(x, receives, sends, shape)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        return unordered(self.link.all_reduce(ordered(x, op), op, True), x.dtype)
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        return unordered(self.link.reduce_scatter(ordered(x, op), op, shape), x.dtype)
+
+
+def ordered(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Floats as integers in the same order, where NaN wins a maximum ("max") or a minimum ("min"). A copy.
+
+    >>> ordered(torch.tensor([-1.0, 0.0, 2.0]), "max").diff().gt(0).tolist()
+    [True, True]
+    >>> unordered(ordered(torch.tensor([float("nan"), 1.0]), "min").amin(0), torch.float32)
+    tensor(nan)
+    """
+    # The largest and the smallest integer are a NaN in their bits.
+    wide = x if x.dtype in _BITS else x.float()
+    bits = wide.view(_BITS[wide.dtype])
+    limits = torch.iinfo(bits.dtype)
+    return torch.where(wide.isnan(), limits.max if op == "max" else limits.min, _swapped(bits))
+
+
+def unordered(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The floats of integers that `ordered` made."""
+    return _swapped(x).view(torch.float64 if x.dtype is torch.int64 else torch.float32).to(dtype)
+
+
+def _swapped(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of a float as a number in its order, and back: of a negative one the lower bits count downwards."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def link_of(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, op: str | None = None) -> Link:
+    """The collectives of a group, for tensors of a dtype and the reduction `op`, if any."""
+    link: Link = _Eager(group) if eager else _Traced(group)
+    if op in ("max", "min") and dtype.is_floating_point:
+        link = _Ordered(link)
     if dtype in MOVED:
         return link
     carrier = _CARRIER[dtype.itemsize]

@@ -104,6 +104,10 @@ def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None)
     wire = dtype if comm_dtype is None else comm_dtype
     if comm_dtype is not None and dtype.is_complex and not comm_dtype.is_complex:
         raise ShardingError(f"comm_dtype={comm_dtype} would drop the imaginary part of {dtype}; use a complex one")
+    if not _holds(wire, dtype):
+        raise ShardingError(
+            f"comm_dtype={comm_dtype} can't hold the values of {dtype}; use one of the same kind, like {_wider(dtype)}"
+        )
     for step in plan.steps:
         if step.op is None:
             continue
@@ -116,6 +120,14 @@ def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None)
                 f"{wire} isn't reduced by every backend: a {step.op} over '{' '.join(step.axes)}' needs "
                 f"comm_dtype={_wider(wire)}\n  source  {plan.source}\n  target  {plan.target}"
             )
+
+
+def _holds(wire: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether values may travel in a dtype: of floats in any floats, rounded; of integers in no smaller ones."""
+    if dtype.is_complex or dtype.is_floating_point:
+        return wire.is_complex == dtype.is_complex and wire.is_floating_point == dtype.is_floating_point
+    integral = not (wire.is_complex or wire.is_floating_point)
+    return integral and wire.itemsize >= dtype.itemsize and (wire is not torch.bool or dtype is torch.bool)
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
@@ -210,7 +222,7 @@ def _run(
     step = task.step
     if group is None:
         return _slice(task)
-    link = link_of(group, dtype, eager)
+    link = link_of(group, dtype, eager, step.op)
     if step.kind == "all_reduce":
         return _all_reduce(step, link, owned)
     if step.kind == "all_gather":
