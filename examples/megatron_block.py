@@ -96,7 +96,8 @@ def norm_of_shards(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def loss_of_shards(y: Tensor, wanted: Tensor) -> Tensor:
-    return axes.reduce((y - wanted) ** 2, "s@tp b d -> | same@tp", "mean")
+    whole = len(y) * axes.axis_size("tp")  # that all shards are as long is known here alone
+    return axes.reduce((y - wanted) ** 2, "s@tp b d -> | same@tp", "mean", s=whole)
 
 
 LOCAL = View(norm_of_shards, attend)

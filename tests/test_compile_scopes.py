@@ -152,7 +152,7 @@ def outside(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_graph_that_breaks_within_a_scope_leaves_it_as_it_was(world):
-    for found in world(broken, 2, timeout=120):
+    for found in world(broken, 2, timeout=300):
         assert len(found) == 9
         assert len(set(found)) == 1
 
@@ -167,4 +167,4 @@ def other_mesh() -> None:
 
 
 def test_the_mesh_outside_of_a_graph_is_still_guarded(world):
-    world(other_mesh, 2, timeout=120)
+    world(other_mesh, 2, timeout=300)

@@ -686,7 +686,8 @@ class _Solver:
         That depends on how much they have, which each knows of itself alone.
         """
         result, arising = self.reading.result, [axis for _, axis in self._counted()]
-        named = [axis for p in result.pending or () if p.place is not None for axis in p.place.names]
+        pending = [p for p in result.pending or () if p.op != "same"]
+        named = [axis for p in pending if p.place is not None for axis in p.place.names]
         kept = set(self.digits.of(arising if result.keeps_any else named))
         if not kept.isdisjoint(self.digits.of(arising)):
             self._ask_size("stays pending", [atom for atom, _ in self._counted()])
