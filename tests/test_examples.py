@@ -32,7 +32,9 @@ def trained(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     by_hand = trainings["by hand"].weights
     distances = {}
     for name, training in trainings.items():
-        pairs = [(axes.to_local(w.detach()) if name == "DTensors" else w, by_hand[at]) for at, w in training.weights.items()]
+        pairs = [
+            (axes.to_local(w.detach()) if name == "DTensors" else w, by_hand[at]) for at, w in training.weights.items()
+        ]
         distances[name] = max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
     return losses, distances
 
