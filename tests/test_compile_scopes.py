@@ -151,7 +151,6 @@ def outside(x: torch.Tensor) -> torch.Tensor:
     return axes.psum(x, "dp")
 
 
-@pytest.mark.xfail(reason="what stands before a break in a region counts as closed over: an error, where it needn't be")
 def test_a_graph_that_breaks_within_a_scope_leaves_it_as_it_was(world):
     for found in world(broken, 2, timeout=300):
         assert len(found) == 9

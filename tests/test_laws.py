@@ -32,6 +32,7 @@ CASES: dict[str, dict[int, int]] = {
     "functions": {2: 40, 3: 20, 4: 90, 6: 20, 8: 50},
     "regions": {1: 5, 2: 40, 3: 20, 4: 90, 6: 20, 8: 50},
     "doors": {1: 5, 2: 40, 3: 20, 4: 80, 6: 20, 8: 50},
+    "after_torch": {2: 15, 3: 10, 4: 30, 8: 20},
     "compiled": {2: 4, 4: 3},
     "autocast": {2: 6, 4: 10, 8: 10},
 }
@@ -88,6 +89,9 @@ FEATURES = {
     "made as a leaf": 400,
     "compiled": 18,
     "autocast": 30,
+    "groups of its own": 60,
+    "vector_norm of torch": 20,
+    "embedding of torch": 8,
 }
 
 ALONE = {"scalar", "compiled", "autocast", "refused"}

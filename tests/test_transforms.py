@@ -92,7 +92,7 @@ WHOLE: dict[str, list[Callable[[Any], Any]]] = {
 
 DTENSORS: dict[str, list[Callable[[Any], Any]]] = {
     "unshard": [axes.unshard],
-    "to_local": [axes.to_local],
+    "to_local": [lambda x: axes.to_local(x, grad="summed")],
     "lift": [lambda x: axes.lift(x, axes.sharding_of(x).mesh)],
     "reshard": [lambda x: axes.reshard(x, "a b"), lambda x: axes.reshard(x, "a b@tp")],
     "rearrange": [lambda x: axes.rearrange(x, "a@tp b -> b a@tp"), lambda x: axes.rearrange(x, "a b -> b a")],
@@ -413,7 +413,7 @@ def check_batches() -> list[str]:
                 said = refused(many, BATCH)
                 wrong += [f"{name} {at}: {said}"] if said else []
         leaf = axes.shard(torch.ones(4, 4), "a@tp b").requires_grad_()
-        for call in (axes.unshard, lambda x: axes.to_local(axes.rearrange(x, "a b -> a b 1"))):
+        for call in (axes.unshard, lambda x: axes.to_local(axes.rearrange(x, "a b -> a b 1"), grad="summed")):
             y = call(leaf)
             batch = torch.ones(2, *y.shape)
             said = refused(lambda y=y, b=batch: torch.autograd.grad(y, leaf, b, is_grads_batched=True), BATCH)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import logging
 import math
@@ -26,10 +25,11 @@ import os
 import random as stdlib_random
 import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,11 +73,14 @@ class Grid:
     equations: tuple[str, ...] = ()
     order: tuple[int, ...] | None = None
     sub: str = ""
+    patience: float = 0.0
+    """The timeout of its groups, which then aren't those of the same mesh without."""
 
     def __repr__(self) -> str:
         further = [repr(self.equations)] if self.equations else []
         further += [f"order={self.order}"] if self.order else []
         further += [f"sub={self.sub!r}"] if self.sub else []
+        further += [f"patience={self.patience}"] if self.patience else []
         return f"Grid({', '.join([repr(self.declaration), *further])})"
 
     @cached_property
@@ -193,7 +196,9 @@ class Grid:
 @functools.cache
 def _mesh(grid: Grid, base: int) -> axes.Mesh:
     ranks = [base + rank for rank in grid.ranks]
-    mesh = axes.init_mesh(grid.declaration, *grid.equations, ranks=ranks, device_type="cpu", timeout=TIMEOUT)
+    own = {name: axes.GroupOptions(timeout=grid.patience) for name in grid.declared} if grid.patience else None
+    options = {"ranks": ranks, "options": own, "device_type": "cpu", "timeout": TIMEOUT}
+    mesh = axes.init_mesh(grid.declaration, *grid.equations, **options)
     return mesh[tuple(grid.sub.split())] if grid.sub else mesh
 
 
@@ -530,8 +535,21 @@ def refused(pattern: str) -> Iterator[None]:
         raise AssertionError(f"not refused: {pattern!r}")
 
 
-def takes(function: Any, parameter: str) -> bool:
-    return parameter in inspect.signature(function).parameters
+def uses_groups_of(x: DTensor, mesh: axes.Mesh) -> bool:
+    """Whether a DTensor communicates over the groups of a mesh, and not over others of the same ranks."""
+    names = [name for name, size in mesh.shape.items() if size > 1]
+    return all(x.device_mesh.get_group(name) is mesh.axis(name).group for name in names)
+
+
+def either(value: Callable[[], torch.Tensor], expected: torch.Tensor, pattern: str) -> None:
+    """The right value, or an error of the library with these words."""
+    try:
+        found = value()
+    except axes.AxesError as error:
+        if not re.search(pattern, str(error)):
+            raise AssertionError(f"refused for another reason than {pattern!r}: {error}") from error
+    else:
+        same(found, expected)
 
 
 def owns(x: torch.Tensor | None) -> None:
@@ -606,9 +624,15 @@ def _gathered(x: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     return [found[ranks.index(_base + rank)] for rank in grid.ranks]
 
 
-PRELUDE = """import torch
+SCRIPT = """import torch
 import axes
 from tests.whole_cases import *
+
+def case():
+{lines}
+
+if __name__ == "__main__":
+    axes.launch(case, {ranks})
 """
 
 
@@ -628,7 +652,7 @@ def watch() -> None:
             if state != seen:
                 seen, since = state, time.monotonic()
             elif state is not None and time.monotonic() - since > 1.5 * TIMEOUT:
-                print(f"rank {dist.get_rank()} hangs in\n{program}", file=sys.stderr, flush=True)
+                print(f"rank {dist.get_rank()} waits in\n{program}", file=sys.stderr, flush=True)
                 since = math.inf
 
     if not any(thread.name == "watch" for thread in threading.enumerate()):
@@ -666,6 +690,10 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
+
+    def script(self, ranks: int) -> str:
+        """A file that runs it on so many ranks."""
+        return SCRIPT.format(lines=textwrap.indent(str(self), "    "), ranks=ranks)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -769,7 +797,10 @@ class Draw:
             choices = [grid for grid in MESHES[self.ranks] if sub or not grid.sub]
             grid = choices[0] if self.chance(0.35) else random.choice(choices)
             if self.chance(0.35) and self.ranks in ORDERS:
-                grid = Grid(grid.declaration, grid.equations, random.choice(ORDERS[self.ranks]), grid.sub)
+                grid = replace(grid, order=random.choice(ORDERS[self.ranks]))
+            if self.chance(0.08) and grid.order is None and self.ranks in (2, 4):
+                grid = replace(grid, patience=TIMEOUT + 1)
+                self.features.add("groups of its own")
         if grid.order is not None and list(grid.order) != sorted(grid.order):
             self.features.add("permuted ranks")
         if grid.sub:

@@ -34,6 +34,7 @@ from tests.whole_cases import (
     Grid,
     Pending,
     commute,
+    features_of,
     on_island,
     pending_text,
     read,
@@ -117,6 +118,8 @@ def whole(d: Draw) -> None:
         made = f"axes.from_local(W.new_empty({(0,) * len(shape)}), {spec!r}, mesh={m}, shape={shape})"
     p.do(f"x = {made}")
     p.do(f"check(x, W, {g}, {spec!r}, {seed})")
+    if inside:
+        p.do(f"assert uses_groups_of(x, {m})")
     if inside:
         p.do(f"assert tuple(x.to_local().shape) == {m}.sharding({spec!r}).local_shape({shape})")
         p.do(f"same_indices({m}.sharding({spec!r}), {g}, {spec!r}, {shape})")
@@ -244,6 +247,8 @@ def chain(d: Draw) -> None:
         if options and "|" not in target and d.chance(0.7):
             p.do(f"{new} = {new}.clone()")
         p.do(f"check({new}, W, {t}, {target!r}, {seed}, (g0, {start[1]!r}))")
+        if to.here is not None and "groups of its own" in d.features:
+            p.do(f"assert uses_groups_of({new}, {mesh_of(t)})")
         if again:
             p.do(f"check({name}, W, {d.grids[grid]}, {spec!r}, {seed}, (g0, {start[1]!r}))")
         grid, spec, name = to, target, new
@@ -1256,6 +1261,46 @@ def explicit(spec: str) -> str:
     return " ".join(word if "@" in word else f"{word}@()" for word in words(before)) + (f" |{after}" if bar else "")
 
 
+def after_torch(d: Draw) -> None:
+    """What torch's reductions leave pending is resolved as they mean it, or refused with what to write instead."""
+    p = d.program
+    grid, g = d.grid()
+    kind = d.random.choice(("vector_norm", "vector_norm", "embedding", "embedding", "sum", "amax", "amin"))
+    if kind == "embedding":
+        # torch's own takes a vocabulary that is split over one axis, and no empty part of it.
+        axis = d.random.choice(grid.axis_names)
+        shape = (grid.sizes[axis] * d.random.choice((1, 2, 3)), d.random.choice((1, 2, 3, 4, 6)))
+        spec = f"d0@{axis} d1"
+    else:
+        shape = d.shape(d.random.choice((1, 2, 2, 3)), extents=(1, 2, 3, 4, 5, 6, 8, 12))
+        spec = d.accepted(grid, shape)
+    if any("factor" in feature or feature == "order of axes" for feature in features_of(grid, spec, shape)):
+        return  # torch's own reductions of strided shards are torch's
+    if kind in ("amax", "amin") and any(extent % math.prod(grid.sizes.values()) for extent in shape):
+        kind = "sum"  # torch's own refuses an empty shard, on the rank alone that has it
+    d.note(grid, spec, shape)
+    make_whole(d, "X", shape, torch.float64, g)
+    make_door(d, "x", "X", grid, g, spec, d.seed())
+    d.features.add(f"{kind} of torch")
+    if kind == "embedding":
+        p.do(f"T = torch.randint(0, {shape[0]}, (5,), generator=torch.Generator().manual_seed({d.seed()} + {g}.line))")
+        p.do(f"t = axes.shard(T, 'i', mesh={mesh_of(g)})")
+        p.do("y = torch.nn.functional.embedding(t, x)")
+        p.do("Y = torch.nn.functional.embedding(T, X)")
+    else:
+        order = d.random.choice(("", ", 1", ", 3")) if kind == "vector_norm" else ""
+        dim = f", dim={d.random.randrange(len(shape))}" if d.chance(0.5) else ""
+        function = "torch.linalg.vector_norm" if kind == "vector_norm" else f"torch.{kind}"
+        p.both(f"y = {function}(x{order}{dim})", "y", "x")
+    where = f"{mesh_of(g)}.sharding({' '.join(['_'] * p['Y'].ndim)!r})"
+    p.do("either(lambda: axes.unshard(y), Y, 'only torch knows')")
+    p.do(f"either(lambda: axes.reshard(y, {where}).to_local(), Y, 'only torch knows')")
+    if d.chance(0.5) and p["Y"].ndim:
+        names = " ".join(f"d{i}" for i in range(p["Y"].ndim))
+        p.do(f"either(lambda: axes.unshard(axes.rearrange(y, {f'{names} -> {names}'!r})), Y, 'only torch knows')")
+    p.do("same(y.full_tensor(), Y)")
+
+
 def autocast(d: Draw) -> None:
     """An einsum under `torch.autocast`, with its gradients."""
     p = d.program
@@ -1431,6 +1476,7 @@ LAWS: dict[str, Law] = {
     "regions": regions,
     "compiled": compiled,
     "autocast": autocast,
+    "after_torch": after_torch,
     "doors": doors,
 }
 
@@ -1452,9 +1498,7 @@ def run_case(law: str, ranks: int, island: int, index: int) -> Draw:
     try:
         LAWS[law](d)
     except Exception as error:
-        error.add_note(
-            f"case {index} of '{law}' on island {island} of {ranks}, on rank {dist.get_rank()}:\n{d.program}"
-        )
+        error.add_note(f"case {index} of '{law}' on rank {dist.get_rank()}\n\n{d.program.script(ranks)}")
         error.program = d.program  # type: ignore[attr-defined]
         raise
     return d

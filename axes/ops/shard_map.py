@@ -256,7 +256,7 @@ def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: l
     results = _results(result, asked[0])
     _check_counts(number, len(results))
     home = None if tensors else device_mesh_input(mesh)
-    outputs = _enter_node(number, home, len(tensors), *tensors, *results) if results else ()
+    outputs = _enter_node(number, home, len(tensors), *tensors, *shards, *results) if results else ()
     return _replaced(result, iter(outputs))
 
 
@@ -272,10 +272,12 @@ def _leave_node(number: int, leaves: tuple[bool, ...], *tensors: DTensor) -> tup
 def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor, ...]:
     """The results as DTensors. The first `count` tensors are those that went in, which say what a result is.
 
-    Where none went in, the mesh must (see `device_mesh_input`).
+    Behind them are their shards. Where none went in, the mesh must (see `device_mesh_input`).
     """
-    specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[count:]
-    _check_closed(results, known(number)[0])
+    specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
+    # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
+    if all(type(x.grad_fn) is _LEAVING for x in tensors[count : 2 * count] if x.requires_grad):
+        _check_closed(results, known(number)[0])
     results = tuple(unshared(results, [torch_private.local_of(x) for x in tensors[:count]]))
     found = traced_results(known(number), specs, [tuple(x.shape) for x in results])
     return tuple(

@@ -140,13 +140,17 @@ class _Carried:
     carrier: torch.dtype
     ratio: int
 
+    def _as_carried(self, x: torch.Tensor) -> torch.Tensor:
+        # One element has any stride and is contiguous; a view as a narrower dtype wants stride 1.
+        return x.as_strided((x.numel(),), (1,)).view(self.carrier)
+
     def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        out = self.link.all_gather(x.view(-1).view(self.carrier), (math.prod(shape) * self.ratio,))
+        out = self.link.all_gather(self._as_carried(x), (math.prod(shape) * self.ratio,))
         return out.view(x.dtype).view(shape)
 
     def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
         got, given = (None if counts is None else [n * self.ratio for n in counts] for counts in (receives, sends))
-        out = self.link.all_to_all(x.view(-1).view(self.carrier), got, given, (math.prod(shape) * self.ratio,))
+        out = self.link.all_to_all(self._as_carried(x), got, given, (math.prod(shape) * self.ratio,))
         return out.view(x.dtype).view(shape)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:

@@ -494,7 +494,8 @@ class _Linear(torch.autograd.Function):
         if g is None:
             return None, None, None, None
         check_one(g)
-        if (ctx.made.forth if ctx.reverse else ctx.made.back).idle:
+        here = ctx.made.forth if ctx.reverse else ctx.made.back
+        if here.idle and (ctx.made.idle or not g.requires_grad):
             return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
         return _linear(g, ctx.made, not ctx.reverse), None, None, None
 

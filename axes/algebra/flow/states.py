@@ -93,10 +93,10 @@ def land(mesh: Mesh, state: ShardedDim, extent: int, atoms: Sequence[tuple[str, 
 
 
 def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
-    """The atom in which a cut that has `before` pieces in front lies."""
+    """The atom in which a cut that has `before` pieces in front lies; one of size 0 takes any."""
     front = 1
     for at, extent in enumerate(sizes):
-        if front <= before < front * extent or (size == 1 and front * extent >= before):
+        if extent == 0 or front <= before < front * extent or (size == 1 and front * extent >= before):
             return at
         front *= extent
     return None
