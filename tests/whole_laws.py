@@ -228,6 +228,10 @@ def chain(d: Draw) -> None:
             options = ", async_op=True"
             d.features.add("async")
         line = f"axes.reshard({name}, {mesh_of(t)}.sharding({target!r}).sized({shape}){options})"
+        if d.chance(0.4):
+            d.features.add("as text")
+            text = with_stars(d, spec, target) if to == grid and reason is None else target
+            line = f"axes.reshard({name}, {text!r}, mesh={mesh_of(t)}{options})"
         if reason is not None:
             d.features.add("refused")
             p.refuse(line, reason)
@@ -254,6 +258,19 @@ def chain(d: Draw) -> None:
         grid, spec, name = to, target, new
     if grid.here is not None:
         p.do(f"same(axes.unshard({name}), W)")
+
+
+def with_stars(d: Draw, spec: str, target: str) -> str:
+    """The target as text in which a `*` may stand for what the spec has as well."""
+    (had, _, waits), (wanted, bar, pending) = (text.partition("|") for text in (spec, target))
+    found = []
+    for mine, word in zip(words(had), words(wanted), strict=True):
+        name, _, place = word.partition("@")
+        alike = "(" not in name and "(" not in mine.partition("@")[0] and place == mine.partition("@")[2]
+        found.append(f"{name}@*" if alike and d.chance(0.5) else word)
+    if waits.split() and waits.split() == pending.split() and d.chance(0.5):
+        pending = " *"
+    return " ".join([*found, *([bar + pending] if bar else [])])
 
 
 def make_door(
