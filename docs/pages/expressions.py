@@ -355,8 +355,8 @@ with axes.simulate(4):
     axes.spec_of(axes.einsum(x, w, "b s f@*, d f@* -> b s@(* tp) d"))
 ```
 
-Where a spec stands alone, as in `shard`, `plan` and `reshard`, it is the whole truth: a bare dim is unsplit, and what isn't
-named after a `|` isn't pending. In `reshard` a `*` keeps what the tensor has, and `...` stands for dims that stay.
+Where a spec stands alone, as in `shard`, `plan` and `reshard`, it is the whole truth: a bare dim is unsplit, and what
+isn't named after a `|` isn't pending. In `reshard` a `*` keeps what the tensor has, and `...` stands for dims that stay.
 
 ```python
 with axes.simulate(4):
