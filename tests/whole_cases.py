@@ -474,6 +474,9 @@ def _summands(op: str, count: int, total: torch.Tensor, generator: torch.Generat
                 for i, n in enumerate(noise)
             ]
         sign = -1 if op == "max" else 1
+        if total.dtype is torch.uint8:  # a summand of few bits has less room
+            room = total if op == "max" else 255 - total
+            noise = [torch.minimum(n, room) for n in noise]
         return [total + (sign * n).to(total.dtype) * (i != chosen) for i, n in enumerate(noise)]
     last = total * (count if op == "mean" else 1) - sum(noise[1:], torch.zeros_like(noise[0])).to(total.dtype)
     return [last, *[n.to(total.dtype) for n in noise[1:]]]
@@ -882,7 +885,8 @@ class Draw:
         waiting: list[tuple[str, tuple[str, ...]]] = list(keep)
         for name in free:
             if self.chance(pending):
-                waiting.append((random.choice(ops), (name,)))
+                others = [op for op in ops if waiting and op != waiting[-1][0]]
+                waiting.append((random.choice(others if others and self.chance(0.5) else ops), (name,)))
             elif forms and not self.chance(replicated):
                 random.choice(on).append(name)
         if pending:
