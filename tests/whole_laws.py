@@ -436,8 +436,7 @@ def twice(d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, 
     p = d.program
     d.features.add("second derivative")
     cotangent(d, "c", y.upper(), to, t, without_pending(target))
-    if d.chance(0.5):
-        p.both("c.requires_grad_()", "c")
+    differentiated(d, "c")
     p.both(f"u, = torch.autograd.grad({y}, a, c, create_graph=True)", "u", y, "a", "c")
     p.do("same(whole_of(u), U.detach(), 'the first derivative')")
     cotangent(d, "v", "U", grid, g, without_pending(spec))
@@ -446,6 +445,18 @@ def twice(d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, 
     for name in names:
         if p[name.upper()].grad is not None:
             check_gradient(d, name, g, spec)
+    check_differentiated(d, "c")
+
+
+def differentiated(d: Draw, cotangent: str) -> None:
+    """Half of the cotangents need a gradient themselves."""
+    if not axes.sharding_of(d.program[cotangent]).pending and d.chance(0.5):
+        d.program.both(f"{cotangent}.requires_grad_()", cotangent)
+
+
+def check_differentiated(d: Draw, cotangent: str) -> None:
+    if d.program[cotangent.upper()].grad is not None:
+        d.program.do(f"same(whole_of({cotangent}.grad), {cotangent.upper()}.grad, 'the gradient of the cotangent')")
 
 
 # ---------------------------------------------------------------------------- results that are changed in place
@@ -717,6 +728,7 @@ def second_derivative(
     p = d.program
     d.features.add("second derivative")
     cotangent(d, "c", y.upper(), grid, g, " ".join(f"d{i}" for i in range(p[y.upper()].ndim)))
+    differentiated(d, "c")
     p.both(f"o, = torch.autograd.grad({y}, {by}, c, create_graph=True)", "o", y, by, "c")
     p.do("same(whole_of(o), O.detach(), 'the first derivative')")
     cotangent(d, "v2", "O", grid, g, spec)
@@ -726,6 +738,7 @@ def second_derivative(
     for name, own in zip(names, specs, strict=True):
         if p[name.upper()].grad is not None and p[name.upper()].grad.any():
             check_gradient(d, name, g, own)
+    check_differentiated(d, "c")
 
 
 def call_of(found: Case, names: Sequence[str], mesh: str, options: str = "") -> str:
