@@ -167,7 +167,7 @@ def test_what_gradient_it_is_has_to_be_said_and_both_ways_are_shown(pool):
     assert "'_@dp _ | same@(cp tp)'" in out
     assert "replicated over 'tp' (2 ranks)." in cp
     assert "isn't sharded as the spec says\n  spec    b d\n  tensor  _@dp _" in spec
-    assert "axes.reshard(x, 'b d |')" in spec
+    assert "axes.reshard(x, 'b d')" in spec
     assert "the spec 'b@dp' has 1 dims, the tensor 2: [8, 2]" in dims
     assert "axis 'dp' is used twice" in split
     assert "axis 'tp' is used twice" in entering

@@ -1,4 +1,4 @@
-"""Expressions worked through: fifty-one that decide what the notation means, each as it stands.
+"""Expressions worked through: fifty-four that decide what the notation means, each as it stands.
 
 Mesh `dp=2 cp=2 tp=2`, alias `cptp = cp tp`. A row says what an expression does to DTensors with the
 shardings given (D), to plain tensors (L), or to both: the spec of the result and the collectives, or
@@ -32,7 +32,7 @@ KINDS = {"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", 
 class Row:
     """One line of the table. `specs` and `shapes` are of the whole operands."""
 
-    number: int
+    number: int | str
     text: str
     specs: Sequence[str]
     shapes: Sequence[tuple[int, ...]] = (SHAPE,)
@@ -46,11 +46,11 @@ class Row:
     mesh: Mesh = MESH
 
 
-def row(number: int, text: str, *specs: str, **fields: object) -> Row:
+def row(number: int | str, text: str, *specs: str, **fields: object) -> Row:
     return Row(number, text, specs, **fields)  # type: ignore[arg-type]
 
 
-def einsum_row(number: int, text: str, *specs: str, **fields: object) -> Row:
+def einsum_row(number: int | str, text: str, *specs: str, **fields: object) -> Row:
     sizes = {"b": 8, "s": 16, "d": 32, "f": 64, "c": 4, "i": 6, "j": 6}
     names = [[word.split("@")[0] for word in spec.split("|")[0].split()] for spec in text.split("->")[0].split(",")]
     shapes = [tuple(sizes[name] for name in each) for each in names]
@@ -264,6 +264,39 @@ TABLE = [
     einsum_row(
         43, "b d | sum@tp, b d | mean@tp -> b d", "b d | sum@tp", "b d | mean@tp", error="both pending over 'tp'"
     ),
+    einsum_row(
+        "47a",
+        "b s f@*, f@* d -> b s d",
+        "b s f@tp",
+        "f@tp d",
+        result="b s d",
+        collectives=["all_reduce tp"],
+        views="D",
+    ),
+    einsum_row("47a", "b s f@*, f@* d -> b s d", "b@dp s f", "f d", result="b@dp s d", views="D"),
+    einsum_row("47a", "b s f@*, f@* d -> b s d", "b s f@tp", "f@tp d", error="doesn't say what splits 'f'", views="L"),
+    einsum_row("47a", "b s f@*, f@* d -> b s d", "b s f@tp", "f d", error="disagree on 'f': 'f@tp' and 'f'", views="D"),
+    einsum_row(
+        "47b",
+        "b s f@*, f@* d -> b s@(* tp) d",
+        "b s@cp f@tp",
+        "f@tp d",
+        result="b s@(cp tp) d",
+        collectives=["reduce_scatter tp"],
+        views="D",
+    ),
+    row(
+        "47c",
+        "b s h@* -> b s",
+        "b@dp s h@tp",
+        kind="reduce",
+        op="mean",
+        shapes=[(8, 16, 5)],
+        result="b@dp s",
+        collectives=["all_reduce tp"],
+        views="D",
+    ),
+    row("47c", "b@* s h@* -> b", "b@dp s@cp h@tp", kind="reduce", error="left pending: sum@cp", views="D"),
     row(44, "... d@tp -> ... d", "b@dp s d@tp", result="b@dp s d", collectives=["all_gather tp"], views="D"),
     row(44, "... d@tp -> ... d", "b s d@tp", result="b s d", collectives=["all_gather tp"]),
     row(49, "b@cp s@cp -> b s", "b s", shapes=[(8, 16)], error="'cp' is used twice"),
@@ -351,9 +384,11 @@ def test_what_runs_is_what_the_table_says(world: dict[int, Mesh], line: Row, vie
 
 
 RESHARDED = [
-    (45, "b s@tp d", "b@dp s@cp d", "_@dp _@tp _"),
+    (45, "b@* s@tp d", "b@dp s@cp d", "_@dp _@tp _"),
+    (45, "b s@tp d", "b@dp s@cp d", "_ _@tp _"),
     (46, "b s d@tp", "b s@tp d", "_ _ _@tp"),
-    (47, "b s@() d |", "b s@cp d | sum@tp", "_ _ _"),
+    (47, "b s d", "b s@cp d | sum@tp", "_ _ _"),
+    (47, "b s d | *", "b s@cp d | sum@tp", "_ _ _ | sum@tp"),
 ]
 
 
@@ -380,4 +415,4 @@ def test_the_row_about_mixtures_holds(world: dict[int, Mesh], function):
 
 def test_the_table_is_whole():
     elsewhere = {number for number, *_ in RESHARDED} | {48, 51}
-    assert {line.number for line in TABLE} | elsewhere == set(range(1, 52))
+    assert {line.number for line in TABLE} | elsewhere == {*range(1, 52), "47a", "47b", "47c"}

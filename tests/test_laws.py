@@ -77,6 +77,7 @@ FEATURES = {
     "complex64": 40,
     "refused": 150,
     "async": 400,
+    "as text": 300,
     "local view": 700,
     "gradient": 1200,
     "second backward": 250,

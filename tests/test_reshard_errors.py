@@ -39,6 +39,13 @@ TARGETS = [
     ("b@dp s d", "b s d | same@tp", "about gradients of plain tensors"),
     ("b@dp s d", "b@dp s d -> b s d", "write only what it becomes"),
     ("b@dp s d", "... d@tp d d e", "dims"),
+    ("b@dp s d", "b@* s@dp d", "'dp' is used twice"),
+    ("b@dp s d", "b@(* dp) s d", "'dp' is used twice"),
+    ("b@dp s d | sum@tp", "b s@tp d | *", "'tp' is used twice"),
+    ("b@dp s d", "b s (d@* e)", "in a group write the axes"),
+    ("b@dp s d", "... d@tp", None),
+    ("b@dp s d", "b ...@tp", "name the dim that is split"),
+    ("b@dp s d", "(b s)@* d@(* tp)", "the spec has 2 dims, the tensor 3"),
     ("b@dp s d | mean@tp", "b s d |", None),
 ]
 

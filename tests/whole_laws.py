@@ -228,6 +228,10 @@ def chain(d: Draw) -> None:
             options = ", async_op=True"
             d.features.add("async")
         line = f"axes.reshard({name}, {mesh_of(t)}.sharding({target!r}).sized({shape}){options})"
+        if d.chance(0.4):
+            d.features.add("as text")
+            text = with_stars(d, spec, target) if to == grid and reason is None else target
+            line = f"axes.reshard({name}, {text!r}, mesh={mesh_of(t)}{options})"
         if reason is not None:
             d.features.add("refused")
             p.refuse(line, reason)
@@ -254,6 +258,19 @@ def chain(d: Draw) -> None:
         grid, spec, name = to, target, new
     if grid.here is not None:
         p.do(f"same(axes.unshard({name}), W)")
+
+
+def with_stars(d: Draw, spec: str, target: str) -> str:
+    """The target as text in which a `*` may stand for what the spec has as well."""
+    (had, _, waits), (wanted, bar, pending) = (text.partition("|") for text in (spec, target))
+    found = []
+    for mine, word in zip(words(had), words(wanted), strict=True):
+        name, _, place = word.partition("@")
+        alike = "(" not in name and "(" not in mine.partition("@")[0] and place == mine.partition("@")[2]
+        found.append(f"{name}@*" if alike and d.chance(0.5) else word)
+    if waits.split() and waits.split() == pending.split() and d.chance(0.5):
+        pending = " *"
+    return " ".join([*found, *([bar + pending] if bar else [])])
 
 
 def make_door(
@@ -419,8 +436,7 @@ def twice(d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, 
     p = d.program
     d.features.add("second derivative")
     cotangent(d, "c", y.upper(), to, t, without_pending(target))
-    if d.chance(0.5):
-        p.both("c.requires_grad_()", "c")
+    differentiated(d, "c")
     p.both(f"u, = torch.autograd.grad({y}, a, c, create_graph=True)", "u", y, "a", "c")
     p.do("same(whole_of(u), U.detach(), 'the first derivative')")
     cotangent(d, "v", "U", grid, g, without_pending(spec))
@@ -429,6 +445,18 @@ def twice(d: Draw, y: str, names: Sequence[str], grid: Grid, g: str, spec: str, 
     for name in names:
         if p[name.upper()].grad is not None:
             check_gradient(d, name, g, spec)
+    check_differentiated(d, "c")
+
+
+def differentiated(d: Draw, cotangent: str) -> None:
+    """Half of the cotangents need a gradient themselves."""
+    if not axes.sharding_of(d.program[cotangent]).pending and d.chance(0.5):
+        d.program.both(f"{cotangent}.requires_grad_()", cotangent)
+
+
+def check_differentiated(d: Draw, cotangent: str) -> None:
+    if d.program[cotangent.upper()].grad is not None:
+        d.program.do(f"same(whole_of({cotangent}.grad), {cotangent.upper()}.grad, 'the gradient of the cotangent')")
 
 
 # ---------------------------------------------------------------------------- results that are changed in place
@@ -700,6 +728,7 @@ def second_derivative(
     p = d.program
     d.features.add("second derivative")
     cotangent(d, "c", y.upper(), grid, g, " ".join(f"d{i}" for i in range(p[y.upper()].ndim)))
+    differentiated(d, "c")
     p.both(f"o, = torch.autograd.grad({y}, {by}, c, create_graph=True)", "o", y, by, "c")
     p.do("same(whole_of(o), O.detach(), 'the first derivative')")
     cotangent(d, "v2", "O", grid, g, spec)
@@ -709,6 +738,7 @@ def second_derivative(
     for name, own in zip(names, specs, strict=True):
         if p[name.upper()].grad is not None and p[name.upper()].grad.any():
             check_gradient(d, name, g, own)
+    check_differentiated(d, "c")
 
 
 def call_of(found: Case, names: Sequence[str], mesh: str, options: str = "") -> str:

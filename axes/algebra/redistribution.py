@@ -1,20 +1,20 @@
 """What `axes.reshard` and `axes.plan` say in text, as shardings.
 
-    source   b@dp s@(cp tp) d | sum@ep
-    spec     b s d@tp                     the axes that it names go where it says, and leave where they were
-    target   b@dp s@cp d@tp | sum@ep      what it doesn't name stays
+    source   b@dp s@cp d | sum@ep
+    spec     b@* s d@tp                   the whole truth: s unsplit, nothing pending
+    target   b@dp s d@tp                  a * is what the tensor has
 
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 cp=2 tp=2 ep=2")
->>> source = mesh.sharding("b@dp s@(cp tp) d | sum@ep")
->>> [retargeted(source, spec, (8, 8, 8)).spec for spec in ("b s d@tp", "b@() s d@ep", "b s@(ep *) d |")]
-['b@dp s@cp d@tp | sum@ep', 'b s@(cp tp) d@ep', 'b@dp s@(ep cp tp) d']
+>>> source = mesh.sharding("b@dp s@cp d | sum@ep")
+>>> [retargeted(source, spec, (8, 8, 8)).spec for spec in ("b s d@tp", "b@* s@(* tp) d", "... d@tp | *")]
+['b s d@tp', 'b@dp s@(cp tp) d', 'b@dp s@cp d@tp | sum@ep']
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,16 +22,16 @@ from axes.algebra import plan as planning
 from axes.algebra.ambient import required_mesh
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, shortened, suggestion
-from axes.algebra.grammar import Dim, Spec, parse_spec
-from axes.algebra.layout import Layout, digits
+from axes.algebra.grammar import Dim, Place, Spec, parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
-from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding, state_of
+from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding, state_of
 from axes.algebra.sizes import checked_shape, written_sizes
 
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
 End = str | Sharding
+_Has = Callable[[Sequence[str]], tuple[str, ...]]
 
 
 def plan(
@@ -104,21 +104,23 @@ def _check_names(given: Mapping[str, int], *ends: End) -> None:
 def retargeted(
     source: Sharding, spec: str, shape: Shape, where: Mesh | None = None, mesh: Mesh | None = None, sizes: Sizes = ()
 ) -> Sharding:
-    """Where `reshard(x, spec)` takes a tensor of this sharding and shape.
+    """Where `reshard(x, spec)` takes a tensor of this sharding and shape: exactly where the spec says.
 
-    Axes are looked up in `where`, the source's mesh by default. The result lies on `mesh`, the source's
-    by default; on other ranks than the source's nothing stays, so there the spec is the whole truth.
+    A bare dim is unsplit, and without a `|` nothing is pending. A `*` stands for what the tensor has: the
+    axes of the dim, or what is pending; `...` stands for dims with `@*`. Axes are looked up in `where`, the
+    source's mesh by default. The result lies on `mesh`, the source's by default.
 
     Raises `ExpressionError` for text outside the grammar and `ShardingError`, with both specs, for
     anything else.
     """
     where = where or mesh or source.mesh
     try:
-        if mesh is not None and mesh.universe != source.mesh.universe:
-            return parsed_sharding(mesh, spec, sizes, source.ndim).sized(shape)
-        return _Retarget(source.sized(shape), where, mesh or source.mesh, _expanded(spec, source.ndim)).target(
-            shape, dict(sizes)
-        )
+        tree = _expanded(spec, source.ndim)
+        elsewhere = mesh is not None and mesh.universe != source.mesh.universe
+        home = mesh or source.mesh
+        if not elsewhere:
+            home = _with_names(home, where, _named(tree))
+        return _exact(source.sized(shape), tree, home, dict(sizes)).sized(shape)
     except ExpressionError:
         raise
     except AxesError as error:
@@ -126,91 +128,78 @@ def retargeted(
 
 
 def _expanded(spec: str, ndim: int) -> Spec:
-    """The tree of a spec with `...` as the dims that it stands for."""
+    """The tree of a spec with `...` as the dims that it stands for, each split over what it has."""
     tree = parse_spec(spec)
     dims: list[Dim] = []
     for dim in tree.dims:
-        if [factor.name for factor in dim.factors] == ["..."] and not dim.grouped and dim.factors[0].place is None:
-            dims.extend([replace(dim, factors=(replace(dim.factors[0], name="_"),))] * (ndim + 1 - len(tree.dims)))
-        elif any(factor.name == "..." for factor in dim.factors):
-            raise ShardingError("'...' stands for whole dims that stay as they are; name the dim that is split")
-        else:
+        if not any(factor.name == "..." for factor in dim.factors):
             dims.append(dim)
+            continue
+        (factor, *others), place = dim.factors, dim.factors[0].place or dim.place
+        if others or (place is not None and place.names != ("*",)):
+            raise ShardingError("'...' stands for whole dims that stay as they are; name the dim that is split")
+        kept = replace(dim, factors=(replace(factor, name="_", place=Place(("*",))),), place=None, grouped=False)
+        dims.extend([kept] * (ndim + 1 - len(tree.dims)))
     if len(dims) != ndim:
         raise ShardingError(f"the spec has {len(dims)} dims, the tensor {ndim}")
     return replace(tree, dims=tuple(dims))
 
 
-class _Retarget:
-    """One target, from the source's sharding and the tree of a spec."""
-
-    def __init__(self, source: Sharding, where: Mesh, mesh: Mesh, tree: Spec):
-        self.source, self.where, self.tree = source, where, tree
-        places = [place for dim in tree.dims for place in (dim.place, *(f.place for f in dim.factors)) if place]
-        places += [p.place for p in tree.pending or () if p.place]
-        self.named = [axis for place in places for axis in place.names if axis != "*"]
-        self.mesh = _with_names(mesh, where, self.named)
-        self.layouts = [where.layout(axis) for axis in self.named]
-
-    def target(self, shape: Shape, sizes: dict[str, int]) -> Sharding:
-        """The sharding that the spec asks for."""
-        pairs = zip(self.tree.dims, self.source.dims, strict=True)
-        dims = tuple(self._dim(dim, had, sizes) for dim, had in pairs)
-        return Sharding(self.mesh, dims, self._pending()).sized(shape)
-
-    def _dim(self, dim: Dim, had: ShardedDim, sizes: dict[str, int]) -> ShardedDim:
-        places = [place for place in (dim.place, *(factor.place for factor in dim.factors)) if place is not None]
-        if not places:
-            return self._kept(had)
-        named = {name: size for name, size in sizes.items() if name in {f.name for f in dim.factors}}
-        if not any("*" in place.names for place in places):
-            return parsed_sharding(self.mesh, str(dim), tuple(sorted(named.items()))).dims[0]
-        if len(dim.factors) > 1 or len(had.factors) > 1:
-            raise ShardingError(f"'*' in {dim} would be what the dim has, {had}; in a group write the axes")
-        left = self._kept(had).axes
-        axes = [axis for name in places[0].names for axis in (left if name == "*" else (name,))]
-        factor = replace(had.factors[0], name=dim.factors[0].name or had.factors[0].name, axes=tuple(axes))
-        return ShardedDim((factor,))
-
-    def _kept(self, had: ShardedDim) -> ShardedDim:
-        factors = tuple(replace(factor, axes=self._left(factor.axes)) for factor in had.factors)
-        return ShardedDim(factors)
-
-    def _pending(self) -> tuple[PendingReduction, ...]:
-        tree = self.tree.pending
-        if tree is None or [pending.op for pending in tree] == ["*"]:
-            left = (PendingReduction(p.op, self._left(p.axes)) for p in self.source.pending)
-            return tuple(pending for pending in left if pending.axes)
-        spec = f"_ | {' '.join(map(str, tree))}"
-        return parsed_sharding(self.mesh, spec).pending
-
-    def _left(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """What is left of axes of the source without the digits that the spec names, in the target's names."""
-        found: list[str] = []
-        for axis in axes:
-            layout = self.source.mesh.namespace[axis]
-            rest = _without(layout, self.layouts)
-            if rest.size > 1:
-                found.extend([axis] if self.mesh.namespace.get(axis) == rest else self._names_of(rest, axis))
-        return tuple(found)
-
-    def _names_of(self, layout: Layout, axis: str) -> Iterable[str]:
-        for name, other in self.mesh.namespace.items():
-            if other == layout:
-                return [name]
-        names = self.mesh.factored(layout)
-        if names is None:
-            raise ShardingError(f"what is left of '{axis}' ({layout}) isn't a product of axes of {self.mesh!r}")
-        return names
+def _places(dim: Dim) -> list[Place]:
+    return [place for place in (dim.place, *(factor.place for factor in dim.factors)) if place is not None]
 
 
-def _without(layout: Layout, taken: Sequence[Layout]) -> Layout:
-    overlapping = [other for other in taken if other.overlaps(layout)]
-    if not overlapping:
-        return layout
-    mine, *theirs = digits(layout, *overlapping)
-    gone = {digit for other in theirs for digit in other}
-    return Layout.of(digit for digit in mine if digit not in gone)
+def _named(tree: Spec) -> list[str]:
+    """The axes that a spec names."""
+    places = [place for dim in tree.dims for place in _places(dim)]
+    places += [p.place for p in tree.pending or () if p.place]
+    return [axis for place in places for axis in place.names if axis != "*"]
+
+
+def _exact(source: Sharding, tree: Spec, mesh: Mesh, sizes: dict[str, int]) -> Sharding:
+    """The sharding that a spec asks for on a mesh, with what the source has for each `*`."""
+
+    def has(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(name for axis in axes for name in _names_on(mesh, source.mesh, axis))
+
+    dims = tuple(_dim(dim, had, mesh, sizes, has) for dim, had in zip(tree.dims, source.dims, strict=True))
+    if [pending.op for pending in tree.pending or ()] == ["*"]:
+        pending = tuple(replace(p, axes=has(p.axes)) for p in source.pending)
+    else:
+        pending = parsed_sharding(mesh, f"_ | {' '.join(map(str, tree.pending or ()))}").pending
+    return Sharding(mesh, dims, pending)
+
+
+def _dim(dim: Dim, had: ShardedDim, mesh: Mesh, sizes: dict[str, int], has: _Has) -> ShardedDim:
+    stars = [place for place in _places(dim) if "*" in place.names]
+    if not stars:
+        given = {name: size for name, size in sizes.items() if name in {factor.name for factor in dim.factors}}
+        return parsed_sharding(mesh, str(dim), tuple(sorted(given.items()))).dims[0]
+    if stars[0].names == ("*",) and (dim.place is stars[0] or len(dim.factors) == 1):
+        return ShardedDim(tuple(replace(factor, axes=has(factor.axes)) for factor in had.factors))
+    if len(dim.factors) > 1 or len(had.factors) > 1:
+        raise ShardingError(f"'*' in {dim} would be what the dim has, {had}; in a group write the axes")
+    axes = tuple(axis for name in stars[0].names for axis in (has(had.axes) if name == "*" else (name,)))
+    name = dim.factors[0].name or had.factors[0].name
+    return ShardedDim((replace(had.factors[0], name=name, axes=axes),))
+
+
+def _names_on(mesh: Mesh, home: Mesh, axis: str) -> Sequence[str]:
+    """The axes of `mesh` with the ranks that an axis of `home` has."""
+    if mesh.universe != home.universe:
+        raise ShardingError(
+            f"'*' stands for '{axis}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
+        )
+    layout = home.namespace[axis]
+    if mesh.namespace.get(axis) == layout:
+        return (axis,)
+    for name, other in mesh.namespace.items():
+        if other == layout:
+            return (name,)
+    names = mesh.factored(layout)
+    if names is None:
+        raise ShardingError(f"'*' stands for '{axis}' ({layout}), which isn't a product of axes of {mesh!r}")
+    return names
 
 
 @functools.lru_cache(maxsize=1024)

@@ -187,7 +187,7 @@ def _made(reading: Reading, mesh: Mesh | None, is_given: bool, specs: tuple[Held
     for place, each in enumerate(inputs):
         same = _named_in(each.sharding.mesh, names, _same(each.spec))
         if not _is_replicated(each.sharding, same) or not _is_as_written(reading, names, each, sizes):
-            _mismatch(place, each)
+            _mismatch(reading, place, each)
         inputs[place] = replace(each, counted=_counted(each.sharding.mesh, each.placements, same), same=same)
         _take_over(splits, reading, each)
     device_meshes = [each.device_mesh for each in inputs if each.sharding.mesh == home]
@@ -295,10 +295,11 @@ def _with_same(sharding: Sharding, axes: Axes) -> Sharding:
     return replace(sharding, pending=(*sharding.pending, PendingReduction("same", axes))) if axes else sharding
 
 
-def _mismatch(place: int, each: Input) -> NoReturn:
+def _mismatch(reading: Reading, place: int, each: Input) -> NoReturn:
     spec, actual = each.spec, each.sharding
     pending = tuple(p for p in spec.pending or () if p.op != "same")
-    target = replace(spec, pending=pending) if pending else f"{replace(spec, pending=None)} |"
+    dims = [f"{'_' if _is_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in each.dims]
+    target = " ".join([*dims, *(["|"] if pending else []), *map(str, pending)])
     shown = actual.named([key_of(dim) or "_" for dim in each.dims])
     raise ShardingError(
         f"tensor {place} isn't sharded as the left side says\n"

@@ -1,7 +1,7 @@
 """`reshard`: the same tensor, sharded otherwise.
 
-y = axes.reshard(x, "b s d@tp")             # tp goes to d, wherever it was; what isn't named stays
-y = axes.reshard(x, "b s@() d |")           # s unsplit, nothing pending
+y = axes.reshard(x, "b@dp s d@tp")          # exactly this: s unsplit, nothing pending
+y = axes.reshard(x, "b@* s d@tp | *")       # a * is what the tensor has: b stays, and so does what is pending
 y = axes.reshard(x, sharding)               # exactly this, on the mesh of the sharding
 y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: what it is, and what it becomes
 """
@@ -50,11 +50,12 @@ def reshard(
 ) -> Any:
     """`x` in another sharding, by the fewest collectives (`axes.plan` shows them).
 
-    On a DTensor, the axes that `spec` names go where it says and leave where they were; dims with `@`
-    become exactly that, bare dims keep what is left to them; `@()` unsplits, and a `|` clause fixes what
-    is pending. A `Sharding` is the exact target. `mesh` moves the tensor to another mesh: other axes of
-    the same ranks, or other ranks, where every rank of both calls this. Keywords are sizes of factors of
-    grouped dims.
+    On a DTensor, `spec` is the whole truth, as a `Sharding` is: a bare dim becomes unsplit, and what isn't
+    named after a `|` is resolved. A `*` stands for what the tensor has: `b@*` keeps the split of a dim,
+    `s@(* tp)` adds to it, `...` stands for dims that stay, `| *` for pending that stays. (To say only what
+    changes, write an arrow: `axes.rearrange(x, "b s@tp d -> b s d@tp")`.) `mesh` moves the tensor to
+    another mesh: other axes of the same ranks, or other ranks, where every rank of both calls this.
+    Keywords are sizes of factors of grouped dims.
 
     On a plain tensor that holds this rank's shard, `spec` is an expression: left of `->` what the shard
     is, right of it what it becomes, `same@` included. Keywords are whole sizes.
@@ -66,8 +67,8 @@ def reshard(
 
     | spec | of a DTensor | is | its gradient |
     | --- | --- | --- | --- |
-    | `"b s@() d"` | `b s@tp d` | all-gather | a reduce-scatter of what is pending, a slice of what is whole |
-    | `"b s d |"` | `b s d | sum@tp` | all-reduce | an all-reduce of what is pending, else nothing |
+    | `"b s d"` | `b s@tp d` | all-gather | a reduce-scatter of what is pending, a slice of what is whole |
+    | `"b s d"` | `b s d | sum@tp` | all-reduce | an all-reduce of what is pending, else nothing |
     | `"b s@tp d"` | `b s d | sum@tp` | reduce-scatter | all-gather |
     | `"b s d@tp"` | `b s@tp d` | all-to-all | all-to-all |
     | `"b s@tp d"` | `b s d` | a slice | nothing: it stays split |

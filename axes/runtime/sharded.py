@@ -247,11 +247,10 @@ def _leaving(
         raise ShardingError(f"the spec '{spec}' has {written.ndim} dims, the tensor {len(shape)}: {list(shape)}")
     written, actual = written.sized(shape), actual.sized(shape)
     if not written.is_equivalent(actual, shape):
-        wanted = f"{written}" if written.pending else f"{written} |"
         raise ShardingError(
             f"axes.to_local: the tensor isn't sharded as the spec says\n  spec    {spec}\n"
             f"  tensor  {actual}    {list(shape)}, {mesh!r}\n"
-            f"write how it is sharded, or move it first: axes.reshard(x, '{wanted}')"
+            f"write how it is sharded, or move it first: axes.reshard(x, '{written}')"
         )
     counted = None
     if needed:

@@ -340,6 +340,32 @@ with axes.simulate(4):
         axes.spec_of(axes.einsum(x, w, "b s f@tp, f@tp d -> " + right))
 ```
 
+## Stars, and specs without an arrow
+
+A `*` stands for what a dim is split over, whatever that is. Left of the arrow a sum over `f@*` is resolved over
+whatever split f; right of it `s@(* tp)` adds a split. So a model says what it means without knowing the mesh:
+
+```python
+with axes.simulate(4):
+    mesh = axes.init_mesh("cp=2 tp=2", device_type="cpu")
+    for place in ("", "@tp"):
+        x = axes.zeros("b s@cp f" + place, mesh=mesh, b=8, s=16, f=64)
+        w = axes.zeros("d f" + place, mesh=mesh, d=32, f=64)
+        axes.spec_of(axes.einsum(x, w, "b s f@*, d f@* -> b s d"))
+    axes.spec_of(axes.einsum(x, w, "b s f@*, d f@* -> b s@(* tp) d"))
+```
+
+Where a spec stands alone, as in `shard`, `plan` and `reshard`, it is the whole truth: a bare dim is unsplit, and what
+isn't named after a `|` isn't pending. In `reshard` a `*` keeps what the tensor has, and `...` stands for dims that stay.
+
+```python
+with axes.simulate(4):
+    mesh = axes.init_mesh("cp=2 tp=2", device_type="cpu")
+    x = axes.zeros("b@cp s d@tp", mesh=mesh, b=8, s=16, d=32)
+    for spec in ("b s@cp d", "b@* s d", "... d", "b@(* tp) s d"):
+        axes.spec_of(axes.reshard(x, spec))
+```
+
 ## What moves
 
 Nine expressions, on four ranks. All tensors are {DTYPE}, with {", ".join(f"{n}={size}" for n, size in SIZES.items())}.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, suggestion
@@ -194,6 +194,17 @@ class _Operand:
         return " ".join([*texts, *(["|", *clause] if clause else [])])
 
 
+def _respec(operand: _Operand, atom: str, axes: Axes) -> str:
+    """The operand as it is, but for one name, which is split over `axes`."""
+    dims, marks = list(operand.dims), list(operand.marks)
+    for at, slot in enumerate(operand.term.slots):
+        if slot.atoms == (atom,):
+            dims[at] = split(atom, *axes)
+    for at, (name, _) in enumerate(_marked(operand.term)):
+        marks[at] = split(atom, *axes) if name == atom else marks[at]
+    return replace(operand, dims=tuple(dims), marks=tuple(marks)).text()
+
+
 def _slot_text(slot: Slot, dim: ShardedDim, states: Sequence[ShardedDim]) -> str:
     """A dim as it is: by its atoms where they are known, else as a whole."""
     atoms = ["..." if atom.startswith("...") else atom.split("#")[0] for atom in slot.atoms]
@@ -237,6 +248,7 @@ class _Solver:
         self.mentioned = frozenset(self.digits.of(reading.axes))
         self.sizes = self._sizes(shapes, dict(given))
         self.stars: dict[str, Axes] = {}
+        self.unclear: list[str] = []
         self.operands = [self._operand(i, shapes[i]) for i in range(len(shapes))]
         self.states = self._common()
 
@@ -321,9 +333,17 @@ class _Solver:
 
     def _bind_stars(self, term: Term, marks: Sequence[ShardedDim]) -> None:
         """On a plain tensor a `*` on the left is nothing: what isn't declared isn't known."""
+        right = set(self.reading.result.atoms)
         for (atom, axes), _ in zip(_marked(term), marks, strict=True):
-            if axes is not None and "*" in axes:
-                self.stars[atom] = ()
+            if axes is None or "*" not in axes:
+                continue
+            if atom not in right:
+                self._fail(
+                    f"a plain tensor doesn't say what splits '{atom}', over which the sum would be resolved; write "
+                    f"its axes in place of '*'",
+                    self.reading.span_of_atom(atom),
+                )
+            self.stars[atom] = ()
 
     def _starless(self, axes: Axes) -> Axes:
         return tuple(axis for axis in axes if axis != "*")
@@ -411,7 +431,7 @@ class _Solver:
     def _matched(self, operand: _Operand, atom: str, axes: Axes, state: ShardedDim) -> ShardedDim:
         """`h@(* cp)` on the left: `*` is what h has beside cp."""
         if axes == ("*",):
-            self._bind(operand, atom, state.axes if len(state.factors) == 1 else None)
+            self._bind(operand, atom, state.axes)
             return state
         at = axes.index("*")
         front, back = self.digits.of(axes[:at]), self.digits.of(axes[at + 1 :])
@@ -434,7 +454,10 @@ class _Solver:
                 self.reading.span_of_atom(atom),
             )
         if self.digits.of(self.stars.setdefault(atom, axes)) != self.digits.of(axes):
-            self._fail(f"'*' of '{atom}' is {place_text(self.stars[atom])} in one place, {place_text(axes)} in another")
+            # Where the operands disagree, that is the error (see `_common`).
+            self.unclear.append(
+                f"'*' of '{atom}' is {place_text(self.stars[atom])} in one place, {place_text(axes)} in another"
+            )
 
     def _assert_pending(self, index: int, operand: _Operand) -> None:
         """What the text mentions is pending exactly where the left says so."""
@@ -498,6 +521,8 @@ class _Solver:
                     found[atom] = state, operand
                 elif not same_split(self.mesh, found[atom][0], state, self.sizes[atom]):
                     self._disagree(atom, found[atom], (state, operand))
+        if self.unclear:
+            self._fail(self.unclear[0])
         states = self._once({atom: state for atom, (state, _) in found.items()})
         self._check_shared(states)
         return states
@@ -531,15 +556,8 @@ class _Solver:
         """The reshard that would make two operands agree."""
         split_one, bare = (one, other) if one[0].axes else (other, one)
         number = next(i for i, operand in enumerate(self.operands) if operand is bare[1]) + 1
-        spec = self._respec(bare[1].term, atom, split_one[0].axes)
+        spec = _respec(bare[1], atom, split_one[0].axes)
         return f"axes.reshard operand {number} to '{spec}' before"
-
-    def _respec(self, term: Term, atom: str, axes: Axes) -> str:
-        texts = []
-        for slot in term.slots:
-            mine = slot.atoms == (atom,)
-            texts.append(f"{atom}@{place_text(axes)}" if mine else str(slot) if len(slot.marks) != 1 else slot.atoms[0])
-        return " ".join("..." if t.startswith("...") else t for t in texts)
 
     def _lines(self) -> str:
         if len(self.operands) == 1:
@@ -589,6 +607,14 @@ class _Solver:
         """The atoms that the result lacks."""
         right = set(self.reading.result.atoms)
         return [atom for atom in self.states if atom not in right]
+
+    def _resolved(self) -> frozenset[Mode]:
+        """The digits over which the right side decides what stays pending.
+
+        They are those that the text mentions, and those of `f@*` on the left where f is summed away.
+        """
+        stars = [axis for atom in self._contracted() for axis in self.stars.get(atom, ())]
+        return self.mentioned | frozenset(self.digits.of(stars))
 
     def _counted(self) -> list[tuple[str, str]]:
         """`(atom, axis)` of what is reduced, split, and of which a plain shard doesn't show the whole size."""
@@ -675,7 +701,7 @@ class _Solver:
                 self._not_pending(op, axis, derived)
         kept: list[Entry] = []
         for op, axis in derived:
-            rest = frozenset(self.digits.of((axis,))) - self.mentioned
+            rest = frozenset(self.digits.of((axis,))) - self._resolved()
             if rest:
                 kept += [(op, name) for name in self.digits.pick(axis, rest)]
         return (*kept, *listed), same
@@ -707,7 +733,8 @@ class _Solver:
 
     def _check_arising(self, arising: list[Entry]) -> None:
         """Rule 4: a result that would be left pending without a word."""
-        hidden = [(op, axis) for op, axis in arising if any(d not in self.mentioned for d in self.digits.of((axis,)))]
+        resolved = self._resolved()
+        hidden = [(op, axis) for op, axis in arising if any(d not in resolved for d in self.digits.of((axis,)))]
         if not hidden:
             return
         clause = " ".join(map(str, pending_of(hidden)))
@@ -754,7 +781,7 @@ class _Solver:
         star = self.stars.get(atom)
         if axes == ("*",) and (star is None or star == has.axes):
             return has
-        if star is None and len(has.factors) > 1:
+        if len(has.factors) > 1:
             self._fail(
                 f"'{atom}' is split by one of its factors; '*' has no place to add to", self.reading.span_of_atom(atom)
             )
