@@ -356,7 +356,7 @@ with axes.simulate(4):
 ```
 
 Where a spec stands alone, as in `shard`, `plan` and `reshard`, it is the whole truth: a bare dim is unsplit, and what
-isn't named after a `|` isn't pending. In `reshard` a `*` keeps what the tensor has, and `...` stands for dims that stay.
+isn't named after a `|` isn't pending. In `reshard` a `*` keeps what the tensor has; `...` stands for dims that stay.
 
 ```python
 with axes.simulate(4):
