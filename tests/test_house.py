@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import axes
+
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("algebra", "runtime", "ops", "nn", "show")
 PRIVATE = Path("axes/runtime/torch_private.py")
@@ -224,6 +226,21 @@ def test_importing_the_algebra_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# The public surface.
+
+
+def test_dir_lists_the_public_names_alone():
+    assert dir(axes) == sorted(axes.__all__)
+    assert {"algebra", "runtime"} <= vars(axes).keys(), "the submodules are imported, and dir doesn't list them"
+    assert all(getattr(axes, name) is not None for name in dir(axes))
+
+
+def test_type_checkers_are_told_the_names_that_there_are():
+    body = tree(Path("axes/__init__.py")).body
+    (typed,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    assert sorted(name.rpartition(".")[2] for name in imports(typed)) == list(axes.__all__)
 
 
 def test_every_pin_is_exact_and_every_dependency_is_pinned():
