@@ -243,12 +243,22 @@ def test_type_checkers_are_told_the_names_that_there_are():
     assert sorted(name.rpartition(".")[2] for name in imports(typed)) == list(axes.__all__)
 
 
+def test_the_algebras_one_stub_is_of_what_it_hands_on():
+    """Stubs could say what the code doesn't: there is one, for the types of torch that the algebra never looks into."""
+    assert [path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.pyi")] == [Path("axes/algebra/opaque.pyi")]
+    stub = tree(Path("axes/algebra/opaque.pyi"))
+    code = tree(Path("axes/algebra/opaque.py"))
+    named = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert named == {ast.unparse(node.target) for node in code.body if isinstance(node, ast.AnnAssign)}
+    assert all(name.split(".")[0] == "torch" for name in imports(stub))
+
+
 def test_every_pin_is_exact_and_every_dependency_is_pinned():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(line.count("==") == 1 for line in pins), pins
     names = {line.split("==")[0].lower() for line in pins}
-    assert {"torch", "einops", "pytest", "hypothesis", "ruff", "mypy", "numpy"} <= names
+    assert {"torch", "einops", "pytest", "hypothesis", "ruff", "mypy", "pyright", "numpy"} <= names
 
 
 def test_another_torch_gets_an_environment_and_pins_of_its_own():

@@ -44,6 +44,7 @@ from axes.algebra.grammar import (
     parse_equation,
 )
 from axes.algebra.layout import Layout, digits
+from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sizes import checked_rank, whole_number, written_sizes
 from axes.algebra.universe import Universe
 
@@ -151,7 +152,7 @@ class Mesh:
         raise AttributeError("a Mesh is immutable")
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: Any) -> Mesh:
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
         """The mesh that adopts a torch `DeviceMesh` with its names and process groups.
 
         Raises `MeshError` for a device mesh without names, or whose groups don't have the order of
@@ -242,7 +243,7 @@ class Mesh:
         return {name: self.namespace[name].coordinate(position) for name in self.axis_names}
 
     @property
-    def ranks(self) -> Any:
+    def ranks(self) -> list[Any]:
         """Global ranks as nested lists, one level per axis: of the mesh that holds this rank.
 
         >>> Mesh("dp=2 tp=2", ranks=[0, 2, 1, 3]).ranks
@@ -344,7 +345,7 @@ class Mesh:
     # the running job
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> DeviceMesh:
         """The torch `DeviceMesh` of the axes, the same object for equal meshes.
 
         Meshes of one universe share one root, so that FSDP2 can combine them.
@@ -529,7 +530,7 @@ class Axis:
         return [self.ranks_of(ranks[position]) for position in firsts]
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup:
         """The torch `ProcessGroup` of this rank's line; rank i of the group is coordinate i.
 
         One communicator per ordered list of ranks, whoever asks and under whatever name.

@@ -71,7 +71,7 @@ class GroupOptions:
     """
 
     backend: str | None = None
-    pg_options: Any = None
+    pg_options: object = None
     timeout: timedelta | float | None = None
 
     def __post_init__(self) -> None:
