@@ -116,6 +116,12 @@ def test_a_plan_prints_itself():
     assert list(found.at(6).steps[0].ranks) == [4, 5, 6, 7]
 
 
+def test_a_plan_is_its_text_in_an_interpreter_and_in_a_container():
+    found = plan(MESH("b@dp s@tp d"), MESH("b@dp s d@tp"), (8, 2048, 4096), "bfloat16")
+    assert repr(found) == str(found)
+    assert repr([found]) == f"[{found}]"
+
+
 def test_nothing_to_do_prints_so():
     assert str(plan(MESH("b"), MESH("b"), (3,))).endswith("nothing to do")
 

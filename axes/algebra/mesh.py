@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from axes.algebra import ambient, mesh_expression, seam
+from axes.algebra import ambient, mesh_expression, mesh_text, seam
 from axes.algebra.equations import Namespace, declared, defined
 from axes.algebra.errors import (
     MeshError,
@@ -454,16 +454,22 @@ class Mesh:
         return [name for name in self.namespace if name not in self.axis_names]
 
     def __repr__(self) -> str:
-        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
-        universe = self.universe.ranks
-        where = "" if universe == range(self.size) else f", ranks={_short_ranks(universe)}"
-        return f"Mesh({axes!r}{where})"
+        """The call that makes an equal mesh; of one that is bound to a job, the call without the job.
+
+        >>> mesh = Mesh("dp=4 tp=2", "rows = dp")["tp", "rows"]
+        >>> mesh, eval(repr(mesh)) == mesh
+        (Mesh('dp=4 tp=2', 'rows = dp')['tp', 'rows'], True)
+        """
+        return mesh_text.call_of(self)
 
     def __str__(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
+        universe = self.universe.ranks
+        where = "" if universe == range(self.size) else f", ranks={mesh_text.listed(universe, 8)}"
         rows = [(name, self.namespace[name], "") for name in self.axis_names]
         rows += [(name, self.namespace[name], "= " + self.described(name)) for name in self._further()]
         width = max(len(name) for name, _, _ in rows)
-        lines = [f"{self!r}  {self.size} ranks, seen from rank {self.rank}"]
+        lines = [f"Mesh({axes!r}{where})  {self.size} ranks, seen from rank {self.rank}"]
         position = self.universe.position(self.rank)
         for name, layout, text in rows:
             index = "-" if position is None else layout.coordinate(position)
@@ -586,9 +592,3 @@ def _checked_node(ranks_per_node: int | None) -> int | None:
     if found is None or found < 1:
         raise MeshError(f"ranks_per_node is a whole number from 1; found {shown(ranks_per_node)}")
     return found
-
-
-def _short_ranks(ranks: range | tuple[int, ...]) -> str:
-    if isinstance(ranks, range) or len(ranks) <= 8:
-        return str(ranks if isinstance(ranks, range) else list(ranks))
-    return f"[{', '.join(map(str, ranks[:4]))}, ... {len(ranks)} in all]"
