@@ -8,6 +8,7 @@ syntax trees, so an import inside a function counts as well.
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import axes
+from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("algebra", "runtime", "ops", "nn", "show")
@@ -241,6 +243,54 @@ def test_type_checkers_are_told_the_names_that_there_are():
     body = tree(Path("axes/__init__.py")).body
     (typed,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     assert sorted(name.rpartition(".")[2] for name in imports(typed)) == list(axes.__all__)
+
+
+def page_code(page: Path) -> list[ast.Module]:
+    """The Python of a page: its programs, and what its doctests type in."""
+    text = [block for _, block in blocks(page.read_text(encoding="utf-8"))]
+    parser = doctest.DocTestParser()
+    return [
+        ast.parse("".join(e.source for e in parser.get_examples(block)) if block.startswith(">>>") else block)
+        for block in text
+    ]
+
+
+def beyond_the_public_names(module: ast.Module) -> Iterator[str]:
+    """What a page's code uses that isn't public: a module below axes, a name of axes that isn't there, private API."""
+    for name in imports(module):
+        parts = name.split(".")
+        if any(map(is_private, parts)) or (parts[0] == "axes" and parts[1:] and parts[1] not in axes.__all__):
+            yield f"imports {name}"
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute):
+            parts = dotted(node)
+            if parts[:1] == ["axes"] and len(parts) == 2 and parts[1] not in axes.__all__:
+                yield f"uses {'.'.join(parts)}"
+            if is_private(node.attr):
+                yield f"uses .{node.attr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_uses_public_names_alone(page):
+    assert not [use for module in page_code(page) for use in beyond_the_public_names(module)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from axes.algebra.plan import plan",
+        "import axes.algebra",
+        "import axes\naxes.algebra.plan",
+        "import torch._dynamo",
+        "mesh._with()",
+    ],
+)
+def test_the_search_for_what_isnt_public_finds_it(text):
+    assert list(beyond_the_public_names(ast.parse(text)))
+
+
+def test_the_readme_is_one_screen():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 70
 
 
 def test_the_algebras_one_stub_is_of_what_it_hands_on():

@@ -18,6 +18,7 @@ from tests.bench.measure import Times, benchmark
     "training step of a Megatron block in six expressions, `tp=2`",
     peer="autograd functions around `torch.distributed`",
     bar=1 / 1.05,
+    page=True,
 )
 def step() -> Times:
     _, seconds = axes.launch(train, 2, Size(), 80)[0]
