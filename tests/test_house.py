@@ -293,6 +293,13 @@ def test_the_readme_is_one_screen():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 70
 
 
+def test_an_example_is_a_file_of_a_few_screens():
+    lengths = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "examples").glob("*.py")
+    }
+    assert not {name: length for name, length in lengths.items() if length >= 250}
+
+
 def test_the_algebras_one_stub_is_of_what_it_hands_on():
     """Stubs could say what the code doesn't: there is one, for the types of torch that the algebra never looks into."""
     assert [path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.pyi")] == [Path("axes/algebra/opaque.pyi")]

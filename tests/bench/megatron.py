@@ -8,10 +8,15 @@ arrives, which is faster there; the peer sends it as it is.
 from __future__ import annotations
 
 import statistics
+import sys
 
 import axes
-from examples.megatron_block import WARM_UP, Size, times_by_hand, train
-from tests.bench.measure import Times, benchmark
+from tests.bench.measure import ROOT, Times, benchmark
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from megatron_block import WARM_UP, Size, train
+from support import median_ratio
 
 
 @benchmark(
@@ -23,4 +28,4 @@ from tests.bench.measure import Times, benchmark
 def step() -> Times:
     _, seconds = axes.launch(train, 2, Size(), 80)[0]
     peer = statistics.median(seconds["by hand"][WARM_UP:])
-    return Times(peer * times_by_hand(seconds, "plain shards"), peer)
+    return Times(peer * median_ratio(seconds["plain shards"], seconds["by hand"], WARM_UP), peer)
