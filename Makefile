@@ -4,7 +4,7 @@
 #   make test TORCH=2.11.0   the same against another torch, in an environment of its own
 #   make test-exhaustive     the enumerations that are too slow for every run
 #   make demo                eight processes train a small transformer
-#   make bench               every number of the README's performance table
+#   make bench               the table of docs/benchmarks.md, measured now
 #   make format              ruff's formatting and fixes
 #   make clean               removes what the above made
 

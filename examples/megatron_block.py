@@ -12,9 +12,8 @@ of the sequence (`s@tp`), inside attention its heads (`h@tp`), inside the MLP it
     "s b f@tp, d f@tp -> s@tp b d"                           product, reduce-scatter
 
 That is `block` below. It takes DTensors (the *global view*) or plain tensors that hold this rank's
-shard (the *local view*), and does the same to both. `block_by_hand` is what people write instead:
-autograd functions around `torch.distributed`, as in Megatron-LM. All three train the same weights on
-the same data, side by side:
+shard (the *local view*), and does the same to both. megatron_by_hand.py is what people write instead.
+All three train the same weights on the same data, side by side:
 
     python examples/megatron_block.py --ranks 2
 
@@ -23,25 +22,24 @@ After Korthikanti and others, "Reducing Activation Recomputation in Large Transf
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from megatron_by_hand import block_by_hand, loss_by_hand
+from support import collectives as kinds
+from support import flag, in_turns, in_words, median_ratio, too_many
+from support import read_options as read_flags
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
-
-Weights = dict[str, Tensor]
 
 HEAD_DIM = 32
 LIMIT = 1e-5
@@ -68,7 +66,7 @@ class View(NamedTuple):
     attend: Callable[[Tensor], Tensor]
 
 
-def block(x: Tensor, w: Weights, view: View) -> Tensor:
+def block(x: Tensor, w: dict[str, Tensor], view: View) -> Tensor:
     """Attention and MLP of `sequence batch width`, the sequence split over `tp`."""
     h = axes.rearrange(view.norm(x, w["norm1"]), "s@tp b d -> s b d")
     qkv = axes.einsum(h, w["qkv"], "s b d, (qkv h@tp k) d -> qkv b h@tp s k", qkv=3, k=HEAD_DIM)
@@ -117,120 +115,30 @@ GLOBAL = View(
 )
 
 
-# ---------------------------------------------------------------------------------------- by hand
-
-# torch 2.13 has new names for these two, and warns of the old ones.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    all_gather(out, x.contiguous(), group=group)
-    return out
-
-
-def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    reduce_scatter(out, x.contiguous(), group=group)
-    return out
-
-
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group)
-    return out
-
-
-class Gather(torch.autograd.Function):
-    """The sequence of all ranks; backward the sum of what they say of this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return scattered(gradient, ctx.group), None
-
-
-class Scatter(torch.autograd.Function):
-    """This rank's part of the sum over the ranks; backward every rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.group), None
-
-
-class SumOfGradients(torch.autograd.Function):
-    """Megatron's f: nothing; backward the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return summed(gradient, ctx.group), None
-
-
-class Sum(torch.autograd.Function):
-    """Megatron's g: the sum over the ranks; backward nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def block_by_hand(x: Tensor, w: Weights, group: dist.ProcessGroup) -> Tensor:
-    """The same on this rank's plain tensors."""
-    h = Gather.apply(norm(x, SumOfGradients.apply(w["norm1"], group)), group)
-    qkv = F.linear(h, w["qkv"]).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 1, 3, 0, 4)
-    heads = attend(qkv).permute(2, 0, 1, 3).flatten(2)
-    x = x + Scatter.apply(F.linear(heads, w["out"]), group)
-    h = Gather.apply(norm(x, SumOfGradients.apply(w["norm2"], group)), group)
-    h = F.gelu(F.linear(h, w["up"]))
-    return x + Scatter.apply(F.linear(h, w["down"]), group)
-
-
-def loss_by_hand(y: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return Sum.apply(((y - wanted) ** 2).mean() / group.size(), group)
-
-
 # --------------------------------------------------------------------------------------- training
 
 
-class Size(NamedTuple):
-    width: int = 256
-    heads: int = 8
-    sequence: int = 256
-    batch: int = 2
+@dataclass(frozen=True)
+class Size:
+    width: int = flag(256, "size of the residual stream")
+    heads: int = flag(8, "attention heads, a multiple of --ranks")
+    sequence: int = flag(256, "positions, a multiple of --ranks")
+    batch: int = flag(2, "sequences")
 
 
 @dataclass
 class Training:
     """One of the versions: its weights and data, as tensors of its kind."""
 
-    block: Callable[[Tensor, Weights], Tensor]
+    block: Callable[[Tensor, dict[str, Tensor]], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
-    weights: Weights
+    weights: dict[str, Tensor]
     data: list[Tensor]
 
     def __post_init__(self) -> None:
         for weight in self.weights.values():
             weight.requires_grad_()
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-2, eps=1e-6)
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-2, eps=1e-6, foreach=True)
 
     def step(self) -> float:
         """The loss before the step, the same on every rank."""
@@ -256,8 +164,9 @@ def versions(mesh: axes.Mesh, size: Size, dtype: torch.dtype) -> dict[str, Train
     weights = {name: numbers(shape, SPECS[name]) for name, shape in shapes.items()}
     data = [numbers([size.sequence, size.batch, d], ACTIVATIONS) * d**0.5 for _ in range(2)]
     group = mesh.axis("tp").group
+    by_hand = partial(block_by_hand, group=group, head_dim=HEAD_DIM)
     found = {
-        "by hand": (partial(block_by_hand, group=group), partial(loss_by_hand, group=group), axes.to_local),
+        "by hand": (by_hand, partial(loss_by_hand, group=group), axes.to_local),
         "plain shards": (partial(block, view=LOCAL), loss_of_shards, axes.to_local),
         "DTensors": (partial(block, view=GLOBAL), loss_of_dtensors, lambda x: x),
     }
@@ -270,23 +179,9 @@ def versions(mesh: axes.Mesh, size: Size, dtype: torch.dtype) -> dict[str, Train
 def train(size: Size, steps: int, dtype: torch.dtype = torch.float32) -> tuple[dict, dict]:
     """The losses of each version, and the seconds of its steps. The versions take turns, step by step."""
     torch.set_num_threads(1)
-    losses, seconds = {}, {}
     with axes.init_mesh("tp", device_type="cpu") as mesh:
         trainings = versions(mesh, size, dtype)
-        for step in range(steps):
-            for name, training in list(trainings.items())[:: 1 if step % 2 else -1]:
-                dist.barrier()
-                started = time.perf_counter()
-                losses.setdefault(name, []).append(training.step())
-                seconds.setdefault(name, []).append(time.perf_counter() - started)
-    return losses, seconds
-
-
-def times_by_hand(seconds: dict[str, list[float]], version: str) -> float:
-    """The median ratio of steps that followed each other: what else the machine does meets both."""
-    pairs = zip(seconds[version], seconds["by hand"], strict=True)
-    ratios = [ours / theirs for ours, theirs in pairs]
-    return statistics.median(ratios[WARM_UP:] or ratios)
+        return in_turns({name: training.step for name, training in trainings.items()}, steps)
 
 
 def collectives(ranks: int, size: Size) -> dict[str, dict[str, int]]:
@@ -294,69 +189,50 @@ def collectives(ranks: int, size: Size) -> dict[str, dict[str, int]]:
 
     (Over gloo axes sends a reduce-scatter as an exchange and sums what arrives, which is faster there.)
     """
-    names = "all_gather", "all_reduce", "all_to_all", "reduce_scatter"
     found = {}
     with axes.simulate(ranks), axes.init_mesh("tp", device_type="cpu") as mesh:
         for version, training in versions(mesh, size, torch.float32).items():
             with CommDebugMode() as sent:
                 training.step()
-            counts = {str(op).replace("_", ""): count for op, count in sent.get_comm_counts().items()}
-            kinds = {name: sum(n for op, n in counts.items() if name.replace("_", "") in op) for name in names}
-            found[version] = {name: count for name, count in kinds.items() if count}
+            found[version] = kinds(sent)
     return found
 
 
 # ---------------------------------------------------------------------------------------- options
 
 
-class Parser(argparse.ArgumentParser):
-    """A bad option gets one line."""
+@dataclass(frozen=True)
+class Options(Size):
+    """A transformer block by expressions and by hand."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="megatron_block.py", description="A transformer block by expressions and by hand.")
-    parser.add_argument("--ranks", type=int, default=2, help="local processes, all on tp")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each version; the first few aren't timed")
-    parser.add_argument("--width", type=int, default=256, help="size of the residual stream")
-    parser.add_argument("--heads", type=int, default=8, help="attention heads, a multiple of --ranks")
-    parser.add_argument("--sequence", type=int, default=256, help="positions, a multiple of --ranks")
-    parser.add_argument("--batch", type=int, default=2, help="sequences")
-    options = parser.parse_args(arguments)
-    wrong = what_is_wrong(options)
-    if wrong:
-        parser.error(wrong)
-    return options
+    ranks: int = flag(2, "local processes, all on tp")
+    steps: int = flag(40, "steps of each version; the first few aren't timed")
 
 
-def what_is_wrong(options: argparse.Namespace) -> str | None:
-    for name, value in vars(options).items():
-        if value < 1:
-            return f"--{name} is a whole number from 1; found {value}"
-    if options.ranks > 64:
-        return f"--ranks {options.ranks} is more than one machine should start (64)"
+def what_is_wrong(options: Options) -> str | None:
     for name in ("heads", "sequence"):
         if getattr(options, name) % options.ranks:
             return f"--{name} {getattr(options, name)} doesn't divide over --ranks {options.ranks}"
     if 4 * options.width % options.ranks:
         return f"--width {options.width}: 4 times that doesn't divide over --ranks {options.ranks}"
-    return None
+    return too_many(options.ranks)
+
+
+read_options = partial(read_flags, "megatron_block.py", Options, what_is_wrong)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = read_options(arguments)
-    size = Size(options.width, options.heads, options.sequence, options.batch)
-    sent = collectives(options.ranks, size)
-    losses, seconds = axes.launch(train, options.ranks, size, options.steps)[0]
+    sent = collectives(options.ranks, options)
+    losses, seconds = axes.launch(train, options.ranks, options, options.steps)[0]
 
     wrong = []
     for version, counts in sent.items():
         found = losses[version]
-        milliseconds, ratio = 1e3 * statistics.median(seconds[version]), times_by_hand(seconds, version)
+        milliseconds = 1e3 * statistics.median(seconds[version])
+        ratio = median_ratio(seconds[version], seconds["by hand"], WARM_UP)
         off = float((torch.tensor(found) / torch.tensor(losses["by hand"]) - 1).abs().max())
-        print(f"{version}: {', '.join(f'{count} {kind}' for kind, count in counts.items())} in a step")
+        print(f"{version}: {in_words(counts)} in a step")
         print(f"  {milliseconds:.1f} ms a step, {ratio:.2f} times by hand")
         print(f"  loss {found[0]:.6f} to {found[-1]:.6f}, by hand but for {off:.1e}")
         if not off < LIMIT:  # so is a NaN

@@ -19,9 +19,8 @@ How many tokens choose an expert is known only once they have chosen. Two ways t
 
 - with a *capacity*, an expert takes so many tokens of each rank, and the others are dropped. Then
   every rank sends as much, and both exchanges are expressions: `"e c@ep d -> e@ep c d"` and back;
-- *dropless*, ranks first tell each other how many tokens they will send: one small all-to-all. With
-  these as `send_sizes` and `recv_sizes`, `axes.all_to_all` takes as many as there are, and nothing is
-  padded.
+- *dropless*, ranks first tell each other how many tokens they will send, in a small all-to-all. With these
+  as `send_sizes` and `recv_sizes`, `axes.all_to_all` takes as many as there are, and nothing is padded.
 
     python examples/moe.py --dp-shard 4 --tp 2 --ep 4
 
@@ -31,31 +30,30 @@ Lepikhin and others, "GShard" (2020), and Gale and others, "MegaBlocks" (2022).
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from support import compared, flag, in_words, largest, shown, too_many, undeclared, verdict
+from support import read_options as read_flags
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 
-CHOICES = 2
-"""How many experts each token is sent to."""
+DECLARATION = "dp_shard cp tp", "(dp_shard cp tp) = efsdp ep"
+
+CHOICES = 2  # experts that each token is sent to
 
 BATCH, WIDTH, HIDDEN = 8, 16, 32
 LIMIT = 1e-5
 
 # What the region below takes and gives: tokens, the router, and two matrices of each expert.
 TOKENS, ROUTER, UP, DOWN = "b@dp_shard s@(cp tp) d", "d e", "e@ep d@efsdp f", "e@ep f@efsdp d"
-
-
-# ------------------------------------------------------------------------------------- one layer
 
 
 def experts_layer(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -100,9 +98,6 @@ def places(ids: Tensor) -> Tensor:
     """0, 1, 2, ... within each run of equal numbers, where `ids` are in order."""
     count = ids.bincount()
     return torch.arange(len(ids), device=ids.device) - (count.cumsum(0) - count)[ids]
-
-
-# -------------------------------------------------------------------------------- two exchanges
 
 
 def with_capacity(x: Tensor, chosen: Chosen, up: Tensor, down: Tensor, capacity: int) -> Tensor:
@@ -159,7 +154,7 @@ def on_one_device(
 
 
 class Found(NamedTuple):
-    """The largest distances to one device, the collectives sent each way, and the choices that were dropped."""
+    """How far it is from one device, what it sends each way, and how many choices were dropped."""
 
     distance: dict[str, float]
     forward: dict[str, int]
@@ -171,7 +166,7 @@ def compare(
     sizes: dict[str, int], experts: int, sequence: int, factor: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, Found]:
     """Both variants against one device. A capacity is `factor` times what a rank would have if all were even."""
-    mesh = axes.init_mesh("dp_shard cp tp", "(dp_shard cp tp) = efsdp ep", device_type="cpu", **sizes)
+    mesh = axes.init_mesh(*DECLARATION, device_type="cpu", **sizes)
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -180,128 +175,74 @@ def compare(
     x, cotangent = numbers(2, BATCH, sequence, WIDTH)
     up, down = numbers(experts, WIDTH, HIDDEN) / WIDTH**0.5, numbers(experts, HIDDEN, WIDTH) / HIDDEN**0.5
     wholes = x, numbers(WIDTH, experts), up, down
-
     capacity = math.ceil(factor * CHOICES * BATCH * sequence / mesh.size / experts)
     parts = [mesh.sharding(TOKENS).local_indices(tuple(x.shape), rank) for rank in range(mesh.size)]
-    return {
-        "capacity": compared(partial(with_capacity, capacity=capacity), mesh, wholes, cotangent, capacity, parts),
-        "dropless": compared(dropless, mesh, wholes, cotangent, None, parts),
-    }
-
-
-def compared(
-    exchange: Callable[..., Tensor],
-    mesh: axes.Mesh,
-    wholes: tuple[Tensor, ...],
-    cotangent: Tensor,
-    capacity: int | None,
-    parts: list[tuple],
-) -> Found:
-    """One variant on the mesh against one device."""
-    leaves = [x.clone().requires_grad_() for x in wholes]
-    wanted, dropped = on_one_device(*leaves, capacity, parts)
-    wanted.backward(cotangent)
-
     # Tokens and router lie on the mesh of the dense layers, the experts' matrices on their own.
     sparse = mesh["efsdp", "ep"]
-    specs = (TOKENS, mesh), (ROUTER, mesh), (UP, sparse), (DOWN, sparse)
-    shards = [axes.shard(x, spec, mesh=at).requires_grad_() for x, (spec, at) in zip(wholes, specs, strict=True)]
-    with mesh:
-        with CommDebugMode() as forward:
-            out = experts_layer(exchange)(*shards)
-        with CommDebugMode() as backward:
-            out.backward(axes.shard(cotangent, TOKENS))
+    specs = {"x": (TOKENS, mesh), "router": (ROUTER, mesh), "up": (UP, sparse), "down": (DOWN, sparse)}
+    inputs = {name: (whole, *spec) for whole, (name, spec) in zip(wholes, specs.items(), strict=True)}
 
-    pairs = [(out, wanted), *((x.grad, y.grad) for x, y in zip(shards, leaves, strict=True))]
-    names = "out", "dx", "drouter", "dup", "ddown"
-    distance = {
-        name: float((axes.unshard(x) - y).detach().abs().max()) for name, (x, y) in zip(names, pairs, strict=True)
-    }
-    return Found(distance, kinds(forward), kinds(backward), dropped)
+    def found(exchange: Callable[..., Tensor], capacity: int | None) -> Found:
+        one = partial(on_one_device, capacity=capacity, parts=parts)
+        with mesh:
+            against = compared(experts_layer(exchange), lambda *x: one(*x)[0], inputs, cotangent)
+        return Found(*against, dropped=one(*wholes)[1])
 
-
-def kinds(sent: CommDebugMode) -> dict[str, int]:
-    """How many collectives of each kind were sent."""
-    names = "all_gather", "all_reduce", "all_to_all", "reduce_scatter"
-    counts = {str(op).replace("_", ""): count for op, count in sent.get_comm_counts().items()}
-    found = {name: sum(n for op, n in counts.items() if name.replace("_", "") in op) for name in names}
-    return {name: count for name, count in found.items() if count}
+    return {"capacity": found(partial(with_capacity, capacity=capacity), capacity), "dropless": found(dropless, None)}
 
 
 # ---------------------------------------------------------------------------------------- options
 
 
-class Parser(argparse.ArgumentParser):
-    """A bad option gets one line."""
+@dataclass(frozen=True)
+class Options:
+    """A mixture of experts on a mesh with two factorizations."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+    dp_shard: int = flag(4, "ranks that share a batch")
+    cp: int = flag(1, "ranks that share a sequence")
+    tp: int = flag(2, "ranks that share it further")
+    ep: int = flag(4, "ranks that share the experts")
+    experts: int = flag(8, "a multiple of --ep")
+    sequence: int = flag(16, "tokens of a sample, a multiple of cp times tp")
+    factor: float = flag(1.0, "of the capacity: 1 suits tokens that spread evenly")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("dp_shard", "cp", "tp", "ep")}
 
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="moe.py", description="A mixture of experts on a mesh with two factorizations.")
-    parser.add_argument("--dp-shard", type=int, default=4, help="ranks that share a batch")
-    parser.add_argument("--cp", type=int, default=1, help="ranks that share a sequence")
-    parser.add_argument("--tp", type=int, default=2, help="ranks that share it further")
-    parser.add_argument("--ep", type=int, default=4, help="ranks that share the experts")
-    parser.add_argument("--experts", type=int, default=8, help="a multiple of --ep")
-    parser.add_argument("--sequence", type=int, default=16, help="tokens of a sample, a multiple of cp times tp")
-    parser.add_argument("--factor", type=float, default=1.0, help="of the capacity: 1 suits tokens that spread evenly")
-    options = parser.parse_args(arguments)
-    wrong = what_is_wrong(options)
-    if wrong:
-        parser.error(wrong)
-    return options
+    @property
+    def ranks(self) -> int:
+        return self.dp_shard * self.cp * self.tp
 
 
-def what_is_wrong(options: argparse.Namespace) -> str | None:
-    for name, value in vars(options).items():
-        if not 0 < value < math.inf or (name != "factor" and value < 1):
-            return f"--{name.replace('_', '-')} is a number above 0; found {value}"
-    sizes = sizes_of(options)
-    ranks = options.dp_shard * options.cp * options.tp
-    if ranks > 64:
-        return f"{ranks} ranks are more than one machine should start (64)"
-    try:
-        axes.Mesh("dp_shard cp tp", "(dp_shard cp tp) = efsdp ep", **sizes)
-    except axes.AxesError as error:
-        return " ".join(str(error).split())
+def what_is_wrong(options: Options) -> str | None:
+    if wrong := too_many(options.ranks) or undeclared(DECLARATION, None, options.sizes):
+        return wrong
     if BATCH % options.dp_shard:
         return f"--dp-shard {options.dp_shard} doesn't divide the batch of {BATCH}"
     if options.sequence % (options.cp * options.tp):
         return f"--sequence {options.sequence} doesn't divide over --cp {options.cp} times --tp {options.tp}"
     if options.experts < CHOICES or options.experts % options.ep:
         return f"--experts {options.experts} isn't a multiple of --ep {options.ep}, or fewer than {CHOICES}"
-    if WIDTH % (ranks // options.ep):
-        return f"the width of {WIDTH} doesn't divide over the {ranks // options.ep} ranks of 'efsdp'"
+    if WIDTH % (options.ranks // options.ep):
+        return f"the width of {WIDTH} doesn't divide over the {options.ranks // options.ep} ranks of 'efsdp'"
     return None
 
 
-def sizes_of(options: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(options, name) for name in ("dp_shard", "cp", "tp", "ep")}
+read_options = partial(read_flags, "moe.py", Options, what_is_wrong)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = read_options(arguments)
-    sizes = sizes_of(options)
-    ranks = options.dp_shard * options.cp * options.tp
-    every = axes.launch(compare, ranks, sizes, options.experts, options.sequence, options.factor)
-    distances = []
+    every = axes.launch(compare, options.ranks, options.sizes, options.experts, options.sequence, options.factor)
+    distances: list[float] = []
     for variant, found in every[0].items():
-        of_ranks = {name: [each[variant].distance[name] for each in every] for name in found.distance}
-        text = "  ".join(f"{name} {max(values):.1e}" for name, values in of_ranks.items())
+        off = largest(each[variant].distance for each in every)
         print(f"{variant}: {found.dropped} choices of {CHOICES * BATCH * options.sequence} dropped")
-        print(f"  forward   {sent(found.forward)}\n  backward  {sent(found.backward)}")
-        print(f"  distance to one device: {text}")
-        distances += [value for values in of_ranks.values() for value in values]
-    if all(distance < LIMIT for distance in distances):
-        return 0
-    print(f"moe.py: the distances should be below {LIMIT}", file=sys.stderr)
-    return 1
-
-
-def sent(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
+        print(f"  forward   {in_words(found.forward)}\n  backward  {in_words(found.backward)}")
+        print(f"  distance to one device: {shown(off)}")
+        distances += off.values()
+    return verdict("moe.py", distances, LIMIT)
 
 
 if __name__ == "__main__":

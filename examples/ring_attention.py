@@ -25,10 +25,14 @@ of Zhu's ring-flash-attention.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from support import flag, largest, shown, too_many, verdict
+from support import read_options as read_flags
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -109,20 +113,36 @@ def compare(ranks: int, sequence: int, dtype: torch.dtype) -> dict[str, float]:
     return largest | {"collectives": sent.get_total_counts()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4, help="local processes")
-    parser.add_argument("--sequence", type=int, default=128, help="a multiple of twice the ranks")
-    options = parser.parse_args()
+# ---------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class Options:
+    """Causal attention around a ring of ranks."""
+
+    ranks: int = flag(4, "local processes")
+    sequence: int = flag(128, "a multiple of twice the ranks")
+
+
+def what_is_wrong(options: Options) -> str | None:
+    if options.sequence % (2 * options.ranks):
+        return f"--sequence {options.sequence} isn't a multiple of twice --ranks {options.ranks}"
+    return too_many(options.ranks)
+
+
+read_options = partial(read_flags, "ring_attention.py", Options, what_is_wrong)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = read_options(arguments)
+    failed = 0
     for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
-        found = axes.launch(compare, options.ranks, options.ranks, options.sequence, dtype)[0]
-        collectives = found.pop("collectives")
-        distances = "  ".join(f"{name} {value:.1e}" for name, value in found.items())
-        print(
-            f"{options.ranks} ranks, {str(dtype)[6:]}: {collectives} collectives; distance to one device: {distances}"
-        )
-        assert max(found.values()) < limit, f"expected less than {limit}"
+        off = largest(axes.launch(compare, options.ranks, options.ranks, options.sequence, dtype))
+        sent = off.pop("collectives")
+        print(f"{options.ranks} ranks, {str(dtype)[6:]}: {sent} collectives; distance to one device: {shown(off)}")
+        failed |= verdict("ring_attention.py", off.values(), limit)
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

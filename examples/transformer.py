@@ -1,7 +1,8 @@
 """A byte-level decoder-only transformer, in plain PyTorch: it knows nothing of ranks or meshes.
 
 RMSNorm, rotary embedding, causal attention and SwiGLU; no biases, no dropout. `train.py` trains it
-in one process as it stands here, and on eight by giving its parameters a sharding.
+in one process as it stands here, and on eight by giving its parameters a sharding and writing the two
+`forward`s that mix them as expressions.
 """
 
 from __future__ import annotations
@@ -106,10 +107,12 @@ class Transformer(nn.Module):
     The same seed gives the same weights everywhere, however they are split afterwards.
     """
 
+    Block = Block
+
     def __init__(self, size: Size, seed: int = 0):
         super().__init__()
         self.embedding = nn.Embedding(BYTES, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(self.Block(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width)
         self.head = linear(size.width, BYTES)
         generator = torch.Generator().manual_seed(seed)

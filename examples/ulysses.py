@@ -21,14 +21,15 @@ Ulysses" (2023).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
+from support import flag, largest, shown, too_many, verdict
+from support import read_options as read_flags
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -106,46 +107,40 @@ def distance(x: Tensor, wanted: Tensor) -> float:
 # ---------------------------------------------------------------------------------------- options
 
 
-class Parser(argparse.ArgumentParser):
-    """A bad option gets one line."""
+@dataclass(frozen=True)
+class Options:
+    """Context-parallel attention by two rearranges."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+    cp: int = flag(2, "ranks that share a sequence")
+    tp: int = flag(2, "ranks that share the heads from the start")
+    sequence: int = flag(64, "positions, a multiple of --cp")
+    heads: int = flag(8, "attention heads, a multiple of cp times tp")
 
 
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="ulysses.py", description="Context-parallel attention by two rearranges.")
-    parser.add_argument("--cp", type=int, default=2, help="ranks that share a sequence")
-    parser.add_argument("--tp", type=int, default=2, help="ranks that share the heads from the start")
-    parser.add_argument("--sequence", type=int, default=64, help="positions, a multiple of --cp")
-    parser.add_argument("--heads", type=int, default=8, help="attention heads, a multiple of cp times tp")
-    options = parser.parse_args(arguments)
-    for name, value in vars(options).items():
-        if value < 1:
-            parser.error(f"--{name} is a whole number from 1; found {value}")
-    if options.cp * options.tp > 64:
-        parser.error(f"--cp {options.cp} times --tp {options.tp} is more than 64 local processes")
+def what_is_wrong(options: Options) -> str | None:
+    ranks = options.cp * options.tp
+    if too_many(ranks):
+        return too_many(ranks)
     if options.sequence % options.cp:
-        parser.error(f"--sequence {options.sequence} doesn't divide over --cp {options.cp}")
-    if options.heads % (options.cp * options.tp):
-        parser.error(f"--heads {options.heads} don't divide over --cp {options.cp} times --tp {options.tp}")
-    return options
+        return f"--sequence {options.sequence} doesn't divide over --cp {options.cp}"
+    if options.heads % ranks:
+        return f"--heads {options.heads} don't divide over --cp {options.cp} times --tp {options.tp}"
+    return None
+
+
+read_options = partial(read_flags, "ulysses.py", Options, what_is_wrong)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = read_options(arguments)
-    sizes = options.cp, options.tp, options.sequence, options.heads
-    every = axes.launch(compare, options.cp * options.tp, *sizes)
-    distances = []
-    for view, found in every[0].items():
-        of_ranks = {name: [each[view][name] for each in every] for name in found if name != "collectives"}
-        text = "  ".join(f"{name} {max(values):.1e}" for name, values in of_ranks.items())
-        print(f"{len(every)} ranks, {view}: {found['collectives']} collectives; distance to one device: {text}")
-        distances += [value for values in of_ranks.values() for value in values]
-    if all(distance < LIMIT for distance in distances):
-        return 0
-    print(f"ulysses.py: the distances should be below {LIMIT}", file=sys.stderr)
-    return 1
+    every = axes.launch(compare, options.cp * options.tp, options.cp, options.tp, options.sequence, options.heads)
+    distances: list[float] = []
+    for view in every[0]:
+        off = largest(each[view] for each in every)
+        sent = off.pop("collectives")
+        print(f"{len(every)} ranks, {view}: {sent} collectives; distance to one device: {shown(off)}")
+        distances += off.values()
+    return verdict("ulysses.py", distances, LIMIT)
 
 
 if __name__ == "__main__":

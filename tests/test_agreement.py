@@ -53,17 +53,22 @@ def mesh_meeting(members, attempt=0, subject="init_mesh"):
 
 
 class CountingStore:
-    """A store that counts the calls made by each thread."""
+    """A store that counts the calls made by each thread, and lists those that add to a counter, in order."""
 
     def __init__(self) -> None:
-        self.store, self.calls = dist.HashStore(), Counter()
+        self.store, self.calls, self.lock = dist.HashStore(), Counter(), threading.Lock()
+        self.added: list[tuple[int, str, int]] = []
 
     def __getattr__(self, name):
         method = getattr(self.store, name)
 
         def counted(*args):
             self.calls[threading.get_ident(), name] += 1
-            return method(*args)
+            if name != "add":
+                return method(*args)
+            with self.lock:
+                self.added.append((threading.get_ident(), *args))
+                return method(*args)
 
         return counted
 
@@ -117,9 +122,7 @@ def test_meetings_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data)
                 agree(seat, Meeting(subject, ranks, "group", 0), "same", 2 * SECOND)
                 passed[ranks] += 1
 
-    began = time.monotonic()
     ended = on_threads(4, use)
-    assert time.monotonic() - began < 15
     if same_order:
         assert ended == [None] * 4
     # A meeting passes on all of its members or on none.
@@ -128,7 +131,7 @@ def test_meetings_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data)
         assert "wait for one another" in error or "didn't come" in error or "last seen" in error
 
 
-def test_two_ranks_in_opposite_orders_learn_both_waits_long_before_the_time_is_up():
+def test_two_ranks_in_opposite_orders_learn_both_waits_before_the_time_is_up():
     def use(seat: Seat) -> None:
         orders = [[(0, 1), (0, 1, 2)], [(0, 1, 2), (0, 1)], [(0, 1, 2)]]
         for ranks in orders[seat.rank]:
@@ -136,10 +139,8 @@ def test_two_ranks_in_opposite_orders_learn_both_waits_long_before_the_time_is_u
             meeting = Meeting(f"the group of {ranks_text(ranks)}", ranks, "group", 0, advice)
             agree(seat, meeting, "same", PATIENCE)
 
-    began = time.monotonic()
-    ended = on_threads(3, use)
-    assert time.monotonic() - began < 8
-    for error in ended:
+    for error in on_threads(3, use):
+        assert error.startswith("ranks wait for one another")  # where the time is up, it says who didn't come
         assert "rank 0 waits for the group of ranks 0, 1" in error
         assert "waits for the group of ranks 0, 1, 2" in error
         assert "mesh.create_groups" in error
@@ -163,13 +164,12 @@ def test_a_rank_that_never_comes_is_named_with_what_it_was_last_seen_waiting_for
 
 def test_a_rank_that_comes_after_the_time_was_up_gets_the_same_error_at_once():
     def meet(seat: Seat) -> None:
-        if seat.rank == 1:
-            time.sleep(1)
-        began = time.monotonic()
-        try:
+        if seat.rank == 0:
             agree(seat, mesh_meeting(range(2)), "x", timedelta(seconds=0.3))
-        finally:
-            assert seat.rank == 0 or time.monotonic() - began < 0.3
+        else:
+            while not seat.store.check([f"{agreement._key(mesh_meeting(range(2)))}/end"]):
+                time.sleep(0.01)
+            agree(seat, mesh_meeting(range(2)), "x", timedelta(hours=1))
 
     ended = on_threads(2, meet)
     assert ended[0] == ended[1]
@@ -202,17 +202,19 @@ def test_the_next_attempt_after_a_failed_one_can_pass():
 
 
 def test_the_host_of_the_store_leaves_a_failed_meeting_last():
-    left = {}
+    hosts = []
 
     def meet(seat: Seat) -> None:
+        if seat.rank == 0:
+            hosts.append(threading.get_ident())
         time.sleep(0.4 * seat.rank)
-        try:
-            agree(seat, mesh_meeting(range(4)), f"differs {seat.rank}", PATIENCE)
-        finally:
-            left[seat.rank] = time.monotonic()
+        agree(seat, mesh_meeting(range(4)), f"differs {seat.rank}", PATIENCE)
 
-    on_threads(4, meet)
-    assert left[0] >= max(left.values()) - 0.05
+    store = CountingStore()
+    on_threads(4, meet, store)
+    left = [(thread in hosts, by) for thread, key, by in store.added if key.endswith("/left")]
+    assert left.count((False, 1)) == 3
+    assert left[-1] == (True, 0)  # the host looks once more after the last of them has said that it goes
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8, unique=True))
@@ -233,12 +235,11 @@ def test_a_range_has_the_digest_of_its_ranks(start, count, step):
 # ------------------------------------------------------------------------------ real processes
 
 
-def error_of(fn: Callable[[], object]) -> tuple[str, float]:
-    """The text of the `DesyncError` that `fn` raises, and the seconds until then."""
-    began = time.monotonic()
+def error_of(fn: Callable[[], object]) -> str:
+    """The text of the `DesyncError` that `fn` raises. One that came when the time was up says "within ... s"."""
     with pytest.raises(DesyncError) as caught:
         fn()
-    return str(caught.value), time.monotonic() - began
+    return str(caught.value)
 
 
 def declare_differently(timeout):
@@ -267,17 +268,17 @@ def odd(rank):
 def test_ranks_that_declare_different_meshes_all_get_both_texts(world):
     found = world(declare_differently, 4, 20.0)
     for other, swapped, options, order in found:
-        assert sum(text in other[0] for text in ("dp=2 tp=2", "tp=2 dp=2", "dp=4 tp=1")) >= 2
-        assert "dp=2 tp=2" in swapped[0]
-        assert "tp=2 dp=2" in swapped[0]
-        assert "rank 0:" in swapped[0]
-        assert "options[tp]: timeout=0:00:30" in options[0]
-        assert "options[tp]: timeout=0:00:31" in options[0]
-        assert "ranks 0..3" in order[0]
-        assert "ranks 0, 1, 3, 2" in order[0]
-        assert max(seconds for _, seconds in (other, swapped, options, order)) < 8
+        assert sum(text in other for text in ("dp=2 tp=2", "tp=2 dp=2", "dp=4 tp=1")) >= 2
+        assert "dp=2 tp=2" in swapped
+        assert "tp=2 dp=2" in swapped
+        assert "rank 0:" in swapped
+        assert "options[tp]: timeout=0:00:30" in options
+        assert "options[tp]: timeout=0:00:31" in options
+        assert "ranks 0..3" in order
+        assert "ranks 0, 1, 3, 2" in order
+        assert not any("within" in text for text in (other, swapped, options, order))
     for rank, text in enumerate(["dp=2 tp=2", "tp=2 dp=2", "dp=4 tp=1", "dp=2 tp=2"]):
-        assert text in found[rank][0][0]
+        assert text in found[rank][0]
 
 
 def one_never_comes(timeout):
@@ -289,10 +290,9 @@ def one_never_comes(timeout):
 def test_a_rank_that_never_comes_to_init_mesh_is_named(world):
     found = world(one_never_comes, 4, 1.5)
     assert found[1] is None
-    for text, seconds in (found[0], found[2], found[3]):
+    for text in (found[0], found[2], found[3]):
         assert "rank 1 didn't come to init_mesh over ranks 0..3 within 1.5 s" in text
         assert "rank 1 hasn't been seen" in text
-        assert seconds < 1.5 + 3
 
 
 def one_never_comes_to_a_group(timeout):
@@ -307,10 +307,9 @@ def one_never_comes_to_a_group(timeout):
 def test_a_rank_that_never_comes_to_a_group_is_named_with_where_it_was(world):
     found = world(one_never_comes_to_a_group, 4, 1.5)
     assert found[:2] == [2, 2]
-    text, seconds = found[2]
+    text = found[2]
     assert "rank 3 didn't come to the group of ranks 2, 3 ('tp') within 1.5 s" in text
     assert "rank 3 was last seen passing in init_mesh over ranks 0..3" in text
-    assert seconds < 1.5 + 3
 
 
 def opposite_orders(timeout):
@@ -321,12 +320,12 @@ def opposite_orders(timeout):
 
 
 def test_first_uses_in_opposite_orders_name_the_waits_and_create_groups(world):
-    for text, seconds in world(opposite_orders, 4, 15.0):
+    for text in world(opposite_orders, 4, 15.0):
         assert "ranks wait for one another" in text
         assert "waits for the group of ranks 0, 1 ('tp')" in text
         assert "waits for the group of ranks 1, 3 ('dp')" in text
         assert "mesh.create_groups" in text
-        assert seconds < 15
+        assert "within" not in text
 
 
 def groups_made_beforehand():
@@ -346,10 +345,10 @@ def overlapping_universes(timeout):
 
 
 def test_ranks_of_different_universes_that_wait_for_one_another_are_told(world):
-    for text, seconds in world(overlapping_universes, 4, 15.0):
+    for text in world(overlapping_universes, 4, 15.0):
         assert "init_mesh over ranks 0..3" in text
         assert "init_mesh over ranks 1..3" in text
-        assert seconds < 15
+        assert "within" not in text
 
 
 def one_declares_itself_outside(timeout):
@@ -362,7 +361,7 @@ def one_declares_itself_outside(timeout):
 def test_a_member_that_declares_ranks_without_itself_is_named(world):
     found = world(one_declares_itself_outside, 3, 1.0)
     assert found[2] is None
-    for text, _ in found[:2]:
+    for text in found[:2]:
         assert "rank 2 isn't a member of what it declared last, init_mesh over ranks 0, 1" in text
 
 
@@ -370,31 +369,30 @@ def a_bad_declaration_on_one_rank(timeout):
     if dist.get_rank() == 1:
         with pytest.raises(axes.AxesError) as caught:
             axes.init_mesh("dp=3 tp", timeout=timeout)
-        return type(caught.value).__name__, 0.0
+        return type(caught.value).__name__
     return error_of(lambda: axes.init_mesh("dp=2 tp", timeout=timeout))
 
 
 def test_an_error_of_one_rank_reaches_the_others_at_once(world):
     found = world(a_bad_declaration_on_one_rank, 4, 20.0)
-    assert found[1][0] == "SizeError"
-    for text, seconds in (found[0], found[2], found[3]):
+    assert found[1] == "SizeError"
+    for text in (found[0], found[2], found[3]):
         assert "rank 1 can't take part in init_mesh over ranks 0..3, it raised SizeError" in text
-        assert seconds < 8
+        assert "within" not in text
 
 
 def a_bad_declaration_on_all_ranks():
     found = []
     for declaration in ("dp=3 tp", "dp=2 tp"):
-        began = time.monotonic()
         try:
             found.append(axes.init_mesh(declaration).shape["tp"])
         except axes.SizeError:
-            found.append(time.monotonic() - began < 4)
+            found.append("its own error")
     return found
 
 
 def test_the_same_error_on_all_ranks_is_that_error_and_no_desync(world):
-    assert world(a_bad_declaration_on_all_ranks, 4) == [[True, 2]] * 4
+    assert world(a_bad_declaration_on_all_ranks, 4) == [["its own error", 2]] * 4
 
 
 def two_orders_of_one_group(timeout):
@@ -407,10 +405,10 @@ def two_orders_of_one_group(timeout):
 
 
 def test_members_that_order_a_group_differently_are_told_at_once(world):
-    for text, seconds in world(two_orders_of_one_group, 3, 20.0)[:2]:
+    for text in world(two_orders_of_one_group, 3, 20.0)[:2]:
         assert "ranks 0, 1 in this order" in text
         assert "ranks 1, 0 in this order" in text
-        assert seconds < 8
+        assert "within" not in text
 
 
 def islands():
@@ -439,7 +437,7 @@ def the_host_leaves():
         store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
     seat = Seat(store, rank)
     time.sleep(0.3 * rank)
-    text, _ = error_of(lambda: agree(seat, mesh_meeting(range(3)), f"rank {rank}", PATIENCE))
+    text = error_of(lambda: agree(seat, mesh_meeting(range(3)), f"rank {rank}", PATIENCE))
     if rank == 0:
         del seat, store
     return text
@@ -462,7 +460,7 @@ def the_host_dies():
         time.sleep(1)
         return "gone"
     store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
-    return error_of(lambda: agree(Seat(store, rank), mesh_meeting(range(2)), "x", PATIENCE))[0]
+    return error_of(lambda: agree(Seat(store, rank), mesh_meeting(range(2)), "x", PATIENCE))
 
 
 def test_a_store_that_is_gone_is_an_error_that_says_so(world):

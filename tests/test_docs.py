@@ -1,7 +1,8 @@
 """Every piece of code that the documentation shows runs, and prints what it says it prints.
 
 A page's Python blocks run in order, in one interpreter of their own: a block with `>>>` as a
-doctest, any other as a program. Blocks in other languages (`sh`, `text`) aren't run.
+doctest, any other as a program; one with `if __name__ == "__main__":` is a script of its own, since
+other processes run it, too. Blocks in other languages (`sh`, `text`) aren't run.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ import axes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+WITHOUT_CODE = {"benchmarks.md"}
 MODULES = sorted(
     found.name for found in pkgutil.walk_packages(axes.__path__, "axes.") if not found.name.endswith("__main__")
 )
 
 RUNNER = """
 import doctest, sys
-from tests.test_docs import blocks
+from tests.test_docs import blocks, is_script
 
 page = sys.argv[1]
 space = {"__name__": "__main__"}
 for line, text in blocks(open(page, encoding="utf-8").read()):
+    if is_script(text):
+        continue
     if text.lstrip().startswith(">>>"):
         test = doctest.DocTestParser().get_doctest(text, space, page, page, line)
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.FAIL_FAST)
@@ -50,19 +54,42 @@ def blocks(page: str) -> list[tuple[int, str]]:
     return [(page.count("\n", 0, m.start(1)), m.group(1)) for m in pattern.finditer(page)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page):
-    assert blocks(page.read_text(encoding="utf-8")), f"{page.name} shows no Python"
+def is_script(block: str) -> bool:
+    return 'if __name__ == "__main__":' in block
+
+
+def run(*command: object) -> str:
+    """What a Python program prints."""
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(page)],
+        [sys.executable, *map(str, command)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WITHOUT_CODE], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page):
+    assert blocks(page.read_text(encoding="utf-8")), f"{page.name} shows no Python"
+    run("-c", RUNNER, page)
+
+
+SCRIPTS = [(page, text) for page in PAGES for _, text in blocks(page.read_text(encoding="utf-8")) if is_script(text)]
+
+
+@pytest.mark.parametrize(("page", "text"), SCRIPTS, ids=lambda value: getattr(value, "name", ""))
+def test_a_script_of_a_page_prints_what_stands_under_it(page, text, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+    after = page.read_text(encoding="utf-8").split(f"```python\n{text}```\n")[1]
+    shown = re.match(r"\s*```text\n(.*?)```", after, re.DOTALL)
+    assert shown is not None, f"nothing stands under a script of {page.name}"
+    assert run(script) == shown.group(1)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -93,8 +120,8 @@ def test_the_links_of_a_page_lead_somewhere(page):
 def test_the_performance_table_has_the_rows_that_the_benchmarks_print():
     from tests.bench.__main__ import registered
 
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     table = page.split("<!-- bench -->")[1].split("<!-- /bench -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[3:]]
     shown = [(what, peer, bar) for what, _, peer, _, _, bar in rows]
-    assert shown == [(b.what, b.peer, f"{b.bar:g}x") for b in registered()]
+    assert shown == [(b.what, b.peer, f"{b.bar:g}x") for b in registered() if b.page]

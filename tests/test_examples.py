@@ -11,9 +11,13 @@ import pytest
 import torch
 
 import axes
-from examples import megatron_block, moe, ulysses
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import megatron_block  # noqa: E402  (examples aren't a package)
+import moe  # noqa: E402
+import ulysses  # noqa: E402
 
 EXACT = 1e-12
 """Of numbers around 1 in float64."""
@@ -228,7 +232,7 @@ def test_a_bad_option_of_an_example_gets_one_line_that_names_it(example, argumen
         example.read_options(arguments.split())
     assert ended.value.code == 2
     line = capsys.readouterr().err
-    assert line.startswith(f"{example.__name__.split('.')[-1]}.py: ")
+    assert line.startswith(f"{example.__name__}.py: ")
     assert line.count("\n") == 1
     assert said in line
 

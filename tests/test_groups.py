@@ -187,6 +187,7 @@ def a_second_world():
     with pytest.raises(MeshError, match="isn't running"):
         mesh.axis("tp").group.size()
     assert axes.process_groups() == []
+    assert repr(axes.process_groups()) == "[]"
     again = dist.PrefixStore("again", store)
     dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
     second = mesh.axis("tp").group
@@ -298,6 +299,7 @@ def listing():
         mesh.axis(name).group.size()
     found = axes.process_groups()
     assert [str(info) for info in found] == list(map(str, axes.process_groups()))
+    assert repr(found) == "\n".join(map(repr, found)) == "\n".join(map(str, found))
     return [(info.names, list(info.ranks), info.asked, info.origin, str(info)) for info in found]
 
 

@@ -8,6 +8,7 @@ syntax trees, so an import inside a function counts as well.
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import axes
+from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("algebra", "runtime", "ops", "nn", "show")
@@ -226,12 +230,92 @@ def test_importing_the_algebra_imports_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+# The public surface.
+
+
+def test_dir_lists_the_public_names_alone():
+    assert dir(axes) == sorted(axes.__all__)
+    assert {"algebra", "runtime"} <= vars(axes).keys(), "the submodules are imported, and dir doesn't list them"
+    assert all(getattr(axes, name) is not None for name in dir(axes))
+
+
+def test_type_checkers_are_told_the_names_that_there_are():
+    body = tree(Path("axes/__init__.py")).body
+    (typed,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    assert sorted(name.rpartition(".")[2] for name in imports(typed)) == list(axes.__all__)
+
+
+def page_code(page: Path) -> list[ast.Module]:
+    """The Python of a page: its programs, and what its doctests type in."""
+    text = [block for _, block in blocks(page.read_text(encoding="utf-8"))]
+    parser = doctest.DocTestParser()
+    return [
+        ast.parse("".join(e.source for e in parser.get_examples(block)) if block.startswith(">>>") else block)
+        for block in text
+    ]
+
+
+def beyond_the_public_names(module: ast.Module) -> Iterator[str]:
+    """What a page's code uses that isn't public: a module below axes, a name of axes that isn't there, private API."""
+    for name in imports(module):
+        parts = name.split(".")
+        if any(map(is_private, parts)) or (parts[0] == "axes" and parts[1:] and parts[1] not in axes.__all__):
+            yield f"imports {name}"
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute):
+            parts = dotted(node)
+            if parts[:1] == ["axes"] and len(parts) == 2 and parts[1] not in axes.__all__:
+                yield f"uses {'.'.join(parts)}"
+            if is_private(node.attr):
+                yield f"uses .{node.attr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_uses_public_names_alone(page):
+    assert not [use for module in page_code(page) for use in beyond_the_public_names(module)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from axes.algebra.plan import plan",
+        "import axes.algebra",
+        "import axes\naxes.algebra.plan",
+        "import torch._dynamo",
+        "mesh._with()",
+    ],
+)
+def test_the_search_for_what_isnt_public_finds_it(text):
+    assert list(beyond_the_public_names(ast.parse(text)))
+
+
+def test_the_readme_is_one_screen():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 70
+
+
+def test_an_example_is_a_file_of_a_few_screens():
+    lengths = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "examples").glob("*.py")
+    }
+    assert not {name: length for name, length in lengths.items() if length >= 250}
+
+
+def test_the_algebras_one_stub_is_of_what_it_hands_on():
+    """Stubs could say what the code doesn't: there is one, for the types of torch that the algebra never looks into."""
+    assert [path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.pyi")] == [Path("axes/algebra/opaque.pyi")]
+    stub = tree(Path("axes/algebra/opaque.pyi"))
+    code = tree(Path("axes/algebra/opaque.py"))
+    named = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert named == {ast.unparse(node.target) for node in code.body if isinstance(node, ast.AnnAssign)}
+    assert all(name.split(".")[0] == "torch" for name in imports(stub))
+
+
 def test_every_pin_is_exact_and_every_dependency_is_pinned():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(line.count("==") == 1 for line in pins), pins
     names = {line.split("==")[0].lower() for line in pins}
-    assert {"torch", "einops", "pytest", "hypothesis", "ruff", "mypy", "numpy"} <= names
+    assert {"torch", "einops", "pytest", "hypothesis", "ruff", "mypy", "pyright", "numpy"} <= names
 
 
 def test_another_torch_gets_an_environment_and_pins_of_its_own():

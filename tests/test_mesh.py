@@ -181,7 +181,10 @@ def test_a_permutation_and_an_arbitrary_subset_keep_their_order():
     assert mesh.ranks == [[90, 5], [17, 3]]
     assert mesh.rank == 90
     assert list(mesh.at(3).axis("a").ranks) == [5, 3]
-    assert repr(Mesh("a=12", ranks=[*range(11), 40])) == "Mesh('a=12', ranks=[0, 1, 2, 3, ... 12 in all])"
+    many = Mesh("a=12", ranks=[*range(11), 40])
+    assert repr(many) == f"Mesh('a=12', ranks={[*range(11), 40]})"
+    assert str(many).startswith("Mesh('a=12', ranks=[0, 1, 2, 3, ... 12 in all])  12 ranks")
+    assert repr(Mesh("a=65", ranks=[*range(64), 70])) == "Mesh('a=65', ranks=[0, 1, 2, 3, ... 65 in all])"
 
 
 @pytest.mark.parametrize(
@@ -325,7 +328,7 @@ def test_a_mesh_refuses_changes():
 
 def test_a_mesh_prints_its_names_with_what_they_are():
     mesh = Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp", "(dp cp tp) = rows ep", ep=4)
-    assert repr(mesh) == "Mesh('dp=2 cp=2 tp=2')"
+    assert repr(mesh) == "Mesh('dp=2 cp=2 tp=2', 'fsdp = dp cp', 'rows = dp', 'ep = cp tp')"
     assert str(mesh.at(5)).splitlines() == [
         "Mesh('dp=2 cp=2 tp=2')  8 ranks, seen from rank 5",
         "  dp    size 2      layout 2:4            index 1",
@@ -337,6 +340,58 @@ def test_a_mesh_prints_its_names_with_what_they_are():
     ]
     assert mesh.declaration == "dp=2 cp=2 tp=2; fsdp = dp cp; rows = dp; ep = cp tp"
     assert repr(mesh.axis("fsdp")) == "Axis('fsdp', size=4, layout=4:2)"
+
+
+@settings(deadline=None)
+@given(meshes(), st.data())
+def test_what_a_mesh_and_each_of_its_sub_meshes_prints_makes_it_again(case, data):
+    mesh = case.mesh
+    assert eval(repr(mesh), {"Mesh": Mesh}) == mesh
+    names: list[str] = []
+    for name in data.draw(st.permutations(list(mesh.names))):
+        layouts = [mesh.layout(other) for other in names]
+        if not any(mesh.layout(name).overlaps(layout) for layout in layouts) and data.draw(st.booleans()):
+            names.append(name)
+    if names:
+        sub = mesh[tuple(names)]
+        assert eval(repr(sub), {"Mesh": Mesh}) == sub
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (Mesh("dp=4 tp=2")["tp"], "Mesh('dp=4 tp=2')['tp']"),
+        (Mesh("dp=4 tp=2", "rows = dp")["tp", "rows"], "Mesh('dp=4 tp=2', 'rows = dp')['tp', 'rows']"),
+        (Mesh("dp=2 cp=2 tp=2", "s = tp dp")["s"], "Mesh('dp=2 cp=2 tp=2', 's = tp dp')['s']"),
+        (
+            Mesh("dp=4 tp=2", "(dp tp) = rows ep", ep=4, ranks_per_node=4)["ep"],
+            "Mesh('dp=4 tp=2', '(dp tp) = rows=2 ep=4', ranks_per_node=4)['ep']",
+        ),
+        (Mesh("dp=8 tp=1", ranks=range(8, 16))["tp"], "Mesh('dp=8 tp=1', ranks=range(8, 16))['tp']"),
+        (
+            Mesh("dp=4 tp=2").rearrange("(a b) tp -> ab=(b a) tp", a=2),
+            "Mesh('dp=4 tp=2', 'dp = a=2 b=2', 'ab = b a')['ab', 'tp']",
+        ),
+        (
+            Mesh("dp=4 tp=2").rearrange("dp tp -> dp node=1 tp").define("one = node"),
+            "Mesh('dp=4 tp=2 node=1 one=1')['dp', 'node', 'tp']",
+        ),
+        (
+            Mesh("dp=4 tp=2", "x = tp dp").rearrange("dp tp -> dp node=1 tp").define("one = node"),
+            "Mesh('dp=4 tp=2', 'x = tp dp').rearrange('... -> ... node=1').define('one = node')['dp', 'node', 'tp']",
+        ),
+        (Mesh("a=2 b=2", ranks=[3, 1, 0, 2]).at(1)["b"], "Mesh('a=2 b=2', ranks=[3, 1, 0, 2])['b']"),
+    ],
+)
+def test_a_sub_mesh_prints_the_call_that_makes_it(mesh, text):
+    assert repr(mesh) == text
+    assert eval(text, {"Mesh": Mesh}) == mesh
+
+
+def test_a_mesh_that_no_text_makes_prints_in_angle_brackets():
+    mesh = Mesh("dp=4 tp=2")
+    half = mesh._with(axis_names=("half",), namespace={"half": Layout((2,), (4,))})
+    assert repr(half) == "<Mesh 'half=2' of ranks range(0, 8)>"
 
 
 def test_an_axis_has_one_stride_or_one_per_digit():

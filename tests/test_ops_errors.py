@@ -679,7 +679,7 @@ MISTAKES = [
         lambda m: einsum(D(m, "b d", 8, 32), D(m["tp"], "d f@tp", 32, 64), "b d, d f@tp -> b f@tp"),
         MeshError,
         """
-        the tensors are on two meshes, Mesh('dp=2 cp=2 tp=2') and Mesh('tp=2', ranks=range(0, 8)); declare one on the other's mesh with axes.lift(x, mesh)
+        the tensors are on two meshes, Mesh('dp=2 cp=2 tp=2', 'cptp = cp tp') and Mesh('dp=2 cp=2 tp=2', 'cptp = cp tp')['tp']; declare one on the other's mesh with axes.lift(x, mesh)
         in  b d, d f@tp -> b f@tp
         """,
     ),
@@ -688,7 +688,7 @@ MISTAKES = [
         lambda m: rearrange(D(m["tp"], "b s@tp", 8, 32), "b s@tp -> b@dp s", mesh=m),
         MeshError,
         """
-        axis 'dp' (2:4) isn't made of the axes of Mesh('tp=2', ranks=range(0, 8)), on which the tensor is; axes.lift or axes.reshard with mesh= moves it to one that has it
+        axis 'dp' (2:4) isn't made of the axes of Mesh('dp=2 cp=2 tp=2', 'cptp = cp tp')['tp'], on which the tensor is; axes.lift or axes.reshard with mesh= moves it to one that has it
         in  b s@tp -> b@dp s
         """,
     ),

@@ -1,4 +1,4 @@
-"""The planner by example: what it finds, how it prints, how fast it is, and what it refuses."""
+"""The planner by example: what it finds, how it prints, how much it takes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -114,6 +114,12 @@ def test_a_plan_prints_itself():
     assert (found.collectives, found.bytes_in, found.cost > 0) == (1, 12 << 20, True)
     assert found.peak_bytes == (16 + 16 + 12 + 12) << 20
     assert list(found.at(6).steps[0].ranks) == [4, 5, 6, 7]
+
+
+def test_a_plan_is_its_text_in_an_interpreter_and_in_a_container():
+    found = plan(MESH("b@dp s@tp d"), MESH("b@dp s d@tp"), (8, 2048, 4096), "bfloat16")
+    assert repr(found) == str(found)
+    assert repr([found]) == f"[{found}]"
 
 
 def test_nothing_to_do_prints_so():
@@ -237,23 +243,30 @@ FIVE = [
 ]
 
 
-def cold(mesh: Small, source: str, target: str, shape: tuple[int, ...]) -> float:
-    states = mesh(source), mesh(target)
-    times = []
-    for _ in range(5):
-        planner._plan.cache_clear()
-        form.largest.cache_clear()
-        form.smallest.cache_clear()
-        start = time.process_time()  # planning waits for nothing; other processes aren't its concern
+def calls_of_a_cold_plan(mesh: Small, source: str, target: str, shape: tuple[int, ...]) -> int:
+    """The Python functions that are called to plan what has never been planned: work, on any machine."""
+    states, calls = (mesh(source), mesh(target)), 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    planner._plan.cache_clear()
+    form.largest.cache_clear()
+    form.smallest.cache_clear()
+    sys.setprofile(count)
+    try:
         plan(*states, shape)
-        times.append(time.process_time() - start)
-    return min(times)
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1])
 @pytest.mark.parametrize(("source", "target"), FIVE)
-def test_five_axes_of_65536_ranks_are_planned_in_under_5_ms(source, target, size):
-    assert cold(Small(v=4, w=4, x=4, y=8, z=128), source, target, (size,) * 4) < 5e-3
+def test_five_axes_of_65536_ranks_are_planned_in_some_thousand_calls(source, target, size):
+    """At most 9,000 when this was written, which took under 5 ms; 8,600 of the same axes over 32 ranks."""
+    assert calls_of_a_cold_plan(Small(v=4, w=4, x=4, y=8, z=128), source, target, (size,) * 4) < 12_000
 
 
 def test_planning_does_not_look_at_ranks():

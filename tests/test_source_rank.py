@@ -53,7 +53,9 @@ def a_source_outside_the_line(source_rank):
 
 def test_a_source_outside_the_line_is_an_error_that_names_the_line_and_makes_nothing(world):
     found = world(a_source_outside_the_line, 8, 4)
-    odd = "source_rank is one of the ranks of Mesh('tp=4', ranks=[7, 5, 3, 1, 0, 2, 4, 6]) through this one, "
+    odd = (
+        "source_rank is one of the ranks of Mesh('pp=2 tp=4', ranks=[7, 5, 3, 1, 0, 2, 4, 6])['tp'] through this one, "
+    )
     for rank in (1, 3, 5, 7):
         message, made = found[rank]
         assert message.startswith(odd + "ranks 7, 5, 3, 1; found 4")

@@ -81,7 +81,7 @@ def test_a_written_line_starts_with_its_prompt_and_is_one_line():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--steps 0", "positive"),
+        ("--steps 0", "--steps is a whole number from 1; found 0"),
         ("--steps many", "--steps"),
         ("--ranks 6", "6"),
         ("--tp 3", "tp=3"),

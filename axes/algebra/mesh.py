@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from axes.algebra import ambient, mesh_expression, seam
+from axes.algebra import ambient, mesh_expression, mesh_text, seam
 from axes.algebra.equations import Namespace, declared, defined
 from axes.algebra.errors import (
     MeshError,
@@ -44,6 +44,7 @@ from axes.algebra.grammar import (
     parse_equation,
 )
 from axes.algebra.layout import Layout, digits
+from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sizes import checked_rank, whole_number, written_sizes
 from axes.algebra.universe import Universe
 
@@ -151,7 +152,7 @@ class Mesh:
         raise AttributeError("a Mesh is immutable")
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: Any) -> Mesh:
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
         """The mesh that adopts a torch `DeviceMesh` with its names and process groups.
 
         Raises `MeshError` for a device mesh without names, or whose groups don't have the order of
@@ -242,7 +243,7 @@ class Mesh:
         return {name: self.namespace[name].coordinate(position) for name in self.axis_names}
 
     @property
-    def ranks(self) -> Any:
+    def ranks(self) -> list[Any]:
         """Global ranks as nested lists, one level per axis: of the mesh that holds this rank.
 
         >>> Mesh("dp=2 tp=2", ranks=[0, 2, 1, 3]).ranks
@@ -344,7 +345,7 @@ class Mesh:
     # the running job
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> DeviceMesh:
         """The torch `DeviceMesh` of the axes, the same object for equal meshes.
 
         Meshes of one universe share one root, so that FSDP2 can combine them.
@@ -453,16 +454,22 @@ class Mesh:
         return [name for name in self.namespace if name not in self.axis_names]
 
     def __repr__(self) -> str:
-        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
-        universe = self.universe.ranks
-        where = "" if universe == range(self.size) else f", ranks={_short_ranks(universe)}"
-        return f"Mesh({axes!r}{where})"
+        """The call that makes an equal mesh; of one that is bound to a job, the call without the job.
+
+        >>> mesh = Mesh("dp=4 tp=2", "rows = dp")["tp", "rows"]
+        >>> mesh, eval(repr(mesh)) == mesh
+        (Mesh('dp=4 tp=2', 'rows = dp')['tp', 'rows'], True)
+        """
+        return mesh_text.call_of(self)
 
     def __str__(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
+        universe = self.universe.ranks
+        where = "" if universe == range(self.size) else f", ranks={mesh_text.listed(universe, 8)}"
         rows = [(name, self.namespace[name], "") for name in self.axis_names]
         rows += [(name, self.namespace[name], "= " + self.described(name)) for name in self._further()]
         width = max(len(name) for name, _, _ in rows)
-        lines = [f"{self!r}  {self.size} ranks, seen from rank {self.rank}"]
+        lines = [f"Mesh({axes!r}{where})  {self.size} ranks, seen from rank {self.rank}"]
         position = self.universe.position(self.rank)
         for name, layout, text in rows:
             index = "-" if position is None else layout.coordinate(position)
@@ -529,7 +536,7 @@ class Axis:
         return [self.ranks_of(ranks[position]) for position in firsts]
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup:
         """The torch `ProcessGroup` of this rank's line; rank i of the group is coordinate i.
 
         One communicator per ordered list of ranks, whoever asks and under whatever name.
@@ -585,9 +592,3 @@ def _checked_node(ranks_per_node: int | None) -> int | None:
     if found is None or found < 1:
         raise MeshError(f"ranks_per_node is a whole number from 1; found {shown(ranks_per_node)}")
     return found
-
-
-def _short_ranks(ranks: range | tuple[int, ...]) -> str:
-    if isinstance(ranks, range) or len(ranks) <= 8:
-        return str(ranks if isinstance(ranks, range) else list(ranks))
-    return f"[{', '.join(map(str, ranks[:4]))}, ... {len(ranks)} in all]"

@@ -48,9 +48,9 @@ ITEMSIZE = {
 _DEFAULT = CostModel()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The steps from one state to another. `str(plan)` lists them.
+    """The steps from one state to another, which it prints as a list.
 
     cost: modelled microseconds. rank: the rank that the plan is seen from; `at` gives another view.
     """
@@ -109,6 +109,9 @@ class Plan:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join((title, *(f"  {text}" for text in lines)))
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def plan(

@@ -20,10 +20,11 @@ from typing import Any
 
 from axes.algebra import plan as planning
 from axes.algebra.ambient import required_mesh
-from axes.algebra.cost import CostModel
+from axes.algebra.cost import CostModel, Model
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, shortened, suggestion
 from axes.algebra.grammar import Dim, Place, Spec, parse_spec
 from axes.algebra.mesh import Mesh
+from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding, state_of
 from axes.algebra.sizes import checked_shape, written_sizes
@@ -39,8 +40,8 @@ def plan(
     target: End,
     shape: Sequence[int],
     mesh: Mesh | None = None,
-    dtype: Any = "float32",
-    cost_model: Any = None,
+    dtype: str | Dtype = "float32",
+    cost_model: Model | None = None,
     *,
     source_mesh: Mesh | None = None,
     target_mesh: Mesh | None = None,

@@ -8,9 +8,10 @@ methods of `Runtime`; `axes/__init__.py` says where to find it, and it is import
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from axes.algebra.errors import MeshError
+from axes.algebra.opaque import DeviceMesh, Placement, ProcessGroup
 
 if TYPE_CHECKING:
     from axes.algebra.layout import Layout
@@ -24,19 +25,19 @@ class Runtime(Protocol):
     def rank(self) -> int:
         """The global rank of this process."""
 
-    def group(self, mesh: Mesh, layout: Layout, name: str) -> Any:
+    def group(self, mesh: Mesh, layout: Layout, name: str) -> ProcessGroup:
         """The process group of this process along `layout`."""
 
-    def device_mesh(self, mesh: Mesh) -> Any:
+    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         """The torch `DeviceMesh` of the mesh's axes."""
 
     def create_groups(self, mesh: Mesh, names: Sequence[str]) -> None:
         """Makes the groups of these names now, in this order on every rank."""
 
-    def from_device_mesh(self, device_mesh: Any) -> Mesh:
+    def from_device_mesh(self, device_mesh: DeviceMesh) -> Mesh:
         """The mesh that adopts a torch `DeviceMesh`."""
 
-    def placements(self, sharding: Sharding) -> tuple[Any, ...]:
+    def placements(self, sharding: Sharding) -> tuple[Placement, ...]:
         """The DTensor placements of a sharding on its mesh's axes."""
 
 

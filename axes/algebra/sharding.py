@@ -27,6 +27,7 @@ from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.opaque import Placement
 from axes.algebra.sizes import checked_rank, checked_shape, checked_size, whole_number
 from axes.algebra.state import LINEAR, Factors, Split, State
 
@@ -186,7 +187,7 @@ class Sharding:
         return all(same_cuts(self, mine, m, other, theirs, t) for mine, m, theirs, t in pairs)
 
     @property
-    def placements(self) -> tuple[Any, ...]:
+    def placements(self) -> tuple[Placement, ...]:
         """The DTensor placements for `mesh.device_mesh`, one per axis of the mesh.
 
         Raises `ShardingError` where DTensor can't say it: an axis that is part of one of the mesh's
@@ -196,7 +197,7 @@ class Sharding:
 
     @classmethod
     def from_placements(
-        cls, mesh: Mesh, placements: Iterable[Any], ndim: int, shape: Sequence[int] | None = None
+        cls, mesh: Mesh, placements: Iterable[Placement], ndim: int, shape: Sequence[int] | None = None
     ) -> Sharding:
         """The sharding that DTensor placements say on the axes of `mesh`, for a tensor of `ndim` dims.
 

@@ -33,6 +33,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
 from axes.ops.global_view import Grad, check_grad
+from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.transforms import check_not_wrapped
@@ -41,7 +42,7 @@ Sizes = Mapping[str, int]
 
 
 def rearrange(
-    x: Any,
+    x: T | list[T],
     expression: str,
     /,
     mesh: Mesh | None = None,
@@ -51,7 +52,7 @@ def rearrange(
     *,
     sizes: Sizes | None = None,
     **keywords: int,
-) -> Any:
+) -> T:
     """A tensor with its dims rearranged, and its shards moved where both sides differ.
 
     x: a DTensor, a plain tensor that holds this rank's shard, or for an expression without `@`
@@ -91,7 +92,7 @@ def rearrange(
 
 
 def reduce(
-    x: Any,
+    x: T | list[T],
     expression: str,
     op: Op,
     /,
@@ -102,7 +103,7 @@ def reduce(
     *,
     sizes: Sizes | None = None,
     **keywords: int,
-) -> Any:
+) -> T:
     """The dims that the right side lacks reduced by `op`; across ranks where they are split.
 
     op: "sum", "mean", "max", "min"; over dims that aren't split also "prod", "any", "all" or a
@@ -133,7 +134,7 @@ def reduce(
 
 
 def repeat(
-    x: Any,
+    x: T | list[T],
     expression: str,
     /,
     mesh: Mesh | None = None,
@@ -143,7 +144,7 @@ def repeat(
     *,
     sizes: Sizes | None = None,
     **keywords: int,
-) -> Any:
+) -> T:
     """The tensor repeated along the names that only the right side has, which need sizes.
 
     A new dim that is split is made split: each rank makes its own copies. Otherwise as `rearrange`.

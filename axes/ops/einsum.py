@@ -30,20 +30,21 @@ from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
 from axes.ops.einops_ops import is_einops
 from axes.ops.global_view import Grad, check_grad
+from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.transforms import check_not_wrapped
 
 
 def einsum(
-    *tensors_and_expression: Any,
+    *tensors_and_expression: *tuple[*tuple[T, ...], str],
     mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
     grad: Grad = "resolved",
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
-) -> Any:
+) -> T:
     """The einsum of any number of tensors by the expression that comes last.
 
     All operands are DTensors, or all are plain tensors that hold this rank's shard; their results

@@ -27,7 +27,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,6 +42,7 @@ from axes.ops.autocast import is_cast, of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run
+from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
 from axes.runtime.transforms import check_not_wrapped, check_shards, has_tangent, with_tangent
@@ -52,7 +53,7 @@ Local = Callable[..., torch.Tensor]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def softmax(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> torch.Tensor:
+def softmax(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> T:
     """The softmax over the named dims; the result is sharded as `x` is.
 
     Two all-reduces (a maximum and a sum) of the size of `x` without these dims, none where they
@@ -66,7 +67,7 @@ def softmax(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh
     return _applied("softmax", functools.partial(_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
 
 
-def logsumexp(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> torch.Tensor:
+def logsumexp(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = None) -> T:
     """The logarithm of the sum of exponentials over the named dims, which the result lacks.
 
     Two all-reduces of the size of the result, none where the dims aren't split; one in backward. As
@@ -81,15 +82,15 @@ def logsumexp(x: torch.Tensor, spec: str, /, over: str | Sequence[str], mesh: Me
 
 
 def rms_norm(
-    x: torch.Tensor,
+    x: T,
     spec: str,
     /,
     over: str | Sequence[str],
-    weight: torch.Tensor | None = None,
+    weight: T | None = None,
     eps: float | None = None,
     mesh: Mesh | None = None,
     **sizes: int,
-) -> torch.Tensor:
+) -> T:
     """`x` over the root of its mean square over the named dims; times `weight`, which has these dims.
 
     `weight` is split as they are. One all-reduce of the size of `x` without these dims, and one in
@@ -107,16 +108,16 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor,
+    x: T,
     spec: str,
     /,
     over: str | Sequence[str],
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: T | None = None,
+    bias: T | None = None,
     eps: float = 1e-5,
     mesh: Mesh | None = None,
     **sizes: int,
-) -> torch.Tensor:
+) -> T:
     """`x` with mean 0 and variance 1 over the named dims; times `weight`, plus `bias`.
 
     `weight` and `bias` have these dims, split as they are. Two all-reduces of the size of `x`
@@ -132,15 +133,15 @@ def layer_norm(
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: T,
+    labels: T,
     expression: str,
     /,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum"] = "mean",
     ignore_index: int = -100,
     mesh: Mesh | None = None,
     **sizes: int,
-) -> torch.Tensor:
+) -> T:
     """The negative log-likelihood of labels: `"b@dp s v@tp, b@dp s -> "`.
 
     The name that only the logits have is the vocabulary; those that the result lacks are averaged
@@ -164,9 +165,7 @@ def cross_entropy(
     return _applied("cross_entropy", local, form.expression, (logits, labels), mesh)
 
 
-def embedding(
-    ids: torch.Tensor, table: torch.Tensor, expression: str, /, mesh: Mesh | None = None, **sizes: int
-) -> torch.Tensor:
+def embedding(ids: T, table: T, expression: str, /, mesh: Mesh | None = None, **sizes: int) -> T:
     """Rows of a table: `"b s, v@tp d -> b s d"`.
 
     Each rank looks up the rows that it has; what it doesn't have is zero, and the sum over the axes

@@ -24,6 +24,7 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
 from axes.ops.global_view import Grad, check_grad
+from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
@@ -37,7 +38,7 @@ Sizes = tuple[tuple[str, Any], ...]
 
 
 def reshard(
-    x: torch.Tensor,
+    x: T,
     spec: str | Sharding,
     /,
     mesh: Mesh | None = None,
@@ -47,7 +48,7 @@ def reshard(
     *,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
-) -> Any:
+) -> T:
     """`x` in another sharding, by the fewest collectives (`axes.plan` shows them).
 
     On a DTensor, `spec` is the whole truth, as a `Sharding` is: a bare dim becomes unsplit, and what isn't

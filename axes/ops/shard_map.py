@@ -55,7 +55,7 @@ import numbers
 import types
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
-from typing import Any, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -80,16 +80,43 @@ from axes.runtime.transforms import check_not_wrapped, check_whole
 Function = Callable[..., Any]
 Check = bool | float
 """Whether ranks compare what claims to be replicated; a number is a tolerance."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@overload
-def shard_map(fn: Function, expression: str, /, mesh: Mesh | None = None, check: Check = False) -> Function: ...
+class Decorator(Protocol):
+    """What `shard_map(expression)` is: plain tensors of a function's result become DTensors."""
+
+    @overload
+    def __call__(self, fn: Callable[P, torch.Tensor], /) -> Callable[P, DTensor]: ...
+
+    @overload
+    def __call__(self, fn: Callable[P, tuple[torch.Tensor, ...]], /) -> Callable[P, tuple[DTensor, ...]]: ...
+
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @overload
 def shard_map(
-    fn: str, expression: None = None, /, mesh: Mesh | None = None, check: Check = False
-) -> Callable[[Function], Function]: ...
+    fn: Callable[P, torch.Tensor], expression: str, /, mesh: Mesh | None = None, check: Check = False
+) -> Callable[P, DTensor]: ...
+
+
+@overload
+def shard_map(
+    fn: Callable[P, tuple[torch.Tensor, ...]], expression: str, /, mesh: Mesh | None = None, check: Check = False
+) -> Callable[P, tuple[DTensor, ...]]: ...
+
+
+@overload
+def shard_map(
+    fn: Callable[P, R], expression: str, /, mesh: Mesh | None = None, check: Check = False
+) -> Callable[P, R]: ...
+
+
+@overload
+def shard_map(fn: str, expression: None = None, /, mesh: Mesh | None = None, check: Check = False) -> Decorator: ...
 
 
 def shard_map(

@@ -6,7 +6,7 @@ ranks in the order of the axis, its backend and its options, and made once for e
 
     tp = mesh.axis("tp").group            # made at first use; later a dictionary look-up
     mesh.create_groups("tp", "fsdp")      # or made now, in an order that is the same on every rank
-    print(*axes.process_groups(), sep="\n")
+    print(axes.process_groups())
 
 Only members make a group, after they agreed on it (see `agreement`), and name it by its content,
 so ranks that made other groups before still meet. Axes of size one share one group of a single
@@ -71,7 +71,7 @@ class GroupOptions:
     """
 
     backend: str | None = None
-    pg_options: Any = None
+    pg_options: object = None
     timeout: timedelta | float | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class GroupOptions:
         return hash(self.text)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProcessGroupInfo:
     """One communicator of this process, and who uses it.
 
@@ -121,6 +121,16 @@ class ProcessGroupInfo:
         names = ", ".join(self.names) or "-"
         how = f"{self.backend}{options}  {self.origin}, asked for {self.asked} times"
         return f"{names}: {ranks_text(self.ranks)}  {how}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class ProcessGroups(list[ProcessGroupInfo]):
+    """A list that prints one communicator a line."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) or "[]"
 
 
 @dataclass(eq=False)
@@ -224,15 +234,15 @@ def groups_of(mesh: Mesh, names: Mapping[Layout, str]) -> dict[Layout, dist.Proc
     return {layout: group_of(mesh, layout, names[layout]) for layout in in_order}
 
 
-def process_groups() -> list[ProcessGroupInfo]:
-    """The communicators of this process that axes knows, the default group first.
+def process_groups() -> ProcessGroups:
+    """The communicators of this process that axes knows, the default group first: a list, printed one a line.
 
     >>> process_groups()            # nothing runs yet
     []
     """
     if dist.group.WORLD is None:
-        return []
-    return [
+        return ProcessGroups()
+    return ProcessGroups(
         ProcessGroupInfo(
             e.ranks,
             tuple(e.names),
@@ -244,7 +254,7 @@ def process_groups() -> list[ProcessGroupInfo]:
             e.group.group_name,
         )
         for e in current_world().groups.values()
-    ]
+    )
 
 
 def destroy_process_groups() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
 from axes.runtime.transforms import check_not_wrapped, check_whole, refuse_transform
 
 Sizes = Mapping[str, int]
+Use: TypeAlias = Literal["whole", "summed"]
+"""What ranks do with their copies of what is replicated, where it needs a gradient."""
 
 
 def shard(
@@ -121,7 +123,7 @@ def from_local(
     /,
     mesh: Mesh | None = None,
     shape: Sequence[int] | None = None,
-    grad: str | None = None,
+    grad: Use | None = None,
     *,
     sizes: Sizes | None = None,
     **keywords: int,
@@ -184,7 +186,7 @@ def unshard(x: DTensor) -> torch.Tensor:
     return _unshard_node(x) if torch.compiler.is_compiling() else unsharded(used(x))
 
 
-def to_local(x: DTensor, spec: str | None = None, grad: str | None = None) -> torch.Tensor:
+def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> torch.Tensor:
     """This rank's shard as a plain tensor. Nothing is sent or copied.
 
     `spec` asserts how `x` is sharded, whole as everywhere: a bare name is unsplit.

@@ -401,10 +401,11 @@ def forget_dtensor_world() -> None:
     shape of the last one (tried: `x + 1` of 20 rows over 8 ranks, as rank 0, then as rank 7). Would
     be replaced by `destroy_process_group` doing so.
     """
-    from torch.distributed.tensor import _random, _redistribute, debug
+    from torch.distributed.tensor import _random, _redistribute
 
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
+    # What torch.distributed.tensor.debug's functions do; to import that package takes numpy (2.11, 2.13).
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _random._rng_tracker = None
 

@@ -24,6 +24,7 @@ SPECS = {
     "two axes, SS -> S'S'": ("b@(dp cp) d", "b d@(dp cp)"),
     "two axes, PP -> RR": ("b d | sum@(dp cp)", "b d"),
 }
+ON_THE_PAGE = {("S -> R", "data"), ("S -> S'", "data"), ("two axes, SS -> S'S'", "data"), ("S -> R", "backward")}
 BARS = {"S -> S'": 8.0, "two axes, SS -> S'S'": 10.0, "two axes, PP -> RR": 10.0}
 
 
@@ -60,7 +61,9 @@ def by_torch(x: DTensor, wanted: axes.Sharding) -> Callable[[], DTensor]:
 def register(name: str, how: str, bar: float) -> None:
     label = {"data": "", "forward": ", forward with gradients", "backward": ", forward and backward"}[how]
 
-    @benchmark(f"overhead of `axes.reshard`, {name}{label}", peer="`DTensor.redistribute`", bar=bar)
+    page = (name, how) in ON_THE_PAGE
+
+    @benchmark(f"overhead of `axes.reshard`, {name}{label}", peer="`DTensor.redistribute`", bar=bar, page=page)
     def measure() -> Times:
         return moved(name, how)
 
@@ -94,7 +97,7 @@ def contracted(equation: str, text: str, specs: tuple[str, str], grad: bool = Fa
         )
 
 
-@benchmark("overhead of `axes.einsum`, no communication", peer="`torch.einsum` on the same DTensors", bar=5)
+@benchmark("overhead of `axes.einsum`, no communication", peer="`torch.einsum` on the same DTensors", bar=5, page=True)
 def column() -> Times:
     return contracted("bd,df->bf", "b d, d f@tp -> b f@tp", ("b d", "d f@tp"))
 
@@ -109,7 +112,7 @@ def both() -> Times:
     return contracted("bd,df->bf", "b d, d f@tp -> b f@tp", ("b d", "d f@tp"), grad=True)
 
 
-@benchmark("`axes.rearrange` of a shard, no communication", peer="`einops.rearrange`, and 3 µs", bar=1)
+@benchmark("`axes.rearrange` of a shard, no communication", peer="`einops.rearrange`, and 3 µs", bar=1, page=True)
 def local() -> Times:
     x = torch.randn(8, 16)
     with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):

@@ -23,7 +23,7 @@ def cached() -> Times:
     )
 
 
-@benchmark("`mesh.rearrange`, new expression", peer="cached `einops.rearrange`, 4x2x8 tensor", bar=1 / 200)
+@benchmark("`mesh.rearrange`, new expression", peer="cached `einops.rearrange`, 4x2x8 tensor", bar=1 / 200, page=True)
 def compiled() -> Times:
     mesh = axes.Mesh("dp=4 cp=2 tp=8")
     fresh = itertools.count()

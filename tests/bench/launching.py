@@ -50,6 +50,7 @@ def with_torch(rank: int, world_size: int, folder: str) -> None:
     "eight local processes, each with its first DTensor",
     peer="`torch.multiprocessing.spawn`",
     bar=2,
+    page=True,
 )
 def first_dtensor() -> Times:
     return in_fresh_processes(LAUNCH, SPAWN, repeats=3)

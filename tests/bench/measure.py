@@ -7,7 +7,7 @@ that of a peer, both measured in this run:
     def flattening() -> Times:
         return compare(lambda: mesh.rearrange(...), lambda: einops.rearrange(...))
 
-`make bench` runs all of them and prints the README's table.
+`make bench` runs those with `page=True` and prints the table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ class Times:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One row of the table. `bar` is the smallest `peer / ours` that the project promises."""
+    """One row. `bar` is the smallest `peer / ours` that the project promises, `page` whether docs/benchmarks.md has it."""
 
     what: str
     peer: str
     bar: float
+    page: bool
     measure: Callable[[], Times]
 
 
 BENCHMARKS: list[Benchmark] = []
 
 
-def benchmark(what: str, *, peer: str, bar: float) -> Callable[[Callable[[], Times]], Benchmark]:
-    """Registers the function below it as a row of the table."""
+def benchmark(what: str, *, peer: str, bar: float, page: bool = False) -> Callable[[Callable[[], Times]], Benchmark]:
+    """Registers the function below it as a row."""
 
     def registered(measure: Callable[[], Times]) -> Benchmark:
-        made = Benchmark(what, peer, bar, measure)
+        made = Benchmark(what, peer, bar, page, measure)
         BENCHMARKS.append(made)
         return made
 

@@ -8,18 +8,24 @@ arrives, which is faster there; the peer sends it as it is.
 from __future__ import annotations
 
 import statistics
+import sys
 
 import axes
-from examples.megatron_block import WARM_UP, Size, times_by_hand, train
-from tests.bench.measure import Times, benchmark
+from tests.bench.measure import ROOT, Times, benchmark
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from megatron_block import WARM_UP, Size, train
+from support import median_ratio
 
 
 @benchmark(
     "training step of a Megatron block in six expressions, `tp=2`",
     peer="autograd functions around `torch.distributed`",
     bar=1 / 1.05,
+    page=True,
 )
 def step() -> Times:
     _, seconds = axes.launch(train, 2, Size(), 80)[0]
     peer = statistics.median(seconds["by hand"][WARM_UP:])
-    return Times(peer * times_by_hand(seconds, "plain shards"), peer)
+    return Times(peer * median_ratio(seconds["plain shards"], seconds["by hand"], WARM_UP), peer)

@@ -101,14 +101,16 @@ def seconds(call: Call) -> float:
     return time.perf_counter() - started
 
 
-def register(what: str, peer: str, bar: float, made: Callable[[axes.Mesh], tuple[Call, Call]]) -> None:
-    @benchmark(f"{what}, four processes, 4 MiB per rank", peer=peer, bar=bar)
+def register(
+    what: str, peer: str, bar: float, made: Callable[[axes.Mesh], tuple[Call, Call]], page: bool = False
+) -> None:
+    @benchmark(f"{what}, four processes, 4 MiB per rank", peer=peer, bar=bar, page=page)
     def measure() -> Times:
         return Times(*axes.launch(measured, RANKS, made)[0])
 
 
 register("reshard S -> S'", "`all_to_all_single`", 1 / 1.15, exchange)
-register("reshard S -> R", "`all_gather_into_tensor`", 1 / 1.15, gather)
+register("reshard S -> R", "`all_gather_into_tensor`", 1 / 1.15, gather, page=True)
 register("reshard P -> S", "`reduce_scatter_tensor`", 1 / 1.15, scatter)
 register("reshard P -> R", "`all_reduce`", 1 / 1.15, reduce)
-register("reshard of two axes, SS -> S'S'", "`DTensor.redistribute`", 3, two_axes)
+register("reshard of two axes, SS -> S'S'", "`DTensor.redistribute`", 3, two_axes, page=True)

@@ -75,6 +75,6 @@ def groups() -> Times:
     return against_torch(GROUPS)
 
 
-@benchmark("131,072 ranks: a group and a `DeviceMesh` for each of ten names", peer=PEER, bar=5)
+@benchmark("131,072 ranks: a group and a `DeviceMesh` for each of ten names", peer=PEER, bar=5, page=True)
 def device_meshes() -> Times:
     return against_torch(MESHES)

@@ -1,0 +1,144 @@
+"""A user's program, for type checkers: `tests/test_types.py` runs mypy and pyright on it, both strict.
+
+It says of each public function and method what a checker should know of its result. It is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, assert_type
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+import axes
+
+
+def meshes(model: nn.Module) -> axes.Mesh:
+    mesh = axes.init_mesh("dp tp=2", "fsdp = dp", device_type="cpu", options={"tp": axes.GroupOptions(timeout=60.0)})
+    assert_type(mesh, axes.Mesh)
+    assert_type(axes.Mesh("dp=2 tp=2", ranks=range(4), ranks_per_node=4), axes.Mesh)
+    assert_type(mesh["dp", "tp"], axes.Mesh)
+    assert_type(mesh.rearrange("(a b) tp -> b tp a", a=2), axes.Mesh)
+    assert_type(mesh.define("x = tp dp").at(3), axes.Mesh)
+    assert_type(mesh.device_mesh, DeviceMesh)
+    assert_type(axes.Mesh.from_device_mesh(mesh.device_mesh), axes.Mesh)
+    assert_type(mesh.axis("tp"), axes.Axis)
+    assert_type(mesh.axis("tp").group, ProcessGroup)
+    assert_type(mesh.axis("tp").ranks, Sequence[int])
+    assert_type(mesh.axis("tp").index, int | None)
+    assert_type(mesh.shape, dict[str, int])
+    assert_type(mesh.coordinate, dict[str, int] | None)
+    assert_type(mesh.ranks, list[Any])
+    assert_type(mesh.layout("tp"), axes.Layout)
+    assert_type(mesh.sharding("b@dp d").placements, tuple[Placement, ...])
+    assert_type(mesh.sharding("b@dp d").local_shape((4, 4)), tuple[int, ...])
+    assert_type(axes.Sharding.from_placements(mesh, mesh.sharding("b@dp d").placements, 2), axes.Sharding)
+    fully_shard(model, mesh=mesh["dp"].device_mesh)
+    assert_type(torch.distributed.get_world_size(mesh.axis("tp").group), int)
+    with mesh as entered, axes.use_mesh(mesh) as used:
+        assert_type(entered, axes.Mesh)
+        assert_type(used, axes.Mesh)
+    print(mesh.explain("dp tp -> tp dp"), axes.process_groups()[0].names)
+    return mesh
+
+
+def tensors(mesh: axes.Mesh) -> DTensor:
+    x = axes.shard(torch.randn(8, 4), "b@dp d", mesh=mesh)
+    assert_type(x, DTensor)
+    assert_type(axes.from_local(torch.randn(8, 4), "b@dp d", mesh=mesh, grad="whole"), DTensor)
+    assert_type(axes.randn("b@dp d", mesh=mesh, b=8, d=4, requires_grad=True), DTensor)
+    assert_type(axes.full("b@dp d", 1.0, mesh=mesh, b=8, d=4), DTensor)
+    assert_type(axes.unshard(x), Tensor)
+    assert_type(axes.to_local(x, grad="summed"), Tensor)
+    assert_type(axes.spec_of(x), str)
+    assert_type(axes.sharding_of(x), axes.Sharding)
+    return axes.lift(x, mesh)
+
+
+def operations(x: DTensor, local: Tensor, weight: nn.Parameter) -> None:
+    assert_type(axes.reshard(x, "b d@tp"), DTensor)
+    assert_type(axes.reshard(local, "b@tp d -> b d@tp", mesh=axes.sharding_of(x).mesh), Tensor)
+    assert_type(axes.rearrange(x, "b d@tp -> d b", comm_dtype=torch.bfloat16), DTensor)
+    assert_type(axes.rearrange(local, "b d@tp -> d b"), Tensor)
+    assert_type(axes.rearrange([local, local], "n b d -> b n d"), Tensor)
+    assert_type(axes.rearrange([x, x], "n b d@tp -> b n d"), DTensor)
+    assert_type(axes.rearrange(weight, "a b -> b a"), Tensor)
+    assert_type(axes.reduce(x, "b d -> b", "mean"), DTensor)
+    assert_type(axes.reduce(local, "b d -> b", torch.amax), Tensor)
+    assert_type(axes.repeat(x, "b d -> b n d", n=3), DTensor)
+    assert_type(axes.repeat(local, "b d -> b n d", n=3), Tensor)
+    assert_type(axes.einsum(x, x, "b d, e d -> b e", grad="pending"), DTensor)
+    assert_type(axes.einsum(local, weight, "b d, e d -> b e", e=3), Tensor)
+    assert_type(axes.softmax(x, "b d@tp", over="d"), DTensor)
+    assert_type(axes.logsumexp(local, "b d@tp", over="d"), Tensor)
+    assert_type(axes.rms_norm(x, "b d@tp", over="d", weight=x), DTensor)
+    assert_type(axes.layer_norm(local, "b d", over="d", weight=local, bias=weight), Tensor)
+    assert_type(axes.cross_entropy(x, x, "b v@tp, b -> ", reduction="sum"), DTensor)
+    assert_type(axes.embedding(local, weight, "s, v d -> s d"), Tensor)
+
+
+def collectives(x: Tensor) -> None:
+    assert_type(axes.psum(x, "tp"), Tensor)
+    assert_type(axes.pmax(axes.pmin(axes.pmean(x, ("dp", "tp")), "tp"), "tp"), Tensor)
+    assert_type(axes.psum_scatter(axes.all_gather(x, "tp", dim=1), "tp", dim=1), Tensor)
+    assert_type(axes.all_to_all(x, "tp", send_sizes=[1, 2], recv_sizes=[2, 1]), Tensor)
+    assert_type(axes.ppermute(x, "tp", shift=1), Tensor)
+    assert_type(axes.ppermute(x, "tp", perm=[(0, 1)]), Tensor)
+    assert_type(axes.axis_index("tp") + axes.axis_size("tp"), int)
+
+
+@axes.shard_map("b@dp d, d f@tp -> b@dp f@tp")
+def column_parallel(x: Tensor, w: Tensor, scale: float = 1.0) -> Tensor:
+    return x @ w * scale
+
+
+@axes.shard_map("b@dp d -> b@dp d, b@dp")
+def with_norms(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x.square().sum(-1)
+
+
+@axes.shard_map("b@dp d -> ")
+def loss_and_count(x: Tensor) -> dict[str, Tensor]:
+    return {"loss": axes.psum(x.sum(), "dp")}
+
+
+def regions(x: DTensor, w: DTensor) -> None:
+    assert_type(column_parallel(x, w, scale=2.0), DTensor)
+    y, norms = with_norms(x)
+    assert_type(axes.unshard(y) / axes.unshard(norms), Tensor)
+    assert_type(loss_and_count(x), dict[str, Tensor])
+    double: Callable[[Tensor], DTensor] = axes.shard_map(lambda t: 2 * t, "b@dp d -> b@dp d", check=1e-6)
+    assert_type(double(x), DTensor)
+    assert_type(axes.shard_map(torch.relu, "b@dp d -> b@dp d")(x), DTensor)
+
+
+def plans(mesh: axes.Mesh) -> axes.Plan:
+    model = axes.CostModel(latency_us=0, ranks_per_node=8)
+    plan = axes.plan("b@dp d", "b d@dp", (8, 8), mesh=mesh, dtype=torch.bfloat16, cost_model=model)
+    assert_type(plan, axes.Plan)
+    assert_type([step.kind for step in plan.steps], list[str])
+    assert_type(plan.bytes_in + plan.peak_bytes + plan.collectives, int)
+    assert_type(plan.cost, float)
+    return plan
+
+
+def rank_and_size(add: int) -> tuple[int, int]:
+    return torch.distributed.get_rank() + add, torch.distributed.get_world_size()
+
+
+def worlds() -> list[tuple[int, int]]:
+    with axes.simulate(64, rank=3):
+        pass
+    try:
+        return axes.launch(rank_and_size, 8, 1, timeout=60)
+    except axes.AxesError as error:
+        print(error)
+        raise
+    finally:
+        axes.destroy_process_groups()
