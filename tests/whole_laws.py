@@ -708,7 +708,7 @@ def operations(d: Draw) -> None:
         p.both(f"z = {d.random.choice(UNARY).format(*['y'] * 3)}", "z", "y")
         y = "z"
         d.features.add("operation of torch after")
-    if d.chance(0.25) and not any(pendings):
+    if d.chance(0.6 if found.op in ("max", "min", "prod") else 0.25) and not any(pendings):
         at = d.random.randrange(len(names))
         second_derivative(d, y, names, names[at], grid, g, specs, specs[at])
         return
