@@ -30,7 +30,8 @@ from typing import TypeVar
 
 from axes.algebra.errors import AxesError
 from axes.algebra.sizes import whole_number
-from axes.runtime.pool import BACKENDS, Pool
+from axes.runtime.agent import BACKENDS
+from axes.runtime.pool import Pool
 from axes.runtime.transfer import Call, loading_main
 
 T = TypeVar("T")
