@@ -112,6 +112,7 @@ def signs_of_end(pid: int) -> list[int]:
 class _Rank:
     channel: Connection
     process: BaseProcess
+    pid: int
     stack: IO[bytes]  # where it writes its stack at SIGUSR1: a file without a name
 
 
@@ -128,7 +129,7 @@ def run_agent(channel: Connection, owner: int) -> None:
         for number in range(world.size):
             ranks.append(_start(world, number, listener, [channel, *(rank.channel for rank in ranks)]))
         _store = _hosted(listener)  # after the forks: it has a thread
-        channel.send([rank.process.pid for rank in ranks])
+        channel.send([rank.pid for rank in ranks])
         ends = _gather(ranks, deadline, owner_gone)
         while True:
             if any(end.lost for end in ends):
@@ -139,8 +140,10 @@ def run_agent(channel: Connection, owner: int) -> None:
                 with contextlib.suppress(OSError):  # it has died, as will be seen
                     rank.channel.send_bytes(call)
             ends = _gather(ranks, deadline, owner_gone)
-    except (EOFError, OSError):  # of `channel`, or of `_gather` for it
+    except (EOFError, ConnectionError):  # of `channel`, or of `_gather` for it
         pass
+    except Exception:
+        traceback.print_exc()
     finally:
         _end(ranks, 0, signal.SIGTERM, signal.SIGKILL)
         os.killpg(0, signal.SIGKILL)  # this process too, and what the ranks have left
@@ -154,7 +157,8 @@ def _start(world: World, number: int, listener: socket.socket, inherited: Sequen
     )
     process.start()
     theirs.close()
-    return _Rank(ours, process, stack)
+    assert process.pid is not None
+    return _Rank(ours, process, process.pid, stack)
 
 
 def _hosted(listener: socket.socket) -> Any:
@@ -172,6 +176,7 @@ def _gather(ranks: Sequence[_Rank], deadline: float, owner_gone: Sequence[Any]) 
         waiting = [rank.channel for number, rank in enumerate(ranks) if number not in ends]
         ready = wait([*owner_gone, *waiting], min(left, _TICK))
         if any(sign in ready for sign in owner_gone):
+            _end(ranks, signal.SIGTERM, signal.SIGKILL)
             raise EOFError
         for number, rank in enumerate(ranks):
             if number not in ends and (rank.channel in ready or rank.process.exitcode is not None):
@@ -180,8 +185,7 @@ def _gather(ranks: Sequence[_Rank], deadline: float, owner_gone: Sequence[Any]) 
                     deadline = min(deadline, time.monotonic() + GRACE)
     late = [rank for number, rank in enumerate(ranks) if number not in ends]
     for rank in late:
-        rank.stack.seek(0)
-        os.kill(rank.process.pid or 0, signal.SIGUSR1)
+        os.kill(rank.pid, signal.SIGUSR1)
     time.sleep(0.2 if late else 0)
     return [ends[number] if number in ends else End(_place(rank)) for number, rank in enumerate(ranks)]
 
@@ -210,7 +214,7 @@ def _end(ranks: Sequence[_Rank], *signals: int) -> None:
             if not number:
                 rank.channel.close()  # an idle rank exits
             elif rank.process.exitcode is None:
-                os.kill(rank.process.pid or 0, number)
+                os.kill(rank.pid, number)
         deadline = time.monotonic() + GRACE
         for rank in ranks:
             rank.process.join(max(0, deadline - time.monotonic()))
@@ -266,6 +270,9 @@ def _attempt(rank: int, work: Callable[..., object], *args: object) -> End:
         value = work(*args)
     except BaseException as error:  # SystemExit too: a rank that leaves early has failed
         return End.of(error)
+    finally:
+        with contextlib.suppress(Exception):  # closed, or a dead pipe
+            sys.stdout.flush()
     try:
         return End("finished", dumps(value))
     except Exception as error:
@@ -279,7 +286,16 @@ def _attempt(rank: int, work: Callable[..., object], *args: object) -> End:
 
 def _join(world: World, rank: int, port: int) -> None:
     """Make this process the rank: environment, threads, device, default process group."""
-    os.environ.update(_torchruns_environment(world.size, rank, port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world.size),
+        LOCAL_WORLD_SIZE=str(world.size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the agent hosts the store, not rank 0
+    )
     import torch
     import torch.distributed as dist
 
@@ -290,34 +306,28 @@ def _join(world: World, rank: int, port: int) -> None:
     if world.device_type == "cuda":
         torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    initialize = dist.init_process_group
-    ours = dist.PrefixStore("axes.launch", store)
-    initialize(BACKENDS[world.device_type], store=ours, rank=rank, world_size=world.size)
-    launched, starts = dist.group.WORLD, itertools.count()
+    place = {"rank": rank, "world_size": world.size}
+    dist.init_process_group(BACKENDS[world.device_type], store=dist.PrefixStore("launch", store), **place)
+    _let_the_function_initialize(store, place)
+
+
+def _let_the_function_initialize(store: Any, place: Mapping[str, int]) -> None:
+    """Let `init_process_group` start another world in place of the one that launch has started.
+
+    A function that was written for torchrun calls it. A second call is the function's error, as ever.
+    """
+    import torch.distributed as dist
+
+    initialize, launched, worlds = dist.init_process_group, dist.group.WORLD, itertools.count()
 
     @functools.wraps(initialize)
     def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **options: Any) -> None:
-        """Start the world that the function asks for, in place of the one that launch has started."""
         if dist.group.WORLD is launched:
             dist.destroy_process_group()
         if init_method in (None, "env://") and not args and options.get("store") is None:
-            # The store has the addresses of earlier worlds: each has a part of it to itself.
-            asked = {"rank": rank, "world_size": world.size, "store": dist.PrefixStore(f"{next(starts)}", store)}
-            initialize(backend, **{**options, **asked})
-        else:
-            initialize(backend, init_method, *args, **options)
+            # The store keeps the addresses of earlier worlds: each world has a part of it to itself.
+            options |= {"store": dist.PrefixStore(f"world {next(worlds)}", store), **place}
+            init_method = None
+        initialize(backend, init_method, *args, **options)
 
     dist.init_process_group = init_process_group
-
-
-def _torchruns_environment(size: int, rank: int, port: int) -> Mapping[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the agent hosts the store, not rank 0
-    }
