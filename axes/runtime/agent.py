@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -127,7 +127,8 @@ def run_agent(channel: Connection, owner: int) -> None:
         _move_to(world)
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         for number in range(world.size):
-            ranks.append(_start(world, number, listener, [channel, *(rank.channel for rank in ranks)]))
+            inherited = [listener, channel, *(end for rank in ranks for end in (rank.channel, rank.stack))]
+            ranks.append(_start(world, number, listener.getsockname()[1], inherited))
         _store = _hosted(listener)  # after the forks: it has a thread
         channel.send([rank.pid for rank in ranks])
         ends = _gather(ranks, deadline, owner_gone)
@@ -149,11 +150,11 @@ def run_agent(channel: Connection, owner: int) -> None:
         os.killpg(0, signal.SIGKILL)  # this process too, and what the ranks have left
 
 
-def _start(world: World, number: int, listener: socket.socket, inherited: Sequence[Connection]) -> _Rank:
+def _start(world: World, number: int, port: int, inherited: Sequence[Any]) -> _Rank:
     ours, theirs = multiprocessing.Pipe()
     stack = tempfile.TemporaryFile()  # noqa: SIM115
     process = multiprocessing.get_context("fork").Process(
-        target=_run_rank, args=(world, number, theirs, stack, listener, [ours, *inherited])
+        target=_run_rank, args=(world, number, port, theirs, stack, [ours, *inherited])
     )
     process.start()
     theirs.close()
@@ -236,18 +237,11 @@ def _move_to(world: World) -> None:
 
 
 def _run_rank(
-    world: World,
-    rank: int,
-    channel: Connection,
-    stack: IO[bytes],
-    listener: socket.socket,
-    inherited: Iterable[Connection],
+    world: World, rank: int, port: int, channel: Connection, stack: IO[bytes], inherited: Sequence[Any]
 ) -> None:
     """Join the world, then run calls until the channel ends."""
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    port = listener.getsockname()[1]
-    listener.close()
     for end in inherited:
         end.close()
     gc.enable()

@@ -131,6 +131,8 @@ def serve(control_fd: int, owner: int) -> None:
         if ended in ready:
             ended.recv(4096)
             for process in channels.keys() - set(multiprocessing.active_children()):  # which reaps
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in its group
+                    os.killpg(process.ident, signal.SIGKILL)  # type: ignore[arg-type] # it was started
                 os.close(channels.pop(process))  # only now does the launching process see the end
         if control in ready:
             request, fds, *_ = socket.recv_fds(control, 1, 3)
