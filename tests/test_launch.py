@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -45,7 +47,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 
 def server() -> ForkServer:
-    return fork_server("axes.runtime.pool", "serve_rank")
+    return fork_server()
 
 
 def children(pid: int) -> list[int]:
@@ -191,6 +193,12 @@ def sleep_on(rank: int, folder: Path) -> None:
         time.sleep(600)
 
 
+def wait_for_leave(folder: Path) -> int:
+    write_down(os.getpid(), folder)
+    assert wait_until((folder / f"{dist.get_rank()}.go").exists)
+    return total(0)
+
+
 def ignore_requests_to_end(folder: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleep_on(-1, folder)
@@ -239,6 +247,62 @@ def begin_again() -> int:
     dist.destroy_process_group()
     dist.init_process_group("gloo")
     return total(0)
+
+
+def begin_as_under_torchrun(method: str | None) -> tuple[int, bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        if method == "tcp://":  # rank 0 hosts the store on a port that it has found
+            patch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+            found = [free_port()]
+            dist.broadcast_object_list(found)
+            method = f"tcp://127.0.0.1:{found[0]}"
+        given = {} if method is None else {"init_method": method, "rank": dist.get_rank(), "world_size": 3}
+        dist.init_process_group("gloo", **given)
+    with pytest.raises(ValueError, match="twice"):
+        dist.init_process_group("gloo")
+    found = total(0)
+    meet("done")
+    dist.destroy_process_group()
+    return found, dist.is_initialized()
+
+
+def begin_many_times(times: int) -> list[int]:
+    found = []
+    for start in range(times):
+        dist.init_process_group("gloo")
+        found.append(total(start))
+        meet(f"start {start}")
+        dist.destroy_process_group()
+    return found
+
+
+def meet(key: str) -> None:
+    """Wait for all ranks: gloo resets the connections of those that are still reading."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.add(key, 1)
+    assert wait_until(lambda: store.add(key, 0) == int(os.environ["WORLD_SIZE"]))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def start_a_process(method: str) -> tuple[str | None, int | None]:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=before is not None)
+    process = multiprocessing.Process(target=sys.exit, args=(5,))
+    process.start()
+    process.join()
+    return before, process.exitcode
+
+
+def hang_in_c(folder: Path) -> None:
+    """Never gives the interpreter back: no handler and no other thread of this process runs."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"{dist.get_rank()}.port").write_text(os.environ["MASTER_PORT"])
+    write_down(os.getpid(), folder)
+    re.match("(a+)+$", "a" * 60 + "b")
 
 
 def launch_inside() -> list[int]:
@@ -330,6 +394,40 @@ def test_a_rank_that_is_done_first_harms_nobody():
 
 def test_the_function_may_start_the_world_again_from_the_environment():
     assert launch(begin_again, 3) == [3] * 3
+
+
+@pytest.mark.parametrize("method", [None, "env://", "tcp://"])
+def test_the_function_may_start_a_world_itself_as_under_torchrun(method: str | None):
+    assert launch(begin_as_under_torchrun, 3, method) == [(3, False)] * 3
+
+
+def test_the_function_may_start_and_end_worlds():
+    assert launch(begin_many_times, 3, 3) == [[3, 6, 9]] * 3
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_rank_may_start_processes_by_any_method(method: str):
+    assert launch(start_a_process, 1, method) == [(multiprocessing.get_start_method(allow_none=True), 5)]
+
+
+def test_the_start_method_and_the_fork_server_of_multiprocessing_stay_the_programs(tmp_path: Path):
+    code = """
+        import multiprocessing, sys
+        from axes.runtime.launch import launch
+        if __name__ == "__main__":
+            print(launch(abs, 2, -1), multiprocessing.get_start_method(allow_none=True), flush=True)
+            multiprocessing.set_start_method("forkserver")
+            multiprocessing.set_forkserver_preload(["this"])
+            process = multiprocessing.Process(target=sys.exit, args=(5,))
+            process.start()
+            process.join()
+            print(process.exitcode, launch(multiprocessing.get_start_method, 2))
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(code))
+    out, err = run_python("script.py", folder=tmp_path)
+    assert out.startswith("[1, 1] None\n"), err
+    assert out.endswith("5 ['forkserver', 'forkserver']\n"), err
+    assert out.count("The Zen of Python") == 1
 
 
 def test_a_rank_may_launch_ranks():
@@ -522,21 +620,94 @@ def test_when_the_launching_process_is_killed_its_ranks_end_too(tmp_path: Path):
 
 
 @linux
-def test_when_the_fork_server_is_killed_the_ranks_end_and_the_next_launch_works(pool, tmp_path: Path):
-    pool.close()  # its ranks would end as well; the next test to use it starts new ones
+def test_when_the_launching_process_is_killed_nothing_is_left_of_ranks_that_hang(tmp_path: Path):
+    pids, temporary = tmp_path / "pids", tmp_path / "temporary"
+    pids.mkdir()
+    temporary.mkdir()
+    code = f"""
+        from pathlib import Path
+        from tests.test_launch import hang_in_c, launch
+        launch(hang_in_c, 2, Path({str(pids)!r}))
+    """
+    environ = os.environ | {"TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environ)
+    try:
+        assert wait_until(lambda: len(written_down(pids)) == 2)
+        descendants = written_down(pids)
+        for pid in (parent.pid, *children(parent.pid)):
+            descendants += children(pid)  # the fork server, the agent
+        assert len(descendants) == 4
+    finally:
+        parent.kill()
+        parent.wait()
+    assert wait_until(lambda: not any(lives(pid) for pid in descendants))
+    assert refuses(int((pids / "0.port").read_text()))
+    assert [f for f in temporary.iterdir() if not f.name.startswith("torchinductor")] == []
+
+
+@linux
+def test_when_the_fork_server_is_killed_what_it_started_goes_on_and_the_next_launch_works(tmp_path: Path):
+    before = server().pid
 
     def kill() -> None:
         wait_until(lambda: len(written_down(tmp_path)) == 2)
-        os.kill(server().pid, signal.SIGKILL)
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: not lives(before))
+        for rank in range(2):
+            (tmp_path / f"{rank}.go").touch()
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(AxesError, match=r"rank \d of 2 was lost with the fork server"):
+    assert launch(wait_for_leave, 2, tmp_path) == [1, 1]
+    thread.join()
+    assert wait_until(lambda: not any(lives(pid) for pid in written_down(tmp_path)))
+    assert launch(total, 2, 0) == [1, 1]
+    assert server().pid != before
+
+
+@linux
+def test_when_the_agent_is_killed_the_ranks_end_and_the_next_launch_works(tmp_path: Path):
+    others = children(server().pid)
+
+    def kill() -> None:
+        wait_until(lambda: len(written_down(tmp_path)) == 2)
+        for agent in set(children(server().pid)) - set(others):
+            os.kill(agent, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(AxesError, match="sleep_on: the process that started the ranks died"):
         launch(sleep_on, 2, -1, tmp_path)
     thread.join()
-    pids = written_down(tmp_path)
-    assert wait_until(lambda: not any(lives(pid) for pid in pids))
+    assert wait_until(lambda: not any(lives(pid) for pid in written_down(tmp_path)))
     assert launch(total, 2, 0) == [1, 1]
+
+
+@linux
+def test_a_fork_server_that_is_stopped_is_named_and_not_waited_for():
+    pid, others = server().pid, children(server().pid)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            with pytest.raises(AxesError, match=f"process {pid}, is stopped: .* `kill -CONT {pid}`"):
+                launch(total, 2, 0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert launch(total, 2, 0) == [1, 1]
+    assert wait_until(lambda: set(children(pid)) <= set(others))  # what was asked for when it was stopped
+
+
+def test_a_fork_server_that_is_late_is_named():
+    code = """
+        from tests.test_launch import AxesError, launch, server, total
+        try:
+            launch(total, 2, 0, timeout=0.01)
+        except AxesError as error:
+            print(str(error).replace(str(server().pid), "..."), launch(total, 2, 0))
+    """
+    out, err = run_python("-c", textwrap.dedent(code))
+    told = "starting: time is up, the fork server, which may still import torch, (process ...) hasn't answered"
+    assert out == f"{told} [1, 1]\n", err
 
 
 # ---------------------------------------------------------------------------- refused
@@ -570,15 +741,35 @@ def test_what_cannot_be_launched_is_refused_before_any_process_starts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(ForkServer, "fork", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(AxesError, match=message):
         launch(*arguments, **options)  # type: ignore[arg-type]
 
 
-def test_a_function_inside_a_function_is_refused():
+def test_a_function_inside_a_function_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+
     def local() -> None: ...
 
-    with pytest.raises(AxesError, match=r"<locals>.local can't be sent .* not inside another"):
+    with pytest.raises(AxesError, match=r"<locals>.local can't be sent .* not inside another .*or install cloudpickle"):
         launch(local, 2)
+
+
+def test_with_cloudpickle_lambdas_and_inner_functions_travel_and_what_they_return():
+    pytest.importorskip("cloudpickle", reason="cloudpickle is optional, and isn't installed here")
+
+    @dataclass
+    class Local:
+        rank: int
+
+    assert launch(lambda start: total(start), 2, 10) == [21, 21]
+    found = launch(lambda: (Local(dist.get_rank()), lambda: Local(7)), 2)
+    assert [local for local, _ in found] == [Local(0), Local(1)]
+    assert found[0][1]() == Local(7)
+    with pytest.raises(AxesError, match=r"argument 0 of .*, a lock, can't be sent"):
+        launch(lambda lock: lock, 2, threading.Lock())
+    with pytest.raises(AxesError, match="what rank 1 returned, a lock, can't be sent back"):
+        launch(lambda: lock_on(1), 2)
 
 
 # ---------------------------------------------------------------------------- scripts
@@ -638,8 +829,33 @@ def test_a_function_behind_the_guard_gets_told(tmp_path: Path):
     assert "AxesError: inner isn't there when another process runs the script" in err
 
 
+INTERACTIVE = """
+import sys
+{hidden}
+from dataclasses import dataclass
+from axes.runtime.launch import launch
+
+@dataclass
+class Point:
+    x: int
+
+def f(): return Point(1)
+
+print(launch(f, 2) == [Point(1)] * 2)
+"""
+
+
 @pytest.mark.parametrize("arguments", [(), ("-c",)])
 def test_a_function_of_an_interactive_session_gets_told(arguments: tuple[str, ...]):
-    code = "from axes.runtime.launch import launch\ndef f(): ...\nlaunch(f, 2)\n"
+    code = INTERACTIVE.format(hidden="sys.modules['cloudpickle'] = None")
     _, err = run_python(*arguments, *([code] if arguments else []), text=code)
     assert "AxesError: f is defined in an interactive session" in err
+    assert "or install cloudpickle" in err
+
+
+@pytest.mark.parametrize("arguments", [(), ("-c",)])
+def test_with_cloudpickle_a_function_of_an_interactive_session_travels(arguments: tuple[str, ...]):
+    pytest.importorskip("cloudpickle", reason="cloudpickle is optional, and isn't installed here")
+    code = INTERACTIVE.format(hidden="")
+    out, err = run_python(*arguments, *([code] if arguments else []), text=code)
+    assert out == "True\n", err

@@ -177,7 +177,7 @@ def test_a_graph_that_is_made_again_is_given_the_numbers_that_it_had(mesh):
 
 UNBOUNDED = {
     "axes.algebra.plan._Assembly._near",  # gone with the assembly of one plan
-    "axes.runtime.forkserver._server_of",  # one for each function that processes are started for
+    "axes.runtime.forkserver._server_of",  # one for each process, which is one
     "axes.runtime.graphs._number",  # compiled graphs have the numbers in them
     "axes.runtime.transfer._run_main",  # one for the script that a process serves
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -16,29 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from axes.algebra.errors import AxesError, DesyncError
-from axes.runtime.forkserver import Child
 from axes.runtime.transfer import Call, dumps, loads
 
 kept: list[int] = []
-
-
-@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), max_size=30))
-def test_messages_arrive_whole_and_in_order_however_they_are_cut(messages: list[bytes], cuts: list[int]):
-    ours, theirs = socket.socketpair()
-    status, _ = socket.socketpair()
-    child = Child(ours, status, os.open(os.devnull, os.O_RDONLY))
-    stream = b"".join(len(message).to_bytes(8, sys.byteorder) + message for message in messages)
-    found: list[bytes | None] = []
-    for size in [*cuts, len(stream)]:
-        theirs.sendall(stream[:size])
-        stream = stream[size:]
-        while (message := child.receive()) is not None:
-            found.append(message)
-    assert found == messages
-    theirs.close()
-    with pytest.raises(EOFError):
-        child.receive()
-    child.close()
 
 
 @given(

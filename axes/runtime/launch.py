@@ -12,9 +12,11 @@
         print(axes.launch(total, 4, 10))          # [46, 46, 46, 46]
 
 Each rank is a process of this machine with what `torchrun` would give it (`RANK`, `WORLD_SIZE`,
-...) and with `torch.distributed` already running. Eight of them start in a fraction of a second
-once the first launch has paid for importing torch; `axes.runtime.pool` tells how, and what happens
-when one fails.
+...) and with `torch.distributed` already running; a function that calls `init_process_group` itself
+gets the world that it asks for instead. Eight ranks start in a fraction of a second once the first
+launch has paid for importing torch: they are forked from a process that is kept for that
+(`axes.runtime.forkserver`). It isn't the fork server of `multiprocessing`, which is left alone, as
+is the program's start method. `axes.runtime.agent` tells what happens when a rank fails.
 
 The ranks share this machine's hash seed, which those of a real job don't: iterating over a set of
 strings gives them the same order here only.
@@ -30,7 +32,8 @@ from typing import TypeVar
 
 from axes.algebra.errors import AxesError
 from axes.algebra.sizes import whole_number
-from axes.runtime.pool import BACKENDS, Pool
+from axes.runtime.agent import BACKENDS
+from axes.runtime.pool import Pool
 from axes.runtime.transfer import Call, loading_main
 
 T = TypeVar("T")
@@ -46,11 +49,12 @@ def launch(
     device_type: str = "cpu",
     timeout: float | None = None,
 ) -> list[T]:
-    """Runs `fn(*args)` on `world_size` local processes; the results, by rank.
+    """Run `fn(*args)` on `world_size` local processes; the results, by rank.
 
     `device_type`: "cpu" (gloo) or "cuda" (rank i has GPU i; nccl, and gloo for CPU tensors).
     `timeout`: seconds for everything, None for no limit. `fn` is a function at the top level of a
-    module or script; arguments and results are what pickles, tensors go by value.
+    module or script, or any function (a lambda, a notebook's) where `cloudpickle` is installed.
+    Arguments and results are what pickles, tensors go by value.
 
     Raises the exception of the rank that failed first: notes on it hold that rank's traceback and
     how the other ranks ended. Raises `AxesError` for what can't be launched, before any process

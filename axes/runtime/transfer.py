@@ -2,13 +2,15 @@
 
 A function is sent as its module and name, a tensor as its numbers. So the receiver needs the
 module, and nothing (no shared memory, no descriptor) is left over when sender or receiver ends.
+What has no name that the receiver could find it by (a lambda, a function in a function, in a
+notebook or another interactive session) goes by `cloudpickle`, where that is installed.
 
 >>> function, arguments = loads(Call.of(divmod, (7, 2)).data)
 >>> function(*arguments)
 (3, 1)
->>> Call.of(lambda: 0, ())    # doctest: +ELLIPSIS
+>>> Call.of(divmod, ((i for i in "ab"),))    # doctest: +ELLIPSIS
 Traceback (most recent call last):
-axes.algebra.errors.AxesError: <lambda> can't be sent to other processes: ...
+axes.algebra.errors.AxesError: argument 0 of divmod, a generator, can't be sent to other processes: ...
 
 What a script defines is in the module `__main__`. The receiver runs that script once more under the
 name `__mp_main__`, as `multiprocessing` does, and only where something of it is asked for.
@@ -17,6 +19,7 @@ name `__mp_main__`, as `multiprocessing` does, and only where something of it is
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import os
 import pickle
@@ -78,7 +81,7 @@ def _complaint(name: str, function: object, arguments: tuple[object, ...], error
         return (
             f"{name} can't be sent to other processes: they find a function by its name in its "
             f"module ({error}). Define it with `def` at the top level of a module (not a lambda, "
-            f"not inside another function) and pass what it needs as arguments"
+            f"not inside another function) and pass what it needs as arguments, or install cloudpickle"
         )
     wrong = next(i for i, value in enumerate(arguments) if not _can_be_sent(value))
     return (
@@ -106,9 +109,16 @@ def loading_main() -> bool:
 
 
 def dumps(value: object) -> bytes:
-    """`value` as bytes, tensors by value."""
+    """`value` as bytes, tensors by value; by cloudpickle where only that can, and is installed."""
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    try:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:  # whatever its own code raises
+        try:
+            return importlib.import_module("cloudpickle").dumps(value, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # not there, or can't do it either
+            pass
+        raise
     return buffer.getvalue()
 
 
@@ -119,7 +129,8 @@ class _Pickler(pickle.Pickler):
         if named and main_of_this_process() is None:
             raise AxesError(
                 f"{value.__qualname__} is defined in an interactive session, where no other "
-                f"process can find it: write it into a module (a file) and import it from there"
+                f"process can find it: write it into a module (a file) and import it from there, "
+                f"or install cloudpickle"
             )
         return NotImplemented
 
