@@ -61,6 +61,22 @@ def test_a_mean_over_a_split_dim_is_exact_where_ranks_have_one_element_or_none(p
     pool.run(means_of_every_size)
 
 
+def extremes_of_nothing() -> None:
+    with mesh():
+        for op in ("max", "min"):
+            for size in (1, 2, 3):
+                # The result has no elements, and the dim that is reduced has some, on some ranks.
+                whole = numbers(size, 2, 0)
+                close(
+                    axes.unshard(reduce(axes.shard(whole, "b@(dp cp) s t"), "b@(dp cp) s t -> t", op)),
+                    whole.amax((0, 1)),
+                )
+
+
+def test_the_maximum_of_an_empty_tensor_over_a_dim_of_which_ranks_have_nothing_is_empty(pool):
+    pool.run(extremes_of_nothing)
+
+
 # plain shards whose whole size isn't given
 
 

@@ -435,7 +435,7 @@ def _reduction(
         return lambda x: einops.reduce(x, pattern, how, **sizes)
 
     op = found.op
-    if op in ("max", "min") and count == 0 and (found.counted or all(found.size.values())):
+    if op in ("max", "min") and count == 0 and (found.counted or all(found.size[atom] for atom in atoms)):
         return functools.partial(_identity, reduced_by("sum"), op)
     if op == "mean" and found.counted:
         line = line_of(found.mesh, found.counted)
