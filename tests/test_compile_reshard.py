@@ -142,7 +142,7 @@ def ambient_and_aliases() -> None:
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def by_name(x: DTensor) -> DTensor:
-        return axes.reshard(x, "m n@bc") * 2
+        return axes.reshard(x, "m@* n@bc") * 2
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def exactly(x: DTensor, wanted: axes.Sharding) -> DTensor:

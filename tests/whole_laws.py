@@ -626,14 +626,14 @@ def result_shape(found: Case) -> tuple[int, ...]:
 
 
 def mean_stays_uneven(grid: Grid, found: Case) -> bool:
-    """Whether a mean over a dim that doesn't divide would be left pending."""
+    """Whether a mean over a dim that doesn't divide would be left pending as a mean; `| *` leaves a sum."""
     if found.op != "mean":
         return False
     kept = {name for slot in found.result for name in slot}
-    left = found.text.partition("->")[2].partition("|")[2]
+    left = " ".join(word for word in words(found.text.partition("->")[2].partition("|")[2]) if word.startswith("mean@"))
     for name, axes_ in found.places.items():
         count = math.prod(grid.sizes[axis] for axis in axes_)
-        if name not in kept and found.sizes[name] % count and ("*" in left or set(axes_) & places_in(left)):
+        if name not in kept and found.sizes[name] % count and set(axes_) & places_in(left):
             return True
     return False
 
