@@ -120,6 +120,9 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
         sizes[name] = count * random.randint(1, 3) if even else random.choice((1, 1, 2, 3, 4, 5, 6, 7))
         if name not in in_groups and name not in {*contracted, *added} and random.random() < 0.04:
             sizes[name] = 0
+    if kind == "reduce" and random.random() < 0.15:
+        # A reduction over one element, of which other ranks have none.
+        sizes.update({name: 1 for name in contracted if name not in in_groups})
     explicit = {n for n in names if everything_explicit or random.random() < 0.45}
     flowing_axes = {a for n in names if n not in explicit and n not in contracted for a in places[n]}
     pending = _pending(
