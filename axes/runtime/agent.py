@@ -47,7 +47,7 @@ _FRAMES = 12  # of the stack of a rank that hangs
 
 
 @dataclass(frozen=True)
-class World:
+class WorldSpec:
     """What the launching process tells the agent: the world's size, and its own surroundings."""
 
     size: int
@@ -150,7 +150,7 @@ def run_agent(channel: Connection, owner: int) -> None:
         os.killpg(0, signal.SIGKILL)  # this process too, and what the ranks have left
 
 
-def _start(world: World, number: int, port: int, inherited: Sequence[Any]) -> _Rank:
+def _start(world: WorldSpec, number: int, port: int, inherited: Sequence[Any]) -> _Rank:
     ours, theirs = multiprocessing.Pipe()
     stack = tempfile.TemporaryFile()  # noqa: SIM115
     process = multiprocessing.get_context("fork").Process(
@@ -221,7 +221,7 @@ def _end(ranks: Sequence[_Rank], *signals: int) -> None:
             rank.process.join(max(0, deadline - time.monotonic()))
 
 
-def _move_to(world: World) -> None:
+def _move_to(world: WorldSpec) -> None:
     """Give this process, and so the ranks, the surroundings of the launching process."""
     local = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": local} if local else {})
@@ -237,7 +237,7 @@ def _move_to(world: World) -> None:
 
 
 def _run_rank(
-    world: World, rank: int, port: int, channel: Connection, stack: IO[bytes], inherited: Sequence[Any]
+    world: WorldSpec, rank: int, port: int, channel: Connection, stack: IO[bytes], inherited: Sequence[Any]
 ) -> None:
     """Join the world, then run calls until the channel ends."""
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -278,7 +278,7 @@ def _attempt(rank: int, work: Callable[..., object], *args: object) -> End:
         return End.of(wrong)
 
 
-def _join(world: World, rank: int, port: int) -> None:
+def _join(world: WorldSpec, rank: int, port: int) -> None:
     """Make this process the rank: environment, threads, device, default process group."""
     os.environ.update(
         RANK=str(rank),

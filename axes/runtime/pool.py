@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from axes.algebra.errors import AxesError
-from axes.runtime.agent import GRACE, End, World
+from axes.runtime.agent import GRACE, End, WorldSpec
 from axes.runtime.forkserver import fork_server
 from axes.runtime.transfer import Call, loads, main_of_this_process
 
@@ -48,7 +48,7 @@ class Pool:
         path = [os.path.abspath(folder) for folder in sys.path]
         start_method = multiprocessing.get_start_method(allow_none=True)
         main = main_of_this_process()
-        world = World(world_size, device_type, dict(os.environ), sys.argv, path, os.getcwd(), start_method, main)
+        world = WorldSpec(world_size, device_type, dict(os.environ), sys.argv, path, os.getcwd(), start_method, main)
         self._finish("starting", deadline, world)
 
     @property
@@ -95,7 +95,7 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _finish(self, name: str, deadline: float, request: World | bytes) -> list[End]:
+    def _finish(self, name: str, deadline: float, request: WorldSpec | bytes) -> list[End]:
         """How a request ended on all ranks; the error where it failed on one."""
         try:
             if self._agent is None:
