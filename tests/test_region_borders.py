@@ -477,3 +477,28 @@ def advice() -> str:
             == "nothing"
         )
         return error_of(lambda: shard_map(lambda x: x.sum(0), "n@tp d -> d", check=True)(sharded()))
+
+
+def test_axes_whose_digits_cut_those_of_the_tensors_mesh(pool):
+    assert len({tuple(each) for each in pool.run(regrouped)}) == 1
+
+
+def regrouped() -> list[str]:
+    """The tensors lie on a mesh without the names of the region; two of its axes together are one of the mesh's."""
+    plain = axes.init_mesh("p=4 q=2", device_type="cpu")
+    named = axes.init_mesh("p=4 q=2", "p = hi=2 lo=2", "(p q) = x=2 y=4", "(q p) = u=2 v=4", device_type="cpu")
+    W, same_p = torch.arange(8, dtype=torch.float64), numbers(3, seed=2)
+    x = axes.shard(W.clone().requires_grad_(), "d@(p q)", mesh=plain)
+    for axes_, places in (("(x y)", "x y"), ("(hi lo) q", "lo q hi"), ("(hi lo q)", "q lo hi"), ("(p q)", "y x")):
+        split = f"d@({axes_.replace('(', '').replace(')', '')})"
+        y = shard_map(lambda t: t.sum(0), f"{split} -> | sum@({places})", mesh=named)(x)
+        assert torch.equal(axes.unshard(y), W.sum()), axes_
+        y = shard_map(lambda t: t * 2, f"{split} -> {split}", mesh=named)(x)
+        assert torch.equal(axes.unshard(y), W * 2), axes_
+    whole = axes.shard(same_p.clone().requires_grad_(), "n", mesh=plain)
+    y = shard_map(lambda t: t * 3, "n | same@(y x) -> n", mesh=named)(whole)
+    assert torch.equal(axes.unshard(y), same_p * 3)
+    return [
+        error_of(functools.partial(shard_map(lambda t: t.sum(0), f"d@(p q) -> | sum@({axis})", mesh=named), x))
+        for axis in ("x", "u", "hi")
+    ]

@@ -434,10 +434,10 @@ class Mesh:
         >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
         ['tp', 'dp']
         """
-        try:
-            mine, *axes = digits(layout, *self.layouts)
-        except MeshError:
+        cut = self._cut_alike(layout)
+        if cut is None:
             return None
+        mine, axes = cut
         found, rest = [], list(mine)
         while rest:
             match = next(
@@ -449,6 +449,29 @@ class Mesh:
             found.append(self.axis_names[match])
             del rest[: len(axes[match])]
         return found
+
+    def made_of(self, layouts: Iterable[Layout]) -> list[str] | None:
+        """The axes of the mesh that have the digits of `layouts` in any order; None where those cut an axis.
+
+        >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
+        ['tp']
+        """
+        cut = self._cut_alike(*layouts)
+        if cut is None:
+            return None
+        *all_mine, axes = cut
+        mine = {digit for digits in all_mine for digit in digits}
+        found = [i for i, axis in enumerate(axes) if axis and mine.issuperset(axis)]
+        whole = len(mine) == sum(len(axes[i]) for i in found)
+        return [self.axis_names[i] for i in found] if whole else None
+
+    def _cut_alike(self, *layouts: Layout) -> list[Any] | None:
+        """The digits of layouts and, in a last list, those of the mesh's axes; None where they have none in common."""
+        try:
+            cut: list[Any] = list(digits(*layouts, *self.layouts))
+        except MeshError:
+            return None
+        return [*cut[: len(layouts)], cut[len(layouts) :]]
 
     def _further(self) -> list[str]:
         return [name for name in self.namespace if name not in self.axis_names]

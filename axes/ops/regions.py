@@ -28,6 +28,7 @@ from axes.algebra.sharding import Factor as ShardedFactor
 from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding, parts
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.border import named_in as _named_in
+from axes.runtime.border import unordered_in as _unordered_in
 from axes.runtime.placements import sharding_of_spec, torch_placements
 
 Axes = tuple[str, ...]
@@ -185,7 +186,7 @@ def _made(reading: Reading, mesh: Mesh | None, is_given: bool, specs: tuple[Held
     sizes = _sizes(reading, inputs)
     splits: dict[str, tuple[ShardedDim, Mesh]] = {}
     for place, each in enumerate(inputs):
-        same = _named_in(each.sharding.mesh, names, _same(each.spec))
+        same = _unordered_in(each.sharding.mesh, names, _same(each.spec))
         if not _is_replicated(each.sharding, same) or not _is_as_written(reading, names, each, sizes):
             _mismatch(reading, place, each)
         inputs[place] = replace(each, counted=_counted(each.sharding.mesh, each.placements, same), same=same)
@@ -362,7 +363,7 @@ def _result(region: Region, place: int, local: Shape) -> Placed:
     sharding = sharding.sized(whole)
     check_torch_can(sharding, whole)
     placements = torch_placements(sharding)
-    same = _named_in(region.home, region.mesh, _same(spec))
+    same = _unordered_in(region.home, region.mesh, _same(spec))
     return Placed(region.device_mesh, placements, _counted(region.home, placements, same), torch.Size(whole))
 
 
@@ -373,9 +374,9 @@ def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding
             "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
         )
     pending = _pending(region.mesh, spec).pending
-    pending = tuple(replace(p, axes=_named_in(region.home, region.mesh, p.axes)) for p in pending)
+    pending = tuple(replace(p, axes=_unordered_in(region.home, region.mesh, p.axes)) for p in pending)
     sharding = Sharding(region.home, tuple(_split(region, dim) for dim in dims), pending)
-    _with_same(sharding, _named_in(region.home, region.mesh, _same(spec)))
+    _with_same(sharding, _unordered_in(region.home, region.mesh, _same(spec)))
     return sharding
 
 

@@ -38,7 +38,7 @@ from axes.runtime.border import (
     counted_alone,
     enter_global,
     leave_global,
-    named_in,
+    unordered_in,
 )
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.leaves import resolving, used
@@ -257,7 +257,7 @@ def _leaving(
     counted = None
     if needed:
         call = "axes.to_local(x" if spec is None else f"axes.to_local(x, {spec!r}"
-        same = named_in(mesh, names, same)
+        same = unordered_in(mesh, names, same)
         counted = counted_alone(mesh, held.placements, same, grad, call, actual.spec if spec is None else spec)
     return counted, [state_of(actual, shape), state_of(written, shape)]
 
