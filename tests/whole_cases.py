@@ -790,14 +790,20 @@ class Draw:
 
     # meshes
 
-    def grid(self, elsewhere: float = 0.0, sub: bool = True) -> tuple[Grid, str]:
-        """A grid, and the variable that has it."""
+    def grid(self, elsewhere: float = 0.0, sub: bool = True, computed: bool = False) -> tuple[Grid, str]:
+        """A grid, and the variable that has it.
+
+        Where torch's operations are `computed` on it, seldom one of three axes: torch takes a tenth of a
+        second to plan a product on those.
+        """
         random = self.random
         if self.chance(elsewhere) and self.ranks in ELSEWHERE:
             grid = random.choice(ELSEWHERE[self.ranks])
             self.features.add("other ranks")
         else:
             choices = [grid for grid in MESHES[self.ranks] if sub or not grid.sub]
+            if computed and self.chance(0.7):
+                choices = [grid for grid in choices if len(grid.axis_names) < 3]
             grid = choices[0] if self.chance(0.35) else random.choice(choices)
             if self.chance(0.35) and self.ranks in ORDERS:
                 grid = replace(grid, order=random.choice(ORDERS[self.ranks]))

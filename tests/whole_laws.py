@@ -333,7 +333,7 @@ def cotangent(d: Draw, name: str, value: str, grid: Grid, g: str, like: str) -> 
 def gradients(d: Draw) -> None:
     """The gradient of every leaf through operations of torch and moves of ours, several times and derived again."""
     p = d.program
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     shape = d.shape(most=200)
     spec = d.accepted(grid, shape, pending=0.15 if d.chance(0.2) else 0.0, ops=("sum", "mean"))
     second = "|" not in spec and d.chance(0.3)
@@ -513,7 +513,7 @@ REGIONS = (
 def inplace(d: Draw) -> None:
     """A result that is changed in place changes nothing else, or autograd says so."""
     p = d.program
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     shape = d.shape(most=200)
     spec = d.accepted(grid, shape)
     d.note(grid, spec, shape)
@@ -642,7 +642,7 @@ def operations(d: Draw) -> None:
     """Every expression equals itself on the whole tensor, and so do its gradients, in both views."""
     p = d.program
     local = d.chance(0.4)
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     m = mesh_of(g)
     kind = d.random.choice(("rearrange", "reduce", "reduce", "repeat", "einsum", "einsum"))
     found = flow_case(d.random, kind=kind, everything_explicit=local, mesh=grid.mesh)
@@ -819,7 +819,7 @@ def places_in(text: str) -> set[str]:
 
 def functions(d: Draw) -> None:
     """Softmax, losses, norms and embeddings over split dims are those of one device, in both views."""
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     m = mesh_of(g)
     local = d.chance(0.4)
     if local:
@@ -1104,7 +1104,7 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
 def regions(d: Draw) -> None:
     """A region is the function of the whole tensor, with its gradients."""
     p = d.program
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     shape = d.shape(most=200, extents=(1, 2, 2, 3, 4, 4, 5, 6, 8, 8, 12))
     spec = d.accepted(grid, shape, pending=0.4 if d.chance(0.4) else 0.0, ops=("sum",))
     found = next(filter(None, (region_of(d, grid, spec, shape) for _ in range(12))), None)
@@ -1148,7 +1148,7 @@ def regions(d: Draw) -> None:
 def leaves(d: Draw) -> None:
     """Each leaf owns its gradient: what is done to one changes no other, however it came."""
     p = d.program
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     m, shape = mesh_of(g), d.shape(most=100)
     forms = d.forms(shape, numbers=0.0)
     local = d.chance(0.4)
@@ -1294,7 +1294,7 @@ def explicit(spec: str) -> str:
 def after_torch(d: Draw) -> None:
     """What torch's reductions leave pending is resolved as they mean it, or refused with what to write instead."""
     p = d.program
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     kind = d.random.choice(("vector_norm", "vector_norm", "embedding", "embedding", "sum", "amax", "amin"))
     if kind == "embedding":
         # torch's own takes a vocabulary that is split over one axis, and no empty part of it.
@@ -1335,7 +1335,7 @@ def after_torch(d: Draw) -> None:
 def autocast(d: Draw) -> None:
     """An einsum under `torch.autocast`, with its gradients."""
     p = d.program
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     found = flow_case(d.random, kind="einsum", mesh=grid.mesh)
     if any(s.pending for s in found.shardings) or 0 in found.sizes.values() or math.prod(found.sizes.values()) > 400:
         return
@@ -1392,7 +1392,7 @@ def inplace_of_shards(d: Draw, grid: Grid, g: str, shape: Sequence[int]) -> None
 def doors(d: Draw) -> None:
     """Gradients across the doors between plain tensors and DTensors, by what ranks do with their copies."""
     p = d.program
-    grid, g = d.grid()
+    grid, g = d.grid(computed=True)
     m, shape = mesh_of(g), d.shape(most=200)
     kind = d.random.choice(("shard", "unshard", "from_local", "from_local", "to_local", "to_local", "lift"))
     d.features |= {"gradient", f"door {kind}"}
