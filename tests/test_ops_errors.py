@@ -725,3 +725,88 @@ def test_a_mistake_is_told_before_anything_is_sent(mesh: Mesh, run: Run, error: 
 
 def test_there_are_at_least_forty():
     assert len(MISTAKES) >= 40
+
+
+X = "a b@tp"
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[DTensor], object], type[AxesError], str]] = {
+    "a name for a mesh": (lambda x: axes.reshard(x, "a b", mesh="tp"), MeshError, "found str: 'tp'"),
+    "a name for a mesh of an expression": (
+        lambda x: axes.rearrange(x, "a b@tp -> a b", mesh="tp"),
+        MeshError,
+        "found str: 'tp'",
+    ),
+    "a name for a mesh of a region": (
+        lambda x: axes.shard_map(torch.exp, "a b -> a b", mesh="tp")(x),
+        MeshError,
+        "found str: 'tp'",
+    ),
+    "a name for a mesh of a plain tensor": (
+        lambda x: axes.rearrange(L(4, 8), "a b@tp -> a b", mesh="tp"),
+        MeshError,
+        "found str: 'tp'",
+    ),
+    "lifting to nothing": (lambda x: axes.lift(x, None), MeshError, "found NoneType"),
+    "a name for a dtype": (lambda x: axes.reshard(x, "a b", comm_dtype="float32"), ShardingError, "found 'float32'"),
+    "three dtypes": (
+        lambda x: axes.rearrange(x, "a b@tp -> a b", comm_dtype=(torch.float32,) * 3),
+        ShardingError,
+        "comm_dtype is a torch.dtype, or two",
+    ),
+    "a mean of integers": (
+        lambda x: axes.reduce(x.to(torch.int64), "a b@tp -> a", "mean"),
+        ShardingError,
+        "a mean of torch.int64 isn't torch.int64; convert it first, or take the sum",
+    ),
+    "a maximum of complex numbers": (
+        lambda x: axes.reduce(x.to(torch.complex64), "a b@tp -> a", "max"),
+        ShardingError,
+        "torch.complex64 has no order, so no max",
+    ),
+    "a maximum of nothing": (lambda x: axes.reduce(x[:0], "a b -> b", "max"), SizeError, "over no elements has no"),
+    "a list of several shapes": (
+        lambda x: axes.rearrange([x, x[:2]], "n a b -> n a b"),
+        ShardingError,
+        "have one shape and dtype; found [4, 8] torch.float32, [2, 8] torch.float32",
+    ),
+    "an empty list": (lambda x: axes.rearrange([], "n a@tp -> n a"), ShardingError, "a list of tensors; found none"),
+    "a list of text": (lambda x: axes.repeat(["q"], "a@tp -> a@tp n", n=2), ShardingError, "of tensors; found str"),
+    "over nothing": (lambda x: axes.softmax(x, X, over=None), ShardingError, "over names dims"),
+    "text for eps": (lambda x: axes.layer_norm(x, X, over="b", eps="x"), ShardingError, "eps is a number from 0"),
+    "less than nothing for eps": (lambda x: axes.rms_norm(x, X, over="b", eps=-1.0), ShardingError, "found -1.0"),
+    "a name for the dtype of zeros": (
+        lambda x: axes.zeros("a@tp", a=4, dtype="float32"),
+        ShardingError,
+        "dtype is a torch.dtype, like torch.float32; found 'float32'",
+    ),
+    "gradients of integers": (
+        lambda x: axes.empty("a@tp", a=4, dtype=torch.int32, requires_grad=True),
+        ShardingError,
+        "torch.int32 has no gradient",
+    ),
+    "full of nothing": (lambda x: axes.full("a@tp", None, a=4), ShardingError, "takes a number; found None"),
+    "a sparse tensor": (lambda x: axes.shard(torch.eye(4).to_sparse(), X), ShardingError, "of layout torch.sparse_coo"),
+    "a nested tensor": (
+        lambda x: axes.shard(torch.nested.nested_tensor([L(2), L(3)], layout=torch.jagged), X),
+        ShardingError,
+        "found a nested one",
+    ),
+    "a tensor without values": (lambda x: axes.shard(L(4, 8).to("meta"), X), ShardingError, "on the device 'meta'"),
+    "the size of an unknown name": (lambda x: axes.reshard(x, "a b", typo=3), ShardingError, "given for 'typo'"),
+}
+
+
+@pytest.mark.parametrize("title", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_told_before_anything_is_sent(mesh: Mesh, title: str):
+    run, error, message = WRONG_ARGUMENTS[title]
+    with mesh:
+        x = D(mesh, X, 4, 8)
+        with CommDebugMode() as sent, pytest.raises(error) as caught:
+            run(x)
+    assert type(caught.value) is error
+    assert message in str(caught.value)
+    assert sent.get_total_counts() == 0
+
+
+def test_a_mean_of_complex_numbers_is_one(mesh: Mesh):
+    x = axes.shard(torch.tensor([1 + 2j, 3 - 4j]).expand(4, 2), "a@dp b", mesh=mesh)
+    assert axes.unshard(axes.reduce(x, "a@dp b -> a", "mean")).tolist() == [2 - 1j] * 4

@@ -502,3 +502,97 @@ def regrouped() -> list[str]:
         error_of(functools.partial(shard_map(lambda t: t.sum(0), f"d@(p q) -> | sum@({axis})", mesh=named), x))
         for axis in ("x", "u", "hi")
     ]
+
+
+def test_a_change_in_place_is_refused_where_its_old_value_is_needed(pool):
+    for found in pool.run(changed_in_place):
+        assert found == dict.fromkeys(found, "refused") | {name: "right" for name in found if name.startswith("not ")}
+
+
+def changed_in_place() -> dict[str, str]:
+    """What a backward pass does after an argument or a result was changed: refuse, or be right."""
+    X, W = numbers(4, 8), numbers(8, seed=1)
+
+    def rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(1, keepdim=True) + 0.1) * w
+
+    def last(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+        return x.select(dims[0], -1) * 1
+
+    def weight(y: DTensor, p: DTensor, q: DTensor) -> DTensor:
+        with torch.no_grad():
+            q.mul_(2)
+        return y
+
+    def result(y: DTensor, p: DTensor, q: DTensor) -> DTensor:
+        return y.mul_(2)
+
+    def forgotten(y: DTensor, p: DTensor, q: DTensor) -> DTensor:
+        other = y * 3
+        y.mul_(2)
+        return other
+
+    two = "a b@tp, b@tp -> a b@tp"
+    cases: dict[str, tuple[Any, Any, Any]] = {
+        "rms_norm, its weight": (lambda p, q: axes.rms_norm(p, "a b@tp", over="b", weight=q, eps=0.1), rms, weight),
+        "a product, an operand": (shard_map(lambda a, b: a * b, two), lambda x, w: x * w, weight),
+        "a product behind a view": (shard_map(lambda a, b: a * b.view(-1), two), lambda x, w: x * w, weight),
+        "exp, its result": (lambda p, q: shard_map(torch.exp, "a b@tp -> a b@tp")(p), lambda x, w: 2 * x.exp(), result),
+        "exp, its result, forgotten": (
+            lambda p, q: shard_map(torch.exp, "a b@tp -> a b@tp")(p),
+            lambda x, w: 3 * x.exp(),
+            forgotten,
+        ),
+        "prod, its result": (lambda p, q: axes.reduce(p, "a b -> b", "prod"), lambda x, w: 2 * x.prod(0), result),
+        "a function, its result": (
+            lambda p, q: axes.reduce(p, "a b -> b", torch.logsumexp),
+            lambda x, w: 2 * x.logsumexp(0),
+            result,
+        ),
+        "not needed: a sum, its result": (shard_map(lambda a, b: a + b, two), lambda x, w: 2 * (x + w), result),
+        "not needed: a sum, an operand": (shard_map(lambda a, b: a + b, two), lambda x, w: x + w, weight),
+        "not needed: a view of the operand": (
+            lambda p, q: axes.reduce(p, "a b -> b", last),
+            lambda x, w: 2 * x[-1],
+            result,
+        ),
+    }
+    found = {}
+    with axes.init_mesh("dp=4 tp=2", device_type="cpu"):
+        for name, (mine, plain, change) in cases.items():
+            x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+            plain(x, w).sin().sum().backward()
+            p, q = (axes.shard(t.detach().clone().requires_grad_(), s) for t, s in ((x, "a b@tp"), (w, "b@tp")))
+            y = change(mine(p * 1, q), p, q)
+            try:
+                y.full_tensor().sin().sum().backward()
+                found[name] = "right" if torch.allclose(p.grad.full_tensor(), x.grad) else "wrong"
+            except RuntimeError as error:
+                found[name] = "refused" if "modified" in str(error) else str(error)
+    return found
+
+
+def test_nothing_of_a_dim_is_as_good_as_something(pool):
+    assert set(map(str, pool.run(of_size_zero))) == {str(dict.fromkeys(ZERO, "right"))}
+
+
+ZERO: dict[str, Callable[[DTensor, DTensor], DTensor]] = {
+    "a product": lambda x, ids: shard_map(lambda t: t * 2, "b@tp v -> b@tp v")(x),
+    "a sum over ranks": lambda x, ids: shard_map(lambda t: psum(t.sum(0), "tp"), "b@tp v -> v")(x),
+    "a group": lambda x, ids: shard_map(lambda t: t.flatten(), "b@tp v -> (b v)@tp")(x),
+    "softmax": lambda x, ids: axes.softmax(x, "b@tp v", over="v"),
+    "rms_norm": lambda x, ids: axes.rms_norm(x, "b@tp v", over="v"),
+    "cross_entropy": lambda x, ids: axes.cross_entropy(x, ids, "b@tp v, b@tp -> ", reduction="sum"),
+}
+
+
+def of_size_zero() -> dict[str, str]:
+    found = {}
+    with axes.init_mesh("dp=4 tp=2", device_type="cpu"):
+        for name, compute in ZERO.items():
+            x = axes.shard(numbers(0, 4).requires_grad_(), "b@tp v")
+            y = compute(x, axes.shard(torch.zeros(0, dtype=torch.int64), "b@tp"))
+            y.sum().full_tensor().backward()
+            right = not y.full_tensor().any() and x.grad is not None and x.grad.shape == (0, 4)
+            found[name] = "right" if right else "wrong"
+    return found

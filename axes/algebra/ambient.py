@@ -63,18 +63,19 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     ...     ambient_mesh().size
     8
     """
-    push(_checked(mesh))
+    push(checked_mesh(mesh))
     try:
         yield mesh
     finally:
         pop()
 
 
-def _checked(mesh: Mesh) -> Mesh:
+def checked_mesh(mesh: Mesh) -> Mesh:
+    """`mesh`; `MeshError` for what is none."""
     from axes.algebra.mesh import Mesh
 
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"use_mesh takes an axes mesh; found {type(mesh).__name__}")
+        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {type(mesh).__name__}: {mesh!r:.60}")
     return mesh
 
 
@@ -83,4 +84,4 @@ def required_mesh(mesh: Mesh | None, what: str) -> Mesh:
     found = mesh if mesh is not None else ambient_mesh()
     if found is None:
         raise MeshError(f"{what} needs a mesh; pass mesh=... or write it inside `with mesh:`")
-    return _checked(found)
+    return checked_mesh(found)

@@ -116,6 +116,7 @@ def retargeted(
     """
     where = where or mesh or source.mesh
     try:
+        _check_names(dict(sizes), spec)
         tree = _expanded(spec, source.ndim)
         elsewhere = mesh is not None and mesh.universe != source.mesh.universe
         home = mesh or source.mesh

@@ -129,7 +129,7 @@ def reduce(
         return einops.reduce(x, expression, op, **dict(given))
     else:
         view = local_view.apply
-    _check_op(op)
+    _check_op(op, x)
     return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op, grad)
 
 
@@ -172,14 +172,27 @@ def is_einops(expression: object) -> bool:
     return not isinstance(expression, str) or not ("@" in expression or "|" in expression or "=" in expression)
 
 
-def _check_op(op: Op) -> None:
+def _check_op(op: Op, x: Any) -> None:
     if not callable(op) and op not in REDUCTIONS:
         raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {op!r}")
+    if not isinstance(x, torch.Tensor):
+        return
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ShardingError(f"a mean of {x.dtype} isn't {x.dtype}; convert it first, or take the sum")
+    if op in ("max", "min") and x.is_complex():
+        raise ShardingError(f"{x.dtype} has no order, so no {op}")
 
 
 def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
     """A list of tensors as one with a new first dim, as einops takes it."""
     distributed = [isinstance(x, DTensor) for x in tensors]
+    if any(distributed) or not is_einops(expression):
+        if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
+            found = ", ".join(sorted({type(x).__name__ for x in tensors})) or "none"
+            raise ShardingError(f"axes.{kind} takes a list of tensors; found {found}")
+        if len({(x.shape, x.dtype) for x in tensors}) > 1:
+            found = ", ".join(f"{list(x.shape)} {x.dtype}" for x in tensors)
+            raise ShardingError(f"the tensors of a list have one shape and dtype; found {found}")
     if is_einops(expression) and not any(distributed):
         return tensors
     if any(distributed) and not all(distributed):

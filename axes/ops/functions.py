@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
@@ -102,6 +103,7 @@ def rms_norm(
     """
     _check_floats("rms_norm", x)
     form = _form("rms_norm", spec, _names(over))
+    _checked_eps(eps)
     eps = torch.finfo(torch.float32 if x.dtype in _HALVES else x.dtype).eps if eps is None else eps
     local = functools.partial(_rms_norm, form, _wholes(form.places, x, sizes), eps)
     return _normed("rms_norm", local, form, (x, weight), mesh)
@@ -128,6 +130,7 @@ def layer_norm(
     """
     _check_floats("layer_norm", x)
     form = _form("layer_norm", spec, _names(over))
+    _checked_eps(eps)
     local = functools.partial(_layer_norm, form, _wholes(form.places, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
 
@@ -216,7 +219,15 @@ class _Form:
 
 
 def _names(over: str | Sequence[str]) -> Axes:
-    return tuple(over.split() if isinstance(over, str) else over)
+    names = over.split() if isinstance(over, str) else over
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ShardingError(f"over names dims, like 'd' or 'h d'; found {over!r:.60}")
+    return tuple(names)
+
+
+def _checked_eps(eps: float | None) -> None:
+    if eps is not None and not (isinstance(eps, numbers.Real) and eps >= 0):
+        raise ShardingError(f"eps is a number from 0; found {eps!r:.60}")
 
 
 @read_once

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import ambient_mesh
+from axes.algebra.ambient import ambient_mesh, checked_mesh
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.recipe import Op, Shape
@@ -33,7 +33,7 @@ from axes.ops import autocast
 from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import Program, bind
 from axes.runtime import torch_private
-from axes.runtime.border import counted_whole, enter_global, leave_global
+from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
@@ -207,6 +207,8 @@ def _made(
     async_op: bool,
 ) -> Global:
     """The program for operands with these specs. `mesh` is passed where it is `given`, else ambient."""
+    if given and mesh is not None:
+        checked_mesh(mesh)
     shapes = tuple(tuple(spec.shape) for spec in specs)
     found = _recipe(kind, text, op, specs, mesh, given, shapes, sizes)
     return _global(extents_of(found), specs[0].mesh, comm_dtype, async_op)
@@ -417,10 +419,15 @@ def _on_shards(made: Global, x: DTensor) -> DTensor:
 
     Ranks with the same shard do the same, so that each has the whole gradient of it.
     """
-    value = made.program.run(leave_global(x, counted_whole(x.placements)))
+    changes = Changes()
+    shard = leave_global(x, counted_whole(x.placements), changes)
+    changes.watch(x, shard)
+    value = made.program.run(shard)
+    if _are_one(value, shard):
+        value = value.clone()
     spec = _spec(made, value.dtype, None if value.is_contiguous() else value.stride())
     stride = tuple(spec.tensor_meta.stride)
-    return enter_global(value, spec.mesh, spec.placements, spec.shape, stride, counted_whole(spec.placements))
+    return enter_global(value, spec.mesh, spec.placements, spec.shape, stride, counted_whole(spec.placements), changes)
 
 
 # --- autocast

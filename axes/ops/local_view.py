@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from axes.algebra.ambient import ambient_mesh, required_mesh
+from axes.algebra.ambient import ambient_mesh, checked_mesh, required_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, recipe
 from axes.algebra.flow.recipe import Op, Shape
@@ -53,8 +53,7 @@ def apply(
         )
     if torch_private.transforms_are_on():
         check_shards(f"axes.{kind}, '{text}',", operands)
-    if mesh is None:
-        mesh = ambient_mesh() or _mesh_for(kind, text)
+    mesh = (ambient_mesh() or _mesh_for(kind, text)) if mesh is None else checked_mesh(mesh)
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)

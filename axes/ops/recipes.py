@@ -19,6 +19,7 @@ from typing import Any, Literal
 import einops
 import torch
 
+from axes.algebra.errors import SizeError
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.sharding import Sharding
@@ -49,8 +50,10 @@ class Program:
 
     @functools.cached_property
     def may_be_view(self) -> bool:
-        """Whether the result may be a view of the operand: nothing is sent, and nothing reduced."""
+        """Whether the result may be a view of the operand: nothing is sent, and nothing reduced but by the caller."""
         found = self.extents.recipe
+        if callable(found.op):
+            return True
         kept = {*found.result.atoms}
         return len(found.inputs) == 1 and not found.moves and kept.issuperset(found.inputs[0].atoms)
 
@@ -431,10 +434,15 @@ def _reduction(
     count = math.prod(numbers[a] for a in atoms)
 
     def reduced_by(op: Op) -> Run:
-        how = op if dtype is None else functools.partial(_IN_DTYPE[op], dtype=dtype)
+        # einops knows no mean of complex numbers.
+        how = torch.mean if op == "mean" else op
+        how = how if dtype is None else functools.partial(_IN_DTYPE[op], dtype=dtype)
         return lambda x: einops.reduce(x, pattern, how, **sizes)
 
     op = found.op
+    if op in ("max", "min") and not found.counted and not all(found.size[atom] for atom in atoms):
+        empty = " and ".join(f"'{atom}'" for atom in atoms if not found.size[atom])
+        raise SizeError(f"a {op} over no elements has no value: {empty} is 0\nin  {found.text}")
     if op in ("max", "min") and count == 0 and (found.counted or all(found.size[atom] for atom in atoms)):
         return functools.partial(_identity, reduced_by("sum"), op)
     if op == "mean" and found.counted:

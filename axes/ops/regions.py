@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
+from axes.algebra.ambient import checked_mesh
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.grammar import Dim, Factor, Spec, parse_tensor
 from axes.algebra.mesh import Mesh
@@ -168,6 +169,8 @@ def region_of(era: object, expression: str, mesh: Mesh | None, is_given: bool, s
     `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one.
     """
     reading = read(expression)
+    if is_given and mesh is not None:
+        checked_mesh(mesh)
     try:
         check_count("the function is called with", len(specs), reading.inputs, "left")
         return _made(reading, mesh, is_given, specs)
@@ -268,8 +271,8 @@ def _is_as_written(reading: Reading, names: Mesh, each: Input, sizes: Mapping[st
 
 
 def _explicit(names: Mesh, dim: Dim, sizes: Mapping[str, int]) -> ShardedDim:
-    """A dim as it is written, with the sizes of its factors where they are known."""
-    known = {f.name: sizes[f.name] for f in dim.factors if f.name is not None and f.name in sizes}
+    """A dim as it is written, with the sizes of its factors where they are known; a tensor may have none of one."""
+    known = {f.name: sizes[f.name] for f in dim.factors if f.name is not None and sizes.get(f.name)}
     return parsed_sharding(names, str(dim), tuple(sorted(known.items()))).dims[0]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import ambient_mesh
+from axes.algebra.ambient import ambient_mesh, checked_mesh
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
@@ -134,6 +134,8 @@ def _route(
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None],
 ) -> Route:
     """The route of DTensors with this `DTensorSpec`."""
+    if mesh is not None:
+        checked_mesh(mesh)
     source = sharding_of_spec(spec)
     if isinstance(target, Sharding):
         if mesh is not None and mesh != target.mesh:

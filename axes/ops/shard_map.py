@@ -40,8 +40,9 @@ that the function closes over, like a parameter of a module. That is an error, w
 `requires_grad=True` looks the same, so it is detached before it is returned.
 
 **Memory.** Shards are the tensors' own memory. A function that writes to one writes to its DTensor, and
-autograd knows it; where the shard needs a gradient, torch refuses. A result shares no memory with an
-argument or with another result: where it would, it is copied.
+autograd knows it; where the shard needs a gradient, torch refuses. A DTensor that is changed in place
+before the backward pass, argument or result, is refused there where the function needs its old value. A
+result shares no memory with an argument or with another result: where it would, it is copied.
 
 In `torch.compile` both borders are nodes of the graph, which serves all sizes that divide evenly.
 """
@@ -66,7 +67,7 @@ from axes.algebra.mesh import Mesh
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read, region_of
 from axes.runtime import torch_private
-from axes.runtime.border import _Leave, enter_global, leave_global
+from axes.runtime.border import Changes, _Leave, enter_global, leave_global
 from axes.runtime.collectives import Claim, disagreement
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import current_world
@@ -192,7 +193,8 @@ def run(
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check)
     region = region_of(current_world().era, *asked, tuple([torch_private.spec_of(x) for x in tensors]))
-    shards = _left(region, tensors)
+    changes = Changes() if torch.is_grad_enabled() else None
+    shards = _left(region, tensors, changes)
     if check:
         _check_gradients(region, shards, check)
     versions = [torch_private.version_of(x) for x in shards]
@@ -202,7 +204,10 @@ def run(
         _note_writes(tensors, shards, versions)
     results = _results(result, expression)
     _check_closed(results, expression, fn)
-    outputs = _entered(region, unshared(results, shards))
+    if changes is not None and any(x.requires_grad for x in results):
+        for x, shard in zip(tensors, shards, strict=True):
+            changes.watch(x, shard)
+    outputs = _entered(region, unshared(results, shards), changes)
     if check:
         _check_outputs(region, outputs, check)
     return _replaced(result, iter(outputs))
@@ -251,19 +256,19 @@ def _in_region(error: ShardingError, expression: str) -> ShardingError:
     return ShardingError(f"{error}\n  in  shard_map '{expression}'")
 
 
-def _left(region: Region, tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+def _left(region: Region, tensors: Sequence[DTensor], changes: Changes | None) -> list[torch.Tensor]:
     """The tensors' shards on this rank; the gradients of leaves are resolved when they have come."""
     for x in tensors:
         if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
             resolve_at_leaf(x)
-    return [leave_global(x, each.counted) for x, each in zip(tensors, region.inputs, strict=False)]
+    return [leave_global(x, each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
 
 
-def _entered(region: Region, results: Sequence[torch.Tensor]) -> list[DTensor]:
+def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes | None) -> list[DTensor]:
     """What the function has returned, as DTensors."""
     found = placed(region, tuple([tuple(x.shape) for x in results]))
     return [
-        enter_global(x, p.device_mesh, p.placements, p.shape, strides_like(x, p.shape), p.counted)
+        enter_global(x, p.device_mesh, p.placements, p.shape, strides_like(x, p.shape), p.counted, changes)
         for x, p in zip(results, found, strict=False)
     ]
 

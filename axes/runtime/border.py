@@ -51,6 +51,7 @@ from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
 from axes.runtime.transforms import check_one
 
 __all__ = [
+    "Changes",
     "check_grad",
     "contiguous_strides",
     "counted_alone",
@@ -72,17 +73,42 @@ def gradient_of_local(placements: Sequence[Placement]) -> Placements:
     return tuple(Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in placements)
 
 
-def leave_global(x: DTensor, counted: Placements | None = None) -> torch.Tensor:
+class Changes:
+    """What is changed in place between the forward and the backward pass of a computation on shards.
+
+    Of a change of a DTensor autograd counts a version of the DTensor alone. What saved its shard is told
+    before it is used, and refuses then as it would on one device.
+    """
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[torch.Tensor, int, torch.Tensor, int]] = []
+
+    def watch(self, x: DTensor, shard: torch.Tensor) -> None:
+        """From now on changes of `x` are changes of its shard."""
+        if x.is_inference() or shard.is_inference():
+            return
+        outer, inner = torch_private.counter_of(x), torch_private.counter_of(shard)
+        self._watched.append((outer, outer._version, inner, inner._version))
+
+    def tell(self) -> None:
+        """Counts changes since then for the shards."""
+        for outer, then, inner, version in self._watched:
+            if outer._version != then and inner._version == version:
+                torch.autograd.graph.increment_version(inner)
+
+
+def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes | None = None) -> torch.Tensor:
     """This rank's tensor of a DTensor, with the gradient rule of the border.
 
     `counted`: the placements to apply the rule by, if not the tensor's own. An axis that is `same` is
-    replicated in the tensor and Partial here (see `counted_as_same`).
+    replicated in the tensor and Partial here (see `counted_as_same`). `changes` are those of the
+    computation for which it leaves.
     """
     local = torch_private.local_of(x)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return local
     spec = torch_private.spec_of(x)
-    return _Leave.apply(x, spec, _counted(spec, counted))
+    return _Leave.apply(x, spec, _counted(spec, counted), changes)
 
 
 def enter_global(
@@ -92,17 +118,21 @@ def enter_global(
     shape: Sequence[int],
     stride: tuple[int, ...],
     counted: Placements | None = None,
+    changes: Changes | None = None,
 ) -> DTensor:
     """The DTensor whose shard on this rank is `local`, with the gradient rule of the border.
 
-    `counted` is as for `leave_global`.
+    `counted` and `changes` are as for `leave_global`.
     """
     spec = _spec_of(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not local.requires_grad:
         return torch_private.dtensor(local, spec)
     if not torch.is_grad_enabled():
         return torch_private.dtensor(local.detach(), spec)
-    return _Enter.apply(local, spec, _counted(spec, counted))
+    found = _Enter.apply(local, spec, _counted(spec, counted), changes)
+    if changes is not None:
+        changes.watch(found, local)
+    return found
 
 
 # --- axes whose gradient is whole on every rank
@@ -218,21 +248,21 @@ class _Leave(torch.autograd.Function):
     """The shard of a DTensor; its gradient is that of one value, each rank's as the table says."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Spec, counted: Spec) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, spec: Spec, counted: Spec, changes: Changes | None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         _check_differentiable(counted)
-        ctx.spec, ctx.counted = spec, counted
+        ctx.spec, ctx.counted, ctx.changes = spec, counted, changes
         return torch_private.local_of(x).view_as(torch_private.local_of(x))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
         if gradient is None:
-            return None, None, None
+            return None, None, None, None
         check_one(gradient)
         find = _leaving.__wrapped__ if is_symbolic(ctx.spec.shape) else _leaving
         leaving, counted, means = find(ctx.spec, ctx.counted, gradient.dtype)
         scaled = gradient * means if means > 1 else gradient
-        return _Enter.apply(scaled.contiguous(), leaving, counted), None, None
+        return _Enter.apply(scaled.contiguous(), leaving, counted, ctx.changes), None, None, None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,22 +281,24 @@ class _Enter(torch.autograd.Function):
     """The DTensor of a shard; this rank's gradient is its part of the one gradient, as the table says."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec, counted: Spec) -> DTensor:
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, counted: Spec, changes: Changes | None) -> DTensor:
         ctx.set_materialize_grads(False)
         _check_differentiable(spec)
-        ctx.spec, ctx.counted = spec, counted
+        ctx.spec, ctx.counted, ctx.changes = spec, counted, changes
         return torch_private.dtensor(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if ctx.changes is not None:
+            ctx.changes.tell()
         if cotangent is None:
-            return None, None, None
+            return None, None, None, None
         found = _entered(ctx.counted, cotangent)
         moved = found.route.take(cotangent)
         dual = _still_same(ctx.spec.placements, ctx.counted.placements, moved.placements)
-        local = leave_global(moved, dual)
+        local = leave_global(moved, dual, ctx.changes)
         local = local if found.frame is None else found.frame.around(local)
-        return local if found.share == 1 else local / found.share, None, None
+        return local if found.share == 1 else local / found.share, None, None, None
 
 
 def _still_same(placements: Placements, counted: Placements, other: Placements) -> Placements | None:

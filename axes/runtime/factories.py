@@ -10,6 +10,7 @@ promises the same). The generator is a counter hashed by splitmix64 (Steele, Lea
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -98,6 +99,10 @@ def full(
     axes.full("b@dp d", -1.0, mesh=mesh, b=8, d=16)
     """
 
+    _check_dtype("axes.full", dtype, requires_grad)
+    if not isinstance(value, numbers.Number):
+        raise ShardingError(f"axes.full takes a number; found {value!r:.60}")
+
     def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full(local, value, dtype=dtype, device=_device(sharding))
 
@@ -118,6 +123,8 @@ def empty(
 
     axes.empty("b@dp d", mesh=mesh, b=8, d=16)
     """
+
+    _check_dtype("axes.empty", dtype, requires_grad)
 
     def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(local, dtype=dtype, device=_device(sharding))
@@ -184,6 +191,15 @@ def _made(
     return resolving(dtensor_of(local, sharding, shape, device_mesh)).requires_grad_(requires_grad)
 
 
+def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {dtype!r:.60}")
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise ShardingError(f"{function}: {dtype} has no gradient; found requires_grad=True")
+
+
 def _shape(sharding: Sharding) -> tuple[int, ...]:
     found = []
     for dim in sharding.dims:
@@ -209,6 +225,7 @@ def _random(
     sizes: Sizes | None,
     keywords: Mapping[str, int],
 ) -> DTensor:
+    _check_dtype(function, dtype, requires_grad)
     wanted = dtype or torch.get_default_dtype()
     if wanted not in _BITS:
         raise ShardingError(f"{function} makes floating point values; found {wanted}")

@@ -169,8 +169,11 @@ def mentioned(ends: Ends, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Ends
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """`comm_dtype` for values and for gradients."""
-    return comm_dtype if isinstance(comm_dtype, tuple) else (comm_dtype, comm_dtype)
+    """`comm_dtype` for values and for gradients; `ShardingError` for what is neither a dtype nor two of them."""
+    found = comm_dtype if isinstance(comm_dtype, tuple) else (comm_dtype, comm_dtype)
+    if len(found) != 2 or not all(each is None or isinstance(each, torch.dtype) for each in found):
+        raise ShardingError(f"comm_dtype is a torch.dtype, or two: for values and gradients; found {comm_dtype!r:.60}")
+    return found
 
 
 def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:

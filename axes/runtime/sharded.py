@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra import seam
-from axes.algebra.ambient import ambient_mesh, required_mesh
+from axes.algebra.ambient import ambient_mesh, checked_mesh, required_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -301,7 +301,7 @@ def lift(x: DTensor, mesh: Mesh) -> DTensor:
 def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
     sharding = sharding_of_spec(torch_private.spec_of(x))
     old = sharding.mesh
-    if old.universe != mesh.universe:
+    if old.universe != checked_mesh(mesh).universe:
         raise MeshError(f"lift stays within one universe; x is on {old!r}, the mesh is {mesh!r}")
     names = []
     for name, layout in zip(old.axis_names, old.layouts, strict=True):
@@ -519,6 +519,11 @@ def _plain(tensor: Any, function: str, instead: str) -> None:
         raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use {instead}")
     if not isinstance(tensor, torch.Tensor):
         raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+        raise ShardingError(f"{function} takes a dense tensor; found {kind}")
+    if function == "axes.shard" and tensor.is_meta:
+        raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
     if torch_private.transforms_are_on():
         check_whole(function, (tensor,))
         if function == "axes.shard" and torch_private.functorch_is_active():

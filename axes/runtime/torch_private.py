@@ -590,6 +590,23 @@ def version_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def counter_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory whose version is that of `x`, also when `x` is changed later and when it is gone.
+
+    Would be replaced by a version counter that a DTensor shares with its shard: torch's in-place operations on
+    a DTensor count for it alone.
+    """
+    if not isinstance(x, DTensor):
+        found = x.detach()
+        found.data = _NOTHING
+        return found
+    with torch._C._DisableTorchDispatch():
+        return torch._C.TensorBase.detach(x)  # of the wrapper, which has no memory
+
+
+_NOTHING = torch.empty(0)
+
+
 def memory_of(x: torch.Tensor) -> int:
     """The number of the storage in which a tensor lies: fake ones have one, too, but no address.
 

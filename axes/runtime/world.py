@@ -138,7 +138,11 @@ def _select_device(device_type: str, rank: int) -> None:
     module: Any = getattr(torch, device_type, None)
     if device_type == "cpu" or not hasattr(module, "set_device") or module.is_initialized():
         return
-    by_turns = rank % max(1, module.device_count())
+    if not module.device_count():
+        raise MeshError(
+            f"device_type is {device_type!r}, of which this process has no device; torch {torch.__version__}"
+        )
+    by_turns = rank % module.device_count()
     module.set_device(int(os.environ.get("LOCAL_RANK") or by_turns))
 
 
