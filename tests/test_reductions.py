@@ -153,7 +153,7 @@ def other_costs_and_dtypes() -> None:
         half = shard(torch.full((5, 2), 40000.0, dtype=torch.float16), "b@dp s")
         assert reduce(half, "b@dp s -> s", "mean").tolist() == [40000.0] * 2
         assert reduce(half, "b@dp s -> ", "mean").dtype == torch.float16
-        with pytest.raises(ShardingError, match="a mean of torch.int64 isn't torch.int64"):
+        with pytest.raises(ShardingError, match=r"a mean of torch\.int64 isn't"):
             reduce(torch.arange(4), "b@dp -> ", "mean")
 
 
