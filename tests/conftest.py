@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from axes.runtime.groups import destroy_process_groups
@@ -89,3 +90,25 @@ def world() -> Callable[..., list[object]]:
         return launch(fn, world_size, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Callable[..., list[object]]]:
+    """`world`, on ranks that stay: they have imported what a compiler needs. What they compiled is forgotten."""
+    pools: dict[int, Pool] = {}
+
+    def run(fn: Callable[..., T], world_size: int, *args: object, timeout: float = LIMIT) -> list[T]:
+        found = pools.get(world_size)
+        if found is None or not found.alive:
+            found = pools[world_size] = Pool(world_size, timeout=LIMIT)
+        return found.run(forgetful, fn, *args, timeout=timeout)
+
+    yield run
+    for found in pools.values():
+        found.close()
+
+
+def forgetful(fn: Callable[..., T], *args: object) -> T:
+    """`fn(*args)` as in a process that has compiled nothing yet."""
+    torch.compiler.reset()
+    return fn(*args)

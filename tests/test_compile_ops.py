@@ -85,8 +85,8 @@ def compiled_and_eager() -> tuple[list[float], list[int], list[int], list[int], 
         return off, graphs, sent.forward, sent.backward, eager.get_total_counts()
 
 
-def test_two_layers_compile_to_one_graph_with_the_collectives_of_eager(world):
-    for off, graphs, forward, backward, eager in world(compiled_and_eager, 4, timeout=180):
+def test_two_layers_compile_to_one_graph_with_the_collectives_of_eager(warm):
+    for off, graphs, forward, backward, eager in warm(compiled_and_eager, 4, timeout=180):
         assert max(off) < 1e-12
         assert graphs == [1, 0, 1, 0]
         # Each layer gathers and scatters once, and the mean is summed.
@@ -173,27 +173,27 @@ def dynamic(
 EVEN = [20, 28, 36]
 
 
-def test_with_dynamic_sizes_even_ones_share_a_graph_and_uneven_ones_are_right(world):
-    for wrong in world(dynamic, 2, ["merge", "gram"], False, [20, 28, 21], "dp=2 tp=1", timeout=240):
+def test_with_dynamic_sizes_even_ones_share_a_graph_and_uneven_ones_are_right(warm):
+    for wrong in warm(dynamic, 2, ["merge", "gram"], False, [20, 28, 21], "dp=2 tp=1", timeout=240):
         assert wrong == []
 
 
-def test_with_dynamic_sizes_plain_tensors_share_a_graph(world):
-    for wrong in world(dynamic, 2, ["heads", "max", "reshard"], True, EVEN[:2], "dp=1 tp=2", timeout=240):
-        assert wrong == []
-
-
-@pytest.mark.exhaustive
-def test_with_dynamic_sizes_every_kind_of_operation_shares_a_graph(world):
-    for wrong in world(dynamic, 4, list(GLOBAL), False, [*EVEN, 21, 20], timeout=900):
-        assert wrong == []
-    for wrong in world(dynamic, 4, list(LOCAL), True, [*EVEN, 20], timeout=900):
+def test_with_dynamic_sizes_plain_tensors_share_a_graph(warm):
+    for wrong in warm(dynamic, 2, ["heads", "max", "reshard"], True, EVEN[:2], "dp=1 tp=2", timeout=240):
         assert wrong == []
 
 
 @pytest.mark.exhaustive
-def test_inductor_gives_the_values_and_gradients_of_eager(world):
+def test_with_dynamic_sizes_every_kind_of_operation_shares_a_graph(warm):
+    for wrong in warm(dynamic, 4, list(GLOBAL), False, [*EVEN, 21, 20], timeout=900):
+        assert wrong == []
+    for wrong in warm(dynamic, 4, list(LOCAL), True, [*EVEN, 20], timeout=900):
+        assert wrong == []
+
+
+@pytest.mark.exhaustive
+def test_inductor_gives_the_values_and_gradients_of_eager(warm):
     # A DTensor's view that divides a symbolic size fails in torch's own inductor (2.13): no heads, no blocks.
     names = ["mean", "swap", "gram", "merge", "repeat"]
-    for wrong in world(dynamic, 4, names, False, [20, 28, 21], "dp=2 tp=2", "inductor", timeout=900):
+    for wrong in warm(dynamic, 4, names, False, [20, 28, 21], "dp=2 tp=2", "inductor", timeout=900):
         assert wrong == []

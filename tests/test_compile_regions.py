@@ -80,8 +80,8 @@ def product_of_sizes() -> tuple[list[str], list[int]]:
         return differences(layers, rows, (4, 8, 20, 5, 7, 5, 12, 6))
 
 
-def test_even_sizes_share_a_graph_and_uneven_ones_have_their_own(world):
-    for wrong, graphs in world(product_of_sizes, 4, timeout=240):
+def test_even_sizes_share_a_graph_and_uneven_ones_have_their_own(warm):
+    for wrong, graphs in warm(product_of_sizes, 4, timeout=240):
         assert wrong == []
         assert graphs == [1, 1, 1, 2, 3, 3, 3, 3]
 
@@ -120,8 +120,8 @@ def names_of_sizes() -> list[tuple[list[str], list[int]]]:
         ]
 
 
-def test_names_keep_their_sizes_whatever_these_are(world):
-    for moves, flows, cut, same in world(names_of_sizes, 2, timeout=240):
+def test_names_keep_their_sizes_whatever_these_are(warm):
+    for moves, flows, cut, same in warm(names_of_sizes, 2, timeout=240):
         assert [wrong for wrong, _ in (moves, flows, cut, same)] == [[]] * 4
         # A group that is split has the sizes of its names in it.
         assert moves[1] == [1, 2, 3]
@@ -168,8 +168,8 @@ def collectives() -> tuple[list[str], list[str], tuple[int, int]]:
         return forward, backward, (there.get_total_counts(), back.get_total_counts())
 
 
-def test_the_collectives_of_a_graph_are_those_of_the_eager_call(world):
-    for forward, backward, eager in world(collectives, 4, timeout=120):
+def test_the_collectives_of_a_graph_are_those_of_the_eager_call(warm):
+    for forward, backward, eager in warm(collectives, 4, timeout=120):
         assert (len(forward), len(backward)) == eager == (1, 3)
         # psum's both ways, the gradient of x over tp and that of w over dp
         assert {*forward, *backward} == {"all_reduce"}
@@ -198,8 +198,8 @@ def refused() -> list[str]:
     return found
 
 
-def test_mistakes_say_in_a_graph_what_they_say_in_eager_mode(world):
-    for found in world(refused, 2, timeout=120):
+def test_mistakes_say_in_a_graph_what_they_say_in_eager_mode(warm):
+    for found in warm(refused, 2, timeout=120):
         assert len(found) == 10
         for eager, traced in zip(found[::2], found[1::2], strict=True):
             # What dynamo quotes has its line ends written out.
@@ -241,8 +241,8 @@ def border_of_sizes() -> tuple[list[tuple[list[str], list[int]]], set[str]]:
         return found, {type(each.device_mesh).__name__ for each in (y, x.grad)}
 
 
-def test_plain_tensors_come_and_go_in_a_graph(world):
-    for (round_trip, asked), meshes in world(border_of_sizes, 4, timeout=240):
+def test_plain_tensors_come_and_go_in_a_graph(warm):
+    for (round_trip, asked), meshes in warm(border_of_sizes, 4, timeout=240):
         assert [wrong for wrong, _ in (round_trip, asked)] == [[]] * 2
         assert round_trip[1] == [1, 1, 1, 2, 3, 3, 3]
         assert asked[1] == [1, 1, 1]
@@ -274,8 +274,8 @@ def plain_inputs() -> None:
     assert axes.unshard(y).tolist() == [2.0] * 6
 
 
-def test_a_graph_without_dtensors_makes_them(world):
-    world(plain_inputs, 2, timeout=120)
+def test_a_graph_without_dtensors_makes_them(warm):
+    warm(plain_inputs, 2, timeout=120)
 
 
 def lifting() -> int:
@@ -293,8 +293,8 @@ def lifting() -> int:
         return counted.frame_count
 
 
-def test_lifting_is_a_node_as_well(world):
-    assert world(lifting, 4, timeout=120) == [1] * 4
+def test_lifting_is_a_node_as_well(warm):
+    assert warm(lifting, 4, timeout=120) == [1] * 4
 
 
 # functions on regions
@@ -324,8 +324,8 @@ def functions_of_sizes() -> list[tuple[list[str], list[int]]]:
         ]
 
 
-def test_functions_over_split_dims_serve_many_sizes(world):
-    for found in world(functions_of_sizes, 4, timeout=400):
+def test_functions_over_split_dims_serve_many_sizes(warm):
+    for found in warm(functions_of_sizes, 4, timeout=400):
         assert [wrong for wrong, _ in found] == [[]] * 3
         assert [graphs for _, graphs in found[:2]] == [[1, 1, 2]] * 2
 
@@ -364,5 +364,5 @@ def on_shards() -> list[str]:
     return wrong
 
 
-def test_functions_over_split_dims_compile_on_plain_shards(world):
-    assert world(on_shards, 2, timeout=300) == [[], []]
+def test_functions_over_split_dims_compile_on_plain_shards(warm):
+    assert warm(on_shards, 2, timeout=300) == [[], []]

@@ -72,9 +72,9 @@ def test_compiled_values_and_gradients_are_the_eager_ones(pool, backend):
         assert (wrong, graphs) == ([], 3)
 
 
-def test_with_dynamic_sizes_they_are_the_eager_ones_and_graphs_are_shared(world):
+def test_with_dynamic_sizes_they_are_the_eager_ones_and_graphs_are_shared(warm):
     # Eight rows equal the eight columns, so that size is specialized; the others share a graph.
-    for wrong, graphs in world(compiled, 2, "aot_eager", True, "a=2 b=1 c=1", timeout=180):
+    for wrong, graphs in warm(compiled, 2, "aot_eager", True, "a=2 b=1 c=1", timeout=180):
         assert (wrong, graphs) == ([], 2)
 
 
@@ -101,8 +101,8 @@ def uneven() -> list[str]:
     return wrong
 
 
-def test_with_dynamic_sizes_uneven_ones_have_graphs_of_their_own(world):
-    for wrong in world(uneven, 4, timeout=180):
+def test_with_dynamic_sizes_uneven_ones_have_graphs_of_their_own(warm):
+    for wrong in warm(uneven, 4, timeout=180):
         assert wrong == []
 
 

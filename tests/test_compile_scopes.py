@@ -103,14 +103,14 @@ def compiled(names: list[str], backend: str) -> list[str]:
     return wrong
 
 
-def test_checkpoints_around_regions_and_within_them_compile(world):
-    for wrong in world(compiled, 2, list(CALLS), "aot_eager", timeout=240):
+def test_checkpoints_around_regions_and_within_them_compile(warm):
+    for wrong in warm(compiled, 2, list(CALLS), "aot_eager", timeout=240):
         assert wrong == []
 
 
 @pytest.mark.exhaustive
-def test_checkpoints_and_regions_compile_with_inductor(world):
-    for wrong in world(compiled, 2, list(CALLS), "inductor", timeout=900):
+def test_checkpoints_and_regions_compile_with_inductor(warm):
+    for wrong in warm(compiled, 2, list(CALLS), "inductor", timeout=900):
         assert wrong == []
 
 
@@ -151,8 +151,8 @@ def outside(x: torch.Tensor) -> torch.Tensor:
     return axes.psum(x, "dp")
 
 
-def test_a_graph_that_breaks_within_a_scope_leaves_it_as_it_was(world):
-    for found in world(broken, 2, timeout=300):
+def test_a_graph_that_breaks_within_a_scope_leaves_it_as_it_was(warm):
+    for found in warm(broken, 2, timeout=300):
         assert len(found) == 9
         assert len(set(found)) == 1
 
@@ -166,5 +166,5 @@ def other_mesh() -> None:
             assert fast(torch.ones(1)).item() == total
 
 
-def test_the_mesh_outside_of_a_graph_is_still_guarded(world):
-    world(other_mesh, 2, timeout=300)
+def test_the_mesh_outside_of_a_graph_is_still_guarded(warm):
+    warm(other_mesh, 2, timeout=300)

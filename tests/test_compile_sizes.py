@@ -88,7 +88,7 @@ def differences(
 
 
 def check(
-    world: Callable[..., list],
+    warm: Callable[..., list],
     ranks: int,
     names: Sequence[str],
     sizes: Sequence[int],
@@ -96,44 +96,44 @@ def check(
     *more: object,
 ) -> list[list[int]]:
     """Asserts that nothing differs on any rank; how many graphs all of them have after each size."""
-    results = world(differences, ranks, names, sizes, dynamic, *more, timeout=900)
+    results = warm(differences, ranks, names, sizes, dynamic, *more, timeout=900)
     assert [wrong for wrong, _ in results] == [[]] * ranks
     assert [graphs for _, graphs in results] == [results[0][1]] * ranks
     return results[0][1]
 
 
-def test_an_uneven_size_with_the_same_shard_on_some_ranks_has_a_graph_of_its_own(world):
-    assert check(world, 2, list(CALLS), (8, 7, 8, 6), None) == [[1, 2, 2, 3]] * len(CALLS)
+def test_an_uneven_size_with_the_same_shard_on_some_ranks_has_a_graph_of_its_own(warm):
+    assert check(warm, 2, list(CALLS), (8, 7, 8, 6), None) == [[1, 2, 2, 3]] * len(CALLS)
 
 
-def test_it_has_one_where_the_uneven_size_comes_first(world):
+def test_it_has_one_where_the_uneven_size_comes_first(warm):
     """Then the shard of the first rank has had one size, and that of the last two, when a size varies."""
-    assert check(world, 2, ["nothing", "gather"], (7, 8, 10, 3), None) == [[1, 2, 2, 3]] * 2
+    assert check(warm, 2, ["nothing", "gather"], (7, 8, 10, 3), None) == [[1, 2, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_it_has_one_whatever_dynamic_says(world, dynamic):
+def test_it_has_one_whatever_dynamic_says(warm, dynamic):
     names = ["gather", "border", "flow"]
-    assert check(world, 2, names, (8, 7, 6), dynamic) == [[1, 2, 2 if dynamic else 3]] * len(names)
+    assert check(warm, 2, names, (8, 7, 6), dynamic) == [[1, 2, 2 if dynamic else 3]] * len(names)
 
 
-def test_it_has_one_on_nested_axes_and_any_dim(world):
-    found = check(world, 4, ["gather", "scatter", "sum"], (8, 7, 16), None, ("cp=2 tp=2", "ax = cp tp"), True)
+def test_it_has_one_on_nested_axes_and_any_dim(warm):
+    found = check(warm, 4, ["gather", "scatter", "sum"], (8, 7, 16), None, ("cp=2 tp=2", "ax = cp tp"), True)
     assert found == [[1, 2, 3]] * 3
 
 
-def test_a_size_of_one_has_a_graph_of_its_own(world):
+def test_a_size_of_one_has_a_graph_of_its_own(warm):
     for dynamic in (True, None):
-        assert check(world, 2, ["gather"], (1, 2, 3), dynamic) == [[1, 2, 3]]
+        assert check(warm, 2, ["gather"], (1, 2, 3), dynamic) == [[1, 2, 3]]
 
 
-def test_plain_shards_with_the_size_of_the_whole_have_one(world):
-    assert check(world, 2, list(LOCAL), (8, 7, 8), None) == [[1, 2, 2]] * len(LOCAL)
+def test_plain_shards_with_the_size_of_the_whole_have_one(warm):
+    assert check(warm, 2, list(LOCAL), (8, 7, 8), None) == [[1, 2, 2]] * len(LOCAL)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_function_has_one_for_every_uneven_size(world, dynamic, transposed):
-    check(world, 3, list(CALLS), (9, 8, 7, 6, 5), dynamic, ("ax=3",), transposed)
-    check(world, 4, list(CALLS), (8, 7, 16, 15, 4), dynamic, ("cp=2 tp=2", "ax = cp tp"), transposed)
+def test_every_function_has_one_for_every_uneven_size(warm, dynamic, transposed):
+    check(warm, 3, list(CALLS), (9, 8, 7, 6, 5), dynamic, ("ax=3",), transposed)
+    check(warm, 4, list(CALLS), (8, 7, 16, 15, 4), dynamic, ("cp=2 tp=2", "ax = cp tp"), transposed)

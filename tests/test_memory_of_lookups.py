@@ -25,7 +25,7 @@ from axes.algebra.errors import AxesError
 from axes.runtime import graphs
 
 FILES = str(Path(axes.__file__).parent / "*")
-WARM, ROUNDS, CALLS = 3, 3, 15
+WARM, ROUNDS, CALLS = 3, 3, 6
 
 Call = Callable[[], object]
 
