@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
+import graphlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,86 @@ def test_no_module_imports_what_is_above_it():
         for name in imports(tree(path))
         for theirs, own in [(layer(name), layer(module_name(path)))]
         if theirs is not None and own is not None and theirs > own
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+NAMES = {module_name(path): path for path in MODULES}
+
+
+def module_of(name: str) -> str | None:
+    """The module of axes that an import of `name` runs, if any."""
+    found = name if name in NAMES else name.rpartition(".")[0]
+    return found if found in NAMES and found != "axes" else None
+
+
+def graph(typing: bool) -> dict[str, set[str]]:
+    """Which module imports which, inside functions too; with `typing` also what only type checkers import."""
+    return {
+        module: {theirs for name in imports(tree(path), typing) if (theirs := module_of(name))}
+        for module, path in NAMES.items()
+        if module != "axes"
+    }
+
+
+def circle(edges: Mapping[str, Collection[str]]) -> list[str]:
+    """Modules each of which imports the next, the last the first; none where there is no circle."""
+    try:
+        tuple(graphlib.TopologicalSorter(edges).static_order())
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def test_no_import_is_part_of_a_circle():
+    assert not circle(graph(typing=False))
+
+
+# A sharding has a mesh, and a mesh makes shardings. Below the mesh only type checkers are told of it.
+NAMED_BELOW = {
+    "axes.algebra.ambient": {"axes.algebra.mesh"},
+    "axes.algebra.seam": {"axes.algebra.mesh", "axes.algebra.sharding"},
+    "axes.algebra.sharding": {"axes.algebra.mesh"},
+}
+
+
+def test_no_import_for_types_is_part_of_a_circle_but_those_of_the_mesh():
+    running, typed = graph(typing=False), graph(typing=True)
+    for_types = {module: typed[module] - running[module] for module in typed if typed[module] - running[module]}
+    assert {module: for_types[module] for module in NAMED_BELOW} == NAMED_BELOW
+    assert not circle({module: theirs - NAMED_BELOW.get(module, set()) for module, theirs in typed.items()})
+
+
+def test_the_search_for_circles_finds_them():
+    assert set(circle({"a": ["b"], "b": ["c"], "c": ["b"]})) == {"b", "c"}
+    assert not circle({"a": ["b", "c"], "b": ["c"], "c": []})
+
+
+# What a function may import, and why it isn't imported at the top of the file.
+IMPORTED_LATE = {
+    "axes/runtime/agent.py": ["torch"],  # who launches a program needs no torch: it is the ranks that have it
+    "axes/runtime/launch.py": ["torch"],  # the same
+    "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it
+    "axes/runtime/torch_private.py": [
+        "torch._dynamo",  # takes a second, and a mesh needs none of it
+        "torch._functorch._aot_autograd",  # the same
+        "torch.testing._internal.distributed.fake_pg",  # makes a backend, which a simulated world alone should have
+    ],
+}
+
+
+def test_functions_import_nothing_that_the_file_could():
+    functions = [
+        (path, name)
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in imports(node)
+    ]
+    wrong = [
+        f"{path} imports {name} inside a function"
+        for path, name in functions
+        if not any(f"{name}.".startswith(f"{late}.") for late in IMPORTED_LATE.get(str(path), []))
     ]
     assert not wrong, "\n".join(wrong)
 

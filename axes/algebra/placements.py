@@ -175,8 +175,15 @@ _KNOWN = ("Replicate", "Shard", "_StridedShard", "Partial")
 """torch's placements by name. What is derived of them means something else: a `_MaskPartial` isn't a sum."""
 
 
-def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
+def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int, shape: Sequence[int] | None = None) -> Sharding:
     """The sharding of placements on the axes of a mesh; see `Sharding.from_placements`."""
+    found = _read(mesh, placements, ndim)
+    if shape is not None:
+        check_torch_can(found, shape)
+    return found
+
+
+def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
     if len(placements) != mesh.ndim:
         raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
     pieces: list[list[_Piece]] = [[_Piece(None, None)] for _ in range(ndim)]

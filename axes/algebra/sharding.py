@@ -209,15 +209,10 @@ class Sharding:
         >>> Sharding.from_placements(Mesh("dp=2 tp=2"), [Shard(0), Replicate()], 2).spec
         '_@dp _'
         """
-        from axes.algebra.placements import check_torch_can, sharding_from
-
         count = whole_number(ndim)
         if count is None or count < 0:
             raise SizeError(f"ndim is a whole number from 0; found {shown(ndim)}")
-        sharding = sharding_from(mesh, tuple(placements), count)
-        if shape is not None:
-            check_torch_can(sharding, shape)
-        return sharding
+        return seam.runtime("Sharding.from_placements").from_placements(mesh, tuple(placements), count, shape)
 
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""

@@ -32,11 +32,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import use_mesh
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, suggestion
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import use_mesh
 from axes.algebra.sizes import checked_size
 from axes.ops.autocast import is_cast, of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum

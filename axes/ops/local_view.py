@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from axes.algebra.ambient import ambient_mesh, required_mesh
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, recipe
 from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import required_mesh
 from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import Program, bind

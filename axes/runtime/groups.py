@@ -28,18 +28,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError, MeshError, shortened
 from axes.algebra.layout import Layout, digits
+from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
 from axes.runtime.agreement import Meeting, Seat, agree, digest, ranks_text
-
-if TYPE_CHECKING:
-    from axes.algebra.mesh import Mesh
 
 _FAKE = "fake"
 _WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}

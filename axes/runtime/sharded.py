@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra import seam
-from axes.algebra.ambient import ambient_mesh, required_mesh
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
+from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, Sharding, marked_sharding, parsed_sharding, state_of
 from axes.algebra.sizes import checked_rank, checked_shape, written_sizes
 from axes.algebra.state import State

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch._C import _functorch as functorch
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -340,8 +340,6 @@ def _mesh_layout(dims: Sequence[Sequence[Mode]]) -> Any:
 
 def _real_tensors() -> Any:
     """Makes real tensors even under a `FakeTensorMode`. A public equivalent would replace it."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     return unset_fake_temporarily()
 
 
@@ -401,8 +399,6 @@ def forget_dtensor_world() -> None:
     shape of the last one (tried: `x + 1` of 20 rows over 8 ranks, as rank 0, then as rank 7). Would
     be replaced by `destroy_process_group` doing so.
     """
-    from torch.distributed.tensor import _random, _redistribute
-
     # What torch.distributed.tensor.debug's functions do; to import that package takes numpy (2.11, 2.13).
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
