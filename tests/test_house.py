@@ -14,7 +14,7 @@ import graphlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,38 @@ def test_no_import_for_types_is_part_of_a_circle_but_those_of_the_mesh():
 def test_the_search_for_circles_finds_them():
     assert set(circle({"a": ["b"], "b": ["c"], "c": ["b"]})) == {"b", "c"}
     assert not circle({"a": ["b", "c"], "b": ["c"], "c": []})
+
+
+def repeated(found: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Names that several files have, with these files."""
+    files: dict[str, set[str]] = {}
+    for name, path in found:
+        files.setdefault(name, set()).add(str(path))
+    return {name: sorted(where) for name, where in files.items() if len(where) > 1}
+
+
+def test_a_file_has_one_name_in_the_whole_library():
+    assert not repeated((path.name, path) for path in MODULES if path.name != "__init__.py")
+
+
+def test_a_class_has_one_name_in_the_whole_library():
+    assert not repeated(
+        (node.name, path) for path in MODULES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)
+    )
+
+
+# Public functions that say in names what one of the same name does to layouts, lines or what torch keeps.
+SAID_TWICE = {
+    "all_gather": ["axes/ops/collectives.py", "axes/runtime/lines.py"],
+    "all_to_all": ["axes/ops/collectives.py", "axes/runtime/lines.py"],
+    "plan": ["axes/algebra/plan.py", "axes/algebra/redistribution.py"],
+    "spec_of": ["axes/runtime/sharded.py", "axes/runtime/torch_private.py"],
+}
+
+
+def test_a_function_has_one_name_in_the_whole_library():
+    functions = [(node.name, path) for path in MODULES for node in tree(path).body if isinstance(node, ast.FunctionDef)]
+    assert repeated((name, path) for name, path in functions if not name.startswith("_")) == SAID_TWICE
 
 
 # What a function may import, and why it isn't imported at the top of the file.

@@ -30,7 +30,7 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates
 from axes.algebra.planning.crossing import crossings
-from axes.algebra.planning.form import Digit, common, state_of
+from axes.algebra.planning.form import Digit, common, state_of_form
 from axes.algebra.planning.step import Step
 from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.state import State, check_state, largest_tile
@@ -228,7 +228,7 @@ class _Assembly:
         return tuple(made)
 
     def _state(self, leg: Leg) -> State:
-        return leg.outside or state_of(leg.space, leg.target)
+        return leg.outside or state_of_form(leg.space, leg.target)
 
     def step(self, leg: Leg, source: State, target: State) -> Step:
         bytes_of = self.itemsize

@@ -41,7 +41,7 @@ from axes.algebra.sizes import checked_size
 from axes.ops.autocast import is_cast, of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
-from axes.ops.shard_map import run
+from axes.ops.shard_map import run_region
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
@@ -368,7 +368,7 @@ def _applied(
     local = functools.partial(_cast, what, local)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
-        return run(local, expression, tuple(tensors), {}, mesh)
+        return run_region(local, expression, tuple(tensors), {}, mesh)
     if any(distributed):
         for x in tensors:
             check_not_wrapped(f"axes.{what}", x)

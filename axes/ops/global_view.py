@@ -1,8 +1,8 @@
 """Recipes on DTensors: one autograd function per call, whose gradient is one more recipe.
 
-    y = apply("einsum", "b s d, d f@tp -> b s f@tp", "sum", (x, w))
+    y = apply_global("einsum", "b s d, d f@tp -> b s f@tp", "sum", (x, w))
 
-The shards are taken out, a `Program` runs on them outside of autograd, and a DTensor is put around
+The shards are taken out, a `BoundRecipe` runs on them outside of autograd, and a DTensor is put around
 the result. Backward takes the cotangent in whatever sharding it comes: the gradient's recipe is
 derived from the forward's (`axes.algebra.flow.gradient`), applied the same way, and can be
 differentiated again. What a gradient has pending stays so until something needs it: a leaf resolves
@@ -31,17 +31,17 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops import autocast
 from axes.ops.extents import Extents, extents_of, traced_extents
-from axes.ops.recipes import Program, bind
+from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import torch_private
 from axes.runtime.border import counted_whole, enter_global, leave_global
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import current_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both, is_plain
-from axes.runtime.reshard import resharded, settled
+from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints, is_symbolic, spec_at
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -59,7 +59,7 @@ _LINEAR_OPS = ("sum", "mean")
 class Global:
     """A program for DTensors: what it does to their shards, and what is put around the result."""
 
-    program: Program
+    program: BoundRecipe
     device_mesh: Any
     placements: tuple[Any, ...]
 
@@ -119,13 +119,13 @@ def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return tuple(found)
 
 
-def check_grad(grad: object) -> None:
+def check_grad_of_leaves(grad: object) -> None:
     """`ShardingError` for a `grad` that is none of the two."""
     if grad != "resolved" and grad != "pending":
         raise ShardingError(f"grad is 'resolved' or 'pending'; found {shown(grad)}")
 
 
-def apply(
+def apply_global(
     kind: str,
     text: str,
     op: Op,
@@ -239,11 +239,11 @@ def _global(extents: Extents, device_mesh: Any, comm_dtype: Dtypes, async_op: bo
 def _function(made: Global) -> Callable[..., DTensor]:
     op = made.recipe.op
     if made.recipe.kind != "reduce" or op in _LINEAR_OPS:
-        return _Linear.apply
-    return _Extreme.apply if op in ("max", "min") else _on_shards
+        return _LinearRecipe.apply
+    return _ExtremeRecipe.apply if op in ("max", "min") else _on_shards
 
 
-class _Linear(torch.autograd.Function):
+class _LinearRecipe(torch.autograd.Function):
     """What is linear in each operand. The gradient is a recipe of the same kind, and differentiable."""
 
     @staticmethod
@@ -308,7 +308,7 @@ def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTens
 
 def _applied_back(back: Global, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
     if torch.is_grad_enabled():
-        return _Linear.apply(back, cotangent, *others)
+        return _LinearRecipe.apply(back, cotangent, *others)
     return back.run((cotangent, *others), owned=False)  # nobody changes a gradient before a leaf has it
 
 
@@ -353,7 +353,7 @@ def _as_sum(forward: Recipe) -> Recipe:
     return replace(forward, op="sum", result=kept)
 
 
-class _Extreme(torch.autograd.Function):
+class _ExtremeRecipe(torch.autograd.Function):
     """A maximum or minimum. The gradient goes to where it was reached, in equal parts."""
 
     @staticmethod
@@ -374,7 +374,7 @@ class _Extreme(torch.autograd.Function):
         local = torch_private.local_of(x)
         reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
         count = spread.program.run(_counting(made).run(reached))
-        taken = _Linear.apply(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
+        taken = _LinearRecipe.apply(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
         return None, _Scaled.apply(taken, reached / count)
 
 
@@ -398,7 +398,7 @@ class _Scaled(torch.autograd.Function):
 
 
 @_per_program
-def _counting(made: Global) -> Program:
+def _counting(made: Global) -> BoundRecipe:
     """The sum with the same names as a maximum."""
     return bind(made.program.extents.derived(_as_sum), "global")
 
@@ -454,4 +454,4 @@ class _Cast(torch.autograd.Function):
         return None if cotangent is None else _cast(cotangent, ctx.dtype), None
 
 
-__all__ = ["Global", "apply"]
+__all__ = ["Global", "apply_global"]

@@ -1,6 +1,6 @@
 """Recipes on plain tensors that hold this rank's shard: the same expressions, under torch's autograd.
 
-    y = apply("rearrange", "b s@cp (h d) -> b s h@cp d", "", (x,), mesh, (("h", 16),))
+    y = apply_local("rearrange", "b s@cp (h d) -> b s h@cp d", "", (x,), mesh, (("h", 16),))
 
 The left side declares what the shards are; `redistribute` brings the gradients of what is sent, by
 the rules of the local view, and torch's autograd those of everything else.
@@ -22,7 +22,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
 from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
-from axes.ops.recipes import Program, bind
+from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import current_world
@@ -36,7 +36,7 @@ ALONE = Mesh("rank=1")
 """Where an expression is looked up that names no axis."""
 
 
-def apply(
+def apply_local(
     kind: str,
     text: str,
     op: Op,
@@ -104,7 +104,7 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     return _run(bind(traced_extents(find, shapes, sizes), "local", comm_dtype), operands)
 
 
-def _run(made: Program, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def _run(made: BoundRecipe, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     if torch_private.autocast_may_be_on():
         dtype = autocast.wanted(made.extents, operands)
         if dtype is not None:
@@ -134,7 +134,7 @@ def _made(
     sizes: Sizes,
     comm_dtype: Dtypes,
     async_op: bool,
-) -> Program:
+) -> BoundRecipe:
     _check_mesh(mesh, text)
     found = recipe(kind, text, op, (None,) * len(shapes), tuple(tuple(shape) for shape in shapes), mesh, sizes)
     return bind(extents_of(found), "local", comm_dtype, async_op)

@@ -23,15 +23,15 @@ from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
-from axes.ops.global_view import Grad, check_grad
+from axes.ops.global_view import Grad, check_grad_of_leaves
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
-from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.reshard import Route, route, routed, same_axes, settled
+from axes.runtime.routes import Route, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
+from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -77,7 +77,7 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    check_grad(grad)
+    check_grad_of_leaves(grad)
     given = written_sizes(keywords, sizes)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
@@ -174,7 +174,7 @@ def _of_shard(
             f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"
         )
     _check_dims(spec)
-    return local_view.apply("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op)
+    return local_view.apply_local("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op)
 
 
 @read_once

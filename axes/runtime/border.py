@@ -44,10 +44,10 @@ from axes.algebra.state import State
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Frame, frame_of
-from axes.runtime.reshard import Route, Spec, gradient_sharding, route
+from axes.runtime.routes import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
+from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
 __all__ = [

@@ -154,17 +154,17 @@ def _pop() -> None:
 
 @torch.compiler.assume_constant_result
 def _keep_entered() -> str:
-    meshes = _entered.get(torch_private.trace())
+    meshes = _entered.get(torch_private.current_trace())
     return kept.keep(meshes[-1]) if meshes else ""
 
 
 @torch.compiler.assume_constant_result
 def _enter(mesh: Mesh) -> bool:
-    _entered.setdefault(torch_private.trace(), []).append(mesh)
+    _entered.setdefault(torch_private.current_trace(), []).append(mesh)
     return True
 
 
 @torch.compiler.assume_constant_result
 def _leave() -> bool:
-    _entered[torch_private.trace()].pop()
+    _entered[torch_private.current_trace()].pop()
     return True

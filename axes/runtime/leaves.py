@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
-from axes.runtime.placements import sharding_of_spec
-from axes.runtime.reshard import resharded
+from axes.runtime.routes import resharded
 from axes.runtime.symbols import is_symbolic, spec_at
+from axes.runtime.torch_placements import sharding_of_spec
 
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""

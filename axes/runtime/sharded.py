@@ -44,10 +44,10 @@ from axes.runtime.border import (
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.leaves import resolving, used
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import sharding_of_spec, torch_placements
-from axes.runtime.reshard import resharded, route, routed, settled, unsharded
+from axes.runtime.routes import resharded, route, routed, settled, unsharded
 from axes.runtime.shards import Described, Given, shard_of, traced_shard_of
 from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_not_wrapped, check_whole, refuse_transform
 
 Sizes = Mapping[str, int]

@@ -706,7 +706,7 @@ autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device type: a third of the price of `torch.is_autocast_enabled(device_type)`."""
 
 
-def trace() -> object:
+def current_trace() -> object:
     """What stands for this attempt of dynamo's to trace a function; the next attempt has another.
 
     Would be replaced by a public way to keep something for the time of a trace.

@@ -36,10 +36,10 @@ from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, Ends, both, carried, program
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
+from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
 Spec = Any
