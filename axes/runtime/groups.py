@@ -37,7 +37,7 @@ from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
-from axes.runtime.agreement import Meeting, Seat, agree, digest, ranks_text
+from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text
 
 _FAKE = "fake"
 _WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
@@ -156,7 +156,7 @@ class World:
         self.size = dist.get_world_size()
         self.backend = str(dist.get_backend(default))
         self.fake = self.backend == _FAKE
-        self.seat = Seat(default.get_group_store(), self.rank)
+        self.member = Member(default.get_group_store(), self.rank)
         self.started_here = False
         self.era = object()  # what was made of groups is good for as long as this one lasts
         self.lock = threading.RLock()
@@ -169,12 +169,12 @@ class World:
         whole = range(self.size)
         self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(default, whole, self.backend, _NO_OPTIONS, "default")
 
-    def meeting(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Meeting:
-        """The next meeting of a kind among these ranks: each call is one attempt."""
-        meeting = Meeting(subject, members, kind, 0, advice)
-        attempt = self.attempts[meeting.topic]
-        self.attempts[meeting.topic] += 1
-        return replace(meeting, attempt=attempt) if attempt else meeting
+    def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Barrier:
+        """The next barrier of a kind among these ranks: each call is one attempt."""
+        barrier = Barrier(subject, members, kind, 0, advice)
+        attempt = self.attempts[barrier.topic]
+        self.attempts[barrier.topic] += 1
+        return replace(barrier, attempt=attempt) if attempt else barrier
 
 
 _current: World | None = None
@@ -416,7 +416,7 @@ def _made(
     device_type: str,
     waits: timedelta,
 ) -> _Entry:
-    meeting = world.meeting(
+    barrier = world.barrier(
         "group",
         ranks,
         f"the group of {ranks_text(ranks)} ('{name}')",
@@ -425,13 +425,13 @@ def _made(
     )
     if not world.fake:
         agree(
-            world.seat,
-            meeting,
+            world.member,
+            barrier,
             " ".join([ranks_text(ranks), "in this order,", backend, options.text]).strip(),
             waits,
         )
     content = torch_private.marked(mark) if mark else _digest(backend, options)
-    again = f"_{meeting.attempt}" if meeting.attempt else ""
+    again = f"_{barrier.attempt}" if barrier.attempt else ""
     pg_options = None if world.fake else copy.deepcopy(options.pg_options)
     timeout = options.timeout or torch_private.options_timeout(pg_options) or _default_timeout(world, device_type)
     assert isinstance(timeout, timedelta)
@@ -446,7 +446,7 @@ def _made(
             f"axes {name}",
         )
     except dist.DistError as error:
-        raise DesyncError(f"the members of {meeting.subject} agreed on it, then connecting failed: {error}") from error
+        raise DesyncError(f"the members of {barrier.subject} agreed on it, then connecting failed: {error}") from error
     return _Entry(group, ranks, backend, options, "made")
 
 

@@ -313,7 +313,7 @@ def _check(made: Plan, ends: Ends, comm_dtype: torch.dtype | None) -> Callable[[
     advice = "Every rank of a mesh redistributes the same tensors in the same order"
 
     def check() -> None:
-        agree(world.seat, world.meeting("redistribute", members, subject, advice), statement, timeout)
+        agree(world.member, world.barrier("redistribute", members, subject, advice), statement, timeout)
 
     return check
 
