@@ -23,7 +23,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from axes.algebra.cost import CostModel, Model, Traffic, members_of_node, node_size
 from axes.algebra.errors import ShardingError
@@ -195,7 +195,7 @@ class _Assembly:
     def __init__(self, source: State, target: State, shape: tuple[int, ...], itemsize: int, model: Model):
         self.source, self.target, self.shape = source, target, shape
         self.itemsize, self.model = itemsize, model
-        self.near = cache(self._near)
+        self.near = lru_cache(maxsize=4096)(self._near)
 
     def weight(self, order: int, legs: Legs) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""

@@ -35,7 +35,7 @@ from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import torch_private
 from axes.runtime.border import counted_whole, enter_global, leave_global
 from axes.runtime.graphs import known, node_of_graph, number_of
-from axes.runtime.groups import current_world
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
 from axes.runtime.redistribute import Dtypes, both, is_plain
@@ -91,7 +91,7 @@ Made = TypeVar("Made")
 
 def _per_program(make: Callable[..., Made]) -> Callable[..., Made]:
     """Made once for each program and key; anew in a graph with symbolic sizes, which has programs of its own."""
-    kept = functools.lru_cache(maxsize=8192)(make)
+    kept = of_world(8192)(make)
 
     @functools.wraps(make)
     def made(program: Global, *key: Any) -> Made:
@@ -150,8 +150,7 @@ def apply_global(
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
         return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple([torch_private.spec_of(x) for x in operands])
-    era = current_world().era
-    made = _made(era, kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
     return _applied(made, operands, grad)
 
 
@@ -164,7 +163,7 @@ def _node(number: int, leaves: tuple[bool, ...], given: tuple[int, ...], *operan
     kind, text, op, mesh, is_given, names, comm_dtype = known(number)
     specs, sizes = tuple([torch_private.spec_of(x) for x in operands]), tuple(zip(names, given, strict=True))
     if not any(is_symbolic(spec.shape) for spec in specs) and not is_symbolic(given):
-        made = _made(current_world().era, kind, text, op, specs, mesh, is_given, sizes, comm_dtype, False)
+        made = _made(kind, text, op, specs, mesh, is_given, sizes, comm_dtype, False)
     else:
         find = functools.partial(_recipe, kind, text, op, specs, mesh, is_given)
         extents = traced_extents(find, [tuple(spec.shape) for spec in specs], sizes)
@@ -193,9 +192,8 @@ def _run(made: Global, *operands: DTensor) -> DTensor:
     return made.run(operands)
 
 
-@functools.lru_cache(maxsize=8192)
+@of_world(8192)
 def _made(
-    era: object,
     kind: str,
     text: str,
     op: Op,

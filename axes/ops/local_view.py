@@ -25,7 +25,7 @@ from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of
-from axes.runtime.groups import current_world
+from axes.runtime.groups import of_world
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.symbols import is_symbolic
 from axes.runtime.transforms import check_shards
@@ -59,9 +59,9 @@ def apply_local(
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)
-    era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
-    made = _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
+    make = _made_alone if mesh.binding is None else _made
+    made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
         operands = (_Owning.apply(operands[0]),)
     return _run(made, operands)
@@ -92,10 +92,10 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     """The operation as one node of a graph; there, every collective is waited for where it is used."""
     kind, text, op, mesh, names, comm_dtype = known(number)
     sizes = tuple(zip(names, given, strict=True))
-    era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape for x in operands])
     if not any(map(is_symbolic, (*shapes, given))):
-        return _run(_made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, False), operands)
+        make = _made_alone if mesh.binding is None else _made
+        return _run(make(kind, text, op, shapes, mesh, sizes, comm_dtype, False), operands)
     _check_mesh(mesh, text)
 
     def find(shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
@@ -123,9 +123,8 @@ def _mesh_for(kind: str, text: str) -> Mesh:
     return required_mesh(None, f"axes.{kind} of plain tensors") if "@" in text else ALONE
 
 
-@functools.lru_cache(maxsize=8192)
+@of_world(8192)
 def _made(
-    era: object,
     kind: str,
     text: str,
     op: Op,
@@ -138,6 +137,10 @@ def _made(
     _check_mesh(mesh, text)
     found = recipe(kind, text, op, (None,) * len(shapes), tuple(tuple(shape) for shape in shapes), mesh, sizes)
     return bind(extents_of(found), "local", comm_dtype, async_op)
+
+
+_made_alone = functools.lru_cache(maxsize=8192)(_made.__wrapped__)
+"""The same for meshes that belong to no world."""
 
 
 def _check_mesh(mesh: Mesh, text: str) -> None:

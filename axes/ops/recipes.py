@@ -92,7 +92,7 @@ def _summed_as_sent(
     # In the global view the gradient is a program of its own.
     wires = (there, back) if view == "local" else (there, there)
 
-    @functools.cache
+    @functools.lru_cache(maxsize=16)
     def run_for(dtype: torch.dtype) -> Run:
         wider = [wire for wire in wires if wire is not None and _is_wider(wire, dtype)]
         if not wider:

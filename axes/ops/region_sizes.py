@@ -32,7 +32,6 @@ from axes.ops.regions import (
     result_sharding,
     whole_size,
 )
-from axes.runtime.groups import current_world
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, spec_at, stand_in
 from axes.runtime.torch_placements import sharding_of_spec
 
@@ -62,10 +61,10 @@ def traced_results(asked: Asked, specs: Sequence[Held], shapes: Sequence[Shape])
 
 def _region(asked: Asked, specs: Sequence[Held], every: bool) -> tuple[Region, Sizes]:
     """The region at numbers, and the symbolic sizes of its names. `every` size is the number of this call."""
-    era, reading = current_world().era, read_region(asked[0])
+    reading = read_region(asked[0])
     shapes = [tuple(spec.shape) for spec in specs]
     if not any(map(is_symbolic, shapes)):
-        found = region_of(era, *asked, tuple(specs))
+        found = region_of(*asked, tuple(specs))
         return found, found.sizes
     if every:
         numbers, symbols = [tuple(map(fixed, shape)) for shape in shapes], {}
@@ -79,7 +78,7 @@ def _region(asked: Asked, specs: Sequence[Held], every: bool) -> tuple[Region, S
             for tensor in dims
         ]
         symbols = {d.name: d.size for tensor in dims for d in tensor}
-    found = region_of(era, *asked, tuple(map(spec_at, specs, numbers)))
+    found = region_of(*asked, tuple(map(spec_at, specs, numbers)))
     return found, {**found.sizes, **symbols}
 
 

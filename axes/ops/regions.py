@@ -3,7 +3,7 @@
 With what the tensors that go in know of themselves it is a `Region`, and with the shapes that the
 function has returned on this rank it says how the results lie:
 
-    region = region_of(era, "b@dp s d, d f@tp -> b@dp s f@tp", mesh, False, specs)
+    region = region_of("b@dp s d, d f@tp -> b@dp s f@tp", mesh, False, specs)
     placed(region, ((2, 8, 16),))                      # placements, global shape
 
 All of it is found from a few values that can be hashed, and remembered. Nothing here runs anything.
@@ -28,6 +28,7 @@ from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, S
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.border import named_in as _named_in
 from axes.runtime.border import unordered_in as _unordered_in
+from axes.runtime.groups import of_world
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
 Axes = tuple[str, ...]
@@ -162,9 +163,9 @@ def _input(place: int, spec: Spec, held: Held) -> RegionInput:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def region_of(era: object, expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
-    """The region of tensors with these `DTensorSpec`s; `era` is that of their world.
+@of_world(1024)
+def region_of(expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
+    """The region of tensors with these `DTensorSpec`s.
 
     `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one.
     """
@@ -339,7 +340,7 @@ class Placed:
     shape: tuple[Any, ...]
 
 
-@functools.lru_cache(maxsize=1024)
+@of_world(1024)
 def placed(region: Region, shapes: tuple[Shape, ...]) -> tuple[Placed, ...]:
     """What the results are outside that have these shapes on this rank."""
     reading = region.reading

@@ -8,7 +8,6 @@ y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: wha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from axes.ops.global_view import Grad, check_grad_of_leaves
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import Route, route, routed, same_axes, settled
@@ -123,9 +123,8 @@ def _reshard(
     return found.take(x, async_op)
 
 
-@functools.lru_cache(maxsize=8192)
+@of_world(8192)
 def _route(
-    era: object,
     spec: Any,
     target: str | Sharding,
     mesh: Mesh | None,
@@ -146,7 +145,7 @@ def _route(
                 f"  source  {source}\n  target  {target}"
             )
         target = _target(source, target, tuple(spec.shape), mesh, ambient, sizes)
-    return route(era, spec, target, comm_dtypes)
+    return route(spec, target, comm_dtypes)
 
 
 def _target(

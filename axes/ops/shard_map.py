@@ -68,7 +68,6 @@ from axes.ops.regions import Region, check_count, located, mesh_of_names, placed
 from axes.runtime import torch_private
 from axes.runtime.border import _Leave, enter_global, leave_global
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
-from axes.runtime.groups import current_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.lines import Claim, disagreement
 from axes.runtime.packing import strides_of
@@ -191,7 +190,7 @@ def run_region(
     asked = expression, mesh if mesh is not None else ambient.ambient_mesh(), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check)
-    region = region_of(current_world().era, *asked, tuple([torch_private.spec_of(x) for x in tensors]))
+    region = region_of(*asked, tuple([torch_private.spec_of(x) for x in tensors]))
     shards = _left(region, tensors)
     if check:
         _check_gradients(region, shards, check)
@@ -320,7 +319,7 @@ def _keep_mesh(number: int, device_meshes: tuple[Any, ...]) -> str:
     expression, mesh, is_given = known(number)
     if not device_meshes:
         # No tensor's node has looked at it yet.
-        region_of(current_world().era, expression, mesh, is_given, ())
+        region_of(expression, mesh, is_given, ())
     return kept.keep(mesh_of_names(mesh, is_given, device_meshes))
 
 

@@ -14,21 +14,23 @@ rank. An axis that covers the world in rank order is the default group, where it
 device.
 
 What this process knows of the running world is kept in one `World`, the only state that axes
-shares; it goes when the world does.
+shares; it goes when the world does. So does what was made of groups and device meshes, and is
+remembered: a function of these is cached by `of_world`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -143,6 +145,9 @@ class _Entry:
     names: dict[str, None] = field(default_factory=dict)
 
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
 _NO_OPTIONS = GroupOptions()
 _Key = tuple[Sequence[int], str, GroupOptions]
 
@@ -158,14 +163,13 @@ class World:
         self.fake = self.backend == _FAKE
         self.member = Member(default.get_group_store(), self.rank)
         self.started_here = False
-        self.era = object()  # what was made of groups is good for as long as this one lasts
         self.lock = threading.RLock()
         self.attempts: Counter[str] = Counter()
         self.groups: dict[_Key, _Entry] = {}
-        self.found: dict[tuple[Mesh, Layout, str], _Entry] = {}
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
+        self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
         whole = range(self.size)
         self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(default, whole, self.backend, _NO_OPTIONS, "default")
 
@@ -195,6 +199,40 @@ def current_world() -> World:
     return _current
 
 
+class OfWorld(Protocol[P, R]):
+    """A function that remembers, for each world, what it found."""
+
+    @property
+    def __wrapped__(self) -> Callable[P, R]:
+        """The function itself."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """What the function gives in the running world."""
+
+
+def of_world(maxsize: int) -> Callable[[Callable[P, R]], OfWorld[P, R]]:
+    """A cache of up to `maxsize` results that lives on the running world, and goes with it.
+
+    For functions that make something of groups, device meshes or what DTensors know of themselves; an entry
+    of another world would be wrong, and would keep its groups alive. Arguments are positional.
+    """
+
+    def decorate(make: Callable[P, R]) -> OfWorld[P, R]:
+        @functools.wraps(make)
+        def found(*key: Any) -> Any:
+            world = _current
+            if world is None or world.default() is not dist.group.WORLD:
+                world = current_world()
+            cache = world.caches.get(make)
+            if cache is None:
+                cache = world.caches[make] = functools.lru_cache(maxsize)(make)
+            return cache(*key)
+
+        return cast("OfWorld[P, R]", found)
+
+    return decorate
+
+
 def forget_groups() -> None:
     """Forgets the world without touching its groups: for who ends a world by other means."""
     global _current
@@ -207,13 +245,16 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
     Made at first use, together with the other members; later one dictionary look-up. Raises
     `MeshError` on a rank outside the mesh, `DesyncError` where members disagree or don't come.
     """
-    world = current_world()
-    entry = world.found.get((mesh, layout, name))
-    if entry is None:
-        with world.lock:
-            entry = world.found[mesh, layout, name] = _obtained(world, mesh, layout, name)
+    entry = _entry(mesh, layout, name)
     entry.asked += 1
     return entry.group
+
+
+@of_world(4096)
+def _entry(mesh: Mesh, layout: Layout, name: str) -> _Entry:
+    world = current_world()
+    with world.lock:
+        return _obtained(world, mesh, layout, name)
 
 
 def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
@@ -274,9 +315,8 @@ def destroy_process_groups() -> None:
         forget_groups()
         return
     world.groups = {key: entry for key, entry in world.groups.items() if entry.origin == "default"}
-    for cache in (world.found, world.device_meshes, world.meshes, world.roots):
-        cache.clear()
-    world.era = object()
+    for known in (world.device_meshes, world.meshes, world.roots, world.caches):
+        known.clear()
 
 
 def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str) -> None:

@@ -34,7 +34,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.runtime import torch_private
 from axes.runtime.graphs import kept
-from axes.runtime.groups import current_world, group_of
+from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import ordered, unordered
 
 AxisName = str | tuple[str, ...]
@@ -116,12 +116,12 @@ def _line(mesh: Mesh, axis: AxisName) -> Line:
     world = current_world()
     if mesh.rank != world.rank:
         raise MeshError(f"a collective runs on rank {world.rank}, this one; the mesh is seen from rank {mesh.rank}")
-    return _line_of(world.era, mesh, axis)
+    return _line_of(mesh, axis)
 
 
-@functools.lru_cache(maxsize=1024)
-def _line_of(era: object, mesh: Mesh, axis: AxisName) -> Line:
-    """The line of an axis; `era` is that of the world whose group it holds."""
+@of_world(1024)
+def _line_of(mesh: Mesh, axis: AxisName) -> Line:
+    """The line of an axis, and its group."""
     layout, name = axis_layout(mesh, axis)
     if layout.size == 1:
         return Line(name, 1, 0)

@@ -12,7 +12,6 @@ take these DTensors as they take their own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -42,6 +41,7 @@ from axes.runtime.border import (
     unordered_in,
 )
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, used
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import resharded, route, routed, settled, unsharded
@@ -234,7 +234,7 @@ def _left(x: DTensor, spec: str | None, where: Mesh | None, grad: str | None) ->
     return leave_global(x, counted)
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _leaving(
     held: Any, spec: str | None, where: Mesh | None, grad: str | None, needed: bool
 ) -> tuple[tuple[Placement, ...] | None, list[State]]:

@@ -28,7 +28,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _random, _redistribute
+from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -392,7 +392,7 @@ def fake_store() -> dist.Store:
 
 
 def forget_dtensor_world() -> None:
-    """Drops what DTensor keeps of a world: sharding propagation, redistributions, random state.
+    """Drops what DTensor keeps of a world: sharding propagation, redistributions, costs, random state.
 
     Its caches are keyed by meshes, which compare equal though another rank made them: in the next
     world of this process an operation would answer with the mesh, the coordinate and the local
@@ -403,6 +403,11 @@ def forget_dtensor_world() -> None:
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    for module, name in (
+        (_redistribute, "clear_redistribute_planner_cache"),  # 2.13
+        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
+    ):
+        getattr(module, name, lambda: None)()
     _random._rng_tracker = None
 
 
@@ -712,6 +717,26 @@ def current_trace() -> object:
     Would be replaced by a public way to keep something for the time of a trace.
     """
     return TracingContext.get()
+
+
+def keep_with_graph(kept: Callable[[], None]) -> bool:
+    """Has the graph that dynamo traces keep something alive, with its code and with itself. False outside of a trace.
+
+    A backend may keep the graph and not the code. dynamo calls what it keeps with the code when that goes
+    (2.11 to 2.13). Would be replaced by a public way to give a graph something of one's own.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return False
+    output.cleanups.append(kept)  # type: ignore[arg-type]
+    tracer = output.current_tracer
+    while tracer is not None:
+        tracer.graph.__dict__.setdefault("_kept_by_axes", []).append(kept)
+        tracer = tracer.parent
+    return True
 
 
 def inputs_with_guarded_sizes() -> list[tuple[DTensor, DTensor]]:
