@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -62,6 +62,7 @@ class Global:
     program: BoundRecipe
     device_mesh: Any
     placements: tuple[Any, ...]
+    caches: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     @property
     def recipe(self) -> Recipe:
@@ -90,12 +91,16 @@ Made = TypeVar("Made")
 
 
 def _per_program(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Made once for each program and key; anew in a graph with symbolic sizes, which has programs of its own."""
-    kept = of_world(8192)(make)
+    """Made once for each program and key, and kept by the program; in a graph with symbolic sizes, made anew."""
 
     @functools.wraps(make)
     def made(program: Global, *key: Any) -> Made:
-        return (make if program.program.extents.is_symbolic else kept)(program, *key)
+        if program.program.extents.is_symbolic:
+            return make(program, *key)
+        kept = program.caches.get(make)
+        if kept is None:
+            kept = program.caches[make] = functools.lru_cache(maxsize=256)(functools.partial(make, program))
+        return kept(*key)
 
     return made
 

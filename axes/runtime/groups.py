@@ -187,7 +187,7 @@ _current: World | None = None
 def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
     global _current
-    default = dist.group.WORLD
+    default = torch_private.TORCH_WORLD.default_pg
     if _current is not None:
         if default is not None and _current.default() is default:
             return _current
@@ -221,7 +221,7 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], OfWorld[P, R]]:
         @functools.wraps(make)
         def found(*key: Any) -> Any:
             world = _current
-            if world is None or world.default() is not dist.group.WORLD:
+            if world is None or world.default() is not torch_private.TORCH_WORLD.default_pg:
                 world = current_world()
             cache = world.caches.get(make)
             if cache is None:

@@ -113,9 +113,9 @@ def _line(mesh: Mesh, axis: AxisName) -> Line:
             f"a collective over {axis!r} needs a mesh that is bound to torch.distributed; {mesh!r} is algebra "
             "alone. Make it with axes.init_mesh(...)"
         )
-    world = current_world()
-    if mesh.rank != world.rank:
-        raise MeshError(f"a collective runs on rank {world.rank}, this one; the mesh is seen from rank {mesh.rank}")
+    if mesh._view is not None and mesh._view != current_world().rank:
+        rank = current_world().rank
+        raise MeshError(f"a collective runs on rank {rank}, this one; the mesh is seen from rank {mesh.rank}")
     return _line_of(mesh, axis)
 
 
