@@ -11,6 +11,7 @@ import ast
 import doctest
 import functools
 import graphlib
+import re
 import shutil
 import subprocess
 import sys
@@ -400,6 +401,19 @@ def test_the_code_of_a_page_uses_public_names_alone(page):
 )
 def test_the_search_for_what_isnt_public_finds_it(text):
     assert list(beyond_the_public_names(ast.parse(text)))
+
+
+def test_the_functions_that_the_page_of_the_house_links_are_where_it_says():
+    page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[`(\w+)`\]\(\.\./(axes/[^)]+)\)", page)
+    defined = {
+        (node.name, str(path))
+        for path in MODULES
+        for node in tree(path).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assert len(links) > 20
+    assert not set(links) - defined
 
 
 def test_the_readme_is_one_screen():
