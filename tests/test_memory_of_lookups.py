@@ -25,7 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import axes
-from axes.algebra.errors import AxesError
+from axes.algebra.errors import AxesError, MeshError
 from axes.runtime import graphs, groups
 
 FILES = str(Path(axes.__file__).parent / "*")
@@ -299,6 +299,19 @@ def test_what_a_world_has_found_is_bounded_and_not_for_the_next():
             assert [rank(i) for i in (0, 1, 2, 2)] == [mine] * 4
             info = groups.current_world().caches[rank.__wrapped__].cache_info()
             assert (info.hits, info.misses, info.currsize) == (1, 3, 2)
+
+
+def test_what_a_world_has_found_is_an_error_once_others_have_ended_it():
+    @groups.of_world(2)
+    def size(_: int) -> int:
+        return torch.distributed.get_world_size()
+
+    with axes.simulate(8):
+        assert size(0) == 8
+        torch.distributed.destroy_process_group()
+        gc.collect()
+        with pytest.raises(MeshError, match="isn't running"):
+            size(0)
 
 
 # ---------------------------------------------------------------------- the watch sees what it is for

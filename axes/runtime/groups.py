@@ -220,8 +220,8 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], OfWorld[P, R]]:
     def decorate(make: Callable[P, R]) -> OfWorld[P, R]:
         @functools.wraps(make)
         def found(*key: Any) -> Any:
-            world = _current
-            if world is None or world.default() is not torch_private.TORCH_WORLD.default_pg:
+            world, default = _current, torch_private.TORCH_WORLD.default_pg
+            if world is None or default is None or world.default() is not default:
                 world = current_world()
             cache = world.caches.get(make)
             if cache is None:
