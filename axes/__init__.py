@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from axes.algebra import seam as _seam
 
 if TYPE_CHECKING:
-    from axes.algebra.ambient import use_mesh as use_mesh
     from axes.algebra.cost import CostModel as CostModel
     from axes.algebra.errors import AxesError as AxesError
     from axes.algebra.errors import DesyncError as DesyncError
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh as Mesh
     from axes.algebra.plan import Plan as Plan
     from axes.algebra.redistribution import plan as plan
+    from axes.algebra.scopes import use_mesh as use_mesh
     from axes.algebra.sharding import Sharding as Sharding
     from axes.ops.collectives import all_gather as all_gather
     from axes.ops.collectives import all_to_all as all_to_all
@@ -79,13 +79,13 @@ if TYPE_CHECKING:
     from axes.runtime.world import init_mesh as init_mesh
 
 _HOME = {
-    "axes.algebra.ambient": ("use_mesh",),
     "axes.algebra.cost": ("CostModel",),
     "axes.algebra.errors": ("AxesError", "DesyncError", "ExpressionError", "MeshError", "ShardingError", "SizeError"),
     "axes.algebra.layout": ("Layout",),
     "axes.algebra.mesh": ("Axis", "Mesh"),
     "axes.algebra.plan": ("Plan",),
     "axes.algebra.redistribution": ("plan",),
+    "axes.algebra.scopes": ("use_mesh",),
     "axes.algebra.sharding": ("Sharding",),
     "axes.ops.collectives": (
         "all_gather",

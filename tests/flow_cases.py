@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 
 Random = stdlib_random.Random
 
@@ -228,8 +228,8 @@ def _spec(random: Random, slots: list[Slot], places: dict[str, list[str]], expli
 
 def _dim(slot: Slot, places: dict[str, list[str]], sizes: dict[str, int]) -> ShardedDim:
     if len(slot) == 1:
-        return ShardedDim((Factor(slot[0], None, tuple(places[slot[0]])),))
+        return ShardedDim((ShardedFactor(slot[0], None, tuple(places[slot[0]])),))
     first, *further = slot
     if not any(places[name] for name in further):
-        return ShardedDim((Factor(f"({' '.join(slot)})", None, tuple(places[first])),))
-    return ShardedDim(tuple(Factor(n, sizes[n], tuple(places[n])) for n in slot))
+        return ShardedDim((ShardedFactor(f"({' '.join(slot)})", None, tuple(places[first])),))
+    return ShardedDim(tuple(ShardedFactor(n, sizes[n], tuple(places[n])) for n in slot))

@@ -17,7 +17,7 @@ import numpy as np
 
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.layout import digits
-from axes.algebra.sharding import Factor, ShardedDim, Sharding
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
 
 Locals = dict[int, np.ndarray]
 
@@ -71,7 +71,7 @@ def _pieces(op: str, count: int, total: np.ndarray, random: np.random.Generator)
 
 def gather(parts: Locals, sharding: Sharding, shape: Sequence[int]) -> np.ndarray:
     """The whole array, pending reductions done; replicas must agree."""
-    unsplit = tuple(ShardedDim((Factor("_"),)) for _ in sharding.dims)
+    unsplit = tuple(ShardedDim((ShardedFactor("_"),)) for _ in sharding.dims)
     return redistribute(parts, sharding, Sharding(sharding.mesh, unsplit), shape)[sharding.mesh.universe.ranks[0]]
 
 

@@ -21,20 +21,20 @@ from hypothesis import strategies as st
 import axes
 from axes.algebra.errors import DesyncError, MeshError
 from axes.runtime import agreement
-from axes.runtime.agreement import Meeting, Seat, agree, digest, ranks_text, refuse
+from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text, refuse
 
 SECOND = timedelta(seconds=1)
 PATIENCE = timedelta(seconds=20)
 
 
-def on_threads(size: int, fn: Callable[[Seat], None], store: object = None) -> list[str | None]:
-    """`fn(seat)` on one thread for each rank; by rank the text of its `DesyncError`, if it had one."""
+def on_threads(size: int, fn: Callable[[Member], None], store: object = None) -> list[str | None]:
+    """`fn(member)` on one thread for each rank; by rank the text of its `DesyncError`, if it had one."""
     shared = dist.HashStore() if store is None else store
     ended: dict[int, str | None] = {}
 
     def run(rank: int) -> None:
         try:
-            fn(Seat(shared, rank))  # type: ignore[arg-type]
+            fn(Member(shared, rank))  # type: ignore[arg-type]
             ended[rank] = None
         except DesyncError as error:
             ended[rank] = str(error)
@@ -48,8 +48,8 @@ def on_threads(size: int, fn: Callable[[Seat], None], store: object = None) -> l
     return [ended[rank] for rank in range(size)]
 
 
-def mesh_meeting(members, attempt=0, subject="init_mesh"):
-    return Meeting(subject, members, "mesh", attempt, "Do the same.")
+def mesh_barrier(members, attempt=0, subject="init_mesh"):
+    return Barrier(subject, members, "mesh", attempt, "Do the same.")
 
 
 class CountingStore:
@@ -82,7 +82,7 @@ def test_ranks_agree_if_and_only_if_all_state_the_same(statements):
     members = range(len(statements))
     ended = on_threads(
         len(statements),
-        lambda seat: agree(seat, mesh_meeting(members), statements[seat.rank], PATIENCE),
+        lambda member: agree(member, mesh_barrier(members), statements[member.rank], PATIENCE),
     )
     if len(set(statements)) == 1:
         assert ended == [None] * len(statements)
@@ -97,7 +97,7 @@ def test_ranks_agree_if_and_only_if_all_state_the_same(statements):
 @pytest.mark.parametrize("size", [2, 8, 32])
 def test_a_rank_makes_few_store_operations_however_many_ranks_there_are(size):
     store = CountingStore()
-    ended = on_threads(size, lambda seat: agree(seat, mesh_meeting(range(size)), "same", PATIENCE), store)
+    ended = on_threads(size, lambda member: agree(member, mesh_barrier(range(size)), "same", PATIENCE), store)
     assert ended == [None] * size
     per_rank = Counter()
     for (thread, name), count in store.calls.items():
@@ -107,7 +107,7 @@ def test_a_rank_makes_few_store_operations_however_many_ranks_there_are(size):
 
 @settings(max_examples=10, deadline=None)
 @given(st.data())
-def test_meetings_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data):
+def test_barriers_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data):
     """Overlapping groups, used first in orders that the ranks choose: a circle is told at once."""
     pairs = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3)]
     groups = data.draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=4, unique=True))
@@ -115,29 +115,29 @@ def test_meetings_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data)
     same_order = all(order == list(orders[0]) for order in orders)
     passed = Counter()
 
-    def use(seat: Seat) -> None:
-        for ranks in orders[seat.rank]:
-            if seat.rank in ranks:
+    def use(member: Member) -> None:
+        for ranks in orders[member.rank]:
+            if member.rank in ranks:
                 subject = f"the group of {ranks_text(ranks)}"
-                agree(seat, Meeting(subject, ranks, "group", 0), "same", 2 * SECOND)
+                agree(member, Barrier(subject, ranks, "group", 0), "same", 2 * SECOND)
                 passed[ranks] += 1
 
     ended = on_threads(4, use)
     if same_order:
         assert ended == [None] * 4
-    # A meeting passes on all of its members or on none.
+    # A barrier passes on all of its members or on none.
     assert all(count == len(ranks) for ranks, count in passed.items())
     for error in filter(None, ended):
         assert "wait for one another" in error or "didn't come" in error or "last seen" in error
 
 
 def test_two_ranks_in_opposite_orders_learn_both_waits_before_the_time_is_up():
-    def use(seat: Seat) -> None:
+    def use(member: Member) -> None:
         orders = [[(0, 1), (0, 1, 2)], [(0, 1, 2), (0, 1)], [(0, 1, 2)]]
-        for ranks in orders[seat.rank]:
+        for ranks in orders[member.rank]:
             advice = "Use mesh.create_groups(...)"
-            meeting = Meeting(f"the group of {ranks_text(ranks)}", ranks, "group", 0, advice)
-            agree(seat, meeting, "same", PATIENCE)
+            barrier = Barrier(f"the group of {ranks_text(ranks)}", ranks, "group", 0, advice)
+            agree(member, barrier, "same", PATIENCE)
 
     for error in on_threads(3, use):
         assert error.startswith("ranks wait for one another")  # where the time is up, it says who didn't come
@@ -147,12 +147,12 @@ def test_two_ranks_in_opposite_orders_learn_both_waits_before_the_time_is_up():
 
 
 def test_a_rank_that_never_comes_is_named_with_what_it_was_last_seen_waiting_for():
-    def meet(seat: Seat) -> None:
-        if seat.rank == 2:
-            agree(seat, mesh_meeting((2, 3), subject="init_mesh over ranks 2, 3"), "x", 3 * SECOND)
-        elif seat.rank < 2:
+    def meet(member: Member) -> None:
+        if member.rank == 2:
+            agree(member, mesh_barrier((2, 3), subject="init_mesh over ranks 2, 3"), "x", 3 * SECOND)
+        elif member.rank < 2:
             time.sleep(0.2)
-            agree(seat, mesh_meeting((0, 1, 2)), "x", SECOND)
+            agree(member, mesh_barrier((0, 1, 2)), "x", SECOND)
 
     ended = on_threads(4, meet)
     assert ended[3] is None
@@ -163,13 +163,13 @@ def test_a_rank_that_never_comes_is_named_with_what_it_was_last_seen_waiting_for
 
 
 def test_a_rank_that_comes_after_the_time_was_up_gets_the_same_error_at_once():
-    def meet(seat: Seat) -> None:
-        if seat.rank == 0:
-            agree(seat, mesh_meeting(range(2)), "x", timedelta(seconds=0.3))
+    def meet(member: Member) -> None:
+        if member.rank == 0:
+            agree(member, mesh_barrier(range(2)), "x", timedelta(seconds=0.3))
         else:
-            while not seat.store.check([f"{agreement._key(mesh_meeting(range(2)))}/end"]):
+            while not member.store.check([f"{agreement._key(mesh_barrier(range(2)))}/end"]):
                 time.sleep(0.01)
-            agree(seat, mesh_meeting(range(2)), "x", timedelta(hours=1))
+            agree(member, mesh_barrier(range(2)), "x", timedelta(hours=1))
 
     ended = on_threads(2, meet)
     assert ended[0] == ended[1]
@@ -177,11 +177,11 @@ def test_a_rank_that_comes_after_the_time_was_up_gets_the_same_error_at_once():
 
 
 def test_a_rank_that_failed_passes_its_error_on():
-    def meet(seat: Seat) -> None:
-        if seat.rank == 1:
-            refuse(seat, mesh_meeting(range(3)), MeshError("no such axis"))
+    def meet(member: Member) -> None:
+        if member.rank == 1:
+            refuse(member, mesh_barrier(range(3)), MeshError("no such axis"))
         else:
-            agree(seat, mesh_meeting(range(3)), "x", PATIENCE)
+            agree(member, mesh_barrier(range(3)), "x", PATIENCE)
 
     ended = on_threads(3, meet)
     assert ended[1] is None
@@ -190,25 +190,25 @@ def test_a_rank_that_failed_passes_its_error_on():
 
 
 def test_the_next_attempt_after_a_failed_one_can_pass():
-    def meet(seat: Seat) -> None:
-        for attempt, statement in enumerate([f"differs {seat.rank}", "same"]):
+    def meet(member: Member) -> None:
+        for attempt, statement in enumerate([f"differs {member.rank}", "same"]):
             if attempt:
-                agree(seat, mesh_meeting(range(3), attempt), statement, PATIENCE)
+                agree(member, mesh_barrier(range(3), attempt), statement, PATIENCE)
             else:
                 with pytest.raises(DesyncError):
-                    agree(seat, mesh_meeting(range(3), attempt), statement, PATIENCE)
+                    agree(member, mesh_barrier(range(3), attempt), statement, PATIENCE)
 
     assert on_threads(3, meet) == [None] * 3
 
 
-def test_the_host_of_the_store_leaves_a_failed_meeting_last():
+def test_the_host_of_the_store_leaves_a_failed_barrier_last():
     hosts = []
 
-    def meet(seat: Seat) -> None:
-        if seat.rank == 0:
+    def meet(member: Member) -> None:
+        if member.rank == 0:
             hosts.append(threading.get_ident())
-        time.sleep(0.4 * seat.rank)
-        agree(seat, mesh_meeting(range(4)), f"differs {seat.rank}", PATIENCE)
+        time.sleep(0.4 * member.rank)
+        agree(member, mesh_barrier(range(4)), f"differs {member.rank}", PATIENCE)
 
     store = CountingStore()
     on_threads(4, meet, store)
@@ -435,11 +435,11 @@ def the_host_leaves():
     dist.broadcast_object_list(port)
     if rank != 0:
         store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
-    seat = Seat(store, rank)
+    member = Member(store, rank)
     time.sleep(0.3 * rank)
-    text = error_of(lambda: agree(seat, mesh_meeting(range(3)), f"rank {rank}", PATIENCE))
+    text = error_of(lambda: agree(member, mesh_barrier(range(3)), f"rank {rank}", PATIENCE))
     if rank == 0:
-        del seat, store
+        del member, store
     return text
 
 
@@ -460,7 +460,7 @@ def the_host_dies():
         time.sleep(1)
         return "gone"
     store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
-    return error_of(lambda: agree(Seat(store, rank), mesh_meeting(range(2)), "x", PATIENCE))
+    return error_of(lambda: agree(Member(store, rank), mesh_barrier(range(2)), "x", PATIENCE))
 
 
 def test_a_store_that_is_gone_is_an_error_that_says_so(world):

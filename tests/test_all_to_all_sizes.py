@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes.algebra.errors import AxesError, DesyncError, ShardingError, SizeError
-from axes.runtime.collectives import axis_layout
+from axes.runtime.lines import axis_layout
 from tests.test_collectives import AXES, DECLARATION, FLOATS, OTHERS, mesh, random
 
 Matrix = list[list[int]]

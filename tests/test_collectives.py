@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import axes
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
 from axes.ops import collectives as named
-from axes.runtime.collectives import axis_layout
+from axes.runtime.lines import axis_layout
 
 DECLARATION = ("dp=2 cp=2 tp=2", "rest = cp tp", "back = tp dp", "(dp cp tp) = rows ep")
 AXES = ("dp", "cp", "tp", "rest", "back", "ep", ("tp", "cp"), ("dp", "cp", "tp"), ("tp",), ())

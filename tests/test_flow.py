@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, gradient, recipe
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from tests.flow_cases import Case, Random, case
 from tests.flow_oracle import gather, indices, run, scatter
 
@@ -117,11 +117,11 @@ def any_sharding(random: Random, made: Recipe) -> Sharding:
             splits[choice].append(axis)
         elif choice == len(splits):
             pending.append(PendingReduction(random.choice(["sum", "mean"]), (axis,)))
-    found = Sharding(mesh, tuple(ShardedDim((Factor("_", None, tuple(s)),)) for s in splits), tuple(pending))
+    found = Sharding(mesh, tuple(ShardedDim((ShardedFactor("_", None, tuple(s)),)) for s in splits), tuple(pending))
     try:
         check_torch_can(found, result.shape)
     except ShardingError:
-        return Sharding(mesh, tuple(ShardedDim((Factor("_"),)) for _ in splits), tuple(pending))
+        return Sharding(mesh, tuple(ShardedDim((ShardedFactor("_"),)) for _ in splits), tuple(pending))
     return found
 
 

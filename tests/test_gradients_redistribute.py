@@ -26,7 +26,7 @@ import axes
 from axes.algebra.errors import ShardingError
 from axes.ops.reshard import reshard
 from axes.runtime.redistribute import redistribute
-from axes.runtime.reshard import resharded
+from axes.runtime.routes import resharded
 from tests.redistribution_cases import AXES, Placing, at, coordinate_of, pairs, varied
 
 SHAPE = (4, 8, 8)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
+import graphlib
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,118 @@ def test_no_module_imports_what_is_above_it():
         for name in imports(tree(path))
         for theirs, own in [(layer(name), layer(module_name(path)))]
         if theirs is not None and own is not None and theirs > own
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+NAMES = {module_name(path): path for path in MODULES}
+
+
+def module_of(name: str) -> str | None:
+    """The module of axes that an import of `name` runs, if any."""
+    found = name if name in NAMES else name.rpartition(".")[0]
+    return found if found in NAMES and found != "axes" else None
+
+
+def graph(typing: bool) -> dict[str, set[str]]:
+    """Which module imports which, inside functions too; with `typing` also what only type checkers import."""
+    return {
+        module: {theirs for name in imports(tree(path), typing) if (theirs := module_of(name))}
+        for module, path in NAMES.items()
+        if module != "axes"
+    }
+
+
+def circle(edges: Mapping[str, Collection[str]]) -> list[str]:
+    """Modules each of which imports the next, the last the first; none where there is no circle."""
+    try:
+        tuple(graphlib.TopologicalSorter(edges).static_order())
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def test_no_import_is_part_of_a_circle():
+    assert not circle(graph(typing=False))
+
+
+# A sharding has a mesh, and a mesh makes shardings. Below the mesh only type checkers are told of it.
+NAMED_BELOW = {
+    "axes.algebra.ambient": {"axes.algebra.mesh"},
+    "axes.algebra.seam": {"axes.algebra.mesh", "axes.algebra.sharding"},
+    "axes.algebra.sharding": {"axes.algebra.mesh"},
+}
+
+
+def test_no_import_for_types_is_part_of_a_circle_but_those_of_the_mesh():
+    running, typed = graph(typing=False), graph(typing=True)
+    for_types = {module: typed[module] - running[module] for module in typed if typed[module] - running[module]}
+    assert {module: for_types[module] for module in NAMED_BELOW} == NAMED_BELOW
+    assert not circle({module: theirs - NAMED_BELOW.get(module, set()) for module, theirs in typed.items()})
+
+
+def test_the_search_for_circles_finds_them():
+    assert set(circle({"a": ["b"], "b": ["c"], "c": ["b"]})) == {"b", "c"}
+    assert not circle({"a": ["b", "c"], "b": ["c"], "c": []})
+
+
+def repeated(found: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Names that several files have, with these files."""
+    files: dict[str, set[str]] = {}
+    for name, path in found:
+        files.setdefault(name, set()).add(str(path))
+    return {name: sorted(where) for name, where in files.items() if len(where) > 1}
+
+
+def test_a_file_has_one_name_in_the_whole_library():
+    assert not repeated((path.name, path) for path in MODULES if path.name != "__init__.py")
+
+
+def test_a_class_has_one_name_in_the_whole_library():
+    assert not repeated(
+        (node.name, path) for path in MODULES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)
+    )
+
+
+# Public functions that say in names what one of the same name does to layouts, lines or what torch keeps.
+SAID_TWICE = {
+    "all_gather": ["axes/ops/collectives.py", "axes/runtime/lines.py"],
+    "all_to_all": ["axes/ops/collectives.py", "axes/runtime/lines.py"],
+    "plan": ["axes/algebra/plan.py", "axes/algebra/redistribution.py"],
+    "spec_of": ["axes/runtime/sharded.py", "axes/runtime/torch_private.py"],
+}
+
+
+def test_a_function_has_one_name_in_the_whole_library():
+    functions = [(node.name, path) for path in MODULES for node in tree(path).body if isinstance(node, ast.FunctionDef)]
+    assert repeated((name, path) for name, path in functions if not name.startswith("_")) == SAID_TWICE
+
+
+# What a function may import, and why it isn't imported at the top of the file.
+IMPORTED_LATE = {
+    "axes/runtime/agent.py": ["torch"],  # who launches a program needs no torch: it is the ranks that have it
+    "axes/runtime/launch.py": ["torch"],  # the same
+    "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it
+    "axes/runtime/torch_private.py": [
+        "torch._dynamo",  # takes a second, and a mesh needs none of it
+        "torch._functorch._aot_autograd",  # the same
+        "torch.testing._internal.distributed.fake_pg",  # makes a backend, which a simulated world alone should have
+    ],
+}
+
+
+def test_functions_import_nothing_that_the_file_could():
+    functions = [
+        (path, name)
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in imports(node)
+    ]
+    wrong = [
+        f"{path} imports {name} inside a function"
+        for path, name in functions
+        if not any(f"{name}.".startswith(f"{late}.") for late in IMPORTED_LATE.get(str(path), []))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -287,6 +401,19 @@ def test_the_code_of_a_page_uses_public_names_alone(page):
 )
 def test_the_search_for_what_isnt_public_finds_it(text):
     assert list(beyond_the_public_names(ast.parse(text)))
+
+
+def test_the_functions_that_the_page_of_the_house_links_are_where_it_says():
+    page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[`(\w+)`\]\(\.\./(axes/[^)]+)\)", page)
+    defined = {
+        (node.name, str(path))
+        for path in MODULES
+        for node in tree(path).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assert len(links) > 20
+    assert not set(links) - defined
 
 
 def test_the_readme_is_one_screen():

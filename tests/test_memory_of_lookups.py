@@ -5,13 +5,17 @@ What calls leave behind grows in every round of calls; what axes or torch alloca
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import importlib
 import itertools
 import pkgutil
+import re
 import sys
 import tracemalloc
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,8 +25,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import axes
-from axes.algebra.errors import AxesError
-from axes.runtime import graphs
+from axes.algebra.errors import AxesError, MeshError
+from axes.runtime import graphs, groups
 
 FILES = str(Path(axes.__file__).parent / "*")
 WARM, ROUNDS, CALLS = 3, 3, 6
@@ -164,23 +168,52 @@ def again() -> axes.Mesh:
     return axes.init_mesh("a=4 b=2", device_type="cpu")
 
 
-def test_a_graph_that_is_made_again_is_given_the_numbers_that_it_had(mesh):
+def held() -> tuple[int, int]:
+    """How many things compiled graphs refer to, by number and by name."""
+    gc.collect()
+    graphs._held_by_none.clear()
+    return len(graphs._by_number), len(vars(graphs.kept))
+
+
+def test_what_a_graph_refers_to_is_gone_with_the_graph(mesh):
     x = axes.shard(torch.ones(4, 8, 4), "b@dp s@tp d")
+    torch._dynamo.reset()
+    before = held()
 
-    def numbers() -> int:
-        torch._dynamo.reset()
-        torch.compile(lambda x: axes.rearrange(axes.reshard(x, "b s@() d"), "b s d -> d b s"), backend="eager")(x)
-        return len(graphs._things)
+    def compiled() -> Callable[[DTensor], DTensor]:
+        return torch.compile(
+            lambda x: axes.rearrange(region(axes.reshard(x, "b@dp s@tp d")), "b s@tp d -> d b s"), backend="eager"
+        )
 
-    assert numbers() == numbers()
+    def counted() -> tuple[int, int]:
+        compiled()(x)
+        return held()
+
+    inside = counted()
+    assert inside[0] > before[0]
+    assert inside[1] > before[1]
+    torch._dynamo.reset()
+    assert held() == before
+    assert counted() == inside
 
 
-UNBOUNDED = {
-    "axes.algebra.plan._Assembly._near",  # gone with the assembly of one plan
-    "axes.runtime.forkserver._server_of",  # one for each process, which is one
-    "axes.runtime.graphs._number",  # compiled graphs have the numbers in them
-    "axes.runtime.transfer._run_main",  # one for the script that a process serves
-}
+def test_what_two_graphs_refer_to_stays_for_the_second(mesh):
+    x = axes.shard(torch.ones(4, 8, 4), "b@dp s@tp d")
+    code = (lambda x: axes.rearrange(region(x), "b s@tp d -> d b s")).__code__
+    first, second = (types.FunctionType(code.replace(co_name=name), globals()) for name in ("first", "second"))
+    torch._dynamo.reset()
+    before = held()
+    whole = axes.unshard(torch.compile(first, backend="eager")(x))
+    of_one = held()
+    assert of_one > before
+    run_second = torch.compile(second, backend="eager")
+    assert torch.equal(axes.unshard(run_second(x)), whole)
+    assert held() == of_one
+    torch._dynamo.eval_frame.reset_code(first.__code__)
+    assert held() == of_one
+    assert torch.equal(axes.unshard(run_second(x)), whole)
+    torch._dynamo.eval_frame.reset_code(second.__code__)
+    assert held() == before
 
 
 def test_what_is_cached_for_other_shapes_has_a_bound():
@@ -190,7 +223,95 @@ def test_what_is_cached_for_other_shapes_has_a_bound():
         f"{cache.__module__}.{cache.__qualname__}": cache.cache_parameters()["maxsize"] for cache in caches().values()
     }
     assert len(every) > 40
-    assert {name for name, bound in every.items() if bound is None} <= UNBOUNDED
+    assert not [name for name, bound in every.items() if bound is None]
+
+
+UNBOUNDED = re.compile(r"functools\.cache$|lru_cache\(None\)|maxsize=None|from functools import .*\bcache\b")
+EMPTY = re.compile(r"\{\}|\[\]|(set|dict|list|Counter|OrderedDict)\(\)|defaultdict\(.*\)")
+
+
+def test_nothing_is_cached_without_a_bound_or_collected_in_a_module():
+    found = []
+    for path in sorted(Path(axes.__file__).parent.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Call | ast.keyword | ast.ImportFrom)]
+        found += [f"{path}: {text}" for text in map(ast.unparse, uses) if UNBOUNDED.fullmatch(text)]
+        values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+        found += [f"{path} line {value.lineno}" for value in values if EMPTY.fullmatch(ast.unparse(value))]
+    assert not found, "\n".join(found)
+
+
+# ---------------------------------------------------------------------- worlds that have ended
+
+
+def used(mesh: axes.Mesh) -> list[weakref.ref]:
+    """Does a bit of everything on a mesh; refers to what this needed of the world."""
+    with mesh:
+        x = axes.shard(torch.ones(4, 8, 4), "b@dp s@tp d").requires_grad_()
+        w = axes.shard(torch.ones(4, 8), "d f").requires_grad_()
+        y = axes.einsum(region(axes.rearrange(x, "b s@tp d -> b s@tp d")), w, "b s@tp d, d f -> b s@tp f")
+        y = axes.reduce(y, "b s@tp f -> b f", "mean")
+        trained(axes.reshard(y, "b@dp f@tp"))
+        axes.lift(axes.shard(torch.ones(8), "a@tp", mesh=mesh["tp"]), mesh)
+        axes.unshard(axes.shard(torch.ones(4, 8, 4), "b@dp s@tp d"))
+        (x + 1).full_tensor()
+        z = torch.ones(4, 8, 4, requires_grad=True)
+        trained(axes.psum(axes.rearrange(z, "b s@tp d -> b s d@tp"), ("dp", "tp")))
+        trained(axes.reduce(z, "b s@tp d -> b d", "max"))
+    things = [mesh.device_mesh, mesh.axis("tp").group, mesh.axis("dp").group, groups.current_world()]
+    return [weakref.ref(thing) for thing in things]
+
+
+def alive(refs: list[weakref.ref]) -> list[object]:
+    gc.collect()
+    return [thing for thing in (ref() for ref in refs) if thing is not None]
+
+
+def test_nothing_of_a_world_stays_when_its_groups_are_destroyed():
+    found = used(axes.init_mesh("dp=1 tp=1", device_type="cpu"))
+    assert len(alive(found)) == len(found)
+    axes.destroy_process_groups()
+    assert not alive(found)
+
+
+def test_groups_that_axes_made_in_the_world_of_another_are_gone_when_they_are_destroyed():
+    with axes.simulate(8):
+        *found, _ = used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))
+        assert len(alive(found)) == len(found)
+        axes.destroy_process_groups()
+        assert not alive(found)
+        used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))
+
+
+def test_nothing_of_a_simulated_world_stays_when_it_ends():
+    with axes.simulate(8):
+        found = used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))
+    assert not alive(found)
+
+
+def test_what_a_world_has_found_is_bounded_and_not_for_the_next():
+    @groups.of_world(2)
+    def rank(_: int) -> int:
+        return torch.distributed.get_rank()
+
+    for mine in (3, 5):
+        with axes.simulate(8, rank=mine):
+            assert [rank(i) for i in (0, 1, 2, 2)] == [mine] * 4
+            info = groups.current_world().caches[rank.__wrapped__].cache_info()
+            assert (info.hits, info.misses, info.currsize) == (1, 3, 2)
+
+
+def test_what_a_world_has_found_is_an_error_once_others_have_ended_it():
+    @groups.of_world(2)
+    def size(_: int) -> int:
+        return torch.distributed.get_world_size()
+
+    with axes.simulate(8):
+        assert size(0) == 8
+        torch.distributed.destroy_process_group()
+        gc.collect()
+        with pytest.raises(MeshError, match="isn't running"):
+            size(0)
 
 
 # ---------------------------------------------------------------------- the watch sees what it is for

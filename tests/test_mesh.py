@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import axes
-from axes.algebra.ambient import ambient_mesh, required_mesh, use_mesh
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Axis, Mesh
+from axes.algebra.scopes import required_mesh, use_mesh
 from axes.algebra.universe import Universe
 
 from .strategies import (

@@ -278,7 +278,7 @@ def test_explain_prints_the_reading_and_the_operations():
 
 
 def test_a_program_runs_to_the_axes_and_the_names_that_it_made():
-    program = mesh_expression.compile(DP8, "(a=2 b) tp -> x=(tp a) b", {})
+    program = mesh_expression.compile(DP8.axes, DP8.namespace, "(a=2 b) tp -> x=(tp a) b", {})
     axes, made = program.run()
     assert list(axes) == ["x", "b"]
     assert set(made) == {"a", "b", "x", "tp"}

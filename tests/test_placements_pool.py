@@ -25,7 +25,7 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
-from axes.runtime.placements import torch_placements
+from axes.runtime.torch_placements import torch_placements
 
 MESHES = {
     "a=2 b=2 c=2": ("x = a b", "y = b c", "z = a c", "w = a b c", "v = c b", "u = c b a"),

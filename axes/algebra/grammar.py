@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -106,6 +106,12 @@ class MeshExpression:
     right: Side
 
 
+def place_text(axes: Iterable[str]) -> str:
+    """Axes as they stand behind an `@`: `tp`, or `(cp tp)`."""
+    axes = tuple(axes)
+    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What stands right of an `@`: axis names, major first; `*` is "what it has"."""
@@ -114,7 +120,7 @@ class Place:
     span: Span = field(default=(0, 0), compare=False)
 
     def __str__(self) -> str:
-        return self.names[0] if len(self.names) == 1 else f"({' '.join(self.names)})"
+        return place_text(self.names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from axes.algebra import ambient, mesh_expression, mesh_text, seam
 from axes.algebra.equations import Namespace, declared, defined
@@ -45,11 +45,9 @@ from axes.algebra.grammar import (
 )
 from axes.algebra.layout import Layout, digits
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
+from axes.algebra.sharding import Sharding, parsed_sharding
 from axes.algebra.sizes import checked_rank, whole_number, written_sizes
 from axes.algebra.universe import Universe
-
-if TYPE_CHECKING:
-    from axes.algebra.sharding import Sharding
 
 
 class Mesh:
@@ -171,6 +169,11 @@ class Mesh:
     def shape(self) -> dict[str, int]:
         """Size of each axis, in order."""
         return {name: layout.size for name, layout in zip(self.axis_names, self.layouts, strict=True)}
+
+    @property
+    def axes(self) -> dict[str, Layout]:
+        """Layout of each axis, in order."""
+        return dict(zip(self.axis_names, self.layouts, strict=True))
 
     @property
     def names(self) -> dict[str, int]:
@@ -316,8 +319,8 @@ class Mesh:
           split    dp 8:2  ->  a 2:8, b 4:2
           permute  tp a b
         """
-        program = mesh_expression.compile(self, expression, dict(written_sizes(keywords, sizes)))
-        return Explanation(program.lines())
+        found = mesh_expression.compile(self.axes, self.namespace, expression, dict(written_sizes(keywords, sizes)))
+        return Explanation(found.lines())
 
     def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.
@@ -338,8 +341,6 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").sharding("b@dp (h@tp d)", h=8).local_shape((4, 64))
         (2, 16)
         """
-        from axes.algebra.sharding import parsed_sharding
-
         return parsed_sharding(self, checked_text(spec), written_sizes(keywords, sizes))
 
     # the running job
@@ -483,7 +484,7 @@ class Mesh:
         >>> mesh, eval(repr(mesh)) == mesh
         (Mesh('dp=4 tp=2', 'rows = dp')['tp', 'rows'], True)
         """
-        return mesh_text.call_of(self)
+        return mesh_text.call_of(self.universe, self.axis_names, self.namespace, self.ranks_per_node)
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
@@ -573,7 +574,7 @@ class Axis:
 
 @functools.lru_cache(maxsize=4096)
 def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
-    axes, new = mesh_expression.compile(mesh, expression, dict(sizes)).run()
+    axes, new = mesh_expression.compile(mesh.axes, mesh.namespace, expression, dict(sizes)).run()
     return mesh._with(axis_names=tuple(axes), namespace={**mesh.namespace, **new})
 
 

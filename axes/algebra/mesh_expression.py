@@ -1,31 +1,29 @@
-"""Mesh expressions, `"(dp cp) tp -> dp fsdp=(cp tp)"`: from text to a program of layout operations.
+"""Mesh expressions, `"(dp cp) tp -> dp fsdp=(cp tp)"`: from text to layout operations.
 
 The left side is matched with the mesh's axes in order; its groups are splits. The right side is
-read as an order of what there is then, and its groups are flattened. So a program is at most four
-kinds of steps: split, insert (axes of size one), permute, flatten.
+read as an order of what there is then, and its groups are flattened. So there are at most four
+kinds of operations: split, insert (axes of size one), permute, flatten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from axes.algebra.equations import Namespace
 from axes.algebra.errors import ExpressionError, MeshError, pointed, shortened, suggestion
 from axes.algebra.grammar import Ellipsis_, Group, Item, MeshExpression, Side, leaves, parse_mesh
 from axes.algebra.layout import Layout
 from axes.algebra.sizes import Product, given_sizes, solve
-
-if TYPE_CHECKING:
-    from axes.algebra.mesh import Mesh
 
 Axes = dict[str, Layout]
 Entries = tuple[Item | Group, ...]
 
 
 @dataclass(frozen=True)
-class Step:
-    """One operation: the axes `before` are replaced by the axes `after`."""
+class LayoutOperation:
+    """One operation on the axes of a mesh: the axes `before` are replaced by the axes `after`."""
 
     kind: str
     before: tuple[tuple[str, Layout], ...]
@@ -42,17 +40,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
-    """What an expression compiles to on one mesh: how it was read, and the steps."""
+class Rearrangement:
+    """What an expression compiles to on one mesh: how it was read, and the operations."""
 
     axes: tuple[tuple[str, Layout], ...]
     left: Entries
     right: Entries
     sizes: Mapping[str, int]
-    steps: tuple[Step, ...]
+    steps: tuple[LayoutOperation, ...]
 
     def run(self) -> tuple[Axes, Axes]:
-        """The axes of the result in order, and every name that the program made."""
+        """The axes of the result in order, and every name that was made."""
         axes: Axes = dict(self.axes)
         made: Axes = {}
         for step in self.steps:
@@ -68,26 +66,25 @@ class Program:
         return _reading(self), *(f"  {step}" for step in self.steps or ("nothing to do",))
 
 
-def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Program:
-    """The program of a mesh expression on this mesh.
+def compile(axes: Axes, namespace: Namespace, expression: str, sizes: Mapping[str, int | None]) -> Rearrangement:
+    """The layout operations of a mesh expression on a mesh with these axes, in order, and these names.
 
     Raises `ExpressionError` with a caret where the expression isn't about this mesh, `SizeError`
     for sizes that don't follow, `MeshError` where a name already means other ranks.
     """
     tree = parse_mesh(expression)
-    axes = dict(zip(mesh.axis_names, mesh.layouts, strict=True))
     left, hidden = _matched(tree, tree.left, axes)
     right = _opened(tree, tree.right, hidden)
     _distinct(tree, right)
-    solved = _solved(mesh, tree, left, sizes)
-    steps: list[Step] = []
+    solved = _solved(axes, namespace, tree, left, sizes)
+    steps: list[LayoutOperation] = []
     state: Axes = {}
-    known: Axes = dict(mesh.namespace)
+    known: Axes = dict(namespace)
     for entry, (name, layout) in zip(left, axes.items(), strict=True):
         if isinstance(entry, Group):
             parts = dict(zip((i.name for i in entry.items), _split(layout, entry, solved), strict=True))
             _agree(known, tree, entry.items, parts)
-            steps.append(Step("split", ((name, layout),), tuple(parts.items())))
+            steps.append(LayoutOperation("split", ((name, layout),), tuple(parts.items())))
             state.update(parts)
         else:
             state[name] = layout
@@ -95,15 +92,15 @@ def compile(mesh: Mesh, expression: str, sizes: Mapping[str, int | None]) -> Pro
     _same_names(tree, right, state)
     ordered = {item.name: state[item.name] for item in leaves(right)}
     if list(ordered) != list(state):
-        steps.append(Step("permute", tuple(state.items()), tuple(ordered.items())))
+        steps.append(LayoutOperation("permute", tuple(state.items()), tuple(ordered.items())))
     for entry in right:
         if isinstance(entry, Group):
             names = [item.name for item in entry.items]
             label = entry.name or "_".join(names)
             flat = {label: Layout.product(*(ordered[name] for name in names))}
             _agree(known, tree, [Item(label, None, entry.span)], flat)
-            steps.append(Step("flatten", tuple((n, ordered[n]) for n in names), tuple(flat.items())))
-    return Program(tuple(axes.items()), left, right, solved, tuple(steps))
+            steps.append(LayoutOperation("flatten", tuple((n, ordered[n]) for n in names), tuple(flat.items())))
+    return Rearrangement(tuple(axes.items()), left, right, solved, tuple(steps))
 
 
 def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, tuple[Item, ...] | None]:
@@ -145,16 +142,20 @@ def _opened(tree: MeshExpression, side: Side, hidden: tuple[Item, ...] | None) -
 
 
 def _solved(
-    mesh: Mesh, tree: MeshExpression, left: Sequence[Item | Group], sizes: Mapping[str, int | None]
+    axes: Axes,
+    namespace: Namespace,
+    tree: MeshExpression,
+    left: Sequence[Item | Group],
+    sizes: Mapping[str, int | None],
 ) -> dict[str, int]:
     items = (*leaves(tree.left), *leaves(tree.right))
     labels = [entry.name for entry in tree.right if isinstance(entry, Group) and entry.name]
     given = given_sizes(sizes, None, items, [*(item.name for item in items), *labels])
-    known = {name: mesh.namespace[name].size for name in (*given, *(i.name for i in items)) if name in mesh.namespace}
-    known.update(mesh.shape)
+    known = {name: namespace[name].size for name in (*given, *(i.name for i in items)) if name in namespace}
+    known.update((name, layout.size) for name, layout in axes.items())
     products = [
-        Product(tuple(item.name for item in entry.items), (), size, f"axis '{name}' has size {size}")
-        for entry, (name, size) in zip(left, mesh.shape.items(), strict=True)
+        Product(tuple(item.name for item in entry.items), (), layout.size, f"axis '{name}' has size {layout.size}")
+        for entry, (name, layout) in zip(left, axes.items(), strict=True)
         if isinstance(entry, Group)
     ]
     for name, size in given.items():
@@ -179,7 +180,7 @@ def _insert(
     right: Sequence[Item | Group],
     state: Axes,
     sizes: Mapping[str, int],
-    steps: list[Step],
+    steps: list[LayoutOperation],
 ) -> None:
     """Axes of size one that the right side adds."""
     fresh = [item for item in leaves(tuple(right)) if item.name not in state]
@@ -192,7 +193,7 @@ def _insert(
     new = {item.name: Layout() for item in fresh}
     _agree(names, tree, fresh, new)
     if new:
-        steps.append(Step("insert", (), tuple(new.items())))
+        steps.append(LayoutOperation("insert", (), tuple(new.items())))
         state.update(new)
 
 
@@ -231,7 +232,7 @@ def _agree(names: Axes, tree: MeshExpression, items: Sequence[Item], layouts: Ax
             )
 
 
-def _replaced(axes: Axes, step: Step) -> Axes:
+def _replaced(axes: Axes, step: LayoutOperation) -> Axes:
     before = [name for name, _ in step.before]
     found: Axes = {}
     for name, layout in axes.items():
@@ -242,16 +243,16 @@ def _replaced(axes: Axes, step: Step) -> Axes:
     return found
 
 
-def _reading(program: Program) -> str:
-    sizes = program.sizes
+def _reading(made: Rearrangement) -> str:
+    sizes = made.sizes
 
     def text(entry: Item | Group) -> str:
         if isinstance(entry, Item):
             return f"{entry.name}={sizes.get(entry.name, 1)}"
         return str(Group(tuple(Item(item.name, sizes[item.name]) for item in entry.items), entry.name))
 
-    sides = "  ->  ".join(" ".join(map(text, side)) for side in (program.left, program.right))
-    return f"({' '.join(name for name, _ in program.axes)}) read as  {sides}"
+    sides = "  ->  ".join(" ".join(map(text, side)) for side in (made.left, made.right))
+    return f"({' '.join(name for name, _ in made.axes)}) read as  {sides}"
 
 
 def _wrong(tree: MeshExpression, message: str, span: tuple[int, int]) -> NoReturn:

@@ -12,30 +12,31 @@ Mesh('dp=2 cp=4 tp=2', 'fsdp = dp cp', '(cp tp) = sp=2 ep=4')['ep', 'dp']
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from axes.algebra.equations import row_major
+from axes.algebra.equations import Namespace, row_major
 from axes.algebra.errors import MeshError, SizeError
 from axes.algebra.layout import Layout
-
-if TYPE_CHECKING:
-    from axes.algebra.mesh import Mesh
+from axes.algebra.universe import Universe
 
 LISTED = 64
 """Of more ranks than this that aren't evenly spaced, the first few stand for all."""
 
 
-def call_of(mesh: Mesh) -> str:
-    """The shortest call that makes the mesh; in angle brackets, with its axes alone, where there is none.
+def call_of(universe: Universe, axis_names: Sequence[str], namespace: Namespace, ranks_per_node: int | None) -> str:
+    """The shortest call that makes the mesh of these parts; where there is none, its axes alone in angle brackets.
 
     There is none where the namespace lacks the digits of some ranks, as that of an adopted slice does, where
     a name is a part of an axis whose other parts have no name, and where too many ranks would be listed.
     """
-    calls = [call for count in _declarations(mesh) for call in _calls(mesh, count)]
+    options = [] if universe.ranks == range(universe.size) else [f"ranks={listed(universe.ranks)}"]
+    if ranks_per_node is not None:
+        options.append(f"ranks_per_node={ranks_per_node}")
+    counts = _declarations(universe.size, namespace)
+    calls = [call for count in counts for call in _calls(tuple(axis_names), namespace, count, options)]
     if not calls:
-        axes = " ".join(_sized(mesh.shape))
-        return f"<Mesh {axes!r} of ranks {listed(mesh.universe.ranks)}>"
+        axes = " ".join(_sized(namespace, axis_names))
+        return f"<Mesh {axes!r} of ranks {listed(universe.ranks)}>"
     return min(calls, key=len)
 
 
@@ -52,58 +53,54 @@ def listed(ranks: range | tuple[int, ...], most: int = LISTED) -> str:
     return f"[{', '.join(map(str, ranks[:4]))}, ... {len(ranks)} in all]"
 
 
-def _declarations(mesh: Mesh) -> Iterator[int]:
+def _declarations(positions: int, namespace: Namespace) -> Iterator[int]:
     """How many of the first names could be a declaration: their layouts are the digits of all positions."""
-    layouts = list(mesh.namespace.values())
+    layouts = list(namespace.values())
     for count in range(1, len(layouts) + 1):
         sizes = [layout.size for layout in layouts[:count]]
-        if math.prod(sizes) == mesh.universe.size and layouts[:count] == row_major(sizes):
+        if math.prod(sizes) == positions and layouts[:count] == row_major(sizes):
             yield count
 
 
-def _calls(mesh: Mesh, count: int) -> Iterator[str]:
+def _calls(axis_names: tuple[str, ...], namespace: Namespace, count: int, options: list[str]) -> Iterator[str]:
     """The call with `count` names in the declaration, if there is one."""
-    names = mesh.names
-    axes, further = list(names)[:count], list(names)[count:]
-    arguments = [repr(" ".join(_sized({name: names[name] for name in axes})))]
-    options = []
-    if mesh.universe.ranks != range(mesh.universe.size):
-        options.append(f"ranks={listed(mesh.universe.ranks)}")
-    if mesh.ranks_per_node is not None:
-        options.append(f"ranks_per_node={mesh.ranks_per_node}")
+    axes, further = list(namespace)[:count], list(namespace)[count:]
+    arguments = [repr(" ".join(_sized(namespace, axes)))]
     text = "Mesh({})"
-    known = {name: mesh.namespace[name] for name in axes}
+    known = {name: namespace[name] for name in axes}
     while further:
-        found = _equation(mesh, further, known)
+        found = _equation(namespace, further, known)
         if found is not None:
             equation, new = found
             arguments.append(repr(equation))
-        elif names[further[0]] == 1:
+        elif namespace[further[0]].size == 1:
             new = further[:1]  # an axis of size one that nothing else is equal to can only be inserted
             text = text.format(", ".join([*arguments, *options])) + f".rearrange('... -> ... {new[0]}=1').define({{}})"
             arguments, options = [], []
             axes += new
         else:
             return
-        known.update((name, mesh.namespace[name]) for name in new)
+        known.update((name, namespace[name]) for name in new)
         further = further[len(new) :]
     text = text.format(", ".join([*arguments, *options])).replace(".define()", "")
-    yield text if tuple(axes) == mesh.axis_names else f"{text}[{', '.join(map(repr, mesh.axis_names))}]"
+    yield text if tuple(axes) == axis_names else f"{text}[{', '.join(map(repr, axis_names))}]"
 
 
-def _equation(mesh: Mesh, further: Sequence[str], known: Mapping[str, Layout]) -> tuple[str, list[str]] | None:
+def _equation(
+    namespace: Namespace, further: Sequence[str], known: Mapping[str, Layout]
+) -> tuple[str, list[str]] | None:
     """An equation that gives the first, or the first few, of the further names, and these names."""
     for count in range(1, len(further) + 1):
         new = list(further[:count])
         try:
-            factors = _factors(Layout.product(*(mesh.namespace[name] for name in new)), known)
+            factors = _factors(Layout.product(*(namespace[name] for name in new)), known)
         except MeshError:  # they share digits, so that no axis splits into them
             return None
         if factors is not None:
             if count == 1:
                 return f"{new[0]} = {' '.join(factors)}", new
             whole = factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
-            return f"{whole} = {' '.join(_sized({name: mesh.names[name] for name in new}))}", new
+            return f"{whole} = {' '.join(_sized(namespace, new))}", new
     return None
 
 
@@ -124,5 +121,5 @@ def _factors(layout: Layout, known: Mapping[str, Layout]) -> list[str] | None:
     return None
 
 
-def _sized(sizes: Mapping[str, int]) -> Iterator[str]:
-    return (f"{name}={size}" for name, size in sizes.items())
+def _sized(namespace: Namespace, names: Iterable[str]) -> Iterator[str]:
+    return (f"{name}={namespace[name].size}" for name in names)

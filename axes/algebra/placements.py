@@ -23,7 +23,7 @@ from typing import Any
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, parts, same_cuts
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, pieces_over, same_cuts
 from axes.algebra.state import LINEAR
 
 
@@ -157,7 +157,7 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
     """`ShardingError` where DTensor would cut a tensor of this shape otherwise than the sharding says."""
     specs = placement_specs(sharding)
     for index, (dim, extents) in enumerate(zip(sharding.dims, sharding.extents(shape), strict=True)):
-        count = parts(sharding.mesh, dim.axes)
+        count = pieces_over(sharding.mesh, dim.axes)
         if len(dim.factors) > 1 or extents[0] % count == 0:
             continue
         levels = [name for name, spec in zip(sharding.mesh.axis_names, specs, strict=True) if spec.dim == index]
@@ -175,8 +175,15 @@ _KNOWN = ("Replicate", "Shard", "_StridedShard", "Partial")
 """torch's placements by name. What is derived of them means something else: a `_MaskPartial` isn't a sum."""
 
 
-def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
+def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int, shape: Sequence[int] | None = None) -> Sharding:
     """The sharding of placements on the axes of a mesh; see `Sharding.from_placements`."""
+    found = _read(mesh, placements, ndim)
+    if shape is not None:
+        check_torch_can(found, shape)
+    return found
+
+
+def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
     if len(placements) != mesh.ndim:
         raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
     pieces: list[list[_Piece]] = [[_Piece(None, None)] for _ in range(ndim)]
@@ -255,14 +262,14 @@ def _cut(pieces: list[_Piece], axis: str, size: int, split_factor: int, placemen
 
 def _as_dim(pieces: Sequence[_Piece], mesh: Mesh, index: int) -> ShardedDim:
     """Pieces as factors: the axes in front of an unsplit piece split the factor that ends with it."""
-    factors: list[Factor] = []
+    factors: list[ShardedFactor] = []
     axes: list[str] = []
     for piece in pieces:
         if piece.axis is not None:
             axes.append(piece.axis)
             continue
-        size = None if piece.size is None else piece.size * parts(mesh, axes)
-        factors.append(Factor(None if size else "_", size, tuple(axes)))
+        size = None if piece.size is None else piece.size * pieces_over(mesh, axes)
+        factors.append(ShardedFactor(None if size else "_", size, tuple(axes)))
         axes = []
     if len(factors) > 1:
         # `_` has no place in a group, so what is left of the dim gets a name.

@@ -23,14 +23,14 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from axes.algebra.cost import CostModel, Model, Traffic, members_of_node, node_size
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates
 from axes.algebra.planning.crossing import crossings
-from axes.algebra.planning.form import Digit, common, state_of
+from axes.algebra.planning.form import Digit, common, state_of_form
 from axes.algebra.planning.step import Step
 from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.state import State, check_state, largest_tile
@@ -195,7 +195,7 @@ class _Assembly:
     def __init__(self, source: State, target: State, shape: tuple[int, ...], itemsize: int, model: Model):
         self.source, self.target, self.shape = source, target, shape
         self.itemsize, self.model = itemsize, model
-        self.near = cache(self._near)
+        self.near = lru_cache(maxsize=4096)(self._near)
 
     def weight(self, order: int, legs: Legs) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
@@ -228,7 +228,7 @@ class _Assembly:
         return tuple(made)
 
     def _state(self, leg: Leg) -> State:
-        return leg.outside or state_of(leg.space, leg.target)
+        return leg.outside or state_of_form(leg.space, leg.target)
 
     def step(self, leg: Leg, source: State, target: State) -> Step:
         bytes_of = self.itemsize

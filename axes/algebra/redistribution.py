@@ -19,13 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from axes.algebra import plan as planning
-from axes.algebra.ambient import required_mesh
 from axes.algebra.cost import CostModel, Model
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, shortened, suggestion
 from axes.algebra.grammar import Dim, Place, Spec, parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan
+from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding, state_of
 from axes.algebra.sizes import checked_shape, written_sizes
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from axes.algebra.errors import MeshError
+from axes.algebra.layout import Layout
 from axes.algebra.opaque import DeviceMesh, Placement, ProcessGroup
 
 if TYPE_CHECKING:
-    from axes.algebra.layout import Layout
     from axes.algebra.mesh import Mesh
     from axes.algebra.sharding import Sharding
 
@@ -36,6 +36,11 @@ class Runtime(Protocol):
 
     def from_device_mesh(self, device_mesh: DeviceMesh) -> Mesh:
         """The mesh that adopts a torch `DeviceMesh`."""
+
+    def from_placements(
+        self, mesh: Mesh, placements: tuple[Placement, ...], ndim: int, shape: Sequence[int] | None
+    ) -> Sharding:
+        """The sharding of DTensor placements on the mesh's axes, of a tensor of this shape where there is one."""
 
     def placements(self, sharding: Sharding) -> tuple[Placement, ...]:
         """The DTensor placements of a sharding on its mesh's axes."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from axes.algebra import grammar, seam
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
-from axes.algebra.grammar import parse_spec
+from axes.algebra.grammar import parse_spec, place_text
 from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.opaque import Placement
 from axes.algebra.sizes import checked_rank, checked_shape, checked_size, whole_number
@@ -39,7 +39,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class ShardedFactor:
     """A name, its size where it is known, and the axes that split it, major first.
 
     `name` is None for a plain number. A group that is split as a whole is one factor, whose size is
@@ -55,16 +55,14 @@ class Factor:
         text = str(self.size) if self.name is None else self.name
         grouped = text.startswith("(")  # a group that is split as a whole shows its sizes inside
         text += f"={self.size}" if self.name is not None and self.size is not None and not grouped else ""
-        if not self.axes:
-            return text
-        return f"{text}@{self.axes[0]}" if len(self.axes) == 1 else f"{text}@({' '.join(self.axes)})"
+        return f"{text}@{place_text(self.axes)}" if self.axes else text
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedDim:
     """One dim: its factors, major first; more than one where it was written as a group."""
 
-    factors: tuple[Factor, ...]
+    factors: tuple[ShardedFactor, ...]
 
     def __str__(self) -> str:
         text = " ".join(map(str, self.factors))
@@ -84,7 +82,7 @@ class PendingReduction:
     axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.op}@{self.axes[0]}" if len(self.axes) == 1 else f"{self.op}@({' '.join(self.axes)})"
+        return f"{self.op}@{place_text(self.axes)}"
 
 
 @dataclass(frozen=True)
@@ -209,15 +207,10 @@ class Sharding:
         >>> Sharding.from_placements(Mesh("dp=2 tp=2"), [Shard(0), Replicate()], 2).spec
         '_@dp _'
         """
-        from axes.algebra.placements import check_torch_can, sharding_from
-
         count = whole_number(ndim)
         if count is None or count < 0:
             raise SizeError(f"ndim is a whole number from 0; found {shown(ndim)}")
-        sharding = sharding_from(mesh, tuple(placements), count)
-        if shape is not None:
-            check_torch_can(sharding, shape)
-        return sharding
+        return seam.runtime("Sharding.from_placements").from_placements(mesh, tuple(placements), count, shape)
 
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""
@@ -358,15 +351,15 @@ def _dim(spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
     factors = []
     for factor in dim.factors:
         size = factor.size if factor.name is None else sizes.get(factor.name)
-        factors.append(Factor(factor.name, size, _axes(spec, factor.place)))
+        factors.append(ShardedFactor(factor.name, size, _axes(spec, factor.place)))
     if not dim.grouped:
         return ShardedDim(tuple(factors))
     if dim.place is not None or not any(factor.axes for factor in factors):
         # Split as a whole, or not at all: to a sharding such a group is one name.
         known = [factor.size for factor in factors]
         multiple = math.prod(size for size in known if size is not None)
-        name = f"({' '.join(str(Factor(f.name, f.size)) for f in factors)})"
-        return ShardedDim((Factor(name, None if None in known else multiple, _axes(spec, dim.place), multiple),))
+        name = f"({' '.join(str(ShardedFactor(f.name, f.size)) for f in factors)})"
+        return ShardedDim((ShardedFactor(name, None if None in known else multiple, _axes(spec, dim.place), multiple),))
     return ShardedDim(tuple(factors))
 
 
@@ -387,7 +380,7 @@ def _ellipsis(spec: str, tree: grammar.Spec, dim: grammar.Dim, ndim: int | None)
     missing = ndim - (len(tree.dims) - 1)
     if missing < 0:
         _wrong(f"the spec has {len(tree.dims) - 1} dims beside '...', the tensor has {ndim}", spec, (0, len(spec)))
-    return [ShardedDim((Factor("_"),)) for _ in range(missing)]
+    return [ShardedDim((ShardedFactor("_"),)) for _ in range(missing)]
 
 
 def _pending(spec: str, pending: grammar.Pending) -> PendingReduction:
@@ -442,7 +435,7 @@ def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
 
 
-def parts(mesh: Mesh, axes: Iterable[str]) -> int:
+def pieces_over(mesh: Mesh, axes: Iterable[str]) -> int:
     """Into how many pieces axes split."""
     return math.prod(mesh.namespace[axis].size for axis in axes)
 
@@ -471,7 +464,7 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
     sizes = tuple(extent // rest if size is None else size for size in known)
     if len(dim.factors) > 1:
         for factor, size in zip(dim.factors, sizes, strict=True):
-            count = parts(sharding.mesh, factor.axes)
+            count = pieces_over(sharding.mesh, factor.axes)
             if size % count:
                 raise ShardingError(
                     f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled}"

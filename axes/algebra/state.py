@@ -31,6 +31,7 @@ from itertools import product
 
 from axes.algebra.chunks import largest_chunk, nested_chunk
 from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout, digits
 from axes.algebra.universe import Universe
 
@@ -318,10 +319,9 @@ def _after(modes: Sequence[tuple[int, int]], layout: Layout) -> list[tuple[int, 
     return left
 
 
-def place_text(state: State, layouts: Sequence[Layout]) -> str:
+def _place(state: State, layouts: Sequence[Layout]) -> str:
     """Layouts as a place of the grammar: `tp`, or `(cp tp)`."""
-    names = [name for layout in layouts for name in names_of(state, (layout,))]
-    return names[0] if len(names) == 1 else f"({' '.join(names)})"
+    return place_text(name for layout in layouts for name in names_of(state, (layout,)))
 
 
 def _text(state: State) -> str:
@@ -329,17 +329,12 @@ def _text(state: State) -> str:
     for dim, split in enumerate(state.splits):
         if isinstance(split, Factors):
             parts = zip(split.sizes, split.splits, strict=True)
-            factors = [f"{size}@{place_text(state, lay)}" if lay else str(size) for size, lay in parts]
+            factors = [f"{size}@{_place(state, lay)}" if lay else str(size) for size, lay in parts]
             dims.append(f"({' '.join(factors)})")
         else:
-            dims.append(f"d{dim}@{place_text(state, split)}" if split else f"d{dim}")
-    pending = " ".join(f"{op}@{place_text(state, layouts)}" for op, layouts in state.pending)
+            dims.append(f"d{dim}@{_place(state, split)}" if split else f"d{dim}")
+    pending = " ".join(f"{op}@{_place(state, layouts)}" for op, layouts in state.pending)
     return f"{' '.join(dims)} | {pending}" if pending else " ".join(dims)
-
-
-def is_even(extent: int, sizes: Iterable[int]) -> bool:
-    """Whether nested chunks of these sizes all come out equal."""
-    return extent % math.prod(sizes) == 0
 
 
 def smallest_chunk(extent: int, sizes: Iterable[int]) -> int:

@@ -47,8 +47,8 @@ from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
-from axes.runtime import collectives, torch_private
-from axes.runtime.collectives import AxisName, Line, axis_layout, check_axis, line_of
+from axes.runtime import lines, torch_private
+from axes.runtime.lines import AxisName, Line, axis_layout, check_axis, line_of
 from axes.runtime.transforms import check_one, check_shards, has_tangent, with_tangent
 
 Pairs = Sequence[tuple[int, int]]
@@ -437,27 +437,27 @@ def _linear(function: type[torch.autograd.Function], raw: Run, x: torch.Tensor, 
 
 
 def _total(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-    return _linear(_Total, collectives.all_reduce, x, op, line)
+    return _linear(_Total, lines.all_reduce, x, op, line)
 
 
 def _gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-    return _linear(_Gather, collectives.all_gather, x, dim, line)
+    return _linear(_Gather, lines.all_gather, x, dim, line)
 
 
 def _scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-    return _linear(_Scatter, collectives.reduce_scatter, x, dim, line)
+    return _linear(_Scatter, lines.reduce_scatter, x, dim, line)
 
 
 def _swap(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
-    return _linear(_Swap, collectives.all_to_all, x, split_dim, concat_dim, line)
+    return _linear(_Swap, lines.all_to_all, x, split_dim, concat_dim, line)
 
 
 def _exchange(x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line) -> torch.Tensor:
-    return _linear(_Exchange, collectives.exchange, x, dim, sends, receives, line)
+    return _linear(_Exchange, lines.exchange, x, dim, sends, receives, line)
 
 
 def _permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
-    return _linear(_Permute, collectives.permute, x, target, source, line)
+    return _linear(_Permute, lines.permute, x, target, source, line)
 
 
 def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: str) -> torch.Tensor:
@@ -474,20 +474,20 @@ def _most(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
             return _total(tangent * _share(value, found, line), "sum", line)
 
         return with_tangent(lambda x: _most(x, op, line), x, push)
-    return _Extreme.apply(x, op, line) if _needs_gradient(x) else collectives.all_reduce(x, op, line)
+    return _ExtremeOfLine.apply(x, op, line) if _needs_gradient(x) else lines.all_reduce(x, op, line)
 
 
 def _share(x: torch.Tensor, found: torch.Tensor, line: Line) -> torch.Tensor:
     """What this rank has of the maximum (minimum) that was `found`: 1, divided among ties, or 0."""
     mine = (x == found).to(x.dtype)
-    return mine / collectives.all_reduce(mine, "sum", line)
+    return mine / lines.all_reduce(mine, "sum", line)
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
         ctx.op, ctx.line = op, line
-        return collectives.all_reduce(x, op, line)
+        return lines.all_reduce(x, op, line)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -495,10 +495,10 @@ class _Total(torch.autograd.Function):
         return _total(gradient, ctx.op, ctx.line), None, None
 
 
-class _Extreme(torch.autograd.Function):
+class _ExtremeOfLine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-        found = collectives.all_reduce(x, op, line)
+        found = lines.all_reduce(x, op, line)
         ctx.save_for_backward(x, found)
         ctx.line = line
         return found
@@ -514,7 +514,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         ctx.dim, ctx.line = dim, line
-        return collectives.all_gather(x, dim, line)
+        return lines.all_gather(x, dim, line)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -526,7 +526,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         ctx.dim, ctx.line = dim, line
-        return collectives.reduce_scatter(x, dim, line)
+        return lines.reduce_scatter(x, dim, line)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -538,7 +538,7 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
         ctx.split_dim, ctx.concat_dim, ctx.line = split_dim, concat_dim, line
-        return collectives.all_to_all(x, split_dim, concat_dim, line)
+        return lines.all_to_all(x, split_dim, concat_dim, line)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -552,7 +552,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line
     ) -> torch.Tensor:
         ctx.dim, ctx.sends, ctx.receives, ctx.line = dim, sends, receives, line
-        return collectives.exchange(x, dim, sends, receives, line)
+        return lines.exchange(x, dim, sends, receives, line)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -564,7 +564,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
         ctx.target, ctx.source, ctx.line = target, source, line
-        return collectives.permute(x, target, source, line)
+        return lines.permute(x, target, source, line)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -32,7 +32,7 @@ from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
-from axes.ops.global_view import Grad, check_grad
+from axes.ops.global_view import Grad, check_grad_of_leaves
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
@@ -76,18 +76,18 @@ def rearrange(
     >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
     torch.Size([2, 3, 2])
     """
-    check_grad(grad)
+    check_grad_of_leaves(grad)
     given = written_sizes(keywords, sizes)
     if type(x) is list:
         x = _stacked("rearrange", x, expression)
     if isinstance(x, DTensor):
-        view = global_view.apply
+        view = global_view.apply_global
     elif is_einops(expression) and sizes is None:
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.rearrange", x)
         return einops.rearrange(x, expression, **dict(given))
     else:
-        view = local_view.apply
+        view = local_view.apply_local
     return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 
@@ -117,18 +117,18 @@ def reduce(
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]
     """
-    check_grad(grad)
+    check_grad_of_leaves(grad)
     given = written_sizes(keywords, sizes)
     if type(x) is list:
         x = _stacked("reduce", x, expression)
     if isinstance(x, DTensor):
-        view = global_view.apply
+        view = global_view.apply_global
     elif is_einops(expression) and sizes is None:
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.reduce", x)
         return einops.reduce(x, expression, op, **dict(given))
     else:
-        view = local_view.apply
+        view = local_view.apply_local
     _check_op(op, x)
     return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op, grad)
 
@@ -152,18 +152,18 @@ def repeat(
     >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
     [[0, 0, 0], [1, 1, 1]]
     """
-    check_grad(grad)
+    check_grad_of_leaves(grad)
     given = written_sizes(keywords, sizes)
     if type(x) is list:
         x = _stacked("repeat", x, expression)
     if isinstance(x, DTensor):
-        view = global_view.apply
+        view = global_view.apply_global
     elif is_einops(expression) and sizes is None:
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.repeat", x)
         return einops.repeat(x, expression, **dict(given))
     else:
-        view = local_view.apply
+        view = local_view.apply_local
     return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 

@@ -29,7 +29,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
 from axes.ops.einops_ops import is_einops
-from axes.ops.global_view import Grad, check_grad
+from axes.ops.global_view import Grad, check_grad_of_leaves
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
@@ -67,7 +67,7 @@ def einsum(
     >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
     5.0
     """
-    check_grad(grad)
+    check_grad_of_leaves(grad)
     given = written_sizes(keywords, sizes)
     *tensors, expression = tensors_and_expression or (None,)
     distributed = [isinstance(x, DTensor) for x in tensors]
@@ -79,9 +79,9 @@ def einsum(
     if not isinstance(expression, str):
         raise ExpressionError(f"the last argument of einsum is the expression; found {type(expression).__name__}")
     if tensors and all(distributed):
-        return global_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
+        return global_view.apply_global("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
     _check_plain(tensors, distributed)
-    return local_view.apply("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
+    return local_view.apply_local("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
 
 
 def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:

@@ -33,16 +33,16 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import use_mesh
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, suggestion
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import use_mesh
 from axes.algebra.sizes import checked_size
 from axes.ops.autocast import is_cast, of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
-from axes.ops.shard_map import run
+from axes.ops.shard_map import run_region
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
@@ -379,7 +379,7 @@ def _applied(
     local = functools.partial(_cast, what, local)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
-        return run(local, expression, tuple(tensors), {}, mesh)
+        return run_region(local, expression, tuple(tensors), {}, mesh)
     if any(distributed):
         for x in tensors:
             check_not_wrapped(f"axes.{what}", x)

@@ -1,8 +1,8 @@
 """Recipes on DTensors: one autograd function per call, whose gradient is one more recipe.
 
-    y = apply("einsum", "b s d, d f@tp -> b s f@tp", "sum", (x, w))
+    y = apply_global("einsum", "b s d, d f@tp -> b s f@tp", "sum", (x, w))
 
-The shards are taken out, a `Program` runs on them outside of autograd, and a DTensor is put around
+The shards are taken out, a `BoundRecipe` runs on them outside of autograd, and a DTensor is put around
 the result. Backward takes the cotangent in whatever sharding it comes: the gradient's recipe is
 derived from the forward's (`axes.algebra.flow.gradient`), applied the same way, and can be
 differentiated again. What a gradient has pending stays so until something needs it: a leaf resolves
@@ -17,31 +17,32 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import ambient_mesh, checked_mesh
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops import autocast
 from axes.ops.extents import Extents, extents_of, traced_extents
-from axes.ops.recipes import Program, bind
+from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import known, node_of_graph, number_of
-from axes.runtime.groups import current_world
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Dtypes, both, is_plain
-from axes.runtime.reshard import resharded, settled
+from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints, is_symbolic, spec_at
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -59,9 +60,10 @@ _LINEAR_OPS = ("sum", "mean")
 class Global:
     """A program for DTensors: what it does to their shards, and what is put around the result."""
 
-    program: Program
+    program: BoundRecipe
     device_mesh: Any
     placements: tuple[Any, ...]
+    caches: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     @property
     def recipe(self) -> Recipe:
@@ -90,12 +92,16 @@ Made = TypeVar("Made")
 
 
 def _per_program(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Made once for each program and key; anew in a graph with symbolic sizes, which has programs of its own."""
-    kept = functools.lru_cache(maxsize=8192)(make)
+    """Made once for each program and key, and kept by the program; in a graph with symbolic sizes, made anew."""
 
     @functools.wraps(make)
     def made(program: Global, *key: Any) -> Made:
-        return (make if program.program.extents.is_symbolic else kept)(program, *key)
+        if program.program.extents.is_symbolic:
+            return make(program, *key)
+        kept = program.caches.get(make)
+        if kept is None:
+            kept = program.caches[make] = functools.lru_cache(maxsize=256)(functools.partial(make, program))
+        return kept(*key)
 
     return made
 
@@ -119,13 +125,13 @@ def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return tuple(found)
 
 
-def check_grad(grad: object) -> None:
+def check_grad_of_leaves(grad: object) -> None:
     """`ShardingError` for a `grad` that is none of the two."""
     if grad != "resolved" and grad != "pending":
         raise ShardingError(f"grad is 'resolved' or 'pending'; found {shown(grad)}")
 
 
-def apply(
+def apply_global(
     kind: str,
     text: str,
     op: Op,
@@ -150,8 +156,7 @@ def apply(
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
         return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple([torch_private.spec_of(x) for x in operands])
-    era = current_world().era
-    made = _made(era, kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
     return _applied(made, operands, grad)
 
 
@@ -164,7 +169,7 @@ def _node(number: int, leaves: tuple[bool, ...], given: tuple[int, ...], *operan
     kind, text, op, mesh, is_given, names, comm_dtype = known(number)
     specs, sizes = tuple([torch_private.spec_of(x) for x in operands]), tuple(zip(names, given, strict=True))
     if not any(is_symbolic(spec.shape) for spec in specs) and not is_symbolic(given):
-        made = _made(current_world().era, kind, text, op, specs, mesh, is_given, sizes, comm_dtype, False)
+        made = _made(kind, text, op, specs, mesh, is_given, sizes, comm_dtype, False)
     else:
         find = functools.partial(_recipe, kind, text, op, specs, mesh, is_given)
         extents = traced_extents(find, [tuple(spec.shape) for spec in specs], sizes)
@@ -193,9 +198,8 @@ def _run(made: Global, *operands: DTensor) -> DTensor:
     return made.run(operands)
 
 
-@functools.lru_cache(maxsize=8192)
+@of_world(8192)
 def _made(
-    era: object,
     kind: str,
     text: str,
     op: Op,
@@ -241,11 +245,11 @@ def _global(extents: Extents, device_mesh: Any, comm_dtype: Dtypes, async_op: bo
 def _function(made: Global) -> Callable[..., DTensor]:
     op = made.recipe.op
     if made.recipe.kind != "reduce" or op in _LINEAR_OPS:
-        return _Linear.apply
-    return _Extreme.apply if op in ("max", "min") else _on_shards
+        return _LinearRecipe.apply
+    return _ExtremeRecipe.apply if op in ("max", "min") else _on_shards
 
 
-class _Linear(torch.autograd.Function):
+class _LinearRecipe(torch.autograd.Function):
     """What is linear in each operand. The gradient is a recipe of the same kind, and differentiable."""
 
     @staticmethod
@@ -310,7 +314,7 @@ def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTens
 
 def _applied_back(back: Global, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
     if torch.is_grad_enabled():
-        return _Linear.apply(back, cotangent, *others)
+        return _LinearRecipe.apply(back, cotangent, *others)
     return back.run((cotangent, *others), owned=False)  # nobody changes a gradient before a leaf has it
 
 
@@ -355,7 +359,7 @@ def _as_sum(forward: Recipe) -> Recipe:
     return replace(forward, op="sum", result=kept)
 
 
-class _Extreme(torch.autograd.Function):
+class _ExtremeRecipe(torch.autograd.Function):
     """A maximum or minimum. The gradient goes to where it was reached, in equal parts."""
 
     @staticmethod
@@ -376,7 +380,7 @@ class _Extreme(torch.autograd.Function):
         local = torch_private.local_of(x)
         reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
         count = spread.program.run(_counting(made).run(reached))
-        taken = _Linear.apply(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
+        taken = _LinearRecipe.apply(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
         return None, _Scaled.apply(taken, reached / count)
 
 
@@ -400,7 +404,7 @@ class _Scaled(torch.autograd.Function):
 
 
 @_per_program
-def _counting(made: Global) -> Program:
+def _counting(made: Global) -> BoundRecipe:
     """The sum with the same names as a maximum."""
     return bind(made.program.extents.derived(_as_sum), "global")
 
@@ -461,4 +465,4 @@ class _Cast(torch.autograd.Function):
         return None if cotangent is None else _cast(cotangent, ctx.dtype), None
 
 
-__all__ = ["Global", "apply"]
+__all__ = ["Global", "apply_global"]

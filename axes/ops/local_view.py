@@ -1,6 +1,6 @@
 """Recipes on plain tensors that hold this rank's shard: the same expressions, under torch's autograd.
 
-    y = apply("rearrange", "b s@cp (h d) -> b s h@cp d", "", (x,), mesh, (("h", 16),))
+    y = apply_local("rearrange", "b s@cp (h d) -> b s h@cp d", "", (x,), mesh, (("h", 16),))
 
 The left side declares what the shards are; `redistribute` brings the gradients of what is sent, by
 the rules of the local view, and torch's autograd those of everything else.
@@ -14,17 +14,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from axes.algebra.ambient import ambient_mesh, checked_mesh, required_mesh
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, recipe
 from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
-from axes.ops.recipes import Program, bind
+from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of
-from axes.runtime.groups import current_world
+from axes.runtime.groups import of_world
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.symbols import is_symbolic
 from axes.runtime.transforms import check_shards
@@ -35,7 +36,7 @@ ALONE = Mesh("rank=1")
 """Where an expression is looked up that names no axis."""
 
 
-def apply(
+def apply_local(
     kind: str,
     text: str,
     op: Op,
@@ -57,9 +58,9 @@ def apply(
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)
-    era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
-    made = _made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
+    make = _made_alone if mesh.binding is None else _made
+    made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
         operands = (_Owning.apply(operands[0]),)
     return _run(made, operands)
@@ -90,10 +91,10 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     """The operation as one node of a graph; there, every collective is waited for where it is used."""
     kind, text, op, mesh, names, comm_dtype = known(number)
     sizes = tuple(zip(names, given, strict=True))
-    era = None if mesh.binding is None else current_world().era
     shapes = tuple([x.shape for x in operands])
     if not any(map(is_symbolic, (*shapes, given))):
-        return _run(_made(era, kind, text, op, shapes, mesh, sizes, comm_dtype, False), operands)
+        make = _made_alone if mesh.binding is None else _made
+        return _run(make(kind, text, op, shapes, mesh, sizes, comm_dtype, False), operands)
     _check_mesh(mesh, text)
 
     def find(shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
@@ -102,7 +103,7 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     return _run(bind(traced_extents(find, shapes, sizes), "local", comm_dtype), operands)
 
 
-def _run(made: Program, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def _run(made: BoundRecipe, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     if torch_private.autocast_may_be_on():
         dtype = autocast.wanted(made.extents, operands)
         if dtype is not None:
@@ -121,9 +122,8 @@ def _mesh_for(kind: str, text: str) -> Mesh:
     return required_mesh(None, f"axes.{kind} of plain tensors") if "@" in text else ALONE
 
 
-@functools.lru_cache(maxsize=8192)
+@of_world(8192)
 def _made(
-    era: object,
     kind: str,
     text: str,
     op: Op,
@@ -132,10 +132,14 @@ def _made(
     sizes: Sizes,
     comm_dtype: Dtypes,
     async_op: bool,
-) -> Program:
+) -> BoundRecipe:
     _check_mesh(mesh, text)
     found = recipe(kind, text, op, (None,) * len(shapes), tuple(tuple(shape) for shape in shapes), mesh, sizes)
     return bind(extents_of(found), "local", comm_dtype, async_op)
+
+
+_made_alone = functools.lru_cache(maxsize=8192)(_made.__wrapped__)
+"""The same for meshes that belong to no world."""
 
 
 def _check_mesh(mesh: Mesh, text: str) -> None:

@@ -3,7 +3,7 @@
     program = bind(extents_of(recipe), "global")
     local = program.run(*locals)            # gather? -> view -> move? -> compute -> move? -> view
 
-`bind` turns a recipe of the algebra into a `Program`, a chain of few functions: einops (or a matrix
+`bind` turns a recipe of the algebra into a `BoundRecipe`, a chain of few functions: einops (or a matrix
 product) on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing moves, all
 of it is one einops call with this rank's sizes.
 """
@@ -25,8 +25,8 @@ from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
-from axes.runtime import collectives
-from axes.runtime.collectives import Line, line_of
+from axes.runtime import lines
+from axes.runtime.lines import Line, line_of
 from axes.runtime.redistribute import Dtypes, both, pulled_back, redistribute
 from axes.runtime.symbols import hints
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
@@ -37,7 +37,7 @@ View = Literal["global", "local"]
 
 
 @dataclass(frozen=True)
-class Program:
+class BoundRecipe:
     """A recipe, made ready for one rank. `run` takes and gives local tensors.
 
     comm_dtype: as in `redistribute`.
@@ -64,21 +64,21 @@ class Program:
         return self is other
 
 
-def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool = False) -> Program:
+def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool = False) -> BoundRecipe:
     """The program of a recipe at these extents, on the rank that its mesh is seen from."""
     found = extents.recipe
     if found.mesh.coordinate is None:
-        return Program(extents, _nothing, view, comm_dtype)
+        return BoundRecipe(extents, _nothing, view, comm_dtype)
     last = _last(extents, view, comm_dtype, async_op)
     feeds = [_feed(extents, i, view, comm_dtype) for i in found.inputs]
     compute = _compute(extents, [feed is None for feed in feeds], merged=last is None)
     if view == "local" and last is not None and is_extreme_across_ranks(found):
         whole = extreme(extents, compute, last, feeds[0] is None, comm_dtype)
-        return Program(extents, _chained(feeds, whole, None), view, comm_dtype)
+        return BoundRecipe(extents, _chained(feeds, whole, None), view, comm_dtype)
     run = _chained(feeds, compute, last)
     if comm_dtype is not None and last is not None and _is_sum(found):
         run = _summed_as_sent(extents, feeds, view, comm_dtype, async_op, run)
-    return Program(extents, run, view, comm_dtype)
+    return BoundRecipe(extents, run, view, comm_dtype)
 
 
 def _is_sum(found: Recipe) -> bool:
@@ -95,7 +95,7 @@ def _summed_as_sent(
     # In the global view the gradient is a program of its own.
     wires = (there, back) if view == "local" else (there, there)
 
-    @functools.cache
+    @functools.lru_cache(maxsize=16)
     def run_for(dtype: torch.dtype) -> Run:
         wider = [wire for wire in wires if wire is not None and _is_wider(wire, dtype)]
         if not wider:
@@ -145,7 +145,7 @@ def _chained(feeds: Sequence[Stage | None], compute: Run, last: Stage | None) ->
 # --- moves
 
 
-def move(
+def redistribution(
     source: Sharding, target: Sharding, shape: Shape, view: View, comm_dtype: Dtypes, async_op: bool = False
 ) -> Stage | None:
     """The redistribution as a function of the local tensor; None where there is nothing to do."""
@@ -196,8 +196,8 @@ def _feed(extents: Extents, operand: Input, view: View, comm_dtype: Dtypes) -> S
 
     Otherwise what it takes has one dim per atom.
     """
-    gathering = move(operand.source, operand.opened, extents.merged(operand.groups), view, comm_dtype)
-    moving = move(operand.elementary, operand.prepared, extents.shape(operand.atoms), view, comm_dtype)
+    gathering = redistribution(operand.source, operand.opened, extents.merged(operand.groups), view, comm_dtype)
+    moving = redistribution(operand.elementary, operand.prepared, extents.shape(operand.atoms), view, comm_dtype)
     if gathering is None and moving is None:
         return None
     return _joined([gathering, _opening(extents, operand), moving])
@@ -221,8 +221,10 @@ def _leaving(
 ) -> Stage | None:
     """The same for a result that is pending otherwise."""
     result = extents.recipe.result
-    slicing = move(result.closed, result.output, extents.merged(result.groups), view, comm_dtype, async_op)
-    moving = move(derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op and slicing is None)
+    slicing = redistribution(result.closed, result.output, extents.merged(result.groups), view, comm_dtype, async_op)
+    moving = redistribution(
+        derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op and slicing is None
+    )
     if moving is None and slicing is None:
         return None
     return _joined([moving, _merging(extents), slicing])
@@ -330,9 +332,9 @@ def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: 
     stages = Extreme(
         run=lambda x: last(compute(x)),
         most=_single(extents, operand, atoms),
-        agreed=move(derived, whole, shape, "local", comm_dtype) or _same,
+        agreed=redistribution(derived, whole, shape, "local", comm_dtype) or _same,
         count=_single(total, operand, atoms),
-        added=move(summed, whole, shape, "local", None) or _same,
+        added=redistribution(summed, whole, shape, "local", None) or _same,
         spread=_single(total, atoms, operand),
         back=_pulling_back(extents, summed, comm_dtype),
         forth=_leaving(extents, summed, "local", comm_dtype) or _same,
@@ -473,7 +475,7 @@ def _share(
     if not x.is_floating_point():
         return einops.reduce(x, pattern, "mean", **sizes)
     mine = x.new_full((), count, dtype=torch.int64)
-    whole = mine if line.size == 1 else collectives.all_reduce(mine, "sum", line)
+    whole = mine if line.size == 1 else lines.all_reduce(mine, "sum", line)
     # What 16 bits can't hold may be the sum of what they can.
     wide = torch.promote_types(x.dtype, dtype or torch.float32)
     total = einops.reduce(x, pattern, functools.partial(torch.sum, dtype=wide), **sizes)

@@ -16,25 +16,24 @@ from typing import Any, NamedTuple
 from axes.algebra.errors import AxesError
 from axes.algebra.grammar import Dim
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import ShardedDim, parts
+from axes.algebra.sharding import ShardedDim, pieces_over
 from axes.ops.regions import (
     Held,
     Placed,
-    Reading,
     Region,
+    RegionExpression,
     check_count,
     expanded,
     flows,
     key_of,
     placed,
-    read,
+    read_region,
     region_of,
     result_sharding,
     whole_size,
 )
-from axes.runtime.groups import current_world
-from axes.runtime.placements import sharding_of_spec
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, spec_at, stand_in
+from axes.runtime.torch_placements import sharding_of_spec
 
 Asked = tuple[str, Mesh | None, bool]
 """What `region_of` is asked beside the tensors: the expression, the mesh of its names, and whether it is given."""
@@ -62,10 +61,10 @@ def traced_results(asked: Asked, specs: Sequence[Held], shapes: Sequence[Shape])
 
 def _region(asked: Asked, specs: Sequence[Held], every: bool) -> tuple[Region, Sizes]:
     """The region at numbers, and the symbolic sizes of its names. `every` size is the number of this call."""
-    era, reading = current_world().era, read(asked[0])
+    reading = read_region(asked[0])
     shapes = [tuple(spec.shape) for spec in specs]
     if not any(map(is_symbolic, shapes)):
-        found = region_of(era, *asked, tuple(specs))
+        found = region_of(*asked, tuple(specs))
         return found, found.sizes
     if every:
         numbers, symbols = [tuple(map(fixed, shape)) for shape in shapes], {}
@@ -79,7 +78,7 @@ def _region(asked: Asked, specs: Sequence[Held], every: bool) -> tuple[Region, S
             for tensor in dims
         ]
         symbols = {d.name: d.size for tensor in dims for d in tensor}
-    found = region_of(era, *asked, tuple(map(spec_at, specs, numbers)))
+    found = region_of(*asked, tuple(map(spec_at, specs, numbers)))
     return found, {**found.sizes, **symbols}
 
 
@@ -91,18 +90,18 @@ class _SizedDim(NamedTuple):
     varies: bool
 
 
-def _dims_of(reading: Reading, place: int, held: Held) -> list[_SizedDim]:
+def _dims_of(reading: RegionExpression, place: int, held: Held) -> list[_SizedDim]:
     sharding = sharding_of_spec(held)
     dims = expanded(reading.inputs[place], sharding.ndim, f"tensor {place}")
     found = []
     for at, (dim, split, size) in enumerate(zip(dims, sharding.dims, held.shape, strict=True)):
         whole = len(split.factors) == 1 and (not dim.grouped or flows(reading, dim))
-        even = whole and size % parts(sharding.mesh, split.axes) == 0
+        even = whole and size % pieces_over(sharding.mesh, split.axes) == 0
         found.append(_SizedDim(key_of(dim) or (place, at), size, even))
     return found
 
 
-def _unvarying(reading: Reading, dims: Sequence[_SizedDim]) -> set[str | tuple[int, int]]:
+def _unvarying(reading: RegionExpression, dims: Sequence[_SizedDim]) -> set[str | tuple[int, int]]:
     """The names whose sizes can't vary."""
     found: set[str | tuple[int, int]] = set()
     for written in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
@@ -133,7 +132,7 @@ def _results(region: Region, sizes: Sizes, shapes: Sequence[Shape], every: bool)
 
 def _number(region: Region, dim: Dim, split: ShardedDim, local: Any, whole: Any, every: bool) -> int:
     """What stands for a size of a result on this rank, of which `whole` is the size outside."""
-    count = parts(region.home, split.axes)
+    count = pieces_over(region.home, split.axes)
     if every or len(split.factors) != 1 or whole % count or not are_equal(whole, local * count):
         fixed(whole)
         return fixed(local)

@@ -3,7 +3,7 @@
 With what the tensors that go in know of themselves it is a `Region`, and with the shapes that the
 function has returned on this rank it says how the results lie:
 
-    region = region_of(era, "b@dp s d, d f@tp -> b@dp s f@tp", mesh, False, specs)
+    region = region_of("b@dp s d, d f@tp -> b@dp s f@tp", mesh, False, specs)
     placed(region, ((2, 8, 16),))                      # placements, global shape
 
 All of it is found from a few values that can be hashed, and remembered. Nothing here runs anything.
@@ -20,17 +20,17 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from axes.algebra.ambient import checked_mesh
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.grammar import Dim, Factor, Spec, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import Factor as ShardedFactor
-from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, parsed_sharding, parts
+from axes.algebra.scopes import checked_mesh
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, parsed_sharding, pieces_over
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.border import named_in as _named_in
 from axes.runtime.border import unordered_in as _unordered_in
-from axes.runtime.placements import sharding_of_spec, torch_placements
+from axes.runtime.groups import of_world
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
 Axes = tuple[str, ...]
 Placements = tuple[Placement, ...]
@@ -43,7 +43,7 @@ Held = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class RegionExpression:
     """An expression, and which of its names are explicit: those with an `@` that isn't relative."""
 
     text: str
@@ -53,7 +53,7 @@ class Reading:
 
 
 @functools.lru_cache(maxsize=1024)
-def read(text: str) -> Reading:
+def read_region(text: str) -> RegionExpression:
     """An expression with both sides; `ExpressionError` where a region can't have it."""
     tree = parse_tensor(text)
     if tree.results is None:
@@ -69,7 +69,7 @@ def read(text: str) -> Reading:
                 relative.add(dim.factors[0].name)
             else:
                 explicit.update(f.name for f in dim.factors if dim.place is not None or f.place is not None)
-    return Reading(text, tree.operands, tree.results, frozenset(explicit - relative))
+    return RegionExpression(text, tree.operands, tree.results, frozenset(explicit - relative))
 
 
 def _check_relative(text: str, dim: Dim, side: int) -> None:
@@ -84,7 +84,7 @@ def _is_relative(dim: Dim) -> bool:
     return any(place is not None and "*" in place.names for place in (dim.place, *(f.place for f in dim.factors)))
 
 
-def flows(reading: Reading, dim: Dim) -> bool:
+def flows(reading: RegionExpression, dim: Dim) -> bool:
     """Whether the dim is split as its tensor happens to be."""
     bare = dim.place is None and all(factor.place is None for factor in dim.factors)
     return bare and not any(factor.name in reading.explicit for factor in dim.factors)
@@ -118,7 +118,7 @@ def check_count(who: str, count: int, specs: Sequence[Spec], side: str) -> None:
         raise ShardingError(f"{who} {count} tensors, and the {side} side has {len(specs)} specs; one for each")
 
 
-def located(error: AxesError, reading: Reading) -> AxesError:
+def located(error: AxesError, reading: RegionExpression) -> AxesError:
     """The same error with the expression that it is about."""
     return type(error)(f"{error}\n  in  shard_map '{reading.text}'")
 
@@ -134,17 +134,17 @@ class Region:
     tensor splits it, on that tensor's own mesh; `sizes` its global size.
     """
 
-    reading: Reading
+    reading: RegionExpression
     mesh: Mesh
     home: Mesh
     device_mesh: Any
     splits: Mapping[str, tuple[ShardedDim, Mesh]]
     sizes: Mapping[str, int]
-    inputs: tuple[Input, ...]
+    inputs: tuple[RegionInput, ...]
 
 
 @dataclass(frozen=True)
-class Input:
+class RegionInput:
     """A tensor that goes in: its spec, dim by dim, and how it is sharded; `counted` is what its gradient goes by."""
 
     spec: Spec
@@ -157,18 +157,20 @@ class Input:
     same: Axes
 
 
-def _input(place: int, spec: Spec, held: Held) -> Input:
+def _input(place: int, spec: Spec, held: Held) -> RegionInput:
     dims = expanded(spec, len(held.shape), f"tensor {place}")
-    return Input(spec, dims, sharding_of_spec(held), tuple(held.shape), held.mesh, held.placements, held.placements, ())
+    return RegionInput(
+        spec, dims, sharding_of_spec(held), tuple(held.shape), held.mesh, held.placements, held.placements, ()
+    )
 
 
-@functools.lru_cache(maxsize=1024)
-def region_of(era: object, expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
-    """The region of tensors with these `DTensorSpec`s; `era` is that of their world.
+@of_world(1024)
+def region_of(expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
+    """The region of tensors with these `DTensorSpec`s.
 
     `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one.
     """
-    reading = read(expression)
+    reading = read_region(expression)
     if is_given and mesh is not None:
         checked_mesh(mesh)
     try:
@@ -178,7 +180,7 @@ def region_of(era: object, expression: str, mesh: Mesh | None, is_given: bool, s
         raise located(error, reading) from None
 
 
-def _made(reading: Reading, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
+def _made(reading: RegionExpression, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
     inputs = [_input(place, *each) for place, each in enumerate(zip(reading.inputs, specs, strict=False))]
     home = _home([each.sharding.mesh for each in inputs])
     names = _mesh_of_names(mesh, is_given, home)
@@ -233,7 +235,7 @@ def _mesh_of_names(mesh: Mesh | None, is_given: bool, home: Mesh | None) -> Mesh
     return home
 
 
-def _check_names(reading: Reading, names: Mesh) -> None:
+def _check_names(reading: RegionExpression, names: Mesh) -> None:
     for dim in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
         for place in (dim.place, *(factor.place for factor in dim.factors)):
             for axis in place.names if place is not None else ():
@@ -241,7 +243,7 @@ def _check_names(reading: Reading, names: Mesh) -> None:
                     names.layout(axis)
 
 
-def _sizes(reading: Reading, inputs: Sequence[Input]) -> dict[str, int]:
+def _sizes(reading: RegionExpression, inputs: Sequence[RegionInput]) -> dict[str, int]:
     """The global size of every name that is a dim of a tensor, or whose size is written."""
     specs = (*reading.inputs, *reading.outputs)
     seen = [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
@@ -257,7 +259,7 @@ def _sizes(reading: Reading, inputs: Sequence[Input]) -> dict[str, int]:
     return found
 
 
-def _is_as_written(reading: Reading, names: Mesh, each: Input, sizes: Mapping[str, int]) -> bool:
+def _is_as_written(reading: RegionExpression, names: Mesh, each: RegionInput, sizes: Mapping[str, int]) -> bool:
     """Whether explicit dims are split as the spec says, and what is pending is what it says."""
     actual, spec = each.sharding, each.spec
     for dim, split, extent in zip(each.dims, actual.dims, each.shape, strict=True):
@@ -299,7 +301,7 @@ def _with_same(sharding: Sharding, axes: Axes) -> Sharding:
     return replace(sharding, pending=(*sharding.pending, PendingReduction("same", axes))) if axes else sharding
 
 
-def _mismatch(reading: Reading, place: int, each: Input) -> NoReturn:
+def _mismatch(reading: RegionExpression, place: int, each: RegionInput) -> NoReturn:
     spec, actual = each.spec, each.sharding
     pending = tuple(p for p in spec.pending or () if p.op != "same")
     dims = [f"{'_' if _is_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in each.dims]
@@ -313,7 +315,7 @@ def _mismatch(reading: Reading, place: int, each: Input) -> NoReturn:
     )
 
 
-def _take_over(splits: dict[str, tuple[ShardedDim, Mesh]], reading: Reading, each: Input) -> None:
+def _take_over(splits: dict[str, tuple[ShardedDim, Mesh]], reading: RegionExpression, each: RegionInput) -> None:
     """Remembers how each dim is split, for results with that dim. Where it flows the tensors agree."""
     mesh = each.sharding.mesh
     for dim, split, extent in zip(each.dims, each.sharding.dims, each.shape, strict=True):
@@ -341,7 +343,7 @@ class Placed:
     shape: tuple[Any, ...]
 
 
-@functools.lru_cache(maxsize=1024)
+@of_world(1024)
 def placed(region: Region, shapes: tuple[Shape, ...]) -> tuple[Placed, ...]:
     """What the results are outside that have these shapes on this rank."""
     reading = region.reading
@@ -426,7 +428,7 @@ def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int:
         return sizes[key]
     if key is not None and all(factor.name is None or factor.name in sizes for factor in dim.factors):
         return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])  # type: ignore[misc]
-    return local * parts(region.home, split.axes)
+    return local * pieces_over(region.home, split.axes)
 
 
 def _moved(dim: ShardedDim, source: Mesh, target: Mesh) -> ShardedDim:

@@ -8,30 +8,31 @@ y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: wha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import ambient_mesh, checked_mesh
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.redistribution import retargeted
+from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
-from axes.ops.global_view import Grad, check_grad
+from axes.ops.global_view import Grad, check_grad_of_leaves
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
-from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.reshard import Route, route, routed, same_axes, settled
+from axes.runtime.routes import Route, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
+from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -77,7 +78,7 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    check_grad(grad)
+    check_grad_of_leaves(grad)
     given = written_sizes(keywords, sizes)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
@@ -123,9 +124,8 @@ def _reshard(
     return found.take(x, async_op)
 
 
-@functools.lru_cache(maxsize=8192)
+@of_world(8192)
 def _route(
-    era: object,
     spec: Any,
     target: str | Sharding,
     mesh: Mesh | None,
@@ -148,7 +148,7 @@ def _route(
                 f"  source  {source}\n  target  {target}"
             )
         target = _target(source, target, tuple(spec.shape), mesh, ambient, sizes)
-    return route(era, spec, target, comm_dtypes)
+    return route(spec, target, comm_dtypes)
 
 
 def _target(
@@ -176,7 +176,7 @@ def _of_shard(
             f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"
         )
     _check_dims(spec)
-    return local_view.apply("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op)
+    return local_view.apply_local("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op)
 
 
 @read_once

@@ -65,15 +65,14 @@ from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
 from axes.ops.region_sizes import Asked, traced_region, traced_results
-from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read, region_of
+from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read_region, region_of
 from axes.runtime import torch_private
 from axes.runtime.border import Changes, _Leave, enter_global, leave_global
-from axes.runtime.collectives import Claim, disagreement
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
-from axes.runtime.groups import current_world
 from axes.runtime.leaves import resolve_at_leaf
+from axes.runtime.lines import Claim, disagreement
 from axes.runtime.packing import strides_of
-from axes.runtime.reshard import settled
+from axes.runtime.routes import settled
 from axes.runtime.sharded import device_mesh_input, strides_like
 from axes.runtime.symbols import is_symbolic
 from axes.runtime.transforms import check_not_wrapped, check_whole
@@ -145,7 +144,7 @@ def shard_map(
     """
     _check_check(check)
     if isinstance(fn, str) and expression is None:
-        read(fn)
+        read_region(fn)
         return functools.partial(_region_of, expression=fn, mesh=mesh, check=check)
     if expression is None or not callable(fn):
         raise ExpressionError(
@@ -164,15 +163,15 @@ def _check_check(check: Check) -> None:
 
 def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: Check) -> Function:
     if not torch.compiler.is_compiling():
-        read(expression)
+        read_region(expression)
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        return run(fn, expression, args, kwargs, mesh, check)
+        return run_region(fn, expression, args, kwargs, mesh, check)
 
     return functools.update_wrapper(inside, fn, updated=())
 
 
-def run(
+def run_region(
     fn: Function,
     expression: str,
     args: tuple[Any, ...],
@@ -192,7 +191,7 @@ def run(
     asked = expression, mesh if mesh is not None else ambient.ambient_mesh(), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check)
-    region = region_of(current_world().era, *asked, tuple([torch_private.spec_of(x) for x in tensors]))
+    region = region_of(*asked, tuple([torch_private.spec_of(x) for x in tensors]))
     changes = Changes() if torch.is_grad_enabled() else None
     shards = _left(region, tensors, changes)
     if check:
@@ -325,13 +324,13 @@ def _keep_mesh(number: int, device_meshes: tuple[Any, ...]) -> str:
     expression, mesh, is_given = known(number)
     if not device_meshes:
         # No tensor's node has looked at it yet.
-        region_of(current_world().era, expression, mesh, is_given, ())
+        region_of(expression, mesh, is_given, ())
     return kept.keep(mesh_of_names(mesh, is_given, device_meshes))
 
 
 @torch.compiler.assume_constant_result
 def _check_counts(number: int, results: int) -> None:
-    reading = read(known(number)[0])
+    reading = read_region(known(number)[0])
     try:
         check_count("the function returned", results, reading.outputs, "right")
     except ShardingError as error:
@@ -477,8 +476,8 @@ _LEAVING = torch_private.node_of(_Leave)
 
 def _closed_over(leaf: torch.Tensor, expression: str, fn: Function | None) -> ShardingError:
     left, _, right = expression.partition("->")
-    taken = {factor.name for spec in read(expression).inputs for dim in spec.dims for factor in dim.factors}
-    taken |= {factor.name for spec in read(expression).outputs for dim in spec.dims for factor in dim.factors}
+    taken = {factor.name for spec in read_region(expression).inputs for dim in spec.dims for factor in dim.factors}
+    taken |= {factor.name for spec in read_region(expression).outputs for dim in spec.dims for factor in dim.factors}
     spec = " ".join([letter for letter in "ijklmnopqrstuvwxyzabcdefgh" if letter not in taken][: leaf.ndim])
     name = _name_in(fn, leaf)
     passing = f"{left.strip()}, {spec} -> {right.strip()}" if left.strip() else f"{spec} -> {right.strip()}"

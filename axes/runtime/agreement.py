@@ -2,29 +2,29 @@
 
 A collective that ranks enter with different ideas waits for ever and says nothing. So before
 ranks rely on a common declaration or connect a process group, they compare what they hold through
-the store that every `torch.distributed` job has. A *meeting* is one such comparison; a rank
-*states* a line of text there, and the meeting *ends* well when all members have stated the same:
+the store that every `torch.distributed` job has. They do so at a *barrier*: each member *states* a
+line of text, and the barrier *ends* well when all members have stated the same:
 
-    store.set(note)                      this rank is at this meeting
-    store.compare_set(statement)         the first statement stays; another one ends the meeting
-    store.add(count)                     the last rank to come ends the meeting
+    store.set(note)                      this rank is at this barrier
+    store.compare_set(statement)         the first statement stays; another one ends the barrier
+    store.add(count)                     the last rank to come ends the barrier
     wait for the end
 
 That is five store operations for each rank, whatever their number, and a poll now and then while it
-waits. A meeting ends once, for all: whoever comes later reads the same end. It ends badly when
+waits. A barrier ends once, for all: whoever comes later reads the same end. It ends badly when
 
 - a rank states something else: at once, with both statements;
 - a rank raised an error of its own before it came (`refuse`): at once, with that error;
-- members wait for one another in a circle, each at another meeting: within a second or so, with
+- members wait for one another in a circle, each at another barrier: within a second or so, with
   all that they wait for (the notes of the ranks tell);
 - the time is up: with the ranks that didn't come, and what each was last seen waiting for.
 
-Rank 0 hosts the store of a job, so it leaves a failed meeting last, or the others would see a
+Rank 0 hosts the store of a job, so it leaves a failed barrier last, or the others would see a
 broken connection in place of the error.
 
 >>> import torch.distributed as dist
->>> seat = Seat(dist.HashStore(), rank=0)
->>> agree(seat, Meeting("init_mesh over rank 0", range(1), "mesh", 0), "dp=1", timedelta(seconds=5))
+>>> member = Member(dist.HashStore(), rank=0)
+>>> agree(member, Barrier("init_mesh over rank 0", range(1), "mesh", 0), "dp=1", timedelta(seconds=5))
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ _MEMBERS_STORED = 4096
 
 
 @dataclass(frozen=True)
-class Seat:
-    """From where a rank takes part: the store of its world and its global rank."""
+class Member:
+    """A rank, and the store by which it reaches the others: what takes part in a barrier."""
 
     store: dist.Store
     rank: int
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """One comparison among `members`: the `attempt`-th of its kind among these ranks.
+class Barrier:
+    """Where `members` compare what they state: the `attempt`-th barrier of its kind among these ranks.
 
-    Members are met by their set, so that ranks which hold them in different orders meet and can
-    disagree. `subject` completes "rank 3 waits for ..."; `advice` says what to write instead.
+    The set of the members names it, so that ranks which hold them in different orders come to the same
+    barrier and can disagree. `subject` completes "rank 3 waits for ..."; `advice` says what to write instead.
     """
 
     subject: str
@@ -79,56 +79,56 @@ class Meeting:
 
     @cached_property
     def topic(self) -> str:
-        """What all members call this kind of meeting: `attempt` counts the meetings of a topic."""
+        """What all members call this kind of barrier: `attempt` counts the barriers of a topic."""
         ascending = isinstance(self.members, range)
         return f"{self.kind}/{digest(self.members if ascending else sorted(self.members))}"
 
 
-def agree(seat: Seat, meeting: Meeting, statement: str, timeout: timedelta) -> None:
-    """Returns when every member of the meeting has stated the same; `DesyncError` on all otherwise.
+def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) -> None:
+    """Returns when every member of the barrier has stated the same; `DesyncError` on all otherwise.
 
-    Waits `timeout` at most, and on rank 0 up to five seconds more where the meeting fails.
+    Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails.
     """
-    if len(meeting.members) == 1:
+    if len(barrier.members) == 1:
         return
-    with _store_errors(meeting):
-        key = _key(meeting)
+    with _store_errors(barrier):
+        key = _key(barrier)
         mine = {
-            "rank": seat.rank,
+            "rank": member.rank,
             "text": statement,
-            "subject": meeting.subject,
-            "members": _packed(meeting.members),
+            "subject": barrier.subject,
+            "members": _packed(barrier.members),
         }
-        _leave_note(seat, {"key": key, "subject": meeting.subject})
-        first = json.loads(seat.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
+        _leave_note(member, {"key": key, "subject": barrier.subject})
+        first = json.loads(member.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
         if first["text"] != statement:
-            error = _mismatch(meeting, first, mine)
-            _end(seat.store, key, error, len(meeting.members), disagree=True)
-        elif seat.store.add(f"{key}/count", 1) == len(meeting.members):
-            _end(seat.store, key, None, len(meeting.members))
-        end = _wait_for_end(seat, meeting, key, time.monotonic() + timeout.total_seconds(), timeout)
+            error = _mismatch(barrier, first, mine)
+            _end(member.store, key, error, len(barrier.members), disagree=True)
+        elif member.store.add(f"{key}/count", 1) == len(barrier.members):
+            _end(member.store, key, None, len(barrier.members))
+        end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
         if end["error"] is not None:
-            _raise(seat, key, end, statement)
+            _raise(member, key, end, statement)
 
 
-def refuse(seat: Seat, meeting: Meeting, error: Exception) -> None:
-    """Ends a meeting for all its members because this rank can't come: it raises `error`."""
-    if len(meeting.members) == 1:
+def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
+    """Ends a barrier for all its members because this rank can't come: it raises `error`."""
+    if len(barrier.members) == 1:
         return
     # The caller raises `error`, which matters more than a store that can't be reached.
     with contextlib.suppress(dist.DistError):
-        key = _key(meeting)
+        key = _key(barrier)
         said = f"{type(error).__name__}: {error}"
-        _leave_note(seat, {"key": key, "subject": meeting.subject, "raised": said})
-        text = f"rank {seat.rank} can't take part in {meeting.subject}, it raised {_indented(said)}"
-        _end(seat.store, key, text, len(meeting.members))
-        _leave(seat, key, len(meeting.members))
+        _leave_note(member, {"key": key, "subject": barrier.subject, "raised": said})
+        text = f"rank {member.rank} can't take part in {barrier.subject}, it raised {_indented(said)}"
+        _end(member.store, key, text, len(barrier.members))
+        _leave(member, key, len(barrier.members))
 
 
-def pass_by(seat: Seat, subject: str) -> None:
+def pass_by(member: Member, subject: str) -> None:
     """Notes that this rank isn't a member of what it declares, for members that expect it."""
     with contextlib.suppress(dist.DistError):
-        _leave_note(seat, {"subject": subject, "outside": True})
+        _leave_note(member, {"subject": subject, "outside": True})
 
 
 def digest(ranks: Sequence[int]) -> str:
@@ -159,11 +159,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks {shown}, ... ({digest(ranks)})"
 
 
-# The end of a meeting
+# The end of a barrier
 
 
 def _end(store: dist.Store, key: str, error: str | None, present: int, disagree: bool = False) -> None:
-    """Ends a meeting unless it has ended; `present` members are there to read it."""
+    """Ends a barrier unless it has ended; `present` members are there to read it."""
     end = {"error": error, "present": present, "disagree": disagree}
     store.compare_set(f"{key}/end", "", json.dumps(end))
 
@@ -176,122 +176,122 @@ def _read(store: dist.Store, key: str) -> dict[str, Any] | None:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
-def _wait_for_end(seat: Seat, meeting: Meeting, key: str, deadline: float, timeout: timedelta) -> dict[str, Any]:
+def _wait_for_end(member: Member, barrier: Barrier, key: str, deadline: float, timeout: timedelta) -> dict[str, Any]:
     """Polls, ever more slowly, since a blocking wait that times out writes warnings of its own."""
     started = time.monotonic()
     look = _FIRST_LOOK_SECONDS
-    slowest = max(_SLOWEST_POLL_SECONDS, len(meeting.members) / 20_000)
-    while (end := _ended(seat.store, key)) is None:
+    slowest = max(_SLOWEST_POLL_SECONDS, len(barrier.members) / 20_000)
+    while (end := _ended(member.store, key)) is None:
         now = time.monotonic()
         if now >= deadline:
-            _time_is_up(seat, meeting, key, timeout)
+            _time_is_up(member, barrier, key, timeout)
         elif now - started >= look:
             look *= 2
-            _end_circles(seat, meeting, key)
+            _end_circles(member, barrier, key)
         pause = min(max(_FIRST_POLL_SECONDS, (now - started) / 8), slowest)
         time.sleep(max(0.0, min(pause, deadline - now)))
     return end
 
 
-def _time_is_up(seat: Seat, meeting: Meeting, key: str, timeout: timedelta) -> None:
-    """Ends a meeting with who is missing. One rank looks, the others wait for what it finds."""
-    store = seat.store
-    if store.compare_set(f"{key}/reporter", "", str(seat.rank)) != str(seat.rank).encode():
-        patience = time.monotonic() + _LINGER_SECONDS + len(meeting.members) / 5_000
+def _time_is_up(member: Member, barrier: Barrier, key: str, timeout: timedelta) -> None:
+    """Ends a barrier with who is missing. One rank looks, the others wait for what it finds."""
+    store = member.store
+    if store.compare_set(f"{key}/reporter", "", str(member.rank)) != str(member.rank).encode():
+        patience = time.monotonic() + _LINGER_SECONDS + len(barrier.members) / 5_000
         while time.monotonic() < patience:
             if _ended(store, key) is not None:
                 return
             time.sleep(_SLOWEST_POLL_SECONDS)
-    missing = [rank for rank in meeting.members if _note(seat, rank).get("key") != key]
+    missing = [rank for rank in barrier.members if _note(member, rank).get("key") != key]
     seconds = f"{timeout.total_seconds():g} s"
-    lines = [f"{meeting.subject} isn't complete after {seconds}, though all have been seen there"]
+    lines = [f"{barrier.subject} isn't complete after {seconds}, though all have been seen there"]
     if missing:
-        lines = [f"{ranks_text(missing)} didn't come to {meeting.subject} within {seconds}:"]
-    lines += [f"  {_last_seen(seat, rank)}" for rank in missing[:_RANKS_SHOWN]]
-    present = [rank for rank in meeting.members if rank not in set(missing)]
-    lines += [f"  {ranks_text(present)} waited for {meeting.subject}", meeting.advice]
+        lines = [f"{ranks_text(missing)} didn't come to {barrier.subject} within {seconds}:"]
+    lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
+    present = [rank for rank in barrier.members if rank not in set(missing)]
+    lines += [f"  {ranks_text(present)} waited for {barrier.subject}", barrier.advice]
     _end(store, key, "\n".join(filter(None, lines)), len(present))
 
 
-def _raise(seat: Seat, key: str, end: dict[str, Any], statement: str) -> NoReturn:
-    _leave(seat, key, end["present"])
+def _raise(member: Member, key: str, end: dict[str, Any], statement: str) -> NoReturn:
+    _leave(member, key, end["present"])
     mine = ""
     if end["disagree"] and _indented(statement) not in end["error"]:
-        mine = f"\nThis rank, {seat.rank}, holds: {_indented(statement)}"
+        mine = f"\nThis rank, {member.rank}, holds: {_indented(statement)}"
     raise DesyncError(end["error"] + mine)
 
 
-def _leave(seat: Seat, key: str, present: int) -> None:
+def _leave(member: Member, key: str, present: int) -> None:
     """Says that this rank has read the end. The host of the store waits for the others a while."""
     # The error that is being reported matters more than a store that is gone already.
     with contextlib.suppress(dist.DistError):
-        seat.store.add(f"{key}/left", 1)
+        member.store.add(f"{key}/left", 1)
         patience = time.monotonic() + _LINGER_SECONDS
-        while seat.rank == _HOST and time.monotonic() < patience and seat.store.add(f"{key}/left", 0) < present:
+        while member.rank == _HOST and time.monotonic() < patience and member.store.add(f"{key}/left", 0) < present:
             time.sleep(0.005)
 
 
 # Notes: where each rank was last seen
 
 
-def _leave_note(seat: Seat, note: dict[str, Any]) -> None:
-    seat.store.set(f"axes/rank/{seat.rank}", json.dumps(note))
+def _leave_note(member: Member, note: dict[str, Any]) -> None:
+    member.store.set(f"axes/rank/{member.rank}", json.dumps(note))
 
 
-def _note(seat: Seat, rank: int) -> dict[str, Any]:
-    return _read(seat.store, f"axes/rank/{rank}") or {}
+def _note(member: Member, rank: int) -> dict[str, Any]:
+    return _read(member.store, f"axes/rank/{rank}") or {}
 
 
-def _last_seen(seat: Seat, rank: int) -> str:
-    note = _note(seat, rank)
+def _last_seen(member: Member, rank: int) -> str:
+    note = _note(member, rank)
     if not note:
         return f"rank {rank} hasn't been seen: it is still starting, has ended, or makes no mesh"
     if "outside" in note:
         return f"rank {rank} isn't a member of what it declared last, {note['subject']}"
     if "raised" in note:
         return f"rank {rank} raised in {note['subject']}: {_indented(note['raised'])}"
-    end = _ended(seat.store, note["key"])
+    end = _ended(member.store, note["key"])
     if end is None:
         return f"rank {rank} waits for {note['subject']}"
     return f"rank {rank} was last seen {'failing' if end['error'] else 'passing'} in {note['subject']}"
 
 
-def _end_circles(seat: Seat, meeting: Meeting, key: str) -> None:
-    """Ends the meetings of ranks that wait for one another, this one among them, if there are any.
+def _end_circles(member: Member, barrier: Barrier, key: str) -> None:
+    """Ends the barriers of ranks that wait for one another, this one among them, if there are any.
 
-    From a meeting, the notes of the members that are missing lead to other meetings. A way back to
-    a meeting that misses this rank is a circle: no meeting on it can end, since each misses a rank
-    that is held at the next. That the meetings are still open is checked once the circle is found.
+    From a barrier, the notes of the members that are missing lead to other barriers. A way back to
+    a barrier that misses this rank is a circle: no barrier on it can end, since each misses a rank
+    that is held at the next. That the barriers are still open is checked once the circle is found.
     """
     budget = iter(range(_NOTES_READ_AT_ONCE))
-    circle = _way_back(seat, key, meeting.members, [(seat.rank, key, meeting.subject)], budget)
-    if circle is None or any(_ended(seat.store, held) is not None for _, held, _ in circle):
+    circle = _way_back(member, key, barrier.members, [(member.rank, key, barrier.subject)], budget)
+    if circle is None or any(_ended(member.store, held) is not None for _, held, _ in circle):
         return
     waits = "".join(f"\n  rank {rank} waits for {subject}" for rank, _, subject in circle)
-    error = f"ranks wait for one another:{waits}\n{meeting.advice}"
+    error = f"ranks wait for one another:{waits}\n{barrier.advice}"
     for _, held, _ in circle:
-        _end(seat.store, held, error, seat.store.add(f"{held}/count", 0))
+        _end(member.store, held, error, member.store.add(f"{held}/count", 0))
 
 
 _Wait = tuple[int, str, str]
-"""A rank, the key of the meeting at which it is held, and that meeting's subject."""
+"""A rank, the key of the barrier at which it is held, and that barrier's subject."""
 
 
 def _way_back(
-    seat: Seat, key: str, members: Sequence[int], way: list[_Wait], budget: Iterator[int]
+    member: Member, key: str, members: Sequence[int], way: list[_Wait], budget: Iterator[int]
 ) -> list[_Wait] | None:
     for rank in members:
-        if rank == seat.rank and len(way) > 1:
+        if rank == member.rank and len(way) > 1:
             return way
         if rank in {passed for passed, _, _ in way} or next(budget, None) is None:
             continue
-        note = _note(seat, rank)
+        note = _note(member, rank)
         held = note.get("key", key)
-        if held == key or _ended(seat.store, held) is not None:
+        if held == key or _ended(member.store, held) is not None:
             continue
-        stated = _read(seat.store, f"{held}/stated") or {"members": ""}
+        stated = _read(member.store, f"{held}/stated") or {"members": ""}
         onward = [*way, (rank, held, note["subject"])]
-        found = _way_back(seat, held, _unpacked(stated["members"]), onward, budget)
+        found = _way_back(member, held, _unpacked(stated["members"]), onward, budget)
         if found is not None:
             return found
     return None
@@ -300,14 +300,14 @@ def _way_back(
 # Text
 
 
-def _key(meeting: Meeting) -> str:
-    return f"axes/{meeting.topic}/{meeting.attempt}"
+def _key(barrier: Barrier) -> str:
+    return f"axes/{barrier.topic}/{barrier.attempt}"
 
 
-def _mismatch(meeting: Meeting, first: dict[str, Any], mine: dict[str, Any]) -> str:
-    lines = [f"ranks disagree in {meeting.subject}:"]
+def _mismatch(barrier: Barrier, first: dict[str, Any], mine: dict[str, Any]) -> str:
+    lines = [f"ranks disagree in {barrier.subject}:"]
     lines += [f"  rank {said['rank']}: {_indented(said['text'])}" for said in (first, mine)]
-    return "\n".join([*lines, meeting.advice] if meeting.advice else lines)
+    return "\n".join([*lines, barrier.advice] if barrier.advice else lines)
 
 
 def _indented(text: str) -> str:
@@ -328,11 +328,11 @@ def _unpacked(text: str) -> Sequence[int]:
 
 
 @contextlib.contextmanager
-def _store_errors(meeting: Meeting) -> Iterator[None]:
+def _store_errors(barrier: Barrier) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
         raise DesyncError(
-            f"the job's store can't be reached in {meeting.subject}: {str(error).splitlines()[0]}\n"
+            f"the job's store can't be reached in {barrier.subject}: {str(error).splitlines()[0]}\n"
             f"Rank {_HOST}, which hosts it, may have ended; its own error says why"
         ) from error

@@ -42,12 +42,12 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding, state_of
 from axes.algebra.state import State
 from axes.runtime import torch_private
-from axes.runtime.groups import current_world
+from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.redistribute import Frame, frame_of
-from axes.runtime.reshard import Route, Spec, gradient_sharding, route
+from axes.runtime.routes import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
+from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
 __all__ = [
@@ -217,7 +217,7 @@ def _counted(spec: Spec, counted: Placements | None) -> Spec:
     return _spec_of(spec.mesh, counted, tuple(spec.shape), tuple(meta.stride), meta.dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _spec(
     device_mesh: Any, placements: Placements, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> Spec:
@@ -265,7 +265,7 @@ class _Leave(torch.autograd.Function):
         return _Enter.apply(scaled.contiguous(), leaving, counted, ctx.changes), None, None, None
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _leaving(spec: Spec, counted: Spec, dtype: torch.dtype) -> tuple[Spec, Spec, int]:
     """What local gradients are together, the same as their own gradient counts it, and a factor of means."""
     shape = tuple(spec.shape)
@@ -326,23 +326,23 @@ class _Entering:
 
 
 def _entered(value: Spec, cotangent: DTensor) -> _Entering:
-    era, spec = current_world().era, torch_private.spec_of(cotangent)
+    spec = torch_private.spec_of(cotangent)
     if type(torch_private.local_of(cotangent)) is torch.Tensor:
-        return _entering(era, value, spec)
+        return _entering(value, spec)
     return settled_sizes(
         spec.shape,
         spec.mesh.size(),
-        lambda shape: _entering(era, spec_at(value, shape), spec_at(spec, shape)),
+        lambda shape: _entering(spec_at(value, shape), spec_at(spec, shape)),
         lambda found: [*states_of(found.route.program.plan), *found.framed],
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _entering(era: object, value: Spec, cotangent: Spec) -> _Entering:
+@of_world(4096)
+def _entering(value: Spec, cotangent: Spec) -> _Entering:
     shape = tuple(value.shape)
     whole, arrived = sharding_of_spec(value), sharding_of_spec(cotangent)
     middle = gradient_sharding(whole, arrived, shape)
-    there = route(era, cotangent, middle, (None, None))
+    there = route(cotangent, middle, (None, None))
     framed = state_of(middle, shape), state_of(_plain(whole), shape)
     frame = frame_of(*framed, shape)
     # What is whole on every rank of an axis over which the value is replicated counts n times.

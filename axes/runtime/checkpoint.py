@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
-from axes.runtime.placements import sharding_of_spec
+from axes.runtime.torch_placements import sharding_of_spec
 
 Shape = tuple[int, ...]
 

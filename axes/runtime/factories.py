@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import seam
-from axes.algebra.ambient import required_mesh
 from axes.algebra.errors import ShardingError, SizeError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
+from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, Sharding, parsed_sharding
 from axes.algebra.sizes import written_sizes
 from axes.runtime.leaves import resolving

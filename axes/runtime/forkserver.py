@@ -103,7 +103,7 @@ def fork_server() -> ForkServer:
         return server
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _server_of(pid: int) -> ForkServer:
     return ForkServer()  # by pid: a forked copy of this process needs its own
 

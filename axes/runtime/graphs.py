@@ -3,7 +3,7 @@
 Dynamo traces Python line by line, and can't follow a look-up by a `DTensorSpec` or an autograd function
 that makes a DTensor. So it doesn't: a function that is allowed in a graph is one node of it, which
 AOTAutograd runs later on symbolic tensors, and finds the functional collectives inside. Such a node
-takes tensors and numbers alone, so what else it needs goes by a number:
+takes tensors and numbers alone, so what else it needs goes by a number, which is good as long as the graph lives:
 
     def reshard(x, spec, mesh):
         if torch.compiler.is_compiling():
@@ -17,17 +17,19 @@ takes tensors and numbers alone, so what else it needs goes by a number:
 Ranks meet in a node, so all must run one of the same graph: its guards on the DTensors that come in are
 such that depend on whole sizes, which are the same on every rank.
 
->>> known(number_of(("b s@tp d", None)))
+>>> known(number_of("b s@tp d", None))
 ('b s@tp d', None)
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 
@@ -43,19 +45,43 @@ for _kind in (Mesh, Sharding):
 Read = TypeVar("Read")
 Node = TypeVar("Node", bound=Callable[..., Any])
 
-_things: list[Hashable] = []
+
+class Held:
+    """A thing that graphs refer to by a key. They keep it alive, and nothing else does."""
+
+    __slots__ = ("__weakref__", "key", "thing")
+
+    def __init__(self, thing: Any, key: Any):
+        self.thing, self.key = thing, key
+
+    def __call__(self) -> None:
+        """What dynamo calls when it drops the code of a graph: there is nothing to do but to let go of this."""
+
+    def by_graph(self) -> Any:
+        """The key, of which the graph that is traced may make use as long as it lives.
+
+        Where dynamo isn't tracing, as in `torch.export` with `strict=False`, it is good until many others are held.
+        """
+        if not torch_private.keep_with_graph(self):
+            _held_by_none.append(self)
+        return self.key
 
 
-@functools.cache
-def _number(thing: Hashable) -> int:
-    _things.append(thing)
-    return len(_things) - 1
+_held_by_none: deque[Held] = deque(maxlen=1024)
+_by_thing: WeakValueDictionary[Hashable, Held] = WeakValueDictionary()
+_by_number: WeakValueDictionary[int, Held] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
 @torch.compiler.assume_constant_result
 def number_of(*thing: Hashable) -> int:
     """The number of a thing, equal things having the same; to `torch.compile` it is a constant."""
-    return _number(thing[0] if len(thing) == 1 else thing)
+    whole = thing[0] if len(thing) == 1 else thing
+    held = _by_thing.get(whole)
+    if held is None:
+        held = _by_thing[whole] = Held(whole, next(_numbers))
+        _by_number[held.key] = held
+    return held.by_graph()
 
 
 def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
@@ -114,18 +140,23 @@ class Kept:
     """
 
     def keep(self, value: object) -> str:
-        """The name of the attribute that `value` is from now on."""
+        """The name of the attribute that `value` is, as long as a graph that was traced meanwhile lives."""
         name = f"{type(value).__name__}_{id(value)}"
-        setattr(self, name, value)
-        return name
+        held = _by_name.get(name)
+        if held is None:
+            setattr(self, name, value)
+            held = _by_name[name] = Held(value, name)
+            finalize(held, vars(self).pop, name, None).atexit = False
+        return held.by_graph()
 
 
 kept = Kept()
+_by_name: WeakValueDictionary[str, Held] = WeakValueDictionary()
 
 
 def known(number: int) -> Any:
     """The thing that a number stands for."""
-    return _things[number]
+    return _by_number[number].thing
 
 
 # The ambient mesh. To dynamo, a mesh that is pushed on a list is a side effect, which it doesn't allow where a
@@ -154,17 +185,17 @@ def _pop() -> None:
 
 @torch.compiler.assume_constant_result
 def _keep_entered() -> str:
-    meshes = _entered.get(torch_private.trace())
+    meshes = _entered.get(torch_private.current_trace())
     return kept.keep(meshes[-1]) if meshes else ""
 
 
 @torch.compiler.assume_constant_result
 def _enter(mesh: Mesh) -> bool:
-    _entered.setdefault(torch_private.trace(), []).append(mesh)
+    _entered.setdefault(torch_private.current_trace(), []).append(mesh)
     return True
 
 
 @torch.compiler.assume_constant_result
 def _leave() -> bool:
-    _entered[torch_private.trace()].pop()
+    _entered[torch_private.current_trace()].pop()
     return True

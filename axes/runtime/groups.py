@@ -14,32 +14,32 @@ rank. An axis that covers the world in rank order is the default group, where it
 device.
 
 What this process knows of the running world is kept in one `World`, the only state that axes
-shares; it goes when the world does.
+shares; it goes when the world does. So does what was made of groups and device meshes, and is
+remembered: a function of these is cached by `of_world`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError, MeshError, shortened
 from axes.algebra.layout import Layout, digits
+from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
-from axes.runtime.agreement import Meeting, Seat, agree, digest, ranks_text
-
-if TYPE_CHECKING:
-    from axes.algebra.mesh import Mesh
+from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text
 
 _FAKE = "fake"
 _WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
@@ -145,6 +145,9 @@ class _Entry:
     names: dict[str, None] = field(default_factory=dict)
 
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
 _NO_OPTIONS = GroupOptions()
 _Key = tuple[Sequence[int], str, GroupOptions]
 
@@ -158,25 +161,24 @@ class World:
         self.size = dist.get_world_size()
         self.backend = str(dist.get_backend(default))
         self.fake = self.backend == _FAKE
-        self.seat = Seat(default.get_group_store(), self.rank)
+        self.member = Member(default.get_group_store(), self.rank)
         self.started_here = False
-        self.era = object()  # what was made of groups is good for as long as this one lasts
         self.lock = threading.RLock()
         self.attempts: Counter[str] = Counter()
         self.groups: dict[_Key, _Entry] = {}
-        self.found: dict[tuple[Mesh, Layout, str], _Entry] = {}
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
+        self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
         whole = range(self.size)
         self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(default, whole, self.backend, _NO_OPTIONS, "default")
 
-    def meeting(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Meeting:
-        """The next meeting of a kind among these ranks: each call is one attempt."""
-        meeting = Meeting(subject, members, kind, 0, advice)
-        attempt = self.attempts[meeting.topic]
-        self.attempts[meeting.topic] += 1
-        return replace(meeting, attempt=attempt) if attempt else meeting
+    def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Barrier:
+        """The next barrier of a kind among these ranks: each call is one attempt."""
+        barrier = Barrier(subject, members, kind, 0, advice)
+        attempt = self.attempts[barrier.topic]
+        self.attempts[barrier.topic] += 1
+        return replace(barrier, attempt=attempt) if attempt else barrier
 
 
 _current: World | None = None
@@ -185,7 +187,7 @@ _current: World | None = None
 def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
     global _current
-    default = dist.group.WORLD
+    default = torch_private.TORCH_WORLD.default_pg
     if _current is not None:
         if default is not None and _current.default() is default:
             return _current
@@ -195,6 +197,40 @@ def current_world() -> World:
         raise MeshError("torch.distributed isn't running (any more); axes.init_mesh(...) starts it")
     _current = World(default)
     return _current
+
+
+class OfWorld(Protocol[P, R]):
+    """A function that remembers, for each world, what it found."""
+
+    @property
+    def __wrapped__(self) -> Callable[P, R]:
+        """The function itself."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """What the function gives in the running world."""
+
+
+def of_world(maxsize: int) -> Callable[[Callable[P, R]], OfWorld[P, R]]:
+    """A cache of up to `maxsize` results that lives on the running world, and goes with it.
+
+    For functions that make something of groups, device meshes or what DTensors know of themselves; an entry
+    of another world would be wrong, and would keep its groups alive. Arguments are positional.
+    """
+
+    def decorate(make: Callable[P, R]) -> OfWorld[P, R]:
+        @functools.wraps(make)
+        def found(*key: Any) -> Any:
+            world, default = _current, torch_private.TORCH_WORLD.default_pg
+            if world is None or default is None or world.default() is not default:
+                world = current_world()
+            cache = world.caches.get(make)
+            if cache is None:
+                cache = world.caches[make] = functools.lru_cache(maxsize)(make)
+            return cache(*key)
+
+        return cast("OfWorld[P, R]", found)
+
+    return decorate
 
 
 def forget_groups() -> None:
@@ -209,13 +245,16 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
     Made at first use, together with the other members; later one dictionary look-up. Raises
     `MeshError` on a rank outside the mesh, `DesyncError` where members disagree or don't come.
     """
-    world = current_world()
-    entry = world.found.get((mesh, layout, name))
-    if entry is None:
-        with world.lock:
-            entry = world.found[mesh, layout, name] = _obtained(world, mesh, layout, name)
+    entry = _entry(mesh, layout, name)
     entry.asked += 1
     return entry.group
+
+
+@of_world(4096)
+def _entry(mesh: Mesh, layout: Layout, name: str) -> _Entry:
+    world = current_world()
+    with world.lock:
+        return _obtained(world, mesh, layout, name)
 
 
 def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
@@ -276,9 +315,8 @@ def destroy_process_groups() -> None:
         forget_groups()
         return
     world.groups = {key: entry for key, entry in world.groups.items() if entry.origin == "default"}
-    for cache in (world.found, world.device_meshes, world.meshes, world.roots):
-        cache.clear()
-    world.era = object()
+    for known in (world.device_meshes, world.meshes, world.roots, world.caches):
+        known.clear()
 
 
 def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str) -> None:
@@ -418,7 +456,7 @@ def _made(
     device_type: str,
     waits: timedelta,
 ) -> _Entry:
-    meeting = world.meeting(
+    barrier = world.barrier(
         "group",
         ranks,
         f"the group of {ranks_text(ranks)} ('{name}')",
@@ -427,13 +465,13 @@ def _made(
     )
     if not world.fake:
         agree(
-            world.seat,
-            meeting,
+            world.member,
+            barrier,
             " ".join([ranks_text(ranks), "in this order,", backend, options.text]).strip(),
             waits,
         )
     content = torch_private.marked(mark) if mark else _digest(backend, options)
-    again = f"_{meeting.attempt}" if meeting.attempt else ""
+    again = f"_{barrier.attempt}" if barrier.attempt else ""
     pg_options = None if world.fake else copy.deepcopy(options.pg_options)
     timeout = options.timeout or torch_private.options_timeout(pg_options) or _default_timeout(world, device_type)
     assert isinstance(timeout, timedelta)
@@ -448,7 +486,7 @@ def _made(
             f"axes {name}",
         )
     except dist.DistError as error:
-        raise DesyncError(f"the members of {meeting.subject} agreed on it, then connecting failed: {error}") from error
+        raise DesyncError(f"the members of {barrier.subject} agreed on it, then connecting failed: {error}") from error
     return _Entry(group, ranks, backend, options, "made")
 
 

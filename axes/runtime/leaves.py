@@ -11,7 +11,6 @@ hooks; it gets this one from the first operation of axes that uses it.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
-from axes.runtime.placements import sharding_of_spec
-from axes.runtime.reshard import resharded
+from axes.runtime.groups import of_world
+from axes.runtime.routes import resharded
 from axes.runtime.symbols import is_symbolic, spec_at
+from axes.runtime.torch_placements import sharding_of_spec
 
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
@@ -75,7 +75,7 @@ def _resolve(leaf: DTensor) -> _Resolve:
     return (_resolve_at.__wrapped__ if is_symbolic(spec.shape) else _resolve_at)(spec)
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _resolve_at(spec: Spec) -> _Resolve:
     """The hook of leaves with this `DTensorSpec`."""
     return _Resolve(replace(sharding_of_spec(spec), pending=()))
@@ -109,6 +109,6 @@ def _owned(x: DTensor) -> DTensor:
     return torch_private.dtensor(found, _dense_spec(torch_private.spec_of(x)))
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _dense_spec(spec: Spec) -> Spec:
     return spec_at(spec, tuple(spec.shape))

@@ -52,7 +52,7 @@ from axes.algebra.state import State, tile, tile_shape, used_layouts
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
 from axes.runtime.gradients import Same, transposed
-from axes.runtime.groups import current_world, group_of
+from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.packing import slices_of
 from axes.runtime.programs import Program, check_dtypes
 from axes.runtime.symbols import is_symbolic, settled_sizes, states_of
@@ -92,7 +92,7 @@ def redistribute(
     shape, how = tuple(shape), (local.dtype, view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
         return _map_of_symbols(source, target, shape, how, local.requires_grad).apply(local, async_op)
-    made = _map(current_world().era, source, target, shape, *how)
+    made = _map(source, target, shape, *how)
     if tuple(local.shape) != made.tile:
         raise ShardingError(
             f"the tile of {list(shape)} on this rank is {list(made.tile)} by '{source}'; found {list(local.shape)}"
@@ -115,23 +115,21 @@ def pulled_back(
     shape, how = tuple(shape), (gradient.dtype, view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
         return _map_of_symbols(source, target, shape, how, with_gradient=True).pull(gradient)
-    return _map(current_world().era, source, target, shape, *how).pull(gradient)
+    return _map(source, target, shape, *how).pull(gradient)
 
 
 def _map_of_symbols(source: Sharding, target: Sharding, shape: Shape, how: tuple[Any, ...], with_gradient: bool) -> Map:
     """The map where sizes are symbolic."""
-    era = current_world().era
     return settled_sizes(
         shape,
         source.mesh.size,
-        lambda numbers: _map(era, source, target, numbers, *how),
+        lambda numbers: _map(source, target, numbers, *how),
         lambda made: made.states(with_gradient),
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _map(
-    era: object,
     source: Sharding,
     target: Sharding,
     shape: Shape,
@@ -142,14 +140,14 @@ def _map(
     there: torch.dtype | None,
     back: torch.dtype | None,
 ) -> Map:
-    """The map between two shardings. `era` is that of the world whose groups it uses."""
+    """The map between two shardings."""
     ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
     if view == "global":
         if source_same or target_same:
             raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
-        return Map(era, ends, dtype, (None, None), (there, back))
+        return Map(ends, dtype, (None, None), (there, back))
     same = _digits(source.mesh, source_same), _digits(target.mesh, target_same)
-    return Map(era, mentioned(ends, same), dtype, same, (there, back))
+    return Map(mentioned(ends, same), dtype, same, (there, back))
 
 
 def _digits(mesh: Mesh, names: Iterable[str]) -> frozenset[Mode]:
@@ -222,9 +220,9 @@ class Ends:
     meshes: tuple[Mesh, Mesh]
 
 
-@functools.lru_cache(maxsize=4096)
-def program(era: object, ends: Ends, dtype: torch.dtype, comm_dtype: torch.dtype | None = None) -> Program:
-    """The program of this rank between two ends. `era` is that of the world whose groups it uses.
+@of_world(4096)
+def program(ends: Ends, dtype: torch.dtype, comm_dtype: torch.dtype | None = None) -> Program:
+    """The program of this rank between two ends.
 
     Raises `ShardingError` where there is none, and `MeshError` where a mesh isn't of a running job.
     """
@@ -316,7 +314,7 @@ def _check(made: Plan, ends: Ends, comm_dtype: torch.dtype | None) -> Callable[[
     advice = "Every rank of a mesh redistributes the same tensors in the same order"
 
     def check() -> None:
-        agree(world.seat, world.meeting("redistribute", members, subject, advice), statement, timeout)
+        agree(world.member, world.barrier("redistribute", members, subject, advice), statement, timeout)
 
     return check
 
@@ -392,7 +390,6 @@ class Map:
     the digits that count as `same` in the source and in the target.
     """
 
-    era: object
     ends: Ends
     dtype: torch.dtype
     same: tuple[Same, Same]
@@ -407,7 +404,7 @@ class Map:
     @cached_property
     def forth(self) -> Linear:
         """From the source to the target."""
-        return Linear(program(self.era, self.ends, self.dtype, self.comm_dtypes[0]))
+        return Linear(program(self.ends, self.dtype, self.comm_dtypes[0]))
 
     @cached_property
     def back(self) -> Linear:
@@ -415,7 +412,7 @@ class Map:
         arriving, middle, divisor = transposed(self.ends.source, self.ends.target, self.same)
         means = math.prod(step.divisor for step in self.forth.program.plan.steps)
         ends = Ends(arriving, middle, self.ends.shape, self.ends.meshes[::-1])
-        made = program(self.era, ends, self.dtype, self.comm_dtypes[1])
+        made = program(ends, self.dtype, self.comm_dtypes[1])
         return Linear(made, frame_of(middle, self.ends.source, self.ends.shape), divisor * means)
 
     def states(self, with_gradient: bool) -> list[State]:
@@ -550,8 +547,8 @@ def _reached(made: Map) -> tuple[Program, Program, Map]:
     added = replace(source, pending=_as_sum(source, target), text=None)
     here = replace(source, pending=target.pending, text=None)
     ends = Ends(source, here, made.ends.shape, (made.ends.meshes[0],) * 2)
-    extreme = program(made.era, ends, made.dtype, made.comm_dtypes[0])
-    counted = program(made.era, replace(ends, source=added), made.dtype, made.comm_dtypes[0])
+    extreme = program(ends, made.dtype, made.comm_dtypes[0])
+    counted = program(replace(ends, source=added), made.dtype, made.comm_dtypes[0])
     return extreme, counted, replace(made, ends=replace(made.ends, source=added))
 
 

@@ -12,7 +12,6 @@ take these DTensors as they take their own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -23,10 +22,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra import seam
-from axes.algebra.ambient import ambient_mesh, checked_mesh, required_mesh
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
+from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Indices, Sharding, marked_sharding, parsed_sharding, state_of
 from axes.algebra.sizes import checked_rank, checked_shape, written_sizes
 from axes.algebra.state import State
@@ -41,12 +41,13 @@ from axes.runtime.border import (
     unordered_in,
 )
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, used
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import sharding_of_spec, torch_placements
-from axes.runtime.reshard import resharded, route, routed, settled, unsharded
+from axes.runtime.routes import resharded, route, routed, settled, unsharded
 from axes.runtime.shards import Described, Given, shard_of, traced_shard_of
 from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_not_wrapped, check_whole, refuse_transform
 
 Sizes = Mapping[str, int]
@@ -233,7 +234,7 @@ def _left(x: DTensor, spec: str | None, where: Mesh | None, grad: str | None) ->
     return leave_global(x, counted)
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _leaving(
     held: Any, spec: str | None, where: Mesh | None, grad: str | None, needed: bool
 ) -> tuple[tuple[Placement, ...] | None, list[State]]:

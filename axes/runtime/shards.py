@@ -16,9 +16,9 @@ import torch
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, Sharding, marked_sharding, parts
-from axes.runtime.placements import torch_placements
+from axes.algebra.sharding import ShardedDim, Sharding, marked_sharding, pieces_over
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, stand_in
+from axes.runtime.torch_placements import torch_placements
 
 Given = tuple[tuple[str, int], ...]
 Described = tuple[tuple[Any, ...], Sequence[int], tuple[str, ...]]
@@ -66,7 +66,7 @@ def traced_shard_of(
 
 def _stand_ins(sharding: Sharding, dim: ShardedDim, local: int, whole: int) -> tuple[int, int]:
     """Numbers for a size on this rank and in whole."""
-    count = parts(sharding.mesh, dim.axes)
+    count = pieces_over(sharding.mesh, dim.axes)
     if len(dim.factors) != 1 or dim.factors[0].size is not None or whole % count or not are_equal(whole, local * count):
         return fixed(local), fixed(whole)
     (here,) = stand_in((local,), sharding.mesh.size)
@@ -79,5 +79,5 @@ def _whole_shape(sharding: Sharding, local: Sequence[int]) -> torch.Size:
     for dim, extent in zip(sharding.dims, local, strict=True):
         sizes = [factor.size for factor in dim.factors]
         known = math.prod(size for size in sizes if size is not None)
-        found.append(known if sizes and None not in sizes else extent * parts(sharding.mesh, dim.axes))
+        found.append(known if sizes and None not in sizes else extent * pieces_over(sharding.mesh, dim.axes))
     return torch.Size(found)

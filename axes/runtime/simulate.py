@@ -14,8 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from axes.algebra.errors import AxesError
 from axes.algebra.sizes import whole_number
+from axes.runtime.groups import forget_groups
+from axes.runtime.torch_private import fake_store, forget_dtensor_world
 
 MOST = 1 << 22
 """More ranks than this are a mistake: torch lists all of them."""
@@ -37,11 +41,6 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
     False
     """
     world_size, rank = _checked(world_size, rank)
-    import torch.distributed as dist
-
-    from axes.runtime.groups import forget_groups
-    from axes.runtime.torch_private import fake_store, forget_dtensor_world
-
     if dist.is_initialized():
         raise AxesError(
             f"simulate makes a world, and this process is in one already (rank {dist.get_rank()} "

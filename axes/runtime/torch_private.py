@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch._C import _functorch as functorch
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -121,6 +121,10 @@ def make_group(
         default.bound_device_id = device
     c10d._world.pg_group_ranks[group] = dict(zip(ranks, range(len(ranks)), strict=True))
     return group
+
+
+TORCH_WORLD = c10d._world
+"""torch's state: `TORCH_WORLD.default_pg` is `dist.group.WORLD` for half its price, which every call pays."""
 
 
 def registered(group: dist.ProcessGroup) -> bool:
@@ -340,8 +344,6 @@ def _mesh_layout(dims: Sequence[Sequence[Mode]]) -> Any:
 
 def _real_tensors() -> Any:
     """Makes real tensors even under a `FakeTensorMode`. A public equivalent would replace it."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     return unset_fake_temporarily()
 
 
@@ -394,19 +396,22 @@ def fake_store() -> dist.Store:
 
 
 def forget_dtensor_world() -> None:
-    """Drops what DTensor keeps of a world: sharding propagation, redistributions, random state.
+    """Drops what DTensor keeps of a world: sharding propagation, redistributions, costs, random state.
 
     Its caches are keyed by meshes, which compare equal though another rank made them: in the next
     world of this process an operation would answer with the mesh, the coordinate and the local
     shape of the last one (tried: `x + 1` of 20 rows over 8 ranks, as rank 0, then as rank 7). Would
     be replaced by `destroy_process_group` doing so.
     """
-    from torch.distributed.tensor import _random, _redistribute
-
     # What torch.distributed.tensor.debug's functions do; to import that package takes numpy (2.11, 2.13).
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    for module, name in (
+        (_redistribute, "clear_redistribute_planner_cache"),  # 2.13
+        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
+    ):
+        getattr(module, name, lambda: None)()
     _random._rng_tracker = None
 
 
@@ -727,12 +732,32 @@ autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device type: a third of the price of `torch.is_autocast_enabled(device_type)`."""
 
 
-def trace() -> object:
+def current_trace() -> object:
     """What stands for this attempt of dynamo's to trace a function; the next attempt has another.
 
     Would be replaced by a public way to keep something for the time of a trace.
     """
     return TracingContext.get()
+
+
+def keep_with_graph(kept: Callable[[], None]) -> bool:
+    """Has the graph that dynamo traces keep something alive, with its code and with itself. False outside of a trace.
+
+    A backend may keep the graph and not the code. dynamo calls what it keeps with the code when that goes
+    (2.11 to 2.13). Would be replaced by a public way to give a graph something of one's own.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return False
+    output.cleanups.append(kept)  # type: ignore[arg-type]
+    tracer = output.current_tracer
+    while tracer is not None:
+        tracer.graph.__dict__.setdefault("_kept_by_axes", []).append(kept)
+        tracer = tracer.parent
+    return True
 
 
 def inputs_with_guarded_sizes() -> list[tuple[DTensor, DTensor]]:

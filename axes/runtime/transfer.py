@@ -154,7 +154,7 @@ class _Unpickler(pickle.Unpickler):
             ) from error
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _run_main(main: Main) -> None:
     """Runs the requester's script, guard closed, and makes it this process's `__main__`."""
     token = _loading.set(True)

@@ -26,7 +26,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
-from axes.runtime.agreement import Meeting, agree, pass_by, ranks_text, refuse
+from axes.runtime.agreement import Barrier, agree, pass_by, ranks_text, refuse
 from axes.runtime.groups import (
     GroupOptions,
     World,
@@ -190,8 +190,8 @@ def _bound(
     return Binding(device_type, tuple(sorted(kept, key=lambda pair: pair[0].modes)), timeout)
 
 
-def _meeting(world: World, universe: Universe) -> Meeting:
-    return world.meeting("mesh", universe.ranks, _subject(universe), _ADVICE)
+def _barrier(world: World, universe: Universe) -> Barrier:
+    return world.barrier("mesh", universe.ranks, _subject(universe), _ADVICE)
 
 
 def _subject(universe: Universe) -> str:
@@ -203,7 +203,7 @@ def _agree(world: World, mesh: Mesh) -> None:
     if world.fake:
         return
     if universe.position(world.rank) is None:
-        pass_by(world.seat, _subject(universe))
+        pass_by(world.member, _subject(universe))
         return
     names = {layout: name for name, layout in mesh.namespace.items()}
     options = [f"options[{names[layout]}]: {given.text}" for layout, given in binding.options]
@@ -211,7 +211,7 @@ def _agree(world: World, mesh: Mesh) -> None:
     order = ranks_text(universe.ranks)
     statement = " | ".join([mesh.declaration, order, binding.device_type, *nodes, *options])
     timeout = binding.timeout or torch_private.default_timeout(binding.device_type)
-    agree(world.seat, _meeting(world, universe), statement, timeout)
+    agree(world.member, _barrier(world, universe), statement, timeout)
 
 
 def _refuse(world: World, ranks: Iterable[int], error: Exception) -> None:
@@ -221,4 +221,4 @@ def _refuse(world: World, ranks: Iterable[int], error: Exception) -> None:
     except AxesError:
         universe = Universe(range(world.size))
     if not world.fake and universe.position(world.rank) is not None:
-        refuse(world.seat, _meeting(world, universe), error)
+        refuse(world.member, _barrier(world, universe), error)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from axes.algebra import grammar
 from axes.algebra.errors import ExpressionError, SizeError, shortened, suggestion
-from axes.algebra.grammar import Span, parse_tensor
+from axes.algebra.grammar import Span, parse_tensor, place_text
 
 KINDS = ("rearrange", "reduce", "repeat", "einsum")
 """The operations that an expression can be for."""
@@ -160,12 +160,6 @@ class Reading:
     def fail(self, message: str, span: Span | None = None) -> NoReturn:
         """Raises `ExpressionError` with a caret under `span`."""
         raise ExpressionError(message, self.text, *(span or (0, len(self.text))))
-
-
-def place_text(axes: Iterable[str]) -> str:
-    """Axes as they stand behind an `@`: `tp`, or `(cp tp)`."""
-    axes = tuple(axes)
-    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
 
 
 def is_name(atom: str) -> bool:

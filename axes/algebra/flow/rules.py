@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, suggestion
-from axes.algebra.flow.reading import KINDS, Axes, Mark, Reading, Slot, Term, is_name, place_text, read
+from axes.algebra.flow.reading import KINDS, Axes, Mark, Reading, Slot, Term, is_name, read
 from axes.algebra.flow.recipe import Input, Op, Output, Recipe, Shape
 from axes.algebra.flow.states import (
     LINEAR,
@@ -32,10 +32,11 @@ from axes.algebra.flow.states import (
     split,
     whole_sizes,
 )
+from axes.algebra.grammar import place_text
 from axes.algebra.layout import Mode
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import Factor, ShardedDim, Sharding, parts
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding, pieces_over
 from axes.algebra.sizes import given_sizes
 
 Entry = tuple[str, str]
@@ -266,7 +267,7 @@ class _Solver:
         equations = []
         for index, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
             for dim, (slot, extent) in enumerate(zip(term.slots, shape, strict=True)):
-                count = 1 if self.is_global else parts(self.mesh, [a for _, a in _uses(slot)])
+                count = 1 if self.is_global else pieces_over(self.mesh, [a for _, a in _uses(slot)])
                 # A plain shard of a known size may be uneven; it is checked against its rank's share.
                 if count == 1 or not all(a in sized for a in slot.atoms):
                     if count > 1:
@@ -385,10 +386,11 @@ class _Solver:
         which a group couldn't tell on which of its atoms they are."""
         named = set(self.reading.axes)
         single = len(slot.marks) == 1
-        factors = tuple(
-            Factor(f.name, f.size, tuple(a for a in f.axes if self.digits.of((a,)) or (single and a not in named)))
-            for f in dim.factors
-        )
+
+        def stays(axis: str) -> bool:
+            return bool(self.digits.of((axis,))) or (single and axis not in named)
+
+        factors = tuple(ShardedFactor(f.name, f.size, tuple(filter(stays, f.axes))) for f in dim.factors)
         return ShardedDim(factors)
 
     def _landed(self, term: Term, shape: Shape, dims: Sequence[ShardedDim], pending: tuple[Entry, ...]) -> _Operand:
@@ -497,8 +499,9 @@ class _Solver:
 
     def _no_landing(self, operand: _Operand, slot: Slot, dim: ShardedDim, atoms: Sequence[tuple[str, int]]) -> NoReturn:
         sizes = " ".join(f"{name}={size}" for name, size in atoms)
+        count = pieces_over(self.mesh, dim.axes)
         raise ShardingError(
-            f"{place_text(dim.axes)} splits {_group(slot)} into {parts(self.mesh, dim.axes)} parts that don't fall "
+            f"{place_text(dim.axes)} splits {_group(slot)} into {count} parts that don't fall "
             f"on its names: ({sizes})\n"
             f"  has   {operand.text()}\n"
             f"in  {self.reading.text}\n"
@@ -536,7 +539,7 @@ class _Solver:
             for f in state.factors:
                 kept = tuple(a for a in f.axes if a not in seen or self.digits.of((a,)))
                 seen.update(kept)
-                factors.append(Factor(f.name, f.size, kept))
+                factors.append(ShardedFactor(f.name, f.size, kept))
             found[atom] = ShardedDim(tuple(factors))
         return found
 
@@ -836,7 +839,7 @@ class _Solver:
         inputs = tuple(self._input(operand, sharding) for operand, sharding in zip(self.operands, before, strict=True))
         result = self._output(derived, wanted, odd)
         divisor = math.prod(self.sizes[a] for a in self._contracted()) if mean and not counted else 1
-        multiplier = parts(self.mesh, (axis for op, axis in arising if op == "mean"))
+        multiplier = pieces_over(self.mesh, (axis for op, axis in arising if op == "mean"))
         sizes = tuple(self.sizes.items())
         kind, text, op = reading.kind, reading.text, self.op
         found = Recipe(kind, text, self.mesh, op, sizes, inputs, result, divisor, multiplier, counted)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from axes.algebra.errors import ShardingError, SizeError
 from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Factor, PendingReduction, ShardedDim, Sharding, parts
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, pieces_over
 
 LINEAR = ("sum", "mean")
 """Reductions that pass through anything linear."""
@@ -33,7 +33,7 @@ Cut = tuple[int, str]
 
 def split(name: str, *axes: str) -> ShardedDim:
     """An atom that is split over axes, major first; over none, unsplit."""
-    return ShardedDim((Factor(name, None, axes),))
+    return ShardedDim((ShardedFactor(name, None, axes),))
 
 
 def same_split(mesh: Mesh, one: ShardedDim, other: ShardedDim, extent: int) -> bool:
@@ -45,7 +45,7 @@ def same_split(mesh: Mesh, one: ShardedDim, other: ShardedDim, extent: int) -> b
 
 def is_even(mesh: Mesh, state: ShardedDim, extent: int) -> bool:
     """Whether all shards are of one size; a split factor of a group always is."""
-    return len(state.factors) > 1 or extent % parts(mesh, state.axes) == 0
+    return len(state.factors) > 1 or extent % pieces_over(mesh, state.axes) == 0
 
 
 def sized(state: ShardedDim, extent: int) -> ShardedDim:
@@ -104,24 +104,24 @@ def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
 
 def _of_cuts(mesh: Mesh, name: str, extent: int, found: Sequence[Cut]) -> ShardedDim:
     """The state of an atom with these cuts: one factor more wherever a cut leaves a gap."""
-    factors: list[Factor] = []
+    factors: list[ShardedFactor] = []
     start, reach = 1, 1
     axes: list[str] = []
     for before, axis in found:
         if before != reach:
-            factors.append(Factor(None, before // start, tuple(axes)))
+            factors.append(ShardedFactor(None, before // start, tuple(axes)))
             start, axes = before, []
         axes.append(axis)
         reach = before * mesh.namespace[axis].size
     size = extent // start if factors else None
-    return ShardedDim((*factors, Factor(name, size, tuple(axes))))
+    return ShardedDim((*factors, ShardedFactor(name, size, tuple(axes))))
 
 
 def _renamed(state: ShardedDim, name: str) -> ShardedDim:
     if len(state.factors) > 1:
         return state
     factor = state.factors[0]
-    return state if factor.name == name else ShardedDim((Factor(name, None, factor.axes),))
+    return state if factor.name == name else ShardedDim((ShardedFactor(name, None, factor.axes),))
 
 
 def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
@@ -130,7 +130,7 @@ def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
     Raises `ShardingError` where the shards of the atoms aren't regular shards of the dim.
     """
     if not atoms:
-        return ShardedDim((Factor(None, 1),))
+        return ShardedDim((ShardedFactor(None, 1),))
     if len(atoms) == 1:
         return atoms[0][0]
     opened = [factor for state, extent in atoms for factor in _sized_factors(state, extent)]
@@ -140,7 +140,7 @@ def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
     for factor in factors[1:]:
         last = merged[-1]
         # Pieces that are used up hand the rest of the split on to what follows.
-        used_up = bool(last.axes) and last.size == parts(mesh, last.axes)
+        used_up = bool(last.axes) and last.size == pieces_over(mesh, last.axes)
         if (not factor.axes and not last.axes) or used_up:
             merged[-1] = _joined(last, factor)
         else:
@@ -148,21 +148,21 @@ def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
     if len(merged) > 1 and merged[0].axes and not any(f.axes for f in merged[1:]):
         merged = [functools.reduce(_joined, merged)]
     if len(merged) == 1:
-        return ShardedDim((Factor(_group_name(opened), None, merged[0].axes),))
+        return ShardedDim((ShardedFactor(_group_name(opened), None, merged[0].axes),))
     return ShardedDim(tuple(merged))
 
 
-def _sized_factors(state: ShardedDim, extent: int) -> tuple[Factor, ...]:
+def _sized_factors(state: ShardedDim, extent: int) -> tuple[ShardedFactor, ...]:
     if len(state.factors) == 1:
         return (replace(state.factors[0], size=extent),)
     return sized(state, extent).factors
 
 
-def _check_even(mesh: Mesh, factors: Sequence[Factor], opened: Sequence[Factor]) -> None:
+def _check_even(mesh: Mesh, factors: Sequence[ShardedFactor], opened: Sequence[ShardedFactor]) -> None:
     if len(factors) == 1:
         return
     for factor in factors:
-        count = parts(mesh, factor.axes)
+        count = pieces_over(mesh, factor.axes)
         if factor.size is not None and factor.size % count:
             raise ShardingError(
                 f"{factor} is split into {count} uneven parts inside {_group_name(opened)}, "
@@ -170,13 +170,13 @@ def _check_even(mesh: Mesh, factors: Sequence[Factor], opened: Sequence[Factor])
             )
 
 
-def _joined(one: Factor, other: Factor) -> Factor:
+def _joined(one: ShardedFactor, other: ShardedFactor) -> ShardedFactor:
     assert one.size is not None
     assert other.size is not None
-    return Factor(None, one.size * other.size, (*one.axes, *other.axes))
+    return ShardedFactor(None, one.size * other.size, (*one.axes, *other.axes))
 
 
-def _group_name(factors: Iterable[Factor]) -> str:
+def _group_name(factors: Iterable[ShardedFactor]) -> str:
     return f"({' '.join(str(f.size) if f.name is None else f.name for f in factors)})"
 
 

@@ -29,7 +29,7 @@ from axes.algebra.flow.states import LINEAR, Digits, close, entries_of, land, pe
 from axes.algebra.layout import Mode
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import Factor, ShardedDim, Sharding
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
 
 Entry = tuple[str, str]
 
@@ -99,7 +99,7 @@ class _Free:
         if len(state.factors) > 1 or len(arrived.factors) > 1:
             return state
         (factor,) = state.factors
-        return ShardedDim((Factor(factor.name, factor.size, (*factor.axes, *free)),))
+        return ShardedDim((ShardedFactor(factor.name, factor.size, (*factor.axes, *free)),))
 
     def pending(self, entries: Iterable[Entry]) -> list[Entry]:
         """What of the pending reductions may stay so."""

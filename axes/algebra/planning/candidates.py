@@ -29,7 +29,7 @@ from axes.algebra.planning.form import (
     largest,
     overlap,
     padded_limit,
-    parts,
+    pieces_by,
 )
 from axes.algebra.state import LINEAR, State
 
@@ -191,7 +191,7 @@ def _changed(space: Space, source: Form, target: Form) -> tuple[Digit, ...]:
         same = 0
         while same < min(len(one), len(two)) and one[same] == two[same]:
             same += 1
-        alone = set(source.free) if same == len(one) and size % parts(two) == 0 else set()
+        alone = set(source.free) if same == len(one) and size % pieces_by(two) == 0 else set()
         after = (digit for side in (one, two) for atom in side[same:] for digit in atom)
         found.update(dict.fromkeys(digit for digit in after if digit not in alone))
     return tuple(found)
@@ -213,7 +213,7 @@ def _gather(space: Space, source: Form, target: Form, group: tuple[Digit, ...]) 
         flat=flat,
         sent=moved,
         received=moved,
-        send=0 if is_even(space, source.splits) else padded,
+        send=0 if tiles_are_even(space, source.splits) else padded,
         receive=receive,
         copied=2 * receive,
     )
@@ -221,7 +221,7 @@ def _gather(space: Space, source: Form, target: Form, group: tuple[Digit, ...]) 
 
 def _most_sent(space: Space, source: Form, target: Form, received: int) -> int:
     """What the busiest rank sends: balanced, so never more than is received, save for uneven tiles."""
-    if is_even(space, source.splits) and is_even(space, target.splits):
+    if tiles_are_even(space, source.splits) and tiles_are_even(space, target.splits):
         return received
     copies = _product(target.free) * elements(space, source.splits)
     return max(received, -(-copies // _product(source.free)))
@@ -230,7 +230,8 @@ def _most_sent(space: Space, source: Form, target: Form, received: int) -> int:
 def _is_permutation(space: Space, source: Splits, target: Splits) -> bool:
     """Whether every target tile is one whole source tile."""
     return all(
-        parts(one) == parts(two) and (size % parts(one) == 0 or [*map(atom_size, one)] == [*map(atom_size, two)])
+        pieces_by(one) == pieces_by(two)
+        and (size % pieces_by(one) == 0 or [*map(atom_size, one)] == [*map(atom_size, two)])
         for size, one, two in zip(space.sizes, source, target, strict=True)
     )
 
@@ -261,7 +262,7 @@ def appended(space: Space, splits: Splits, digits: Sequence[Digit]) -> Iterator[
     divides = False
     for at in range(len(splits)):
         grown = _grown(splits, at, digits)
-        even = space.sizes[at] % parts(grown[at]) == 0
+        even = space.sizes[at] % pieces_by(grown[at]) == 0
         divides = divides or even
         if even or space.factors[space.dims[at]] is None:
             yield grown
@@ -276,7 +277,7 @@ def appended(space: Space, splits: Splits, digits: Sequence[Digit]) -> Iterator[
 def _placed(space: Space, splits: Splits, digit: Digit) -> Splits | None:
     """The digit at the end of the first slot that it divides, or None where there is none."""
     grown = (_grown(splits, at, (digit,)) for at in range(len(splits)))
-    even = (found for at, found in enumerate(grown) if space.sizes[at] % parts(found[at]) == 0)
+    even = (found for at, found in enumerate(grown) if space.sizes[at] % pieces_by(found[at]) == 0)
     return next(even, None)
 
 
@@ -365,7 +366,7 @@ def _reduce_scatter(space: Space, source: Form, resolved: tuple[Digit, ...], spl
         sent=(size - 1) * padded,
         received=(size - 1) * padded,
         send=send,
-        receive=0 if is_even(space, splits) else padded,
+        receive=0 if tiles_are_even(space, splits) else padded,
         copied=2 * send,
     )
     return (*legs, leg)
@@ -411,7 +412,7 @@ def is_flat(space: Space, fine: Splits, coarse: Splits) -> bool:
 
     So it is where one slot differs, nothing comes before it, and all pieces are equal.
     """
-    if not is_even(space, fine):
+    if not tiles_are_even(space, fine):
         return False
     differing = [at for at, (one, two) in enumerate(zip(fine, coarse, strict=True)) if one != two]
     if len(differing) != 1:
@@ -421,9 +422,9 @@ def is_flat(space: Space, fine: Splits, coarse: Splits) -> bool:
     return leading == 1
 
 
-def is_even(space: Space, splits: Splits) -> bool:
+def tiles_are_even(space: Space, splits: Splits) -> bool:
     """Whether all tiles are equally large."""
-    return all(size % parts(atoms) == 0 for size, atoms in zip(space.sizes, splits, strict=True))
+    return all(size % pieces_by(atoms) == 0 for size, atoms in zip(space.sizes, splits, strict=True))
 
 
 def _product(digits: Iterable[Digit]) -> int:

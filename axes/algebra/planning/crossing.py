@@ -29,7 +29,7 @@ from axes.algebra.planning.candidates import (
     without,
 )
 from axes.algebra.planning.exchange import Deal
-from axes.algebra.planning.form import Digit, Form, Space, alone, common, padded_limit, state_of
+from axes.algebra.planning.form import Digit, Form, Space, alone, common, padded_limit, state_of_form
 from axes.algebra.planning.step import deal_of
 from axes.algebra.state import State, largest_tile, line
 
@@ -74,14 +74,14 @@ def _ends(source: State, target: State, shape: tuple[int, ...], same: bool) -> I
     space, form = alone(replace(target, text=None), shape)
     shares = [] if same else [with_splits(form, s) for s in appended(space, form.splits, form.free)]
     for between in shares:
-        yield state_of(space, between), move(space, between, form)
+        yield state_of_form(space, between), move(space, between, form)
     if not shares or set(source.universe.ranks) & set(target.universe.ranks):
         yield target, ()
 
 
 def _meet(space: Space, form: Form, target: State, shape: tuple[int, ...], same: bool) -> Legs:
     """One exchange from a form of the source to a state of the target."""
-    source = state_of(space, form)
+    source = state_of_form(space, form)
     group = _line(form) if same else None
     deal = _deal(source, target, shape, group)
     received = max(deal.received)
@@ -115,7 +115,7 @@ def _fused(space: Space, source: Form, kept: Form, target: State, shape: tuple[i
     size = math.prod(digit[0] for digit in resolved)
     if size * largest_tile(target, shape) > padded_limit(space, source.splits, source.splits):
         return
-    state, group = state_of(space, source), _line(without(source, resolved))
+    state, group = state_of_form(space, source), _line(without(source, resolved))
     op, divisor = reduction(source, resolved)
     deal = _deal(state, target, shape, group, resolved)
     received, sent = max(deal.received), deal.most_sent

@@ -217,7 +217,7 @@ def atom_size(atom: Atom) -> int:
     return math.prod(size for size, _ in atom)
 
 
-def parts(atoms: Iterable[Atom]) -> int:
+def pieces_by(atoms: Iterable[Atom]) -> int:
     """How many pieces a sequence of atoms cuts a slot into."""
     return math.prod(size for atom in atoms for size, _ in atom)
 
@@ -260,16 +260,16 @@ def padded_limit(space: Space, source: Splits, target: Splits) -> int:
     """What a buffer may hold: the larger tile, where dims count as what their splits pad them to."""
     tiles = [1, 1]
     for size, one, two in zip(space.sizes, source, target, strict=True):
-        whole = max(size, *(largest(size, atoms) * parts(atoms) for atoms in (one, two)))
-        tiles[0] *= -(-whole // parts(one))
-        tiles[1] *= -(-whole // parts(two))
+        whole = max(size, *(largest(size, atoms) * pieces_by(atoms) for atoms in (one, two)))
+        tiles[0] *= -(-whole // pieces_by(one))
+        tiles[1] *= -(-whole // pieces_by(two))
     return max(tiles)
 
 
 # --- back to states -------------------------------------------------------------------------------
 
 
-def state_of(space: Space, form: Form) -> State:
+def state_of_form(space: Space, form: Form) -> State:
     """The state that a form describes."""
     columns = [tuple(Layout.of(atom) for atom in slot) for slot in form.splits]
     splits: list[Split] = []

@@ -20,7 +20,6 @@ accumulated, by whoever made the leaf part of a computation.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,12 +33,12 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
-from axes.runtime.groups import current_world
+from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
-from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, Ends, both, carried, program
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
+from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
 Spec = Any
@@ -92,14 +91,14 @@ def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None, async_op:
 
 
 def routed(x: DTensor, find: Callable[..., Route], *how: Any) -> Route:
-    """The route `find(era, spec, *how)` of a DTensor, whose sizes may be symbolic."""
-    era, spec = current_world().era, torch_private.spec_of(x)
+    """The route `find(spec, *how)` of a DTensor, whose sizes may be symbolic."""
+    spec = torch_private.spec_of(x)
     if type(torch_private.local_of(x)) is torch.Tensor or not is_symbolic(spec.shape):
-        return find(era, spec, *how)
+        return find(spec, *how)
     return settled_sizes(
         spec.shape,
         spec.mesh.size(),
-        lambda shape: find(era, spec_at(spec, shape), *how),
+        lambda shape: find(spec_at(spec, shape), *how),
         lambda found: states_of(found.program.plan),
     )
 
@@ -112,11 +111,9 @@ def same_axes(one: Mesh, other: Mesh) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=8192)
-def route(
-    era: object, spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
-) -> Route:
-    """How DTensors with this spec come to a target. `era` is that of the world whose groups it uses."""
+@of_world(8192)
+def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Route:
+    """How DTensors with this spec come to a target."""
     source, shape, dtype = sharding_of_spec(spec), tuple(spec.shape), spec.tensor_meta.dtype
     if target.ndim != len(shape):
         raise ShardingError(
@@ -126,7 +123,7 @@ def route(
     target = target.sized(shape)
     check_torch_can(target, shape)
     ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
-    made = program(era, ends, dtype, comm_dtypes[0])
+    made = program(ends, dtype, comm_dtypes[0])
     device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
     placements = torch_placements(target)
     stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
@@ -172,11 +169,11 @@ class _Settle(torch.autograd.Function):
         return resharded(cotangent, replace(ctx.sharding, pending=())), None
 
 
-@functools.lru_cache(maxsize=8192)
-def _back(era: object, spec: Spec, there: Route) -> Route:
+@of_world(8192)
+def _back(spec: Spec, there: Route) -> Route:
     """The route of a cotangent with this spec."""
     dtype = there.comm_dtypes[1]
-    return route(era, spec, gradient_sharding(there.source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
+    return route(spec, gradient_sharding(there.source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
 
 
 def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -211,10 +208,10 @@ def unsharded(x: DTensor) -> torch.Tensor:
     return carried(there.program, torch_private.local_of(x))
 
 
-@functools.lru_cache(maxsize=4096)
-def _to_whole(era: object, spec: Spec) -> Route:
+@of_world(4096)
+def _to_whole(spec: Spec) -> Route:
     mesh = sharding_of_spec(spec).mesh
-    return route(era, spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))
+    return route(spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))
 
 
 class _Unshard(torch.autograd.Function):
@@ -241,7 +238,7 @@ def _dense(spec: Spec) -> Spec:
     return spec_at(spec, shape) if is_symbolic(shape) else _dense_spec(spec)
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _dense_spec(spec: Spec) -> Spec:
     return spec_at(spec, tuple(spec.shape))
 

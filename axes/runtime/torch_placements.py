@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
-from axes.algebra.placements import placement_specs
+from axes.algebra.placements import placement_specs, sharding_from
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 
@@ -54,7 +54,7 @@ def sharding_of_spec(spec: Any) -> Sharding:
         raise ShardingError(
             f"{spec.placements} with a shard_order of its own isn't supported; redistribute to the mesh's order first"
         )
-    return Sharding.from_placements(adopted(spec.mesh), spec.placements, len(spec.shape))
+    return sharding_from(adopted(spec.mesh), spec.placements, len(spec.shape))
 
 
 @functools.lru_cache(maxsize=4096)

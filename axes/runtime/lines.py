@@ -34,7 +34,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.runtime import torch_private
 from axes.runtime.graphs import kept
-from axes.runtime.groups import current_world, group_of
+from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import ordered, unordered
 
 AxisName = str | tuple[str, ...]
@@ -113,15 +113,15 @@ def _line(mesh: Mesh, axis: AxisName) -> Line:
             f"a collective over {axis!r} needs a mesh that is bound to torch.distributed; {mesh!r} is algebra "
             "alone. Make it with axes.init_mesh(...)"
         )
-    world = current_world()
-    if mesh.rank != world.rank:
-        raise MeshError(f"a collective runs on rank {world.rank}, this one; the mesh is seen from rank {mesh.rank}")
-    return _line_of(world.era, mesh, axis)
+    if mesh._view is not None and mesh._view != current_world().rank:
+        rank = current_world().rank
+        raise MeshError(f"a collective runs on rank {rank}, this one; the mesh is seen from rank {mesh.rank}")
+    return _line_of(mesh, axis)
 
 
-@functools.lru_cache(maxsize=1024)
-def _line_of(era: object, mesh: Mesh, axis: AxisName) -> Line:
-    """The line of an axis; `era` is that of the world whose group it holds."""
+@of_world(1024)
+def _line_of(mesh: Mesh, axis: AxisName) -> Line:
+    """The line of an axis, and its group."""
     layout, name = axis_layout(mesh, axis)
     if layout.size == 1:
         return Line(name, 1, 0)
@@ -178,7 +178,7 @@ def _all_reduced(wire: torch.Tensor, reduction: str, line: Line) -> torch.Tensor
 
 def reduce_scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
     """The sum over the axis, of which coordinate i gets the i-th of equal pieces along `dim`."""
-    wire = _reducible(pieces(x, dim, line), "sum")
+    wire = _reducible(cut_evenly(x, dim, line), "sum")
     if torch.compiler.is_compiling():
         out = torch_private.functional_scatter(wire.view(-1), "sum", line.size, _group(line).name)
     else:
@@ -200,7 +200,7 @@ def all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
     """Cut along `split_dim` into equal pieces, the i-th for coordinate i; what arrives is concatenated."""
-    sent = pieces(x, split_dim, line)
+    sent = cut_evenly(x, split_dim, line)
     each = [sent.numel() // line.size] * line.size
     return _joined(_exchanged(sent, each, each, line).view(sent.shape), concat_dim)
 
@@ -358,7 +358,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().flatten().unsqueeze(-1).view(torch.uint8)
 
 
-def pieces(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+def cut_evenly(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
     """`x` cut along `dim` into one piece for each coordinate: `[size, *piece]`, contiguous.
 
     Raises `SizeError` where it doesn't divide.
