@@ -26,8 +26,8 @@ from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime import collectives
 from axes.runtime.collectives import Line, line_of
-from axes.runtime.redistribute import Dtypes, both, pulled_back, redistribute
-from axes.runtime.symbols import hints
+from axes.runtime.redistribute import Dtypes, both, pulled_back, redistribute, redistribution
+from axes.runtime.symbols import hints, is_symbolic
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
 Run = Callable[..., torch.Tensor]
@@ -149,21 +149,20 @@ def move(
     if unmoved(source, target, hints(shape)):
         return None
     (source, source_same), (target, target_same) = map(unmarked, (source, target))
-    return functools.partial(
-        _redistributed,
-        source=source,
-        target=target,
-        shape=shape,
-        view=view,
-        comm_dtype=comm_dtype,
-        async_op=async_op,
-        source_same=source_same,
-        target_same=target_same,
-    )
-
-
-def _redistributed(x: torch.Tensor, **how: Any) -> torch.Tensor:
-    return redistribute(x, **how)
+    if is_symbolic(shape):
+        return lambda x: redistribute(
+            x,
+            source,
+            target,
+            shape,
+            view=view,
+            comm_dtype=comm_dtype,
+            async_op=async_op,
+            source_same=source_same,
+            target_same=target_same,
+        )
+    maps = redistribution(source, target, shape, view, comm_dtype, source_same, target_same)
+    return lambda x: maps(x.dtype).checked(x, async_op)
 
 
 @functools.lru_cache(maxsize=4096)
