@@ -381,26 +381,35 @@ class _ExtremeRecipe(torch.autograd.Function):
         reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
         count = spread.program.run(_counting(made).run(reached))
         taken = _LinearRecipe.apply(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
-        return None, _Scaled.apply(taken, reached / count)
+        return None, _scaled(taken, reached / count)
+
+
+def _scaled(x: DTensor, factor: torch.Tensor) -> DTensor:
+    """A DTensor whose shard is multiplied by a constant, element by element."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Scaled.apply(x, factor)
+    spec, value = torch_private.spec_of(x), (torch_private.local_of(x) * factor).contiguous()
+    shape = tuple(spec.shape)
+    return torch_private.dtensor(
+        value, torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_of(shape), value.dtype)
+    )
 
 
 class _Scaled(torch.autograd.Function):
-    """A DTensor whose shard is multiplied by a constant, element by element: its own gradient, too."""
+    """`_scaled`, which is its own gradient, too."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, factor: torch.Tensor) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.spec = factor, torch_private.spec_of(x)
-        value, shape = (torch_private.local_of(x) * factor).contiguous(), tuple(ctx.spec.shape)
-        spec = torch_private.dtensor_spec(ctx.spec.mesh, ctx.spec.placements, shape, strides_of(shape), value.dtype)
-        return torch_private.dtensor(value, spec)
+        return _scaled(x, factor)
 
     @staticmethod
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
         if cotangent is None:
             return None, None
         moved = resharded(cotangent, replace(sharding_of_spec(ctx.spec), pending=()))
-        return _Scaled.apply(moved, ctx.factor), None
+        return _scaled(moved, ctx.factor), None
 
 
 @_per_program

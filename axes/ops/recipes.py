@@ -27,8 +27,8 @@ from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime import lines
 from axes.runtime.lines import Line, line_of
-from axes.runtime.redistribute import Dtypes, both, pulled_back, redistribute
-from axes.runtime.symbols import hints
+from axes.runtime.redistribute import Dtypes, both, maps_of, pulled_back, redistribute
+from axes.runtime.symbols import hints, is_symbolic
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
 Run = Callable[..., torch.Tensor]
@@ -152,21 +152,20 @@ def redistribution(
     if unmoved(source, target, hints(shape)):
         return None
     (source, source_same), (target, target_same) = map(unmarked, (source, target))
-    return functools.partial(
-        _redistributed,
-        source=source,
-        target=target,
-        shape=shape,
-        view=view,
-        comm_dtype=comm_dtype,
-        async_op=async_op,
-        source_same=source_same,
-        target_same=target_same,
-    )
-
-
-def _redistributed(x: torch.Tensor, **how: Any) -> torch.Tensor:
-    return redistribute(x, **how)
+    if is_symbolic(shape):
+        return lambda x: redistribute(
+            x,
+            source,
+            target,
+            shape,
+            view=view,
+            comm_dtype=comm_dtype,
+            async_op=async_op,
+            source_same=source_same,
+            target_same=target_same,
+        )
+    maps = maps_of(source, target, shape, view, comm_dtype, source_same, target_same)
+    return lambda x: maps(x.dtype).checked(x, async_op)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -500,35 +499,19 @@ def _several(extents: Extents, terms: Sequence[Groups], goal: Groups) -> Run:
     known = {atom for each in atoms for atom in each}
     flat = tuple(atom for group in goal for atom in group)
     kept = tuple(dict.fromkeys(atom for atom in flat if atom in known))
-    opening = [_reshaping(term, local) for term in terms]
+    direct = kept == flat
+    product = contraction(terms, goal if direct else _singles(kept), local)
     conjugate = [i.conjugate for i in found.inputs]
-    product = contraction(atoms, kept)
     scaling = [] if found.divisor == 1 else [lambda x: x / divisor]
-    after = _joined([*scaling, *_finishing(kept, flat, goal, local)])
-    if after is None and not any(opening) and not any(conjugate):
+    after = _joined([*scaling, *([] if direct else _finishing(kept, flat, goal, local))])
+    if after is None and not any(conjugate):
         return product
-    prepare = [_preparing(o, c) for o, c in zip(opening, conjugate, strict=True)]
 
     def run(*xs: torch.Tensor) -> torch.Tensor:
-        value = product(*[x if p is None else p(x) for p, x in zip(prepare, xs, strict=True)])
+        value = product(*[x.conj() if c and x.is_complex() else x for c, x in zip(conjugate, xs, strict=True)])
         return value if after is None else after(value)
 
     return run
-
-
-def _reshaping(groups: Groups, local: Mapping[str, int]) -> Stage | None:
-    if all(len(group) == 1 for group in groups):
-        return None
-    shape = tuple(local[atom] for group in groups for atom in group)
-    return lambda x: x.reshape(shape)
-
-
-def _preparing(opening: Stage | None, conjugate: bool) -> Stage | None:
-    if not conjugate:
-        return opening
-    if opening is None:
-        return lambda x: x.conj() if x.is_complex() else x
-    return lambda x: opening(x.conj() if x.is_complex() else x)
 
 
 def _finishing(kept: Sequence[str], flat: Sequence[str], goal: Groups, local: Mapping[str, int]) -> list[Stage]:

@@ -238,6 +238,11 @@ def _pending_size(spec: Spec, *ops: str) -> int:
 
 
 def _check_differentiable(spec: Spec) -> None:
+    (_check_pending.__wrapped__ if is_symbolic(spec.shape) else _check_pending)(spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_pending(spec: Spec) -> None:
     if _pending_size(spec, "max", "min") > 1:
         raise ShardingError(
             f"a pending max or min has no gradient across the border; resolve it first. Found {spec.placements}"
@@ -261,8 +266,10 @@ class _Leave(torch.autograd.Function):
         check_one(gradient)
         find = _leaving.__wrapped__ if is_symbolic(ctx.spec.shape) else _leaving
         leaving, counted, means = find(ctx.spec, ctx.counted, gradient.dtype)
-        scaled = gradient * means if means > 1 else gradient
-        return _Enter.apply(scaled.contiguous(), leaving, counted, ctx.changes), None, None, None
+        scaled = (gradient * means if means > 1 else gradient).contiguous()
+        if torch.is_grad_enabled():
+            return _Enter.apply(scaled, leaving, counted, ctx.changes), None, None, None
+        return torch_private.dtensor(scaled.detach(), leaving), None, None, None
 
 
 @of_world(4096)

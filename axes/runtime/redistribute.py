@@ -89,15 +89,27 @@ def redistribute(
     Raises `ShardingError` where `local` isn't the source's tile, or where nothing takes source to
     target; on every rank, before anything is sent.
     """
-    shape, how = tuple(shape), (local.dtype, view, source_same, target_same, *both(comm_dtype))
+    shape, how = tuple(shape), (view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
-        return _map_of_symbols(source, target, shape, how, local.requires_grad).apply(local, async_op)
-    made = _map(source, target, shape, *how)
-    if tuple(local.shape) != made.tile:
-        raise ShardingError(
-            f"the tile of {list(shape)} on this rank is {list(made.tile)} by '{source}'; found {list(local.shape)}"
-        )
-    return made.apply(local, async_op)
+        return _map_of_symbols(source, target, shape, (local.dtype, *how), local.requires_grad).apply(local, async_op)
+    return _map(source, target, shape, local.dtype, *how).checked(local, async_op)
+
+
+def maps_of(
+    source: Sharding,
+    target: Sharding,
+    shape: Shape,
+    view: Literal["global", "local"],
+    comm_dtype: Dtypes,
+    source_same: tuple[str, ...],
+    target_same: tuple[str, ...],
+) -> Callable[[torch.dtype], Map]:
+    """The maps of `redistribute` by dtype, for who holds them: they are looked up once, not on each call.
+
+    Sizes are numbers. What holds the maps lives no longer than the world that they were made in.
+    """
+    how = view, source_same, target_same, *both(comm_dtype)
+    return functools.lru_cache(maxsize=16)(lambda dtype: _map(source, target, shape, dtype, *how))
 
 
 def pulled_back(
@@ -423,8 +435,8 @@ class Map:
         if self.is_linear:
             return [*there, *states_of(self.back.program.plan)]
         if len(self.classes) > 1:
-            return [state for one in _one_by_one(self) for state in one.states(with_gradient)]
-        extreme, total, summed = _reached(self)
+            return [state for one in self.one_by_one for state in one.states(with_gradient)]
+        extreme, total, summed = self.reached
         return [*there, *states_of(extreme.plan), *states_of(total.plan), *summed.states(with_gradient)]
 
     @cached_property
@@ -437,10 +449,29 @@ class Map:
         """The kinds of reductions that are resolved, in order: "sum", "max" or "min"."""
         return tuple(step.op for step in self.forth.program.plan.steps if step.op is not None)
 
-    @property
+    @cached_property
+    def reached(self) -> tuple[Program, Program, Map]:
+        """Of a maximum: the maximum on the source's own splits, the count of where it is reached, the map as a sum."""
+        return _reached(self)
+
+    @cached_property
+    def one_by_one(self) -> tuple[Map, Map]:
+        """The first of several kinds of reductions on its own, and the others."""
+        return _one_by_one(self)
+
+    @cached_property
     def is_linear(self) -> bool:
         """Whether no maximum or minimum is resolved."""
         return not any(op in ("max", "min") for op in self.classes)
+
+    def checked(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+        """`apply`, once it is clear that `x` is the source's tile."""
+        if x.shape != self.tile:
+            raise ShardingError(
+                f"the tile of {list(self.ends.shape)} on this rank is {list(self.tile)} by '{self.ends.source}'; found "
+                f"{list(x.shape)}"
+            )
+        return self.apply(x, async_op)
 
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
@@ -453,14 +484,14 @@ class Map:
             return _linear(x, self, False, async_op)
         if len(self.classes) == 1:
             return _extreme(x, self, async_op)
-        first, rest = _one_by_one(self)
+        first, rest = self.one_by_one
         return rest.apply(first.apply(x), async_op)
 
-    def pull(self, g: torch.Tensor) -> torch.Tensor:
-        """The source's gradient from the target's; differentiable."""
+    def pull(self, g: torch.Tensor, reverse: bool = False) -> torch.Tensor:
+        """The source's gradient from the target's, or in `reverse` that gradient's own; differentiable."""
         if (g.requires_grad and torch.is_grad_enabled()) or has_tangent(g):
-            return _linear(g, self, True)
-        return self.back(g)
+            return _linear(g, self, not reverse)
+        return (self.forth if reverse else self.back)(g)
 
 
 def frame_of(middle: State, source: State, shape: Shape) -> Frame | None:
@@ -497,7 +528,7 @@ class _Linear(torch.autograd.Function):
         here = ctx.made.forth if ctx.reverse else ctx.made.back
         if here.idle and (ctx.made.idle or not g.requires_grad):
             return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
-        return _linear(g, ctx.made, not ctx.reverse), None, None, None
+        return ctx.made.pull(g, ctx.reverse), None, None, None
 
 
 def _extreme(x: torch.Tensor, made: Map, async_op: bool) -> torch.Tensor:
@@ -528,12 +559,12 @@ class _Extreme(torch.autograd.Function):
             return None, None, None
         check_one(g)
         share, summed = _share(ctx.saved_tensors[0], ctx.made)
-        return _linear(g, summed, True) * share, None, None
+        return summed.pull(g) * share, None, None
 
 
 def _share(x: torch.Tensor, made: Map) -> tuple[torch.Tensor, Map]:
     """Where this rank's values are the maximum: 1, divided among ties, else 0. And `made` as a sum."""
-    extreme, total, summed = _reached(made)
+    extreme, total, summed = made.reached
     with torch.no_grad():
         # A tangent that `x` has is none of the maximum's.
         x = x.detach()

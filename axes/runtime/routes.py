@@ -228,7 +228,7 @@ class _Unshard(torch.autograd.Function):
         if gradient is None:
             return None, None
         check_one(gradient)
-        replicated = _Replicated.apply(gradient.contiguous(), _dense(ctx.spec))
+        replicated = _replicated(gradient.contiguous(), _dense(ctx.spec))
         return routed(replicated, _back, ctx.there).take(replicated), None
 
 
@@ -241,6 +241,12 @@ def _dense(spec: Spec) -> Spec:
 @of_world(4096)
 def _dense_spec(spec: Spec) -> Spec:
     return spec_at(spec, tuple(spec.shape))
+
+
+def _replicated(local: torch.Tensor, spec: Spec) -> DTensor:
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _Replicated.apply(local, spec)
+    return torch_private.dtensor(local.detach(), spec)
 
 
 class _Replicated(torch.autograd.Function):
