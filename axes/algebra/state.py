@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 from axes.algebra.chunks import largest_chunk, nested_chunk
@@ -84,6 +84,13 @@ class State:
         # Digits in the order of the universe, so that equal sets of ranks are equal extents.
         by_stride = sorted(self.extent.modes, key=lambda mode: -mode[1])
         object.__setattr__(self, "extent", Layout.of(by_stride))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.universe, self.extent, self.splits, self.pending))
 
     def __str__(self) -> str:
         return self.text if self.text is not None else _text(self)
