@@ -160,20 +160,29 @@ def _plan(source: State, target: State, shape: tuple[int, ...], dtype: str, mode
 
 
 def _representative(source: State, target: State, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A small shape that every step cuts as it cuts `shape`, if it cuts it evenly.
-
-    Whether a dim divides into some of the ranks is a question of what it has in common with their number;
-    and what is behind a dim may lie end to end where that is cut into single elements.
-    """
+    """A small shape that every step cuts as it cuts `shape`, if it cuts it evenly. Factors have one size."""
     if not len(shape) == source.ndim == target.ndim:
         return shape
-    ranks = math.lcm(source.universe.size, target.universe.size)
+    found = alike(shape, math.lcm(source.universe.size, target.universe.size))
+    splits = zip(source.splits, target.splits, strict=True)
+    factored = (any(isinstance(split, Factors) for split in pair) for pair in splits)
+    return tuple(size if whole else small for size, small, whole in zip(shape, found, factored, strict=True))
+
+
+@lru_cache(maxsize=8192)
+def alike(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Small sizes that divide into the same numbers of parts, where these divide the number of `ranks`.
+
+    A size that is only just cut into single elements stays: what is behind it may lie end to end.
+
+    >>> alike((4096, 100, 8, 0), 8)
+    (16, 12, 8, 0)
+    """
     found = []
-    for size, *splits in zip(shape, source.splits, target.splits, strict=True):
+    for size in shape:
         shared = math.gcd(size, ranks)
-        fixed = size == shared or any(isinstance(split, Factors) for split in splits)
-        more = next(number for number in count(2) if math.gcd(number * shared, ranks) == shared)
-        found.append(size if fixed else more * shared)
+        more = next(number for number in count(2) if math.gcd(number * shared, ranks) == shared) if size else 0
+        found.append(size if size == shared else more * shared)
     return tuple(found)
 
 

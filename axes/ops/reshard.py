@@ -8,7 +8,6 @@ y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: wha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ from axes.runtime.graphs import known, node_of_graph, number_of, read_once
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.placements import sharding_of_spec
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.reshard import Route, route, routed, same_axes, settled
+from axes.runtime.reshard import Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
@@ -123,7 +122,7 @@ def _reshard(
     return found.take(x, async_op)
 
 
-@functools.lru_cache(maxsize=8192)
+@of_sizes
 def _route(
     era: object,
     spec: Any,

@@ -23,15 +23,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
+from axes.algebra.plan import alike
 from axes.algebra.sharding import Sharding, state_of
 from axes.runtime import torch_private
 from axes.runtime.groups import current_world
@@ -39,23 +41,43 @@ from axes.runtime.packing import strides_of
 from axes.runtime.placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, Ends, both, carried, program
-from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
+from axes.runtime.symbols import is_symbolic, parts, settled_sizes, spec_at, states_of
 from axes.runtime.transforms import check_one
 
+Shape = tuple[int, ...]
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A redistribution of DTensors with one spec: `program` for their shards, `spec` of the result."""
+    """A redistribution of DTensors with one spec: `program` for their shards between `ends`, `spec` of the result."""
 
     source: Sharding
     target: Sharding
+    ends: Ends
     program: Program
     spec: Spec
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     stays: bool
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether it is the same one for all sizes that are cut alike."""
+        source, target = self.ends.source, self.ends.target
+        splits = zip(source.splits, target.splits, self.ends.shape, strict=True)
+        return source.universe == target.universe and all(
+            isinstance(split, tuple) and size % parts(split) == 0 for *both, size in splits for split in both
+        )
+
+    def at(self, era: object, spec: Spec) -> Route:
+        """The route of tensors with a spec of other sizes, which are cut alike."""
+        shape, meta = tuple(spec.shape), spec.tensor_meta
+        ends = replace(self.ends, shape=shape)
+        made = program(era, ends, meta.dtype, self.comm_dtypes[0])
+        strides = tuple(meta.stride) if made.idle else contiguous_strides(shape)
+        result = torch_private.dtensor_spec(self.spec.mesh, self.spec.placements, shape, strides, meta.dtype)
+        return Route(self.source, self.target, ends, made, result, self.comm_dtypes, self.stays)
 
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -112,7 +134,38 @@ def same_axes(one: Mesh, other: Mesh) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=8192)
+def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
+    """`find(era, spec, *how)`, kept; of a spec whose sizes are cut evenly it is found once for all sizes cut alike."""
+
+    @functools.lru_cache(maxsize=4096)
+    def base(era: object, mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Route | None:
+        spec = torch_private.dtensor_spec(mesh, placements, shape, contiguous_strides(shape), dtype)
+        try:
+            found = find(era, spec, *how)
+        except AxesError:
+            return None  # what is refused is refused with its own sizes
+        return found if found.is_even else None
+
+    @functools.lru_cache(maxsize=8192)
+    @functools.wraps(find)
+    def found(era: object, spec: Spec, *how: Any) -> Route:
+        shape = tuple(spec.shape)
+        smaller = alike(shape, _ranks(spec.mesh))
+        there = (
+            None if smaller == shape else base(era, spec.mesh, spec.placements, smaller, spec.tensor_meta.dtype, *how)
+        )
+        return find(era, spec, *how) if there is None else there.at(era, spec)
+
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _ranks(device_mesh: Any) -> int:
+    """How many ranks there are, those on other axes included."""
+    return Mesh.from_device_mesh(device_mesh).universe.size
+
+
+@of_sizes
 def route(
     era: object, spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
 ) -> Route:
@@ -132,7 +185,7 @@ def route(
     stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
     strides = tuple(spec.tensor_meta.stride) if made.idle else contiguous_strides(shape)
     result = torch_private.dtensor_spec(device_mesh, placements, shape, strides, dtype)
-    return Route(source, target, made, result, comm_dtypes, stays)
+    return Route(source, target, ends, made, result, comm_dtypes, stays)
 
 
 class _Reshard(torch.autograd.Function):
@@ -172,7 +225,7 @@ class _Settle(torch.autograd.Function):
         return resharded(cotangent, replace(ctx.sharding, pending=())), None
 
 
-@functools.lru_cache(maxsize=8192)
+@of_sizes
 def _back(era: object, spec: Spec, there: Route) -> Route:
     """The route of a cotangent with this spec."""
     dtype = there.comm_dtypes[1]
@@ -211,7 +264,7 @@ def unsharded(x: DTensor) -> torch.Tensor:
     return carried(there.program, torch_private.local_of(x))
 
 
-@functools.lru_cache(maxsize=4096)
+@of_sizes
 def _to_whole(era: object, spec: Spec) -> Route:
     mesh = sharding_of_spec(spec).mesh
     return route(era, spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))
