@@ -153,16 +153,25 @@ def _plan(source: State, target: State, shape: tuple[int, ...], dtype: str, mode
         check_pair(source, target, shape, dtype)
         empty = Step("slice", source, target, shape, Layout(), 1, first)
         return Plan(source, target, shape, dtype, (empty,), 0.0, first)
-    alike = _representative(source, target, shape)
-    ways = _ways(source, target, alike, dtype, model)
-    steps = (ways if ways.are_even else _ways(source, target, shape, dtype, model)).cheapest(shape)
+    ways = None
+    if _is_even(source, shape) and _is_even(target, shape):
+        ways = _ways(source, target, _representative(source, target, shape), dtype, model)
+    if ways is None or not ways.are_even:
+        ways = _ways(source, target, shape, dtype, model)
+    steps = ways.cheapest(shape)
     return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), first)
+
+
+def _is_even(state: State, shape: tuple[int, ...]) -> bool:
+    """Whether every dim divides into its pieces, as factors do."""
+    return len(shape) == state.ndim and not any(
+        isinstance(split, tuple) and size % math.prod([layout.size for layout in split])
+        for split, size in zip(state.splits, shape, strict=True)
+    )
 
 
 def _representative(source: State, target: State, shape: tuple[int, ...]) -> tuple[int, ...]:
     """A small shape that every step cuts as it cuts `shape`, if it cuts it evenly. Factors have one size."""
-    if not len(shape) == source.ndim == target.ndim:
-        return shape
     found = alike(shape, math.lcm(source.universe.size, target.universe.size))
     splits = zip(source.splits, target.splits, strict=True)
     factored = (any(isinstance(split, Factors) for split in pair) for pair in splits)
@@ -247,8 +256,12 @@ class _Ways:
     def are_even(self) -> bool:
         """Whether every tile on every way has one size on all ranks."""
         legs = [leg for legs in self.legs for leg in legs]
-        forms = ((leg.space, form.splits) for leg in legs for form in (leg.source, leg.target))
-        return all(leg.outside is None for leg in legs) and all(is_even(*each) for each in forms)
+        if any(leg.outside is not None for leg in legs):
+            return False
+        if not legs:
+            return True
+        splits = {form.splits for leg in legs for form in (leg.source, leg.target)}
+        return all(is_even(legs[0].space, each) for each in splits)
 
     def cheapest(self, shape: tuple[int, ...]) -> tuple[Step, ...]:
         """The steps of the cheapest way for a tensor of `shape`."""
@@ -260,17 +273,18 @@ class _Ways:
     def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
         legs = [leg for leg in self.legs[at] if leg.kind in COLLECTIVES]
-        time = float(f"{sum(self.time(leg, more) for leg in legs):.9g}")
-        return time, len(legs), sum(_times(leg.received, more, leg.shares) for leg in legs), at
+        time, received = 0.0, 0
+        for leg in legs:
+            elements = _times(leg.received, more, leg.shares)
+            time += self.time(leg, more, elements)
+            received += elements
+        return float(f"{time:.9g}"), len(legs), received, at
 
-    def time(self, leg: Leg, more: Ratio) -> float:
-        """Modelled microseconds of a leg where a tensor has so many times more elements."""
-        if leg.kind not in COLLECTIVES:
-            return 0.0
+    def time(self, leg: Leg, more: Ratio, received: int) -> float:
+        """Modelled microseconds of a collective that receives so many elements."""
         size, near = self.near(leg.space.origin.universe, leg.group)
-        bytes_in = _times(leg.received, more, leg.shares) * self.itemsize
-        copied = _times(leg.copied, more) * self.itemsize
-        return self.model.time_us(Traffic(leg.kind, size, near, bytes_in, copied))
+        copied = -(-leg.copied * more[0] // more[1])
+        return self.model.time_us(Traffic(leg.kind, size, near, received * self.itemsize, copied * self.itemsize))
 
     def _near(self, universe: Universe, group: tuple[Digit, ...] | None) -> tuple[int, int]:
         """`(size of the group, how many of it share a node)`."""
@@ -296,6 +310,8 @@ class _Ways:
         def bytes_of(elements: int, shares: int = 1) -> int:
             return _times(elements, more, shares) * self.itemsize
 
+        received = _times(leg.received, more, leg.shares)
+
         return Step(
             leg.kind,
             source,
@@ -307,14 +323,14 @@ class _Ways:
             leg.op,
             leg.divisor,
             Layout.of(leg.resolved),
-            bytes_of(leg.received, leg.shares),
+            received * self.itemsize,
             bytes_of(leg.sent, leg.shares),
             bytes_of(leg.send),
             bytes_of(leg.receive),
             largest_tile(target, shape) * self.itemsize,
             _times(leg.padded, more),
             leg.flat,
-            self.time(leg, more),
+            self.time(leg, more, received) if leg.kind in COLLECTIVES else 0.0,
             self.model.ranks_per_node,
         )
 
