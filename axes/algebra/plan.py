@@ -23,17 +23,18 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import count, pairwise
 
 from axes.algebra.cost import CostModel, Model, Traffic, members_of_node, node_size
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
-from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates
+from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates, tiles_are_even
 from axes.algebra.planning.crossing import crossings
 from axes.algebra.planning.form import Digit, common, state_of_form
 from axes.algebra.planning.step import Step
 from axes.algebra.sizes import checked_rank, checked_shape
-from axes.algebra.state import State, check_state, largest_tile
+from axes.algebra.state import Factors, State, check_state, divides_evenly, largest_tile
 from axes.algebra.universe import Universe
 
 ITEMSIZE = {
@@ -147,16 +148,49 @@ def _without_same(state: State) -> State:
 
 @lru_cache(maxsize=4096)
 def _plan(source: State, target: State, shape: tuple[int, ...], dtype: str, model: Model) -> Plan:
-    check_pair(source, target, shape, dtype)
-    itemsize = itemsize_of(dtype)
-    assemble = _Assembly(source, target, shape, itemsize, model)
     first = source.universe.rank(0)
     if 0 in shape:
+        check_pair(source, target, shape, dtype)
         empty = Step("slice", source, target, shape, Layout(), 1, first)
         return Plan(source, target, shape, dtype, (empty,), 0.0, first)
-    best = min(enumerate(_choices(source, target, shape, model)), key=lambda item: assemble.weight(*item))[1]
-    steps = assemble.steps(best)
+    ways = None
+    if divides_evenly(source, shape) and divides_evenly(target, shape):
+        ways = _ways(source, target, _representative(source, target, shape), dtype, model)
+    if ways is None or not ways.are_even:
+        ways = _ways(source, target, shape, dtype, model)
+    steps = ways.cheapest(shape)
     return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), first)
+
+
+def _representative(source: State, target: State, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A small shape that every step cuts as it cuts `shape`, if it cuts it evenly. Factors have one size."""
+    found = alike(shape, math.lcm(source.universe.size, target.universe.size))
+    splits = zip(source.splits, target.splits, strict=True)
+    factored = (any(isinstance(split, Factors) for split in pair) for pair in splits)
+    return tuple(size if whole else small for size, small, whole in zip(shape, found, factored, strict=True))
+
+
+@lru_cache(maxsize=8192)
+def alike(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Small sizes that divide into the same numbers of parts, where these divide the number of `ranks`.
+
+    A size that is only just cut into single elements stays: what is behind it may lie end to end.
+
+    >>> alike((4096, 100, 8, 0), 8)
+    (16, 12, 8, 0)
+    """
+    found = []
+    for size in shape:
+        shared = math.gcd(size, ranks)
+        more = next(number for number in count(2) if math.gcd(number * shared, ranks) == shared) if size else 0
+        found.append(size if size == shared else more * shared)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _ways(source: State, target: State, shape: tuple[int, ...], dtype: str, model: Model) -> _Ways:
+    check_pair(source, target, shape, dtype)
+    return _Ways(source, target, shape, itemsize_of(dtype), model)
 
 
 def choices(
@@ -165,9 +199,8 @@ def choices(
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
     shape = checked_shape(shape)
     source, target = _without_same(source), _without_same(target)
-    check_pair(source, target, shape, dtype)
-    assemble = _Assembly(source, target, shape, itemsize_of(dtype), cost_model)
-    made = [assemble.steps(legs) for legs in _choices(source, target, shape, cost_model)]
+    ways = _ways(source, target, shape, dtype, cost_model)
+    made = [ways.steps(at, shape) for at in range(len(ways.legs))]
     first = source.universe.rank(0)
     return [Plan(source, target, shape, dtype, s, sum(step.cost for step in s), first) for s in made]
 
@@ -189,26 +222,61 @@ def _choices(source: State, target: State, shape: tuple[int, ...], model: Model)
 # --- from legs to steps ---------------------------------------------------------------------------
 
 
-class _Assembly:
-    """Makes steps of legs and weighs them; remembers how many ranks of each group share a node."""
+Ratio = tuple[int, int]
+"""How many times more elements a tensor has: a numerator and a denominator."""
+
+
+def _times(elements: int, more: Ratio, shares: int = 1) -> int:
+    return -(-elements * more[0] // (more[1] * shares))
+
+
+class _Ways:
+    """The sequences of legs worth weighing between two states, for `shape` and, where all tiles are even, its like.
+
+    Every number of a leg is then proportional to the elements of the tensor: for another shape that is cut
+    alike the ways are the same, and which of them is the cheapest is asked of its own numbers.
+    """
 
     def __init__(self, source: State, target: State, shape: tuple[int, ...], itemsize: int, model: Model):
         self.source, self.target, self.shape = source, target, shape
         self.itemsize, self.model = itemsize, model
+        self.legs = _choices(source, target, shape, model)
         self.near = lru_cache(maxsize=4096)(self._near)
+        self.states = lru_cache(maxsize=256)(self._states)
 
-    def weight(self, order: int, legs: Legs) -> tuple[float, int, int, int]:
+    @cached_property
+    def are_even(self) -> bool:
+        """Whether every tile on every way has one size on all ranks."""
+        legs = [leg for legs in self.legs for leg in legs]
+        if any(leg.outside is not None for leg in legs):
+            return False
+        if not legs:
+            return True
+        splits = {form.splits for leg in legs for form in (leg.source, leg.target)}
+        return all(tiles_are_even(legs[0].space, each) for each in splits)
+
+    def cheapest(self, shape: tuple[int, ...]) -> tuple[Step, ...]:
+        """The steps of the cheapest way for a tensor of `shape`."""
+        if len(self.legs) == 1:
+            return self.steps(0, shape)
+        more = math.prod(shape), math.prod(self.shape)
+        return self.steps(min(range(len(self.legs)), key=lambda at: self.weight(at, more)), shape)
+
+    def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
-        time = float(f"{sum(map(self.time, legs)):.9g}")
-        collectives = sum(leg.kind in COLLECTIVES for leg in legs)
-        return time, collectives, sum(leg.received for leg in legs), order
+        legs = [leg for leg in self.legs[at] if leg.kind in COLLECTIVES]
+        time, received = 0.0, 0
+        for leg in legs:
+            elements = _times(leg.received, more, leg.shares)
+            time += self.time(leg, more, elements)
+            received += elements
+        return float(f"{time:.9g}"), len(legs), received, at
 
-    def time(self, leg: Leg) -> float:
-        if leg.kind not in COLLECTIVES:
-            return 0.0
+    def time(self, leg: Leg, more: Ratio, received: int) -> float:
+        """Modelled microseconds of a collective that receives so many elements."""
         size, near = self.near(leg.space.origin.universe, leg.group)
-        bytes_in, copied = leg.received * self.itemsize, leg.copied * self.itemsize
-        return self.model.time_us(Traffic(leg.kind, size, near, bytes_in, copied))
+        copied = -(-leg.copied * more[0] // more[1])
+        return self.model.time_us(Traffic(leg.kind, size, near, received * self.itemsize, copied * self.itemsize))
 
     def _near(self, universe: Universe, group: tuple[Digit, ...] | None) -> tuple[int, int]:
         """`(size of the group, how many of it share a node)`."""
@@ -219,38 +287,42 @@ class _Assembly:
         ranks = [*self.source.universe.ranks, *(r for r in self.target.universe.ranks if r not in has)]
         return len(ranks), members_of_node(ranks, nodes)
 
-    def steps(self, legs: Legs) -> tuple[Step, ...]:
-        made: list[Step] = []
-        for at, leg in enumerate(legs):
-            # The ends are the states as they were given, so that nothing is lost of how they were said.
-            source = made[-1].target if made else self.source
-            made.append(self.step(leg, source, self._state(leg) if at < len(legs) - 1 else self.target))
-        return tuple(made)
+    def _states(self, at: int) -> list[State]:
+        # The ends are the states as they were given, so that nothing is lost of how they were said.
+        between = [leg.outside or state_of_form(leg.space, leg.target) for leg in self.legs[at][:-1]]
+        return [self.source, *between, self.target]
 
-    def _state(self, leg: Leg) -> State:
-        return leg.outside or state_of_form(leg.space, leg.target)
+    def steps(self, at: int, shape: tuple[int, ...]) -> tuple[Step, ...]:
+        """One of the ways as steps for a tensor of `shape`."""
+        more = math.prod(shape), math.prod(self.shape)
+        ends = pairwise(self.states(at))
+        return tuple(self._step(leg, *pair, shape, more) for leg, pair in zip(self.legs[at], ends, strict=False))
 
-    def step(self, leg: Leg, source: State, target: State) -> Step:
-        bytes_of = self.itemsize
+    def _step(self, leg: Leg, source: State, target: State, shape: tuple[int, ...], more: Ratio) -> Step:
+        def bytes_of(elements: int, shares: int = 1) -> int:
+            return _times(elements, more, shares) * self.itemsize
+
+        received = _times(leg.received, more, leg.shares)
+
         return Step(
             leg.kind,
             source,
             target,
-            self.shape,
+            shape,
             None if leg.group is None else Layout.of(leg.group),
             self.near(leg.space.origin.universe, leg.group)[0],
             self.source.universe.rank(0),
             leg.op,
             leg.divisor,
             Layout.of(leg.resolved),
-            leg.received * bytes_of,
-            leg.sent * bytes_of,
-            leg.send * bytes_of,
-            leg.receive * bytes_of,
-            largest_tile(target, self.shape) * bytes_of,
-            leg.padded,
+            received * self.itemsize,
+            bytes_of(leg.sent, leg.shares),
+            bytes_of(leg.send),
+            bytes_of(leg.receive),
+            largest_tile(target, shape) * self.itemsize,
+            _times(leg.padded, more),
             leg.flat,
-            self.time(leg),
+            self.time(leg, more, received) if leg.kind in COLLECTIVES else 0.0,
             self.model.ranks_per_node,
         )
 

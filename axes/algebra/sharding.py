@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from itertools import product as cartesian
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -408,9 +409,11 @@ def _wrong(message: str, spec: str, span: tuple[int, int]) -> NoReturn:
 def _check_axes(sharding: Sharding) -> None:
     """Every axis is made of the mesh's axes, and no two places share a digit."""
     mesh = sharding.mesh
-    places = [(str(dim), axis) for dim in sharding.dims for axis in dim.axes]
-    places += [(str(p), axis) for p in sharding.pending for axis in p.axes]
-    seen: list[tuple[str, str, Layout]] = []
+    held: list[ShardedDim | PendingReduction] = [*sharding.dims, *sharding.pending]
+    places = [(place, axis) for place in held for axis in place.axes]
+    if _are_apart(mesh, tuple([axis for _, axis in places])):
+        return
+    seen: list[tuple[object, str, Layout]] = []
     for where, axis in places:
         if axis not in mesh.namespace:
             raise ShardingError(f"the mesh has no axis {shortened(axis)}{suggestion(axis, mesh.namespace)}")
@@ -426,6 +429,22 @@ def _check_axes(sharding: Sharding) -> None:
         digits(*(layout for _, _, layout in seen))
     except MeshError as error:
         raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
+
+
+@functools.lru_cache(maxsize=8192)
+def _are_apart(mesh: Mesh, axes: tuple[str, ...]) -> bool:
+    """Whether axes are made of the mesh's own and no two of them share a digit."""
+    if len(set(axes)) < len(axes) or not all(axis in mesh.namespace for axis in axes):
+        return False
+    layouts = [mesh.namespace[axis] for axis in axes]
+    whole = mesh.layout_of_all
+    if not all(axis in mesh.axis_names or whole.contains(layout) for axis, layout in zip(axes, layouts, strict=True)):
+        return False
+    try:
+        digits(*layouts)
+    except MeshError:
+        return False
+    return not any(one.overlaps(two) for one, two in combinations(layouts, 2))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -455,19 +474,22 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
     known = [factor.size for factor in dim.factors]
     missing = known.count(None)
     rest = math.prod(size for size in known if size is not None)
-    filled = f"{dim} = {extent}    (dim of {list(shape)} in '{sharding}')"
+
+    def filled() -> str:
+        return f"{dim} = {extent}    (dim of {list(shape)} in '{sharding}')"
+
     if missing > 1:
-        raise SizeError(f"more than one size is missing in  {filled}")
+        raise SizeError(f"more than one size is missing in  {filled()}")
     multiple = math.prod(factor.multiple if factor.size is None else factor.size for factor in dim.factors)
     if (missing and extent % multiple) or (not missing and rest != extent):
-        raise SizeError(f"the sizes don't multiply to the dim:  {filled}")
+        raise SizeError(f"the sizes don't multiply to the dim:  {filled()}")
     sizes = tuple(extent // rest if size is None else size for size in known)
     if len(dim.factors) > 1:
         for factor, size in zip(dim.factors, sizes, strict=True):
             count = pieces_over(sharding.mesh, factor.axes)
             if size % count:
                 raise ShardingError(
-                    f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled}"
+                    f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled()}"
                 )
     return sizes
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 from axes.algebra.chunks import largest_chunk, nested_chunk
@@ -86,6 +86,13 @@ class State:
         by_stride = sorted(self.extent.modes, key=lambda mode: -mode[1])
         object.__setattr__(self, "extent", Layout.of(by_stride))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.universe, self.extent, self.splits, self.pending))
+
     def __str__(self) -> str:
         return self.text if self.text is not None else _text(self)
 
@@ -113,6 +120,14 @@ def slots(state: State, shape: Sequence[int]) -> tuple[tuple[int, int, tuple[Lay
         else:
             found.append((dim, size, split))
     return tuple(found)
+
+
+def divides_evenly(state: State, shape: Sequence[int]) -> bool:
+    """Whether every dim divides into its pieces, as factors always do."""
+    return len(shape) == state.ndim and not any(
+        isinstance(split, tuple) and size % math.prod([layout.size for layout in split])
+        for split, size in zip(state.splits, shape, strict=True)
+    )
 
 
 def check_state(state: State, shape: Sequence[int]) -> None:

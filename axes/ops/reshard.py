@@ -27,10 +27,9 @@ from axes.ops.global_view import Grad, check_grad_of_leaves
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
-from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.routes import Route, route, routed, same_axes, settled
+from axes.runtime.routes import Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_not_wrapped, check_whole
@@ -124,7 +123,7 @@ def _reshard(
     return found.take(x, async_op)
 
 
-@of_world(8192)
+@of_sizes
 def _route(
     spec: Any,
     target: str | Sharding,

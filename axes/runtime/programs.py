@@ -23,6 +23,7 @@ What differs between backends is decided when a program is made:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,11 +36,10 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
-from axes.algebra.state import Factors, slots
+from axes.algebra.state import slots
 from axes.runtime import packing, torch_private
 from axes.runtime.links import REDUCED, Link, link_of
 from axes.runtime.packing import Boxes, Part, Places, Shape, filler, packer, places_of, slices_of, unpacker
-from axes.runtime.symbols import parts, pieces, states_of
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -91,7 +91,7 @@ class Program:
 
         Sizes may differ where the plan's own divide evenly into what the steps cut them into.
         """
-        return _compiled(self, eager=False, scale=_scale(self.plan, tile) if self.plan.steps else None)
+        return _compiled(self, eager=False, tile=tile)
 
     @cached_property
     def idle(self) -> bool:
@@ -134,7 +134,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def _compiled(program: Program, eager: bool, scale: Scale | None = None) -> Run:
+def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
     stages: list[Run] = []
     steps, wire, owned = program.plan.steps, program.dtype, False
     sending = [at for at, group in enumerate(program.groups) if group is not None]
@@ -147,43 +147,14 @@ def _compiled(program: Program, eager: bool, scale: Scale | None = None) -> Run:
         if at in sending[:1] and program.comm_dtype not in (None, wire):
             wire, owned = program.comm_dtype or wire, True
             stages.append(_cast(wire))
-        stages.append(_stage(program, at, eager, wire, owned, scale))
+        task = _task(step, tile)
+        stages.append(_stage(program, task, at, eager, wire, owned))
+        tile = None if tile is None else task.merged
         owned = program.groups[at] is not None
         if at in sending[-1:] and wire is not program.dtype:
             wire = program.dtype
             stages.append(_cast(wire))
     return _chained(stages)
-
-
-def _scale(plan: Plan, tile: Shape) -> Scale:
-    """From sizes of the plan to those of a tensor whose tile is `tile`.
-
-    All boxes of a plan between even tiles begin and end at multiples of a dim's finest pieces.
-    """
-    made_for = _held(plan.steps[0].input_shape())
-    units = [_unit(plan, dim, *sizes) for dim, sizes in enumerate(zip(made_for, tile, strict=True))]
-
-    def scale(dim: int, size: int) -> int:
-        unit = units[dim]
-        return size if unit is None else size // unit[0] * unit[1]
-
-    return scale
-
-
-def _unit(plan: Plan, dim: int, planned: int, found: int) -> tuple[int, int] | None:
-    """What a piece of a dim of this rank's tile has in the plan, and what it has; None where they are one."""
-    if type(found) is int and found == planned:
-        return None
-    states = states_of(plan)
-    whole = pieces(states, dim)
-    if whole == 1:
-        return planned, found
-    split = states[0].splits[dim]
-    if whole is None or isinstance(split, Factors) or plan.shape[dim] % whole:
-        assert found == planned, f"dim {dim} of {plan} has one size"
-        return None
-    count = whole // parts(split)
-    return planned // count, found // count
 
 
 def _cast(dtype: torch.dtype) -> Run:
@@ -207,8 +178,7 @@ def _chained(stages: Sequence[Run]) -> Run:
     return run
 
 
-def _stage(program: Program, at: int, eager: bool, dtype: torch.dtype, owned: bool, scale: Scale | None) -> Run:
-    task = _task(program.plan.steps[at], scale)
+def _stage(program: Program, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool) -> Run:
     run = _run(program, task, program.groups[at], eager, dtype, owned)
     if task.step.opened is task.step:
         return run
@@ -312,33 +282,30 @@ def _boxes(transfers: Sequence[Transfer]) -> tuple[tuple[int, tuple[Region, ...]
     return tuple((transfer.peer, transfer.regions) for transfer in transfers if transfer.regions)
 
 
-Scale = Callable[[int, int], int]
-"""A size of a dim, from the one that the plan was made for."""
-
-
-def _task(step: Step, scale: Scale | None) -> Task:
-    opened = step.opened
-    exchange, tile, shape = opened.exchange(), _held(opened.input_shape()), _held(opened.output_shape())
-    if scale is None:
-        return Task(step, tile, shape, _held(step.output_shape()), exchange, exchange.padded)
+def _task(step: Step, tile: Shape | None) -> Task:
+    """A step on this rank, at the plan's own sizes; or on a tile of sizes that vary."""
+    opened, merged = step.opened, _held(step.output_shape())
+    if tile is None:
+        before, after = _held(opened.input_shape()), _held(opened.output_shape())
+        exchange = opened.exchange()
+        return Task(step, before, after, merged, exchange, exchange.padded)
     dims = [dim for dim, sizes in enumerate(step.factors) for _ in sizes]
+    unit = replace(opened, shape=step.unit)
+    smallest = _held(unit.input_shape())
+    multiples = [
+        size // own if type(tile[dim]) is int else tile[dim] // least
+        for dim, least, size, own in zip(dims, smallest, opened.shape, unit.shape, strict=True)
+    ]
 
-    def box(region: Region) -> Region:
-        return tuple((scale(dim, start), scale(dim, stop)) for dim, (start, stop) in zip(dims, region, strict=True))
+    def at_multiples(shape: Shape) -> Shape:
+        return tuple(map(operator.mul, shape, multiples))
 
-    def scaled(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
-        return tuple(replace(transfer, regions=tuple(map(box, transfer.regions))) for transfer in transfers)
-
-    planned = tile if step.kind == "all_gather" else shape
-    tile, shape = (tuple(map(scale, dims, extents)) for extents in (tile, shape))
-    merged = tuple(map(scale, range(len(step.shape)), _held(step.output_shape())))
-    copies = tuple((box(source), box(target)) for source, target in exchange.copies)
-    sends, receives = scaled(exchange.sends), scaled(exchange.receives)
-    made, padded = replace(exchange, sends=sends, receives=receives, copies=copies), exchange.padded
-    for size, found in zip(planned, tile if step.kind == "all_gather" else shape, strict=True):
-        # Along dims that vary, all ranks have as much; along others the largest part counts.
-        padded = padded if type(found) is int else padded // size * found
-    return Task(step, tile, shape, merged, made, padded)
+    shape = at_multiples(_held(unit.output_shape()))
+    merged = tuple(
+        math.prod(size for size, of in zip(shape, dims, strict=True) if of == dim) for dim in range(len(tile))
+    )
+    exchange = opened.exchange_at_unit(step.rank).times(multiples)
+    return Task(step, at_multiples(smallest), shape, merged, exchange, exchange.padded)
 
 
 def _held(shape: Shape | None) -> Shape:

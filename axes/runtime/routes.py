@@ -20,18 +20,22 @@ accumulated, by whoever made the leaf part of a computation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
+from axes.algebra.plan import alike
 from axes.algebra.sharding import Sharding, state_of
+from axes.algebra.state import Factors, divides_evenly
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
@@ -41,20 +45,39 @@ from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
+Shape = tuple[int, ...]
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A redistribution of DTensors with one spec: `program` for their shards, `spec` of the result."""
+    """A redistribution of DTensors with one spec: `program` for their shards between `ends`, `spec` of the result."""
 
     source: Sharding
     target: Sharding
+    ends: Ends
     program: Program
     spec: Spec
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     stays: bool
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether it is the same one for all sizes that are cut alike."""
+        ends = self.ends.source, self.ends.target
+        one_size = any(isinstance(split, Factors) for state in ends for split in state.splits)
+        even = all(divides_evenly(state, self.ends.shape) for state in ends)
+        return even and not one_size and ends[0].universe == ends[1].universe
+
+    def at(self, spec: Spec) -> Route:
+        """The route of tensors with a spec of other sizes, which are cut alike."""
+        shape, meta = tuple(spec.shape), spec.tensor_meta
+        ends = replace(self.ends, shape=shape)
+        made = program(ends, meta.dtype, self.comm_dtypes[0])
+        strides = tuple(meta.stride) if made.idle else contiguous_strides(shape)
+        result = torch_private.dtensor_spec(self.spec.mesh, self.spec.placements, shape, strides, meta.dtype)
+        return Route(self.source, self.target, ends, made, result, self.comm_dtypes, self.stays)
 
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -111,7 +134,38 @@ def same_axes(one: Mesh, other: Mesh) -> bool:
     )
 
 
-@of_world(8192)
+def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
+    """`find(spec, *how)`, kept; of a spec whose sizes are cut evenly it is found once for all sizes cut alike."""
+
+    @of_world(4096)
+    def base(mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Route | None:
+        spec = torch_private.dtensor_spec(mesh, placements, shape, contiguous_strides(shape), dtype)
+        try:
+            found = find(spec, *how)
+        except AxesError:
+            return None  # what is refused is refused with its own sizes
+        return found if found.is_even else None
+
+    @of_world(8192)
+    @functools.wraps(find)
+    def found(spec: Spec, *how: Any) -> Route:
+        shape = tuple(spec.shape)
+        smaller = alike(shape, _ranks(spec.mesh))
+        if smaller == shape:
+            return find(spec, *how)
+        there = base(spec.mesh, spec.placements, smaller, spec.tensor_meta.dtype, *how)
+        return find(spec, *how) if there is None else there.at(spec)
+
+    return found
+
+
+@of_world(64)
+def _ranks(device_mesh: Any) -> int:
+    """How many ranks there are, those on other axes included."""
+    return Mesh.from_device_mesh(device_mesh).universe.size
+
+
+@of_sizes
 def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Route:
     """How DTensors with this spec come to a target."""
     source, shape, dtype = sharding_of_spec(spec), tuple(spec.shape), spec.tensor_meta.dtype
@@ -129,7 +183,7 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
     stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
     strides = tuple(spec.tensor_meta.stride) if made.idle else contiguous_strides(shape)
     result = torch_private.dtensor_spec(device_mesh, placements, shape, strides, dtype)
-    return Route(source, target, made, result, comm_dtypes, stays)
+    return Route(source, target, ends, made, result, comm_dtypes, stays)
 
 
 class _Reshard(torch.autograd.Function):
@@ -169,7 +223,7 @@ class _Settle(torch.autograd.Function):
         return resharded(cotangent, replace(ctx.sharding, pending=())), None
 
 
-@of_world(8192)
+@of_sizes
 def _back(spec: Spec, there: Route) -> Route:
     """The route of a cotangent with this spec."""
     dtype = there.comm_dtypes[1]
@@ -208,7 +262,7 @@ def unsharded(x: DTensor) -> torch.Tensor:
     return carried(there.program, torch_private.local_of(x))
 
 
-@of_world(4096)
+@of_sizes
 def _to_whole(spec: Spec) -> Route:
     mesh = sharding_of_spec(spec).mesh
     return route(spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))

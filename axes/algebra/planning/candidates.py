@@ -45,7 +45,7 @@ class Leg:
     op, divisor, resolved: for reductions, what to do and over which digits.
     padded: elements that every rank contributes where the collective needs equal parts.
     flat: whether the parts, end to end, are the larger tile as it lies in memory.
-    sent, received: over the links. send, receive: the buffers beside the tiles.
+    sent, received: over the links, in `shares` of an element. send, receive: the buffers beside the tiles.
     copied: what packing and unpacking move through memory.
     """
 
@@ -62,6 +62,7 @@ class Leg:
     flat: bool = False
     sent: int = 0
     received: int = 0
+    shares: int = 1
     send: int = 0
     receive: int = 0
     copied: int = 0
@@ -326,7 +327,7 @@ def _all_reduce(space: Space, source: Form, resolved: tuple[Digit, ...], splits:
     legs = (Leg("slice", space, source, cut),) if splits != source.splits else ()
     op, divisor = reduction(source, resolved)
     size, held = _product(resolved), elements(space, splits)
-    moved = -(-2 * (size - 1) * held // size)
+    moved = 2 * (size - 1) * held
     group = tuple(sorted(resolved, key=lambda digit: -digit[1]))
     leg = Leg(
         "all_reduce",
@@ -339,6 +340,7 @@ def _all_reduce(space: Space, source: Form, resolved: tuple[Digit, ...], splits:
         resolved=resolved,
         sent=moved,
         received=moved,
+        shares=size,
     )
     return (*legs, leg)
 

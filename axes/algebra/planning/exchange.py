@@ -18,7 +18,7 @@ All of it follows from the group's tiles alone, so every rank derives the same a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -61,6 +61,25 @@ class Exchange:
     layer: int = 0
     layers: int = 1
     padded: int = 0
+
+    def times(self, multiples: Sequence[int]) -> Exchange:
+        """The same where every size is a multiple of what it is here: every box is.
+
+        >>> part = Transfer(1, (((0, 1), (0, 2)),), 2)
+        >>> Exchange((0, 1), (part,)).times((3, 2)).sends
+        (Transfer(peer=1, regions=(((0, 3), (0, 4)),), count=12, layer=0),)
+        """
+        more = math.prod(multiples)
+
+        def box(region: Region) -> Region:
+            return tuple((start * m, stop * m) for (start, stop), m in zip(region, multiples, strict=True))
+
+        def scaled(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+            return tuple(Transfer(t.peer, tuple(map(box, t.regions)), t.count * more, t.layer) for t in transfers)
+
+        copies = tuple((box(source), box(target)) for source, target in self.copies)
+        sends, receives = scaled(self.sends), scaled(self.receives)
+        return Exchange(self.ranks, sends, receives, copies, self.layer, self.layers, self.padded * more)
 
     @property
     def send_counts(self) -> tuple[int, ...]:

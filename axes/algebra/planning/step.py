@@ -43,6 +43,7 @@ with nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -51,7 +52,7 @@ from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.planning.exchange import Deal, Exchange, Transfer, regions, volume
 from axes.algebra.planning.form import aligned
-from axes.algebra.state import Factors, Split, State, Tile, line, names_of, tile, tile_shape
+from axes.algebra.state import Factors, Split, State, Tile, largest_tile, line, names_of, tile, tile_shape
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,22 @@ class Step:
         shape = tuple(size for sizes in self.factors for size in sizes)
         return replace(self, source=source, target=target, shape=shape)
 
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Into how many parts each dim of `opened` is cut on both sides together; 0 where factors of one side are."""
+        pairs = zip(self.opened.source.splits, self.opened.target.splits, strict=True)
+        return tuple(_pieces(one, two) for one, two in pairs)
+
+    @cached_property
+    def unit(self) -> tuple[int, ...]:
+        """The smallest shape at which `opened` is the same step but for its sizes.
+
+        A dim that doesn't divide into its parts has its own size. At other multiples of the unit every box
+        is multiplied.
+        """
+        found = zip(self.opened.shape, self.pieces, strict=True)
+        return tuple(size if not parts or size % parts else min(size, parts) for size, parts in found)
+
     def exchange(self, rank: int | None = None) -> Exchange:
         """What a rank sends, receives and copies, in boxes of `opened`; this rank by default.
 
@@ -149,21 +166,71 @@ class Step:
         rank = self._rank(rank)
         if not self.takes_part(rank):
             raise MeshError(f"rank {rank} takes no part in this step")
-        if self.opened is not self:
-            return self.opened.exchange(rank)
-        if self.kind == "slice":
-            return _slice(self, rank)
-        ranks = tuple(self.ranks_of(rank))
-        if self.kind == "all_reduce":
-            return Exchange(ranks)
-        if self.kind == "reduce_scatter":
-            return _reduce_scatter(self, ranks, rank)
-        if self.kind == "all_gather":
-            return _all_gather(self, ranks, rank)
-        return deal_of(self.source, self.target, self.shape, ranks, self.resolved, self.ranks_per_node).exchange(rank)
+        shape = self.opened.shape
+        if any(size == 0 or not parts or size % parts for size, parts in zip(shape, self.pieces, strict=True)):
+            return _exchange(self.opened, rank)  # uneven tiles are dealt out by their own sizes
+        return self.exchange_at_unit(rank).times([size // unit for size, unit in zip(shape, self.unit, strict=True)])
+
+    def exchange_at_unit(self, rank: int) -> Exchange:
+        """`exchange` for a tensor of the shape `unit`, found once for all multiples of it."""
+        step, unit = self.opened, self.unit
+        return _kept_exchange(
+            step.kind, step.source, step.target, unit, step.layout, step.resolved, step.ranks_per_node, rank
+        )
 
     def _rank(self, rank: int | None) -> int:
         return self.rank if rank is None else rank
+
+
+def _pieces(one: Split, two: Split) -> int:
+    """Into how many equal parts two splits cut a dim together; 0 where factors of it are split."""
+    if isinstance(one, Factors) or isinstance(two, Factors):
+        return 0
+    return math.lcm(*(math.prod(layout.size for layout in side) for side in (one, two)))
+
+
+def _exchange(step: Step, rank: int) -> Exchange:
+    """What a rank does in a step whose dims aren't factored further."""
+    if step.kind == "slice":
+        return _slice(step, rank)
+    ranks = tuple(step.ranks_of(rank))
+    if step.kind == "all_reduce":
+        return Exchange(ranks)
+    if step.kind == "reduce_scatter":
+        return _reduce_scatter(step, ranks, rank)
+    if step.kind == "all_gather":
+        return _all_gather(step, ranks, rank)
+    return deal_of(step.source, step.target, step.shape, ranks, step.resolved, step.ranks_per_node).exchange(rank)
+
+
+@lru_cache(maxsize=4096)
+def _kept_exchange(
+    kind: str,
+    source: State,
+    target: State,
+    shape: tuple[int, ...],
+    layout: Layout | None,
+    resolved: Layout,
+    ranks_per_node: int,
+    rank: int,
+) -> Exchange:
+    """What a rank does in a step on a tensor of some unit's shape."""
+    step = Step(
+        kind,
+        source,
+        target,
+        shape,
+        layout,
+        0,
+        rank,
+        resolved=resolved,
+        ranks_per_node=ranks_per_node,
+        padded=largest_tile({"all_gather": source}.get(kind, target), shape) if kind in _EQUAL_PARTS else 0,
+    )
+    return _exchange(step, rank)
+
+
+_EQUAL_PARTS = frozenset({"all_gather", "reduce_scatter"})
 
 
 def _common_factors(one: Split, two: Split) -> tuple[int, ...] | None:
