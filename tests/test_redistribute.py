@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import axes
 from axes.algebra.errors import DesyncError, ShardingError
 from axes.runtime import redistribute as engine
+from axes.runtime.groups import current_world
 from axes.runtime.redistribute import redistribute
 
 DTYPES = [
@@ -366,8 +367,7 @@ def logged() -> str:
     level = log.level
     log.setLevel(logging.INFO)
     os.environ["AXES_LOG"] = "plan"
-    engine.program.cache_clear()
-    engine._map.cache_clear()
+    current_world().caches.clear()
     engine._log_once.cache_clear()
     try:
         for _ in range(3):
@@ -376,8 +376,7 @@ def logged() -> str:
         del os.environ["AXES_LOG"]
         log.removeHandler(handler)
         log.setLevel(level)
-        engine.program.cache_clear()
-        engine._map.cache_clear()
+        current_world().caches.clear()
     return stream.getvalue()
 
 
