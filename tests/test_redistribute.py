@@ -18,6 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes.algebra.errors import DesyncError, ShardingError
+from axes.algebra.sharding import state_of
+from axes.runtime import programs
 from axes.runtime import redistribute as engine
 from axes.runtime.groups import current_world
 from axes.runtime.redistribute import redistribute
@@ -407,3 +409,40 @@ def disagreeing(how: str) -> str:
 def test_with_axes_check_ranks_in_disagreement_raise_on_every_rank(world, how):
     found = world(disagreeing, 8, how)
     assert all("disagree in a redistribution" in text and "rank 5: _@a _ -> " in text for text in found), found
+
+
+def in_rounds() -> list[bool]:
+    """Whether what gloo does with large tiles gives what it does with small ones: of whole numbers, whose sums are exact."""
+    mesh = axes.init_mesh("a=2 b=4", device_type="cpu")
+    limits = programs.WHOLE, programs.STAGED, programs.PASSED_ON
+    shape, found = (16, 24), []
+    for source, target in LARGE:
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2 if "|" not in source else torch.float64):
+            wanted = mesh.sharding(target)
+            numbers = torch.Generator().manual_seed(mesh.rank)
+            local = torch.randn(mesh.sharding(source).local_shape(shape), generator=numbers).mul(8).round().to(dtype)
+            results = []
+            for programs.WHOLE, programs.STAGED, programs.PASSED_ON in (limits, (0, 300, 0)):
+                engine.program.cache_clear()
+                ends = engine.Ends(*(state_of(mesh.sharding(s), shape) for s in (source, target)), shape, (mesh, mesh))
+                results.append(engine.run(engine.program(current_world().era, ends, dtype), local))
+            found.append(torch.equal(*results) and tuple(results[1].shape) == wanted.local_shape(shape))
+            found.append(results[1].untyped_storage().data_ptr() != local.untyped_storage().data_ptr())
+    programs.WHOLE, programs.STAGED, programs.PASSED_ON = limits
+    engine.program.cache_clear()
+    return found
+
+
+LARGE = [
+    ("m n | sum@b", "m@b n"),
+    ("m n | sum@b", "m n@b"),
+    ("m@a n | max@b", "m@(a b) n"),
+    ("m n | mean@(a b)", "m@(a b) n"),
+    ("m@(a b) n", "m@(b a) n"),
+    ("m@a n@b", "m@b n@a"),
+]
+
+
+def test_large_tiles_are_reduced_in_rounds_and_passed_on_as_small_ones_are(pool):
+    for found in pool.run(in_rounds):
+        assert found == [True] * len(found)

@@ -420,6 +420,24 @@ def forget_dtensor_world() -> None:
 Collective = Callable[..., None]
 
 
+def pass_on(
+    group: dist.ProcessGroup, x: torch.Tensor, to: int | None, out: torch.Tensor | None, origin: int | None
+) -> None:
+    """Sends `x` to one rank of the group, and receives `out` from one; None for no rank. Of any dtype, contiguous.
+
+    What `torch.distributed` offers in public takes global ranks, and would replace this.
+    """
+    works = [] if origin is None else [group.recv([out], origin, _TAG)]
+    if to is not None:
+        works.append(group.send([x], to, _TAG))
+    for work in works:
+        work.wait()
+
+
+_TAG = 0x61786573
+"""Of what is sent from one rank to another, so that it meets nothing that a user sends."""
+
+
 def collectives_of(group: dist.ProcessGroup) -> tuple[Collective, Collective, Collective, Collective]:
     """`gather(out, x)`, `exchange(out, x, receives, sends)`, `reduce(x, op)`, `scatter(out, x, op)`.
 
