@@ -279,3 +279,26 @@ def reductions(declaration: str) -> dict[str, float]:
 def test_three_derivatives_of_a_reduction_are_those_of_one_device_in_both_views(pool, declaration):
     for found in pool.run(reductions, declaration, timeout=180):
         assert {name: off for name, off in found.items() if not off < 1e-12} == {}
+
+
+def of_an_empty_cotangent() -> list[str]:
+    """A second derivative by a cotangent of which half of the ranks have nothing."""
+    mesh = axes.init_mesh("a=2 b=2", ranks=island(4), device_type="cpu")
+    found = []
+    for spec in ("d0@b d1@a", "d0@(a b) d1", "d0 d1@b"):
+        whole, cotangent = numbers((3, 1), 1).requires_grad_(), numbers((3, 1), 2).requires_grad_()
+        x = axes.shard(whole.detach().clone().requires_grad_(), "d0 d1", mesh=mesh)
+        c = axes.shard(cotangent.detach().clone().requires_grad_(), spec, mesh=mesh)
+        y = axes.shard_map(lambda t: torch.tanh(t) * t, "d0 d1 | same@b -> d0 d1 | same@b", mesh=mesh)(x)
+        (mine,) = torch.autograd.grad(y, x, c, create_graph=True)
+        (right,) = torch.autograd.grad(torch.tanh(whole) * whole, whole, cotangent, create_graph=True)
+        mine.backward(axes.shard(torch.ones(3, 1, dtype=torch.float64), "d0 d1", mesh=mesh))
+        right.backward(torch.ones(3, 1, dtype=torch.float64))
+        for name, one, other in (("value", x, whole), ("cotangent", c, cotangent)):
+            if one.grad is None or not torch.allclose(axes.unshard(one.grad), other.grad):
+                found.append(f"{name} of {spec}")
+    return found
+
+
+def test_ranks_that_have_nothing_of_a_cotangent_take_part(pool):
+    assert pool.run(of_an_empty_cotangent) == [[]] * 8
