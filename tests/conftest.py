@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -38,6 +39,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+THREADS = 100
+"""A rank has a thread for each of its groups over gloo, which wakes a hundred times a second."""
+
+
+def fit(pool: Pool | None, size: int) -> Pool:
+    """The pool, or a fresh one where it is broken or slow for the many groups that its ranks have made."""
+    if pool is not None and pool.alive and max(map(threads_of, pool.pids), default=0) < THREADS:
+        return pool
+    if pool is not None:
+        pool.close()
+    return Pool(size, timeout=LIMIT)
+
+
+def threads_of(pid: int | None) -> int:
+    """How many threads a process has, where the system says it."""
+    threads = Path(f"/proc/{pid}/task")
+    return len(list(threads.iterdir())) if threads.is_dir() else 0
+
+
 class Ranks:
     """Eight ranks that are started at the first call, and again after a call that broke them."""
 
@@ -48,8 +68,7 @@ class Ranks:
         """`fn(*args)` on every rank; the results by rank. Not 8: a `world` of its own."""
         if world != 8:
             return launch(fn, world, *args, timeout=timeout)
-        if self._pool is None or not self._pool.alive:
-            self._pool = Pool(8, timeout=LIMIT)
+        self._pool = fit(self._pool, 8)
         return self._pool.run(fn, *args, timeout=timeout)
 
     @property
@@ -98,9 +117,7 @@ def warm() -> Iterator[Callable[..., list[object]]]:
     pools: dict[int, Pool] = {}
 
     def run(fn: Callable[..., T], world_size: int, *args: object, timeout: float = LIMIT) -> list[T]:
-        found = pools.get(world_size)
-        if found is None or not found.alive:
-            found = pools[world_size] = Pool(world_size, timeout=LIMIT)
+        found = pools[world_size] = fit(pools.get(world_size), world_size)
         return found.run(forgetful, fn, *args, timeout=timeout)
 
     yield run

@@ -341,3 +341,14 @@ def test_a_communication_dtype_that_cannot_hold_the_values_is_refused(pool):
 def test_functions_of_floats_refuse_other_numbers(function, dtype):
     with pytest.raises(ShardingError, match="is of floats"):
         function(torch.ones(4).to(dtype), "a", over="a")
+
+
+def test_a_dim_without_elements_is_split_as_the_text_says():
+    spec = "(x=4 y z=4@c) d@(a b)"
+    with axes.simulate(8), axes.init_mesh("a=2 b=2 c=2", device_type="cpu"):
+        t = axes.shard(torch.zeros(0, 7, requires_grad=True), spec)
+        y = axes.rearrange(t, f"{spec} -> z@c d@(a b) x y", sizes={"x": 4, "z": 4, "d": 7})
+        assert tuple(y.shape) == (4, 7, 4, 0)
+        assert axes.spec_of(y) == "_@c _@(a b) _ _"
+        with pytest.raises(axes.ShardingError, match="isn't sharded as the left side says"):
+            axes.rearrange(t, "(x=4 y z=4@()) d@(a b) -> x y z d", sizes={"x": 4, "z": 4})

@@ -679,7 +679,7 @@ def test_without_a_mesh_the_error_says_how_to_give_one():
 
 @pytest.mark.parametrize("wrong", ["dp=2", 3, object()])
 def test_what_is_no_mesh_cannot_be_ambient(wrong):
-    with pytest.raises(MeshError, match="an axes mesh; found"), use_mesh(wrong):
+    with pytest.raises(MeshError, match="an axes mesh, made by"), use_mesh(wrong):
         pass
     with pytest.raises(MeshError):
         required_mesh(wrong, "shard")

@@ -169,7 +169,7 @@ def in_no_time() -> list[bool]:
     row = redistribute(gathered, mesh.sharding("m n"), mesh.sharding("m@a n"), (4, 4))
     d = axes.shard(torch.zeros(8, 4), "m@(a b) n", mesh=mesh)
     with CommDebugMode() as counted:
-        same = axes.reshard(d, "m@ab n")
+        same = axes.reshard(d, "m@ab n", mesh=mesh)
     memory = [y.untyped_storage().data_ptr() for y in (row, gathered)]
     return [alias is x, memory[0] != memory[1], same is d, counted.get_total_counts() == 0]
 

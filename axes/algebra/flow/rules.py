@@ -325,6 +325,8 @@ class _Solver:
                 landed = [split(m.atom, *self._starless(m.axes or ())) for m in slot.marks]
                 dim = self._closed([*zip(landed, (n for _, n in atoms), strict=True)])
             dims.append(dim)
+            if landed is not None and extent == 0:
+                landed = self._as_written(slot, landed)
             opened.append(dim if landed is not None else split(_group(slot)))
             marks.extend(landed or [split(atom) for atom, _ in atoms])
         self._bind_stars(term, marks)
@@ -381,6 +383,15 @@ class _Solver:
             marks[at] = self._assert_mark(index, operand, atom, axes, marks[at])
         return _Operand(term, shape, tuple(dims), operand.opened, tuple(marks), entries, ())
 
+    def _as_written(self, slot: Slot, landed: list[ShardedDim]) -> list[ShardedDim]:
+        """The splits of the atoms of a dim without elements: as the text says, if it says them of the same axes."""
+        written = {mark.atom: mark.axes or () for mark in slot.marks}
+        said = tuple(axis for axes in written.values() for axis in axes)
+        has = tuple(axis for each in landed for axis in each.axes)
+        if "*" in said or {*self.digits.of(said)} != {*self.digits.of(has)}:
+            return landed
+        return [split(atom, *written.get(atom, ())) for atom in slot.atoms]
+
     def _unmentioned(self, dim: ShardedDim, slot: Slot) -> ShardedDim:
         """A dim without axes of size one that the text names, since of those it decides alone, or of
         which a group couldn't tell on which of its atoms they are."""
@@ -409,6 +420,8 @@ class _Solver:
             landed = land(self.mesh, dim, extent, atoms)
             if landed is None and slot.axes is None:
                 self._no_landing(raw, slot, dim, atoms)
+            if landed is not None and extent == 0:
+                landed = self._as_written(slot, landed)
             opened.append(dim if landed is not None else split(_group(slot)))
             marks.extend(landed if landed is not None else [split(atom) for atom, _ in atoms])
         return _Operand(term, shape, tuple(dims), tuple(opened), tuple(marks), pending, ())
