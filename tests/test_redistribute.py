@@ -423,13 +423,13 @@ def in_rounds() -> list[bool]:
             local = torch.randn(mesh.sharding(source).local_shape(shape), generator=numbers).mul(8).round().to(dtype)
             results = []
             for programs.WHOLE, programs.STAGED, programs.PASSED_ON in (limits, (0, 300, 0)):
-                engine.program.cache_clear()
+                current_world().caches.clear()
                 ends = engine.Ends(*(state_of(mesh.sharding(s), shape) for s in (source, target)), shape, (mesh, mesh))
-                results.append(engine.run(engine.program(current_world().era, ends, dtype), local))
+                results.append(engine.run(engine.program(ends, dtype), local))
             found.append(torch.equal(*results) and tuple(results[1].shape) == wanted.local_shape(shape))
             found.append(results[1].untyped_storage().data_ptr() != local.untyped_storage().data_ptr())
     programs.WHOLE, programs.STAGED, programs.PASSED_ON = limits
-    engine.program.cache_clear()
+    current_world().caches.clear()
     return found
 
 

@@ -241,7 +241,7 @@ def _check_differentiable(spec: Spec) -> None:
     (_check_pending.__wrapped__ if is_symbolic(spec.shape) else _check_pending)(spec)
 
 
-@functools.lru_cache(maxsize=4096)
+@of_world(4096)
 def _check_pending(spec: Spec) -> None:
     if _pending_size(spec, "max", "min") > 1:
         raise ShardingError(
