@@ -91,6 +91,10 @@ class Route:
         found = carried(self.program, local, async_op)
         return torch_private.dtensor(found, self.spec if type(local) is torch.Tensor else self.spec_like(x))
 
+    def back(self, cotangent: DTensor) -> DTensor:
+        """The gradient of the source, by what the cotangent of the target is."""
+        return routed(cotangent, _back, self.source, self.comm_dtypes[1]).take(cotangent)
+
     def spec_like(self, x: DTensor) -> Spec:
         """The result's spec: with the symbolic sizes of `x` where it has any."""
         spec = torch_private.spec_of(x)
@@ -199,7 +203,7 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None, None]:
         if cotangent is None:
             return None, None, None
-        return routed(cotangent, _back, ctx.there).take(cotangent), None, None
+        return ctx.there.back(cotangent), None, None
 
 
 def settled(x: DTensor) -> DTensor:
@@ -224,10 +228,9 @@ class _Settle(torch.autograd.Function):
 
 
 @of_sizes
-def _back(spec: Spec, there: Route) -> Route:
-    """The route of a cotangent with this spec."""
-    dtype = there.comm_dtypes[1]
-    return route(spec, gradient_sharding(there.source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
+def _back(spec: Spec, source: Sharding, dtype: torch.dtype | None) -> Route:
+    """The route of a cotangent with this spec to a value that was sharded as `source`."""
+    return route(spec, gradient_sharding(source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
 
 
 def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -283,7 +286,7 @@ class _Unshard(torch.autograd.Function):
             return None, None
         check_one(gradient)
         replicated = _replicated(gradient.contiguous(), _dense(ctx.spec))
-        return routed(replicated, _back, ctx.there).take(replicated), None
+        return ctx.there.back(replicated), None
 
 
 def _dense(spec: Spec) -> Spec:
