@@ -158,8 +158,8 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
     seed = random.randrange(2**31)
     numbers = np.random.default_rng(seed)
     for slots, entries in zip(grouped_operands, pending, strict=True):
-        dims = tuple(_dim(slot, places, sizes) for slot in slots)
-        reductions = tuple(PendingReduction(o, (a,)) for o, a in entries)
+        dims = tuple(_dim(mesh, slot, places, sizes) for slot in slots)
+        reductions = tuple(PendingReduction(o, mesh.named((a,))) for o, a in entries)
         shardings.append(Sharding(mesh, dims, reductions))
         shape = [math.prod(sizes[n] for n in slot) for slot in slots]
         wholes.append(torch.from_numpy(numbers.integers(-4, 5, shape).astype(np.float64)))
@@ -226,10 +226,10 @@ def _spec(random: Random, slots: list[Slot], places: dict[str, list[str]], expli
     return " ".join(one(s[0]) if len(s) == 1 else f"({' '.join(map(one, s))})" for s in slots)
 
 
-def _dim(slot: Slot, places: dict[str, list[str]], sizes: dict[str, int]) -> ShardedDim:
+def _dim(mesh: Mesh, slot: Slot, places: dict[str, list[str]], sizes: dict[str, int]) -> ShardedDim:
     if len(slot) == 1:
-        return ShardedDim((ShardedFactor(slot[0], None, tuple(places[slot[0]])),))
+        return ShardedDim((ShardedFactor(slot[0], None, mesh.named(places[slot[0]])),))
     first, *further = slot
     if not any(places[name] for name in further):
-        return ShardedDim((ShardedFactor(f"({' '.join(slot)})", None, tuple(places[first])),))
-    return ShardedDim(tuple(ShardedFactor(n, sizes[n], tuple(places[n])) for n in slot))
+        return ShardedDim((ShardedFactor(f"({' '.join(slot)})", None, mesh.named(places[first])),))
+    return ShardedDim(tuple(ShardedFactor(n, sizes[n], mesh.named(places[n])) for n in slot))

@@ -35,7 +35,7 @@ def indices(sharding: Sharding, shape: Sequence[int], rank: int) -> tuple[np.nda
 
 def _pending_digits(shardings: Sequence[Sharding]) -> list[list[tuple[str, tuple[int, int]]]]:
     """Each sharding's pending reductions as `(op, digit)` in order, over common digits."""
-    layouts = [s.mesh.namespace[a] for s in shardings for p in s.pending for a in p.axes]
+    layouts = [a.layout for s in shardings for p in s.pending for a in p.axes]
     refined = iter(digits(*layouts) if layouts else ())
     return [[(p.op, digit) for p in s.pending for _ in p.axes for digit in next(refined)] for s in shardings]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, gradient, recipe
+from axes.algebra.layout import NamedLayout
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from tests.flow_cases import Case, Random, case
@@ -108,8 +109,8 @@ def any_sharding(random: Random, made: Recipe) -> Sharding:
     result, mesh = made.result, made.mesh
     if random.random() < 0.3 and all(p.op in ("sum", "mean") for p in result.output.pending):
         return result.output
-    axes = random.sample(mesh.axis_names, mesh.ndim)
-    splits: list[list[str]] = [[] for _ in result.shape]
+    axes = random.sample(mesh.named(mesh.axis_names), mesh.ndim)
+    splits: list[list[NamedLayout]] = [[] for _ in result.shape]
     pending: list[PendingReduction] = []
     for axis in axes:
         choice = random.randint(0, len(splits) + 1)

@@ -77,8 +77,8 @@ def local_mismatches(chosen: list[tuple[Placing, Placing]], shape: tuple[int, ..
             mesh.sharding(target.spec),
             shape,
             view="local",
-            source_same=source.same,
-            target_same=target.same,
+            source_same=mesh.named(source.same),
+            target_same=mesh.named(target.same),
         )
         (gradient,) = torch.autograd.grad(y, leaf, torch.from_numpy(g))
         # A `same` or pending target's cotangent is one value; so is a `same` source's gradient.
@@ -106,7 +106,8 @@ def pending_gradients_agree(chosen: list[tuple[Placing, Placing]], shape: tuple[
         differing = {axis for axis in target.replicated if axis not in target.same} & mentioned(source, target)
         g = torch.from_numpy(target.cut(at(cotangents, coordinate, differing), coordinate))
         ends = mesh.sharding(source.spec), mesh.sharding(target.spec)
-        y = redistribute(x, *ends, shape, view="local", source_same=source.same, target_same=target.same)
+        same = {"source_same": mesh.named(source.same), "target_same": mesh.named(target.same)}
+        y = redistribute(x, *ends, shape, view="local", **same)
         (gradient,) = torch.autograd.grad(y, x, g)
         for axis in (*source.pending, *source.same):
             if axis in target.pending:
@@ -221,7 +222,7 @@ def global_mismatches(chosen: list[tuple[Placing, Placing, Placing]], shape: tup
         (gradient,) = torch.autograd.grad(y, x, g)
         kept = axes.sharding_of(gradient).pending
         if y is not x and any(
-            axis in {*source.pending, *(a for dim in source.dims for a in dim)} for p in kept for axis in p.axes
+            axis.name in {*source.pending, *(a for dim in source.dims for a in dim)} for p in kept for axis in p.axes
         ):
             found.append(f"{source.spec} -> {target.spec}: the gradient came as {axes.spec_of(gradient)}")
         if not np.array_equal(axes.unshard(gradient).numpy(), wanted):
@@ -355,7 +356,7 @@ def test_a_pending_gradient_is_left_to_the_caller(pool):
 def same_in_the_global_view() -> None:
     mesh = mesh_of_cases()
     with pytest.raises(ShardingError, match="no meaning in the global view"):
-        redistribute(torch.ones(4), mesh.sharding("n"), mesh.sharding("n@a"), (4,), source_same=("a",))
+        redistribute(torch.ones(4), mesh.sharding("n"), mesh.sharding("n@a"), (4,), source_same=mesh.named(["a"]))
 
 
 def test_same_has_no_meaning_in_the_global_view(pool):

@@ -97,7 +97,7 @@ def accepted(found: Case) -> Recipe | None:
 def all_declared(found: Case) -> bool:
     """Whether everything that is pending is pending in the text, too."""
     words = set(re.findall(r"\w+", found.text.split("->")[0]))
-    return all(axis in words for s in found.shardings for p in s.pending for axis in p.axes)
+    return all(axis.name in words for s in found.shardings for p in s.pending for axis in p.axes)
 
 
 def call(found: Case, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -196,12 +196,12 @@ def dual(sharding: Sharding, text: str) -> tuple[Sharding, int]:
     And the number of ranks over which it has a mean pending.
     """
     mesh = sharding.mesh
-    used = {axis for dim in sharding.dims for axis in dim.axes}
-    reduced = {axis: p.op for p in sharding.pending for axis in p.axes}
+    used = {axis.name for dim in sharding.dims for axis in dim.axes}
+    reduced = {axis.name: p.op for p in sharding.pending for axis in p.axes}
     words = set(re.findall(r"\w+", text))
     mentioned = [axis for axis in mesh.axis_names if axis in words]
     summed = tuple(a for a in mentioned if a not in used and a not in reduced)
-    pending = (PendingReduction("sum", summed),) if summed else ()
+    pending = (PendingReduction("sum", mesh.named(summed)),) if summed else ()
     means = [mesh.names[axis] for axis, op in reduced.items() if op == "mean"]
     return Sharding(mesh, sharding.dims, pending), int(np.prod(means, dtype=int))
 

@@ -132,7 +132,7 @@ def naive_placements(sharding: Sharding, shape: tuple[int, ...]) -> list[Placeme
         for factor in dim.factors:
             names: list[str] = []
             for axis in factor.axes:
-                made_of = mesh.factored(mesh.layout(axis))
+                made_of = mesh.factored(axis.layout)
                 if made_of is None:
                     return None
                 names += made_of
@@ -246,7 +246,7 @@ def test_an_uneven_dim_is_refused_only_where_dtensor_cuts_it_otherwise_or_stride
 def test_the_cases_are_of_every_kind(cases, found):
     def is_uneven(case: Case) -> bool:
         sharding = mesh_of(case.declaration).sharding(case.spec)
-        split = [math.prod(sharding.mesh.names[axis] for axis in dim.axes) for dim in sharding.dims]
+        split = [dim.pieces for dim in sharding.dims]
         return any(extent % parts for extent, parts in zip(case.shape, split, strict=True))
 
     accepted = [(case, ranks[0]) for case, ranks in zip(cases, found, strict=True) if not ranks[0].refused]

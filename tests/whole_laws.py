@@ -650,7 +650,7 @@ def operations(d: Draw) -> None:
         return
     d.features |= {f"operation {found.kind}", *({f"reduce {found.op}"} if found.kind == "reduce" else ())}
     names = [*"uvw"[: len(found.operands)]]
-    pendings = [tuple((q.op, q.axes) for q in sharding.pending) for sharding in found.shardings]
+    pendings = [tuple((q.op, tuple(map(str, q.axes))) for q in sharding.pending) for sharding in found.shardings]
     specs = [spec_of_case(found, slots, found.places, q) for slots, q in zip(found.operands, pendings, strict=True)]
     reasons = [refusal(grid, spec, shape) for spec, shape in zip(specs, found.shapes, strict=True)]
     for spec, shape in zip(specs, found.shapes, strict=True):
@@ -770,7 +770,8 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
     locals_ = tuple(tuple(p[name].shape) for name in names)
     given = tuple(found.given.items())
     made = recipe(found.kind, found.text, found.op, (None,) * len(names), locals_, found.mesh, given)
-    output = spec_of_case(found, found.result, found.goals, tuple((q.op, q.axes) for q in made.result.output.pending))
+    left = tuple((q.op, tuple(map(str, q.axes))) for q in made.result.output.pending)
+    output = spec_of_case(found, found.result, found.goals, left)
     # The summands of the result are whatever they are; together they are the whole.
     p.do(f"same(resolved(y, {g}, {output!r}, {result_shape(found)}), Y)")
     if found.op in ("max", "min") and "|" in "".join([output, *specs]):

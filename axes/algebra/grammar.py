@@ -106,10 +106,10 @@ class MeshExpression:
     right: Side
 
 
-def place_text(axes: Iterable[str]) -> str:
+def place_text(axes: Iterable[object]) -> str:
     """Axes as they stand behind an `@`: `tp`, or `(cp tp)`."""
-    axes = tuple(axes)
-    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+    names = tuple(map(str, axes))
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -287,6 +288,38 @@ class Layout:
             for size, stride in self.modes
             for size_, stride_ in other.modes
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedLayout:
+    """A layout and what its author calls it, for printing: two are equal where their layouts are.
+
+    A layout of size 1 has no digits; of such a one the name is all that there is.
+
+    >>> NamedLayout(Layout((2,), (1,)), "tp") == NamedLayout(Layout((2,), (1,)), "heads")
+    True
+    """
+
+    layout: Layout
+    name: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedLayout) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> Layout | str:
+        return self.layout if self.layout.modes else self.name
+
+    @property
+    def size(self) -> int:
+        """The number of ranks along it."""
+        return self.layout.size
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def digits(*layouts: Layout) -> tuple[tuple[Mode, ...], ...]:

@@ -43,7 +43,7 @@ from axes.algebra.grammar import (
     parse_declaration,
     parse_equation,
 )
-from axes.algebra.layout import Layout, digits
+from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding, parsed_sharding
 from axes.algebra.sizes import checked_rank, whole_number, written_sizes
@@ -450,6 +450,34 @@ class Mesh:
             found.append(self.axis_names[match])
             del rest[: len(axes[match])]
         return found
+
+    def calls(self, modes: Iterable[Mode]) -> tuple[NamedLayout, ...]:
+        """Digits in order by the longest names that the mesh has for them; what has none is called by its digits.
+
+        >>> Mesh("dp=2 cp=2 tp=2", "both = dp cp").calls([(2, 1), (2, 4), (2, 2)])
+        (NamedLayout(layout=2:1, name='tp'), NamedLayout(layout=4:2, name='both'))
+        """
+        known = set(self.namespace.values())
+        found: list[NamedLayout] = []
+        rest = list(modes)
+        while rest:
+            stop = next((n for n in range(len(rest), 0, -1) if Layout.of(rest[:n]) in known), 1)
+            found.append(self.called(Layout.of(rest[:stop])))
+            del rest[:stop]
+        return tuple(found)
+
+    def called(self, layout: Layout) -> NamedLayout:
+        """A layout by the first name that the mesh has for it, else by its digits.
+
+        >>> Mesh("dp=2 tp=2").called(Layout((2,), (2,)))
+        NamedLayout(layout=2:2, name='dp')
+        """
+        name = next((name for name, other in self.namespace.items() if other == layout), str(layout))
+        return NamedLayout(layout, name)
+
+    def named(self, names: Iterable[str]) -> tuple[NamedLayout, ...]:
+        """Names as the layouts that they have here. Raises `MeshError` for a name that isn't one."""
+        return tuple([NamedLayout(self.layout(name), name) for name in names])
 
     def made_of(self, layouts: Iterable[Layout]) -> list[str] | None:
         """The axes of the mesh that have the digits of `layouts` in any order; None where those cut an axis.

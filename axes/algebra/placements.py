@@ -18,12 +18,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.layout import Layout
+from axes.algebra.layout import Layout, NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, pieces_over, same_cuts
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, same_cuts
 from axes.algebra.state import LINEAR
 
 
@@ -47,7 +47,7 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     mesh = sharding.mesh
     found = {name: PlacementSpec() for name in mesh.axis_names}
     for pending in sharding.pending:
-        for name in mesh_axes(mesh, pending.axes):
+        for name in _unordered(mesh, pending.axes):
             found[name] = PlacementSpec(op=pending.op)
     _check_order_of_pending(sharding)
     strided: dict[str, ShardedDim] = {}
@@ -95,7 +95,7 @@ def _check_order_of_pending(sharding: Sharding) -> None:
     if len(sharding.pending) < 2:
         return
     mesh = sharding.mesh
-    written = [(p.op, name) for p in sharding.pending for name in mesh_axes(mesh, p.axes)]
+    written = [(p.op, name) for p in sharding.pending for name in _unordered(mesh, p.axes)]
     written = [entry for entry in written if mesh.namespace[entry[1]].size > 1]
     in_order = sorted(written, key=lambda entry: mesh.axis_names.index(entry[1]))
     if _commuting(written) != _commuting(in_order):
@@ -131,39 +131,57 @@ def _torch_pieces(mesh: Mesh, dim: ShardedDim) -> list[tuple[int | None, str | N
     return [(size, name) for size, name in pieces if size != 1]
 
 
-def mesh_axes(mesh: Mesh, axes: Sequence[str]) -> list[str]:
-    """A product of names as axes of the mesh itself; `ShardingError` where it cuts one."""
+def mesh_axes(mesh: Mesh, axes: Sequence[NamedLayout]) -> list[str]:
+    """A product of layouts as axes of the mesh itself; `ShardingError` where it cuts one."""
     found: list[str] = []
     modes: list[tuple[int, int]] = []
     for axis in axes:
-        if axis in mesh.axis_names and not modes:
-            found.append(axis)
+        if not modes and axis.name in mesh.axis_names and mesh.namespace[axis.name] == axis.layout:
+            found.append(axis.name)
         else:
-            modes.extend(mesh.namespace[axis].modes)
+            modes.extend(axis.layout.modes)
             names = mesh.factored(Layout.of(modes))
             if names is not None:
                 found.extend(names)
                 modes = []
     if modes:
-        text = " ".join(axes)
-        raise ShardingError(
-            f"'{text}' isn't a product of whole axes of {mesh!r}, so DTensor can't express it; "
-            "use the sub-mesh that has these axes, like mesh['dp', 'tp']"
-        )
+        _not_whole(mesh, axes)
     return found
+
+
+def _unordered(mesh: Mesh, axes: Sequence[NamedLayout]) -> list[str]:
+    """`mesh_axes`, where the order means nothing, so that pieces of an axis may stand apart."""
+    named = [axis for axis in axes if axis.name in mesh.axis_names and mesh.namespace[axis.name] == axis.layout]
+    rest = mesh.made_of(axis.layout for axis in axes if axis not in named)
+    return [*(axis.name for axis in named), *(_not_whole(mesh, axes) if rest is None else rest)]
+
+
+def _not_whole(mesh: Mesh, axes: Sequence[NamedLayout]) -> NoReturn:
+    raise ShardingError(
+        f"'{' '.join(map(str, axes))}' isn't a product of whole axes of {mesh!r}, so DTensor can't express it; "
+        "use the sub-mesh that has these axes, like mesh['dp', 'tp']"
+    )
+
+
+def check_axes_are_whole(sharding: Sharding) -> None:
+    """`ShardingError` where a sharding cuts an axis of its mesh, for which DTensor has no placement."""
+    for factor in (factor for dim in sharding.dims for factor in dim.factors):
+        mesh_axes(sharding.mesh, factor.axes)
+    for pending in sharding.pending:
+        _unordered(sharding.mesh, pending.axes)
 
 
 def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
     """`ShardingError` where DTensor would cut a tensor of this shape otherwise than the sharding says."""
     specs = placement_specs(sharding)
     for index, (dim, extents) in enumerate(zip(sharding.dims, sharding.extents(shape), strict=True)):
-        count = pieces_over(sharding.mesh, dim.axes)
+        count = dim.pieces
         if len(dim.factors) > 1 or extents[0] % count == 0:
             continue
         levels = [name for name, spec in zip(sharding.mesh.axis_names, specs, strict=True) if spec.dim == index]
-        plain = ShardedDim((replace(dim.factors[0], axes=tuple(levels)),))
+        plain = ShardedDim((replace(dim.factors[0], axes=sharding.mesh.named(levels)),))
         strided = any(spec.dim == index and spec.split_factor > 1 for spec in specs)
-        if strided or not same_cuts(sharding, dim, extents, sharding, plain, extents):
+        if strided or not same_cuts(dim, extents, plain, extents):
             raise ShardingError(
                 f"{dim} cuts a dim of {extents[0]} into {count} uneven parts, which DTensor on {sharding.mesh!r} "
                 f"would cut otherwise; make the size a multiple of {count}, or use a sub-mesh with these axes in "
@@ -188,10 +206,10 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
         raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
     pieces: list[list[_Piece]] = [[_Piece(None, None)] for _ in range(ndim)]
     pending: list[PendingReduction] = []
-    for name, placement in zip(mesh.axis_names, placements, strict=True):
+    for axis, placement in zip(mesh.named(mesh.axis_names), placements, strict=True):
         if type(placement).__name__ not in _KNOWN:
             raise ShardingError(
-                f"axis '{name}' has {placement!r}, whose meaning only torch knows; resolve it by torch's own means, "
+                f"axis '{axis}' has {placement!r}, whose meaning only torch knows; resolve it by torch's own means, "
                 "x.redistribute(placements=[...]) with Replicate() or a Shard there"
             )
         dim = getattr(placement, "dim", None)
@@ -201,18 +219,18 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
             if op not in ("sum", "mean", "max", "min"):
                 raise ShardingError(f"a pending '{op}' has no name in axes; resolve it first")
             if pending and pending[-1].op == op:
-                pending[-1] = PendingReduction(op, (*pending[-1].axes, name))
+                pending[-1] = PendingReduction(op, (*pending[-1].axes, axis))
             else:
-                pending.append(PendingReduction(op, (name,)))
+                pending.append(PendingReduction(op, (axis,)))
         elif dim is not None:
             dim = dim + ndim if dim < 0 else dim
             if not 0 <= dim < ndim:
                 raise ShardingError(f"{placement} is about dim {dim} of a tensor with {ndim} dims")
             factor = getattr(placement, "split_factor", 1)
-            pieces[dim] = _cut(pieces[dim], name, mesh.namespace[name].size, factor, placement)
+            pieces[dim] = _cut(pieces[dim], axis, factor, placement)
     for index, found in enumerate(pieces):
         _check_one_axis_behind_a_factor(mesh, found, index, placements)
-    return Sharding(mesh, tuple(_as_dim(found, mesh, index) for index, found in enumerate(pieces)), tuple(pending))
+    return Sharding(mesh, tuple(_as_dim(found, index) for index, found in enumerate(pieces)), tuple(pending))
 
 
 def _check_one_axis_behind_a_factor(mesh: Mesh, pieces: Sequence[_Piece], index: int, placements: Any) -> None:
@@ -221,7 +239,7 @@ def _check_one_axis_behind_a_factor(mesh: Mesh, pieces: Sequence[_Piece], index:
     FSDP2 makes such placements for a parameter of which a factor is split, and puts other rows on the ranks
     than they say.
     """
-    split = [at for at, piece in enumerate(pieces) if piece.axis is not None and mesh.namespace[piece.axis].size > 1]
+    split = [at for at, piece in enumerate(pieces) if piece.axis is not None and piece.axis.size > 1]
     if len(split) > 1 and any(piece.axis is None for piece in pieces[: split[-1]]):
         raise ShardingError(
             f"dim {index} of {list(placements)} on {mesh!r} is split by two axes and by a factor, and torch doesn't "
@@ -235,12 +253,12 @@ class _Piece:
     """A piece of a dim from the major side: `size` None is the rest, `axis` None isn't split."""
 
     size: int | None
-    axis: str | None
+    axis: NamedLayout | None
 
 
-def _cut(pieces: list[_Piece], axis: str, size: int, split_factor: int, placement: Any) -> list[_Piece]:
+def _cut(pieces: list[_Piece], axis: NamedLayout, split_factor: int, placement: Any) -> list[_Piece]:
     """The dim after one more shard: `split_factor` unsplit pieces stay in front of it."""
-    found, left = [], split_factor
+    found, left, size = [], split_factor, axis.size
     for at, piece in enumerate(pieces):
         if piece.axis is not None:
             found.append(piece)
@@ -260,15 +278,15 @@ def _cut(pieces: list[_Piece], axis: str, size: int, split_factor: int, placemen
     raise ShardingError(f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec")
 
 
-def _as_dim(pieces: Sequence[_Piece], mesh: Mesh, index: int) -> ShardedDim:
+def _as_dim(pieces: Sequence[_Piece], index: int) -> ShardedDim:
     """Pieces as factors: the axes in front of an unsplit piece split the factor that ends with it."""
     factors: list[ShardedFactor] = []
-    axes: list[str] = []
+    axes: list[NamedLayout] = []
     for piece in pieces:
         if piece.axis is not None:
             axes.append(piece.axis)
             continue
-        size = None if piece.size is None else piece.size * pieces_over(mesh, axes)
+        size = None if piece.size is None else piece.size * math.prod(axis.size for axis in axes)
         factors.append(ShardedFactor(None if size else "_", size, tuple(axes)))
         axes = []
     if len(factors) > 1:

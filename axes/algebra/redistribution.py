@@ -22,6 +22,7 @@ from axes.algebra import plan as planning
 from axes.algebra.cost import CostModel, Model
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, shortened, suggestion
 from axes.algebra.grammar import Dim, Place, Spec, parse_spec
+from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan
@@ -32,7 +33,7 @@ from axes.algebra.sizes import checked_shape, written_sizes
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
 End = str | Sharding
-_Has = Callable[[Sequence[str]], tuple[str, ...]]
+_Has = Callable[[Sequence[NamedLayout]], tuple[NamedLayout, ...]]
 
 
 def plan(
@@ -161,8 +162,8 @@ def _named(tree: Spec) -> list[str]:
 def _exact(source: Sharding, tree: Spec, mesh: Mesh, sizes: dict[str, int]) -> Sharding:
     """The sharding that a spec asks for on a mesh, with what the source has for each `*`."""
 
-    def has(axes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for axis in axes for name in _names_on(mesh, source.mesh, axis))
+    def has(axes: Sequence[NamedLayout]) -> tuple[NamedLayout, ...]:
+        return tuple(found for axis in axes for found in _made_on(mesh, source.mesh, axis))
 
     dims = tuple(_dim(dim, had, mesh, sizes, has) for dim, had in zip(tree.dims, source.dims, strict=True))
     if [pending.op for pending in tree.pending or ()] == ["*"]:
@@ -181,27 +182,25 @@ def _dim(dim: Dim, had: ShardedDim, mesh: Mesh, sizes: dict[str, int], has: _Has
         return ShardedDim(tuple(replace(factor, axes=has(factor.axes)) for factor in had.factors))
     if len(dim.factors) > 1 or len(had.factors) > 1:
         raise ShardingError(f"'*' in {dim} would be what the dim has, {had}; in a group write the axes")
-    axes = tuple(axis for name in stars[0].names for axis in (has(had.axes) if name == "*" else (name,)))
+    axes = tuple(axis for name in stars[0].names for axis in (has(had.axes) if name == "*" else mesh.named((name,))))
     name = dim.factors[0].name or had.factors[0].name
     return ShardedDim((replace(had.factors[0], name=name, axes=axes),))
 
 
-def _names_on(mesh: Mesh, home: Mesh, axis: str) -> Sequence[str]:
-    """The axes of `mesh` with the ranks that an axis of `home` has."""
+def _made_on(mesh: Mesh, home: Mesh, axis: NamedLayout) -> Sequence[NamedLayout]:
+    """An axis of `home` as axes of `mesh`."""
     if mesh.universe != home.universe:
         raise ShardingError(
             f"'*' stands for '{axis}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
         )
-    layout = home.namespace[axis]
-    if mesh.namespace.get(axis) == layout:
+    if mesh.namespace.get(axis.name) == axis.layout:
         return (axis,)
-    for name, other in mesh.namespace.items():
-        if other == layout:
-            return (name,)
-    names = mesh.factored(layout)
+    if axis.layout in mesh.namespace.values():
+        return (mesh.called(axis.layout),)
+    names = mesh.factored(axis.layout)
     if names is None:
-        raise ShardingError(f"'*' stands for '{axis}' ({layout}), which isn't a product of axes of {mesh!r}")
-    return names
+        raise ShardingError(f"'*' stands for '{axis}' ({axis.layout}), which isn't a product of axes of {mesh!r}")
+    return mesh.named(names)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ As JAX's `NamedSharding`, with what DTensor calls `Partial` written after a `|`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from axes.algebra import grammar, seam
 from axes.algebra.chunks import nested_chunk
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec, place_text
-from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.opaque import Placement
 from axes.algebra.sizes import checked_rank, checked_shape, checked_size, whole_number
 from axes.algebra.state import LINEAR, Factors, Split, State
@@ -49,7 +50,7 @@ class ShardedFactor:
 
     name: str | None
     size: int | None = None
-    axes: tuple[str, ...] = ()
+    axes: tuple[NamedLayout, ...] = ()
     multiple: int = 1
 
     def __str__(self) -> str:
@@ -57,6 +58,11 @@ class ShardedFactor:
         grouped = text.startswith("(")  # a group that is split as a whole shows its sizes inside
         text += f"={self.size}" if self.name is not None and self.size is not None and not grouped else ""
         return f"{text}@{place_text(self.axes)}" if self.axes else text
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the factor is split."""
+        return math.prod([axis.layout.size for axis in self.axes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +76,14 @@ class ShardedDim:
         return text if len(self.factors) == 1 else f"({text})"
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[NamedLayout, ...]:
         """The axes that split the dim or one of its factors."""
-        return tuple(axis for factor in self.factors for axis in factor.axes)
+        return tuple([axis for factor in self.factors for axis in factor.axes])
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the dim is split."""
+        return math.prod([axis.layout.size for axis in self.axes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +91,7 @@ class PendingReduction:
     """A reduction that hasn't happened yet: the value is `op` over the ranks of `axes`."""
 
     op: str
-    axes: tuple[str, ...]
+    axes: tuple[NamedLayout, ...]
 
     def __str__(self) -> str:
         return f"{self.op}@{place_text(self.axes)}"
@@ -133,7 +144,7 @@ class Sharding:
         """
         position = self._position(rank)
         return tuple(
-            math.prod(stop - start for start, stop in self._factor_ranges(dim, extents, position))
+            math.prod(stop - start for start, stop in _factor_ranges(dim, extents, position))
             for dim, extents in zip(self.dims, self.extents(shape), strict=True)
         )
 
@@ -149,7 +160,7 @@ class Sharding:
         position = self._position(rank)
         found: list[Indices] = []
         for dim, extents in zip(self.dims, self.extents(shape), strict=True):
-            runs = index_runs(extents, self._factor_ranges(dim, extents, position))
+            runs = index_runs(extents, _factor_ranges(dim, extents, position))
             found.append(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs))
         return tuple(found)
 
@@ -179,11 +190,9 @@ class Sharding:
         if not _same_pending(self, other):
             return False
         if shape is None:
-            return all(
-                _same_digits(self, mine, other, theirs) for mine, theirs in zip(self.dims, other.dims, strict=True)
-            )
+            return all(itertools.starmap(_same_digits, zip(self.dims, other.dims, strict=True)))
         pairs = zip(self.dims, self.extents(shape), other.dims, other.extents(shape), strict=True)
-        return all(same_cuts(self, mine, m, other, theirs, t) for mine, m, theirs, t in pairs)
+        return all(itertools.starmap(same_cuts, pairs))
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -239,23 +248,13 @@ class Sharding:
             return self if mesh is self.mesh else replace(self, mesh=mesh)
         names = dict(zip(self.mesh.axis_names, mesh.axis_names, strict=True))
 
-        def renamed(axes: tuple[str, ...]) -> tuple[str, ...]:
-            # A name that is no axis is a product or a part of some; both meshes may know it.
-            return tuple(names[a] if a in names else self._name_on(mesh, a) for a in axes)
+        def renamed(axes: tuple[NamedLayout, ...]) -> tuple[NamedLayout, ...]:
+            return tuple([replace(axis, name=names.get(axis.name) or mesh.called(axis.layout).name) for axis in axes])
 
         dims = tuple(ShardedDim(tuple(replace(f, axes=renamed(f.axes)) for f in dim.factors)) for dim in self.dims)
         return Sharding(mesh, dims, tuple(replace(p, axes=renamed(p.axes)) for p in self.pending))
 
     # inside
-
-    def _name_on(self, mesh: Mesh, axis: str) -> str:
-        layout = self.mesh.namespace[axis]
-        if mesh.namespace.get(axis) == layout:
-            return axis
-        name = next((name for name, other in mesh.namespace.items() if other == layout), None)
-        if name is None:
-            raise ShardingError(f"'{axis}' ({layout}) of {self.mesh!r} has no name on {mesh!r}; define one")
-        return name
 
     def _position(self, rank: int | None) -> int:
         rank = self.mesh.rank if rank is None else checked_rank("a rank", rank)
@@ -264,12 +263,14 @@ class Sharding:
             raise MeshError(f"rank {rank} isn't one of the ranks of {self.mesh!r}")
         return position
 
-    def _factor_ranges(self, dim: ShardedDim, extents: Sequence[int], position: int) -> list[tuple[int, int]]:
-        found = []
-        for factor, extent in zip(dim.factors, extents, strict=True):
-            layouts = [self.mesh.namespace[axis] for axis in factor.axes]
-            found.append(nested_chunk(extent, (a.size for a in layouts), (a.coordinate(position) for a in layouts)))
-        return found
+
+def _factor_ranges(dim: ShardedDim, extents: Sequence[int], position: int) -> list[tuple[int, int]]:
+    """The part of each factor that the rank at a position has."""
+    found = []
+    for factor, extent in zip(dim.factors, extents, strict=True):
+        layouts = [axis.layout for axis in factor.axes]
+        found.append(nested_chunk(extent, (a.size for a in layouts), (a.coordinate(position) for a in layouts)))
+    return found
 
 
 def index_runs(extents: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -309,8 +310,8 @@ def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int
             if any(f.name == "..." for f in dim.factors):
                 dims.extend(_ellipsis(spec, tree, dim, ndim))
             else:
-                dims.append(_dim(spec, dim, given))
-        pending = tuple(_pending(spec, p) for p in tree.pending or ())
+                dims.append(_dim(mesh, spec, dim, given))
+        pending = tuple(_pending(mesh, spec, p) for p in tree.pending or ())
         _check_names(spec, tree)
         return Sharding(mesh, tuple(dims), pending)
     except (ShardingError, MeshError) as error:
@@ -322,7 +323,7 @@ def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int
 @functools.lru_cache(maxsize=4096)
 def marked_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
-) -> tuple[Sharding, tuple[str, ...]]:
+) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
     tree = parse_spec(spec)
     marks = [p for p in tree.pending or () if p.op == "same" and p.place is not None]
@@ -330,7 +331,7 @@ def marked_sharding(
         return parsed_sharding(mesh, spec, sizes, ndim), ()
     rest = tuple(p for p in tree.pending or () if p not in marks)
     found = parsed_sharding(mesh, str(replace(tree, pending=rest or None)), sizes, ndim)
-    same = tuple(axis for p in marks for axis in _axes(spec, p.place))
+    same = tuple(axis for p in marks for axis in _axes(mesh, spec, p.place))
     replace(found, pending=(*found.pending, PendingReduction("same", same)))  # refuses what is split or pending
     return found, same
 
@@ -348,11 +349,11 @@ def _given(tree: grammar.Spec, sizes: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _dim(spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
+def _dim(mesh: Mesh, spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
     factors = []
     for factor in dim.factors:
         size = factor.size if factor.name is None else sizes.get(factor.name)
-        factors.append(ShardedFactor(factor.name, size, _axes(spec, factor.place)))
+        factors.append(ShardedFactor(factor.name, size, _axes(mesh, spec, factor.place)))
     if not dim.grouped:
         return ShardedDim(tuple(factors))
     if dim.place is not None or not any(factor.axes for factor in factors):
@@ -360,16 +361,25 @@ def _dim(spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
         known = [factor.size for factor in factors]
         multiple = math.prod(size for size in known if size is not None)
         name = f"({' '.join(str(ShardedFactor(f.name, f.size)) for f in factors)})"
-        return ShardedDim((ShardedFactor(name, None if None in known else multiple, _axes(spec, dim.place), multiple),))
+        axes = _axes(mesh, spec, dim.place)
+        return ShardedDim((ShardedFactor(name, None if None in known else multiple, axes, multiple),))
     return ShardedDim(tuple(factors))
 
 
-def _axes(spec: str, place: grammar.Place | None) -> tuple[str, ...]:
+def _axes(mesh: Mesh, spec: str, place: grammar.Place | None) -> tuple[NamedLayout, ...]:
     if place is None:
         return ()
     if "*" in place.names:
         _wrong("'*' is what a tensor has; a sharding names its axes", spec, place.span)
-    return place.names
+    return tuple([_named(mesh, name) for name in place.names])
+
+
+def _named(mesh: Mesh, name: str) -> NamedLayout:
+    """Where names end: an axis of the text as its digits."""
+    layout = mesh.namespace.get(name)
+    if layout is None:
+        raise ShardingError(f"the mesh has no axis {shortened(name)}{suggestion(name, mesh.namespace)}")
+    return NamedLayout(layout, name)
 
 
 def _ellipsis(spec: str, tree: grammar.Spec, dim: grammar.Dim, ndim: int | None) -> list[ShardedDim]:
@@ -384,12 +394,12 @@ def _ellipsis(spec: str, tree: grammar.Spec, dim: grammar.Dim, ndim: int | None)
     return [ShardedDim((ShardedFactor("_"),)) for _ in range(missing)]
 
 
-def _pending(spec: str, pending: grammar.Pending) -> PendingReduction:
+def _pending(mesh: Mesh, spec: str, pending: grammar.Pending) -> PendingReduction:
     if pending.op == "*":
         _wrong("'| *' is whatever arises; a sharding says what is pending, like '| sum@tp'", spec, pending.span)
     if pending.op == "same":
         _wrong("'same' is about gradients of plain tensors; a sharding can't have it", spec, pending.span)
-    return PendingReduction(pending.op, _axes(spec, pending.place))
+    return PendingReduction(pending.op, _axes(mesh, spec, pending.place))
 
 
 def _check_names(spec: str, tree: grammar.Spec) -> None:
@@ -413,32 +423,27 @@ def _check_axes(sharding: Sharding) -> None:
     places = [(place, axis) for place in held for axis in place.axes]
     if _are_apart(mesh, tuple([axis for _, axis in places])):
         return
-    seen: list[tuple[object, str, Layout]] = []
+    seen: list[tuple[object, NamedLayout]] = []
     for where, axis in places:
-        if axis not in mesh.namespace:
-            raise ShardingError(f"the mesh has no axis {shortened(axis)}{suggestion(axis, mesh.namespace)}")
-        layout = mesh.namespace[axis]
-        if axis not in mesh.axis_names and not mesh.layout_of_all.contains(layout):
+        if not mesh.layout_of_all.contains(axis.layout):
             raise ShardingError(f"axis '{axis}' isn't made of the axes of {mesh!r}")
-        for there, other, taken in seen:
-            if axis == other or layout.overlaps(taken):
-                both = f"axis '{axis}' is used twice" if axis == other else f"axes '{other}' and '{axis}' share ranks"
+        for there, other in seen:
+            if axis == other or axis.layout.overlaps(other.layout):
+                twice = axis.name == other.name
+                both = f"axis '{axis}' is used twice" if twice else f"axes '{other}' and '{axis}' share ranks"
                 raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
-        seen.append((where, axis, layout))
+        seen.append((where, axis))
     try:
-        digits(*(layout for _, _, layout in seen))
+        digits(*(axis.layout for _, axis in seen))
     except MeshError as error:
         raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
 
 
 @functools.lru_cache(maxsize=8192)
-def _are_apart(mesh: Mesh, axes: tuple[str, ...]) -> bool:
+def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
     """Whether axes are made of the mesh's own and no two of them share a digit."""
-    if len(set(axes)) < len(axes) or not all(axis in mesh.namespace for axis in axes):
-        return False
-    layouts = [mesh.namespace[axis] for axis in axes]
-    whole = mesh.layout_of_all
-    if not all(axis in mesh.axis_names or whole.contains(layout) for axis, layout in zip(axes, layouts, strict=True)):
+    layouts = [axis.layout for axis in axes]
+    if len(set(axes)) < len(axes) or not all(map(mesh.layout_of_all.contains, layouts)):
         return False
     try:
         digits(*layouts)
@@ -452,11 +457,6 @@ def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     if len(shape) != sharding.ndim:
         raise ShardingError(f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {list(shape)}")
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
-
-
-def pieces_over(mesh: Mesh, axes: Iterable[str]) -> int:
-    """Into how many pieces axes split."""
-    return math.prod(mesh.namespace[axis].size for axis in axes)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -486,7 +486,7 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
     sizes = tuple(extent // rest if size is None else size for size in known)
     if len(dim.factors) > 1:
         for factor, size in zip(dim.factors, sizes, strict=True):
-            count = pieces_over(sharding.mesh, factor.axes)
+            count = factor.pieces
             if size % count:
                 raise ShardingError(
                     f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled()}"
@@ -500,7 +500,7 @@ def _same_pending(one: Sharding, two: Sharding) -> bool:
     def classes(sharding: Sharding) -> list[dict[str, Layout]]:
         found: list[dict[str, list[Mode]]] = []
         for pending in sharding.pending:
-            modes = [mode for axis in pending.axes for mode in sharding.mesh.namespace[axis].modes]
+            modes = [mode for axis in pending.axes for mode in axis.layout.modes]
             if modes and not (found and _commute(pending.op, *found[-1])):
                 found.append({})
             if modes:
@@ -517,9 +517,9 @@ def _commute(*ops: str) -> bool:
     return len({"sum" if op in LINEAR else op for op in ops}) == 1
 
 
-def _same_digits(one: Sharding, mine: ShardedDim, two: Sharding, theirs: ShardedDim) -> bool:
+def _same_digits(mine: ShardedDim, theirs: ShardedDim) -> bool:
     """Whether two dims are cut the same wherever everything divides."""
-    return _pieces(one, mine, _whole_size(theirs)) == _pieces(two, theirs, _whole_size(mine))
+    return _pieces(mine, _whole_size(theirs)) == _pieces(theirs, _whole_size(mine))
 
 
 def _whole_size(dim: ShardedDim) -> int | None:
@@ -528,7 +528,7 @@ def _whole_size(dim: ShardedDim) -> int | None:
     return math.prod(s for s in sizes if s is not None) if None not in sizes else None
 
 
-def _pieces(sharding: Sharding, dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None]]:
+def _pieces(dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None]]:
     """A dim from the major side, whatever its factors: digits that split it, and how much stays whole behind them.
 
     None is a size that is open; a dim of size `whole` leaves none open.
@@ -536,7 +536,7 @@ def _pieces(sharding: Sharding, dim: ShardedDim, whole: int | None) -> list[tupl
     known = math.prod(factor.size for factor in dim.factors if factor.size is not None)
     found: list[tuple[Layout, int | None]] = []
     for factor in dim.factors:
-        layout = Layout.product(*(sharding.mesh.namespace[axis] for axis in factor.axes))
+        layout = Layout.product(*(axis.layout for axis in factor.axes))
         size = whole // known if factor.size is None and whole is not None else factor.size
         rest = None if size is None else size // layout.size
         before, between = found[-1] if found else (Layout(), 1)
@@ -549,26 +549,24 @@ def _pieces(sharding: Sharding, dim: ShardedDim, whole: int | None) -> list[tupl
     return found
 
 
-def same_cuts(
-    one: Sharding, mine: ShardedDim, my: Sequence[int], two: Sharding, theirs: ShardedDim, their: Sequence[int]
-) -> bool:
-    """Whether two dims are cut the same at these extents, on every rank."""
-    layouts = [s.mesh.namespace[axis] for s, d in ((one, mine), (two, theirs)) for axis in d.axes]
+def same_cuts(mine: ShardedDim, my: Sequence[int], theirs: ShardedDim, their: Sequence[int]) -> bool:
+    """Whether two dims are cut the same at these extents of their factors, on every rank."""
+    layouts = [axis.layout for dim in (mine, theirs) for axis in dim.axes]
     if not layouts or math.prod(my) == 0:
         return True
     try:
         refined = sorted({digit for found in digits(*layouts) for digit in found})
     except MeshError:
         return False
-    if len(mine.factors) == len(theirs.factors) == 1 and _same_digits(one, mine, two, theirs):
+    if len(mine.factors) == len(theirs.factors) == 1 and _same_digits(mine, theirs):
         parts = math.prod(size for size, _ in refined)
         if my[0] % parts == 0:
             return True
     steps = [range(0, size * stride, stride) for size, stride in refined]
     for offsets in cartesian(*steps):
         position = sum(offsets)
-        left = index_runs(my, one._factor_ranges(mine, my, position))
-        right = index_runs(their, two._factor_ranges(theirs, their, position))
+        left = index_runs(my, _factor_ranges(mine, my, position))
+        right = index_runs(their, _factor_ranges(theirs, their, position))
         if _nonempty(left) != _nonempty(right):
             return False
     return True
@@ -588,8 +586,8 @@ def state_of(sharding: Sharding, shape: Shape) -> State:
     """
     mesh = sharding.mesh
 
-    def layouts(axes: Sequence[str]) -> tuple[Layout, ...]:
-        return tuple(mesh.namespace[axis] for axis in axes)
+    def layouts(axes: Sequence[NamedLayout]) -> tuple[Layout, ...]:
+        return tuple(axis.layout for axis in axes)
 
     def split(dim: ShardedDim, extents: Sequence[int]) -> Split:
         outer = all(not factor.axes for factor in dim.factors[1:])

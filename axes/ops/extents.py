@@ -28,7 +28,7 @@ from typing import Any
 from axes.algebra.errors import AxesError
 from axes.algebra.flow import Recipe, unmoved
 from axes.algebra.flow.recipe import Shape
-from axes.algebra.sharding import ShardedDim, Sharding, pieces_over
+from axes.algebra.sharding import ShardedDim, Sharding
 from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic
 
 Sizes = Mapping[str, int]
@@ -77,7 +77,7 @@ class Extents:
         if not self.varying:
             return mine
         return tuple(
-            self.whole[atom] // pieces_over(sharding.mesh, dim.axes) if atom in self.varying else size
+            self.whole[atom] // dim.pieces if atom in self.varying else size
             for atom, dim, size in zip(atoms, sharding.dims, mine, strict=True)
         )
 
@@ -112,7 +112,7 @@ def traced_extents(
     """
     found = find(tuple(map(hints, shapes)), tuple((name, hint(size)) for name, size in given))
     ratios = [
-        tuple(map(_ratio, [pieces_over(i.source.mesh, dim.axes) for dim in i.source.dims], i.shape, hints(shape)))
+        tuple(map(_ratio, [dim.pieces for dim in i.source.dims], i.shape, hints(shape)))
         for i, shape in zip(found.inputs, shapes, strict=True)
     ]
     wholes = [
@@ -149,7 +149,7 @@ def symbolic_extents(found: Recipe, whole: Sizes, find: Find) -> Extents:
     symbols = [atom for atom, size in whole.items() if type(size) is not int]
     varying = []
     for atom in symbols:
-        count = math.lcm(*(pieces_over(s.mesh, dim.axes) for name, s, dim in _splits(found) if name == atom))
+        count = math.lcm(*(dim.pieces for name, dim in _splits(found) if name == atom))
         if _may_vary(found, atom, count, find) and whole[atom] % count == 0:
             varying.append(atom)
         else:
@@ -185,12 +185,12 @@ def _computing(found: Recipe) -> Iterator[tuple[tuple[str, ...], Sharding]]:
     yield found.result.atoms, found.result.derived
 
 
-def _splits(found: Recipe) -> Iterator[tuple[str, Sharding, ShardedDim]]:
-    """`(atom, sharding, its dim)` of every atom, wherever the recipe splits atoms."""
+def _splits(found: Recipe) -> Iterator[tuple[str, ShardedDim]]:
+    """`(atom, its dim)` of every atom, wherever the recipe splits atoms."""
     states = [*_computing(found), *((i.atoms, i.elementary) for i in found.inputs)]
     states.append((found.result.atoms, found.result.target))
     for atoms, sharding in states:
-        yield from ((atom, sharding, dim) for atom, dim in zip(atoms, sharding.dims, strict=True))
+        yield from zip(atoms, sharding.dims, strict=True)
 
 
 def sizes_of_atoms(found: Recipe, shapes: Sequence[Shape], given: Given) -> dict[str, int]:

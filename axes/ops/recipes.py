@@ -22,6 +22,7 @@ import torch
 from axes.algebra.errors import SizeError
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
+from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
@@ -169,7 +170,7 @@ def redistribution(
 
 
 @functools.lru_cache(maxsize=4096)
-def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[str, ...]]:
+def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     """A sharding without what is `same`, and the axes that are: they are about gradients alone."""
     same = tuple(axis for p in sharding.pending if p.op == "same" for axis in p.axes)
     if not same:
@@ -447,7 +448,7 @@ def _reduction(
     if op in ("max", "min") and count == 0 and (found.counted or all(found.size[atom] for atom in atoms)):
         return functools.partial(_identity, reduced_by("sum"), op)
     if op == "mean" and found.counted:
-        line = line_of(found.mesh, found.counted)
+        line = line_of(found.mesh, tuple([axis.name for axis in found.counted]))
         return functools.partial(_share, pattern, sizes, math.prod(extents.computed[a] for a in atoms), line, dtype)
     if op == "mean":
         if found.divisor == 0:

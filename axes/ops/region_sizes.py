@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from axes.algebra.errors import AxesError
 from axes.algebra.grammar import Dim
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import ShardedDim, pieces_over
+from axes.algebra.sharding import ShardedDim
 from axes.ops.regions import (
     Held,
     Placed,
@@ -96,7 +96,7 @@ def _dims_of(reading: RegionExpression, place: int, held: Held) -> list[_SizedDi
     found = []
     for at, (dim, split, size) in enumerate(zip(dims, sharding.dims, held.shape, strict=True)):
         whole = len(split.factors) == 1 and (not dim.grouped or flows(reading, dim))
-        even = whole and size % pieces_over(sharding.mesh, split.axes) == 0
+        even = whole and size % split.pieces == 0
         found.append(_SizedDim(key_of(dim) or (place, at), size, even))
     return found
 
@@ -132,7 +132,7 @@ def _results(region: Region, sizes: Sizes, shapes: Sequence[Shape], every: bool)
 
 def _number(region: Region, dim: Dim, split: ShardedDim, local: Any, whole: Any, every: bool) -> int:
     """What stands for a size of a result on this rank, of which `whole` is the size outside."""
-    count = pieces_over(region.home, split.axes)
+    count = split.pieces
     if every or len(split.factors) != 1 or whole % count or not are_equal(whole, local * count):
         fixed(whole)
         return fixed(local)

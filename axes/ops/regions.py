@@ -21,18 +21,18 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
+from axes.algebra.flow.states import same_split
 from axes.algebra.grammar import Dim, Factor, Spec, parse_tensor
+from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.placements import check_torch_can
+from axes.algebra.placements import check_axes_are_whole, check_torch_can
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, parsed_sharding, pieces_over
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, parsed_sharding
 from axes.runtime.border import counted_as_same as _counted
-from axes.runtime.border import named_in as _named_in
-from axes.runtime.border import unordered_in as _unordered_in
 from axes.runtime.groups import of_world
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
-Axes = tuple[str, ...]
+Axes = tuple[NamedLayout, ...]
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
 Held = Any
@@ -131,14 +131,14 @@ class Region:
     """What is known once the tensors are: the mesh of the names, and what results take over.
 
     Results lie on `home`, the mesh of the tensors. `splits` has, for each dim by name, how its
-    tensor splits it, on that tensor's own mesh; `sizes` its global size.
+    tensor splits it; `sizes` its global size.
     """
 
     reading: RegionExpression
     mesh: Mesh
     home: Mesh
     device_mesh: Any
-    splits: Mapping[str, tuple[ShardedDim, Mesh]]
+    splits: Mapping[str, ShardedDim]
     sizes: Mapping[str, int]
     inputs: tuple[RegionInput, ...]
 
@@ -189,9 +189,9 @@ def _made(reading: RegionExpression, mesh: Mesh | None, is_given: bool, specs: t
     if home.coordinate is None:
         raise MeshError(f"rank {home.rank} isn't one of the ranks of {home!r}; only they run a region on it")
     sizes = _sizes(reading, inputs)
-    splits: dict[str, tuple[ShardedDim, Mesh]] = {}
+    splits: dict[str, ShardedDim] = {}
     for place, each in enumerate(inputs):
-        same = _unordered_in(each.sharding.mesh, names, _same(each.spec))
+        same = _same(names, each.spec)
         if not _is_replicated(each.sharding, same) or not _is_as_written(reading, names, each, sizes):
             _mismatch(reading, place, each)
         inputs[place] = replace(each, counted=_counted(each.sharding.mesh, each.placements, same), same=same)
@@ -283,9 +283,9 @@ def _pending(names: Mesh, spec: Spec) -> Sharding:
     return parsed_sharding(names, f"| {' '.join(str(p) for p in spec.pending or () if p.op != 'same')}")
 
 
-def _same(spec: Spec) -> Axes:
+def _same(names: Mesh, spec: Spec) -> Axes:
     """The axes over which a spec says `same`."""
-    return tuple(name for p in spec.pending or () if p.op == "same" and p.place is not None for name in p.place.names)
+    return tuple(a for p in spec.pending or () if p.op == "same" and p.place for a in names.named(p.place.names))
 
 
 def _is_replicated(sharding: Sharding, axes: Axes) -> bool:
@@ -315,16 +315,14 @@ def _mismatch(reading: RegionExpression, place: int, each: RegionInput) -> NoRet
     )
 
 
-def _take_over(splits: dict[str, tuple[ShardedDim, Mesh]], reading: RegionExpression, each: RegionInput) -> None:
+def _take_over(splits: dict[str, ShardedDim], reading: RegionExpression, each: RegionInput) -> None:
     """Remembers how each dim is split, for results with that dim. Where it flows the tensors agree."""
-    mesh = each.sharding.mesh
     for dim, split, extent in zip(each.dims, each.sharding.dims, each.shape, strict=True):
         key = key_of(dim)
         if key is None:
             continue
-        other, its_mesh = splits.setdefault(key, (split, mesh))
-        agree = Sharding(mesh, (split,)).is_equivalent(Sharding(its_mesh, (other,)), (extent,))
-        if not agree and (flows(reading, dim) or _is_relative(dim)):
+        other = splits.setdefault(key, split)
+        if not same_split(split, other, extent) and (flows(reading, dim) or _is_relative(dim)):
             raise ShardingError(
                 f"the tensors disagree on how '{key}' is split, {other} and {split}; reshard one of them"
             )
@@ -368,7 +366,7 @@ def _result(region: Region, place: int, local: Shape) -> Placed:
     sharding = sharding.sized(whole)
     check_torch_can(sharding, whole)
     placements = torch_placements(sharding)
-    same = _unordered_in(region.home, region.mesh, _same(spec))
+    same = _same(region.mesh, spec)
     return Placed(region.device_mesh, placements, _counted(region.home, placements, same), torch.Size(whole))
 
 
@@ -379,42 +377,35 @@ def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding
             "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
         )
     pending = _pending(region.mesh, spec).pending
-    pending = tuple(replace(p, axes=_unordered_in(region.home, region.mesh, p.axes)) for p in pending)
     sharding = Sharding(region.home, tuple(_split(region, dim) for dim in dims), pending)
-    _with_same(sharding, _unordered_in(region.home, region.mesh, _same(spec)))
+    check_axes_are_whole(_with_same(sharding, _same(region.mesh, spec)))
     return sharding
 
 
 def _split(region: Region, dim: Dim) -> ShardedDim:
-    """How a dim of a result is split, in the names of the mesh that it lies on."""
+    """How a dim of a result is split."""
     key = key_of(dim)
     if flows(region.reading, dim):
         if key is not None and key in region.splits:
-            split, mesh = region.splits[key]
-            return _moved(split, mesh, region.home)
+            return region.splits[key]
         _check_new(region, dim)
         return ShardedDim((ShardedFactor(key if key else "_"),))
     if not _is_relative(dim):
-        return _moved(_explicit(region.mesh, dim, region.sizes), region.mesh, region.home)
+        return _explicit(region.mesh, dim, region.sizes)
     if key is None or key not in region.splits:
         raise ShardingError(f"'*' in {dim} is how '{key}' is split on the left, where it isn't")
-    split, mesh = region.splits[key]
+    split = region.splits[key]
     if len(split.factors) > 1:
         raise ShardingError(f"'*' in {dim} would be {split}, which is split inside; write it out")
-    has = _named_in(region.home, mesh, split.axes)
-    place = dim.factors[0].place
-    axes = [
-        axis
-        for name in (place.names if place else ())
-        for axis in (has if name == "*" else _named_in(region.home, region.mesh, (name,)))
-    ]
+    names = place.names if (place := dim.factors[0].place) else ()
+    axes = [axis for name in names for axis in (split.axes if name == "*" else region.mesh.named((name,)))]
     return ShardedDim((ShardedFactor(key, None, tuple(axes)),))
 
 
 def _check_new(region: Region, dim: Dim) -> None:
     """A new name is unsplit; refuses one that only seems new, since a split tensor has it in a group or out of one."""
     names = {factor.name for factor in dim.factors}
-    for key, (split, _) in region.splits.items():
+    for key, split in region.splits.items():
         if split.axes and names & set(key.strip("()").split()):
             raise ShardingError(
                 f"{dim} on the right was part of '{key}' on the left, which is {split}; write how it is split now"
@@ -428,10 +419,4 @@ def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int:
         return sizes[key]
     if key is not None and all(factor.name is None or factor.name in sizes for factor in dim.factors):
         return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])  # type: ignore[misc]
-    return local * pieces_over(region.home, split.axes)
-
-
-def _moved(dim: ShardedDim, source: Mesh, target: Mesh) -> ShardedDim:
-    """The same split in the names of another mesh."""
-    factors = (replace(factor, axes=_named_in(target, source, factor.axes)) for factor in dim.factors)
-    return dim if source is target else ShardedDim(tuple(factors))
+    return local * split.pieces

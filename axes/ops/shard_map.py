@@ -595,7 +595,9 @@ def _check_gradients(region: Region, shards: Sequence[torch.Tensor], check: Chec
         for what, axes in (("pending", pending), ("'same'", each.same)):
             if axes and shard.requires_grad:
                 label = f"the gradient of tensor {place}, which is {what},"
-                shard.register_hook(functools.partial(_check_gradient, region, label, each.sharding.mesh, axes, check))
+                mesh = each.sharding.mesh
+                names = mesh.made_of(axis.layout for axis in axes) or ()
+                shard.register_hook(functools.partial(_check_gradient, region, label, mesh, names, check))
 
 
 def _check_gradient(

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.layout import Layout
+from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, Sharding, state_of
 from axes.algebra.state import State
@@ -60,12 +60,10 @@ __all__ = [
     "enter_global",
     "gradient_of_local",
     "leave_global",
-    "named_in",
-    "unordered_in",
 ]
 
 Placements = tuple[Placement, ...]
-Axes = tuple[str, ...]
+Axes = tuple[NamedLayout, ...]
 
 
 def gradient_of_local(placements: Sequence[Placement]) -> Placements:
@@ -136,27 +134,6 @@ def enter_global(
 
 
 # --- axes whose gradient is whole on every rank
-
-
-def named_in(target: Mesh, source: Mesh, axes: Sequence[str]) -> Axes:
-    """The axes of `source` that split a dim, in the names of `target`; `ShardingError` where it doesn't have them."""
-    if all(target.namespace.get(axis) == source.layout(axis) for axis in axes):
-        return tuple(axes)
-    return _found(target.factored(Layout.product(*map(source.layout, axes))), target, axes)
-
-
-def unordered_in(target: Mesh, source: Mesh, axes: Sequence[str]) -> Axes:
-    """As `named_in`, for axes over which a value is pending or `same`: their order means nothing."""
-    if all(target.namespace.get(axis) == source.layout(axis) for axis in axes):
-        return tuple(axes)
-    return _found(target.made_of(map(source.layout, axes)), target, axes)
-
-
-def _found(names: list[str] | None, target: Mesh, axes: Sequence[str]) -> Axes:
-    if names is None:
-        what = f"axis '{axes[0]}' isn't" if len(axes) == 1 else f"axes '{' '.join(axes)}' aren't"
-        raise ShardingError(f"{what} made of the axes of {target!r}, on which the tensors lie")
-    return tuple(names)
 
 
 def counted_as_same(mesh: Mesh, placements: Placements, same: Axes) -> Placements:

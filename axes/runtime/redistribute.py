@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.exchange import Region, regions
@@ -58,6 +58,7 @@ from axes.runtime.programs import Program, check_dtypes
 from axes.runtime.symbols import is_symbolic, settled_sizes, states_of
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
+Axes = tuple[NamedLayout, ...]
 Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 """`comm_dtype`: one for values and gradients, or one for each."""
@@ -74,8 +75,8 @@ def redistribute(
     view: Literal["global", "local"] = "global",
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    source_same: tuple[str, ...] = (),
-    target_same: tuple[str, ...] = (),
+    source_same: Axes = (),
+    target_same: Axes = (),
 ) -> torch.Tensor:
     """This rank's tile of `target`, from its tile of `source`, of a tensor whose whole shape is `shape`.
 
@@ -101,8 +102,8 @@ def maps_of(
     shape: Shape,
     view: Literal["global", "local"],
     comm_dtype: Dtypes,
-    source_same: tuple[str, ...],
-    target_same: tuple[str, ...],
+    source_same: Axes,
+    target_same: Axes,
 ) -> Callable[[torch.dtype], Map]:
     """The maps of `redistribute` by dtype, for who holds them: they are looked up once, not on each call.
 
@@ -120,8 +121,8 @@ def pulled_back(
     *,
     view: Literal["global", "local"] = "global",
     comm_dtype: Dtypes = None,
-    source_same: tuple[str, ...] = (),
-    target_same: tuple[str, ...] = (),
+    source_same: Axes = (),
+    target_same: Axes = (),
 ) -> torch.Tensor:
     """The source's gradient from the target's: the transpose of `redistribute`, for what is linear. Differentiable."""
     shape, how = tuple(shape), (gradient.dtype, view, source_same, target_same, *both(comm_dtype))
@@ -147,8 +148,8 @@ def _map(
     shape: Shape,
     dtype: torch.dtype,
     view: str,
-    source_same: tuple[str, ...],
-    target_same: tuple[str, ...],
+    source_same: Axes,
+    target_same: Axes,
     there: torch.dtype | None,
     back: torch.dtype | None,
 ) -> Map:
@@ -158,12 +159,12 @@ def _map(
         if source_same or target_same:
             raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
         return Map(ends, dtype, (None, None), (there, back))
-    same = _digits(source.mesh, source_same), _digits(target.mesh, target_same)
+    same = _digits(source_same), _digits(target_same)
     return Map(mentioned(ends, same), dtype, same, (there, back))
 
 
-def _digits(mesh: Mesh, names: Iterable[str]) -> frozenset[Mode]:
-    return frozenset(mode for name in names for mode in mesh.layout(name).modes)
+def _digits(axes: Iterable[NamedLayout]) -> frozenset[Mode]:
+    return frozenset(mode for axis in axes for mode in axis.layout.modes)
 
 
 def mentioned(ends: Ends, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Ends:

@@ -38,7 +38,6 @@ from axes.runtime.border import (
     counted_alone,
     enter_global,
     leave_global,
-    unordered_in,
 )
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
@@ -258,7 +257,6 @@ def _leaving(
     counted = None
     if needed:
         call = "axes.to_local(x" if spec is None else f"axes.to_local(x, {spec!r}"
-        same = unordered_in(mesh, names, same)
         counted = counted_alone(mesh, held.placements, same, grad, call, actual.spec if spec is None else spec)
     return counted, [state_of(actual, shape), state_of(written, shape)]
 
@@ -315,8 +313,7 @@ def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
     order = [name for name in mesh.axis_names if name in by_name]
     if order != names and any(not isinstance(p, Replicate) for p in x.placements):
         # Placements apply in mesh order: in another order the same sharding reads differently.
-        renamed = dict(zip(old.axis_names, names, strict=True))
-        placements = torch_placements(_renamed(sharding, mesh, renamed))
+        placements = torch_placements(replace(sharding, mesh=mesh))
     spec = torch_private.dtensor_spec(mesh.device_mesh, placements, x.shape, x.stride(), x.dtype)
     return _Lift.apply(x, spec)
 
@@ -478,15 +475,6 @@ def _broadcast(tensor: torch.Tensor, mesh: Mesh, source: int) -> torch.Tensor:
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
     dist.broadcast(tensor, src=source, group=group)
     return tensor
-
-
-def _renamed(sharding: Sharding, mesh: Mesh, names: Mapping[str, str]) -> Sharding:
-    dims = tuple(
-        replace(dim, factors=tuple(replace(f, axes=tuple(names[a] for a in f.axes)) for f in dim.factors))
-        for dim in sharding.dims
-    )
-    pending = tuple(replace(p, axes=tuple(names[a] for a in p.axes)) for p in sharding.pending)
-    return Sharding(mesh, dims, pending)
 
 
 class _Lift(torch.autograd.Function):

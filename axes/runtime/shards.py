@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from axes.algebra.errors import AxesError, ShardingError
+from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, Sharding, marked_sharding, pieces_over
+from axes.algebra.sharding import ShardedDim, Sharding, marked_sharding
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, stand_in
 from axes.runtime.torch_placements import torch_placements
 
 Given = tuple[tuple[str, int], ...]
-Described = tuple[tuple[Any, ...], Sequence[int], tuple[str, ...]]
+Described = tuple[tuple[Any, ...], Sequence[int], tuple[NamedLayout, ...]]
 """Placements, the whole shape, and the axes that the spec says are `same`."""
 
 
@@ -39,7 +40,7 @@ def shard_of(mesh: Mesh, spec: str, local: Sequence[int], shape: Sequence[int] |
     return torch_placements(sharding), whole, same
 
 
-def _described(mesh: Mesh, spec: str, local: Sequence[int], given: Given) -> tuple[Sharding, tuple[str, ...]]:
+def _described(mesh: Mesh, spec: str, local: Sequence[int], given: Given) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     sharding, same = marked_sharding(mesh, spec, given, len(local))
     if sharding.ndim != len(local):
         raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {len(local)}: {list(local)}")
@@ -56,7 +57,7 @@ def traced_shard_of(
     sharding, same = _described(mesh, spec, local, numbers)
     whole = tuple(shape) if shape is not None else tuple(_whole_shape(sharding, local))
     try:
-        found = [_stand_ins(sharding, *each) for each in zip(sharding.dims, local, whole, strict=True)]
+        found = [_stand_ins(sharding.mesh, *each) for each in zip(sharding.dims, local, whole, strict=True)]
         placements, _, _ = shard_of(mesh, spec, [here for here, _ in found], [there for _, there in found], numbers)
     except (AxesError, ValueError):  # also where the shape has another number of dims, which is said below
         number = None if shape is None else tuple(map(fixed, shape))
@@ -64,12 +65,12 @@ def traced_shard_of(
     return placements, whole, same
 
 
-def _stand_ins(sharding: Sharding, dim: ShardedDim, local: int, whole: int) -> tuple[int, int]:
+def _stand_ins(mesh: Mesh, dim: ShardedDim, local: int, whole: int) -> tuple[int, int]:
     """Numbers for a size on this rank and in whole."""
-    count = pieces_over(sharding.mesh, dim.axes)
+    count = dim.pieces
     if len(dim.factors) != 1 or dim.factors[0].size is not None or whole % count or not are_equal(whole, local * count):
         return fixed(local), fixed(whole)
-    (here,) = stand_in((local,), sharding.mesh.size)
+    (here,) = stand_in((local,), mesh.size)
     return here, here * count
 
 
@@ -79,5 +80,5 @@ def _whole_shape(sharding: Sharding, local: Sequence[int]) -> torch.Size:
     for dim, extent in zip(sharding.dims, local, strict=True):
         sizes = [factor.size for factor in dim.factors]
         known = math.prod(size for size in sizes if size is not None)
-        found.append(known if sizes and None not in sizes else extent * pieces_over(sharding.mesh, dim.axes))
+        found.append(known if sizes and None not in sizes else extent * dim.pieces)
     return torch.Size(found)

@@ -218,7 +218,7 @@ def arrivals(found: Recipe) -> list[Sharding]:
     result = found.result.output
     names = names_of(result)
     whole = result.mesh.sharding(" ".join(names))
-    sums = (PendingReduction("sum", result.mesh.axis_names),)
+    sums = (PendingReduction("sum", result.mesh.named(result.mesh.axis_names)),)
     ways = [replace(result, pending=()), whole, replace(whole, pending=sums)]
     ways += [replace(i.source, pending=()) for i in found.inputs if names_of(i.source) == names]
     return list(dict.fromkeys(ways))

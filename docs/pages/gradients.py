@@ -578,7 +578,7 @@ def of_summand(spec: str) -> str:
     plain, _, same = spec.partition("| same@")
     value = mesh.sharding(plain)
     dual = Sharding.from_placements(mesh, gradient_of_local(value.placements), value.ndim).named(_dims(spec))
-    kept = [replace(p, axes=tuple(a for a in p.axes if a != same)) for p in dual.pending]
+    kept = [replace(p, axes=tuple(a for a in p.axes if a.name != same)) for p in dual.pending]
     return replace(dual, pending=tuple(p for p in kept if p.axes)).spec
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
 
@@ -88,7 +89,7 @@ class Recipe:
     result: Output
     divisor: int = 1
     multiplier: int = 1
-    counted: tuple[str, ...] = ()
+    counted: tuple[NamedLayout, ...] = ()
 
     @functools.cached_property
     def size(self) -> dict[str, int]:

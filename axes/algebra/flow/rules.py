@@ -21,8 +21,8 @@ from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, 
 from axes.algebra.flow.reading import KINDS, Axes, Mark, Reading, Slot, Term, is_name, read
 from axes.algebra.flow.recipe import Input, Op, Output, Recipe, Shape
 from axes.algebra.flow.states import (
-    LINEAR,
     Digits,
+    Entry,
     close,
     entries_of,
     is_even,
@@ -33,14 +33,14 @@ from axes.algebra.flow.states import (
     whole_sizes,
 )
 from axes.algebra.grammar import place_text
-from axes.algebra.layout import Mode
+from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding, pieces_over
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import given_sizes
+from axes.algebra.state import LINEAR
 
-Entry = tuple[str, str]
-"""`(op, axis)`, a pending reduction over one axis."""
+Named = tuple[NamedLayout, ...]
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all")
 """The reductions by name; the first four also across ranks."""
@@ -182,7 +182,7 @@ class _Operand:
     opened: tuple[ShardedDim, ...]
     marks: tuple[ShardedDim, ...]
     pending: tuple[Entry, ...]
-    same: tuple[str, ...]
+    same: Named
 
     def text(self) -> str:
         """The operand as it is, in the expression's names."""
@@ -195,7 +195,7 @@ class _Operand:
         return " ".join([*texts, *(["|", *clause] if clause else [])])
 
 
-def _respec(operand: _Operand, atom: str, axes: Axes) -> str:
+def _respec(operand: _Operand, atom: str, axes: Named) -> str:
     """The operand as it is, but for one name, which is split over `axes`."""
     dims, marks = list(operand.dims), list(operand.marks)
     for at, slot in enumerate(operand.term.slots):
@@ -240,15 +240,15 @@ class _Solver:
         self.reading, self.mesh, self.op = reading, mesh, op
         self.is_global = shardings[0] is not None
         self.actual = shardings
-        named = [*reading.axes]
+        named = [*mesh.named(reading.axes)]
         for sharding in shardings:
             if sharding is not None:
                 named += [a for dim in sharding.dims for a in dim.axes]
                 named += [a for p in sharding.pending for a in p.axes]
         self.digits = Digits(mesh, named)
-        self.mentioned = frozenset(self.digits.of(reading.axes))
+        self.mentioned = frozenset(self.digits.of(mesh.named(reading.axes)))
         self.sizes = self._sizes(shapes, dict(given))
-        self.stars: dict[str, Axes] = {}
+        self.stars: dict[str, Named] = {}
         self.unclear: list[str] = []
         self.operands = [self._operand(i, shapes[i]) for i in range(len(shapes))]
         self.states = self._common()
@@ -267,7 +267,7 @@ class _Solver:
         equations = []
         for index, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
             for dim, (slot, extent) in enumerate(zip(term.slots, shape, strict=True)):
-                count = 1 if self.is_global else pieces_over(self.mesh, [a for _, a in _uses(slot)])
+                count = 1 if self.is_global else math.prod(self.mesh.layout(a).size for _, a in _uses(slot))
                 # A plain shard of a known size may be uneven; it is checked against its rank's share.
                 if count == 1 or not all(a in sized for a in slot.atoms):
                     if count > 1:
@@ -320,7 +320,7 @@ class _Solver:
             if slot.axes is not None:
                 axes = self._starless(slot.axes)
                 dim = split(_group(slot), *axes)
-                landed = land(self.mesh, dim, extent, atoms)
+                landed = land(dim, extent, atoms)
             else:
                 landed = [split(m.atom, *self._starless(m.axes or ())) for m in slot.marks]
                 dim = self._closed([*zip(landed, (n for _, n in atoms), strict=True)])
@@ -348,11 +348,11 @@ class _Solver:
                 )
             self.stars[atom] = ()
 
-    def _starless(self, axes: Axes) -> Axes:
-        return tuple(axis for axis in axes if axis != "*")
+    def _starless(self, axes: Axes) -> Named:
+        return self.mesh.named(axis for axis in axes if axis != "*")
 
-    def _declared_pending(self, term: Term) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-        entries = [(p.op, axis) for p in term.pending or () if p.place for axis in p.place.names]
+    def _declared_pending(self, term: Term) -> tuple[tuple[Entry, ...], Named]:
+        entries = [(p.op, axis) for p in term.pending or () if p.place for axis in self.mesh.named(p.place.names)]
         same = tuple(axis for op, axis in entries if op == "same")
         return tuple(entry for entry in entries if entry[0] != "same"), same
 
@@ -385,10 +385,12 @@ class _Solver:
 
     def _as_written(self, slot: Slot, landed: list[ShardedDim]) -> list[ShardedDim]:
         """The splits of the atoms of a dim without elements: as the text says, if it says them of the same axes."""
-        written = {mark.atom: mark.axes or () for mark in slot.marks}
-        said = tuple(axis for axes in written.values() for axis in axes)
-        has = tuple(axis for each in landed for axis in each.axes)
-        if "*" in said or {*self.digits.of(said)} != {*self.digits.of(has)}:
+        if any("*" in (mark.axes or ()) for mark in slot.marks):
+            return landed
+        written = {mark.atom: self.mesh.named(mark.axes or ()) for mark in slot.marks}
+        said = [axis for axes in written.values() for axis in axes]
+        has = [axis for each in landed for axis in each.axes]
+        if {*self.digits.of(said)} != {*self.digits.of(has)}:
             return landed
         return [split(atom, *written.get(atom, ())) for atom in slot.atoms]
 
@@ -398,8 +400,8 @@ class _Solver:
         named = set(self.reading.axes)
         single = len(slot.marks) == 1
 
-        def stays(axis: str) -> bool:
-            return bool(self.digits.of((axis,))) or (single and axis not in named)
+        def stays(axis: NamedLayout) -> bool:
+            return axis.size > 1 or (single and axis.name not in named)
 
         factors = tuple(ShardedFactor(f.name, f.size, tuple(filter(stays, f.axes))) for f in dim.factors)
         return ShardedDim(factors)
@@ -415,9 +417,9 @@ class _Solver:
                 wanted = split(_group(slot), *self._starless(slot.axes))
                 if "*" in slot.axes:
                     self._fail(f"write '*' at the name in {slot} that it is about", slot.span)
-                if not same_split(self.mesh, dim, wanted, extent):
+                if not same_split(dim, wanted, extent):
                     self._mismatch(raw)
-            landed = land(self.mesh, dim, extent, atoms)
+            landed = land(dim, extent, atoms)
             if landed is None and slot.axes is None:
                 self._no_landing(raw, slot, dim, atoms)
             if landed is not None and extent == 0:
@@ -438,8 +440,8 @@ class _Solver:
         if axes is None and atom in reading.starred:
             self._bind(operand, atom, state.axes if len(state.factors) == 1 else None)
             return state
-        wanted = split(atom, *(axes or ()))
-        if not same_split(self.mesh, state, wanted, self.sizes[atom]):
+        wanted = split(atom, *self.mesh.named(axes or ()))
+        if not same_split(state, wanted, self.sizes[atom]):
             self._mismatch(operand)
         return wanted
 
@@ -449,19 +451,20 @@ class _Solver:
             self._bind(operand, atom, state.axes)
             return state
         at = axes.index("*")
-        front, back = self.digits.of(axes[:at]), self.digits.of(axes[at + 1 :])
+        before, behind = self.mesh.named(axes[:at]), self.mesh.named(axes[at + 1 :])
+        front, back = self.digits.of(before), self.digits.of(behind)
         have = self.digits.of(state.axes)
         middle = have[len(front) : len(have) - len(back)]
         if len(state.factors) > 1 or have != (*front, *middle, *back):
             self._mismatch(operand)
-        rest = self.digits.names(middle)
-        wanted = split(atom, *axes[:at], *rest, *axes[at + 1 :])
-        if not same_split(self.mesh, state, wanted, self.sizes[atom]):
+        rest = self.mesh.calls(middle)
+        wanted = split(atom, *before, *rest, *behind)
+        if not same_split(state, wanted, self.sizes[atom]):
             self._mismatch(operand)
         self._bind(operand, atom, rest)
         return wanted
 
-    def _bind(self, operand: _Operand, atom: str, axes: Axes | None) -> None:
+    def _bind(self, operand: _Operand, atom: str, axes: Named | None) -> None:
         if axes is None:
             self._fail(
                 f"'{atom}' is split by one of its factors ({operand.text()}), so '*' has no place to add to; "
@@ -512,9 +515,8 @@ class _Solver:
 
     def _no_landing(self, operand: _Operand, slot: Slot, dim: ShardedDim, atoms: Sequence[tuple[str, int]]) -> NoReturn:
         sizes = " ".join(f"{name}={size}" for name, size in atoms)
-        count = pieces_over(self.mesh, dim.axes)
         raise ShardingError(
-            f"{place_text(dim.axes)} splits {_group(slot)} into {count} parts that don't fall "
+            f"{place_text(dim.axes)} splits {_group(slot)} into {dim.pieces} parts that don't fall "
             f"on its names: ({sizes})\n"
             f"  has   {operand.text()}\n"
             f"in  {self.reading.text}\n"
@@ -535,7 +537,7 @@ class _Solver:
             for (atom, _), state in zip(_marked(operand.term), operand.marks, strict=True):
                 if atom not in found:
                     found[atom] = state, operand
-                elif not same_split(self.mesh, found[atom][0], state, self.sizes[atom]):
+                elif not same_split(found[atom][0], state, self.sizes[atom]):
                     self._disagree(atom, found[atom], (state, operand))
         if self.unclear:
             self._fail(self.unclear[0])
@@ -545,12 +547,12 @@ class _Solver:
 
     def _once(self, states: dict[str, ShardedDim]) -> dict[str, ShardedDim]:
         """The states with each axis of size one on the first atom that has it: it splits nothing."""
-        seen: set[str] = set()
+        seen: set[NamedLayout] = set()
         found = {}
         for atom, state in states.items():
             factors = []
             for f in state.factors:
-                kept = tuple(a for a in f.axes if a not in seen or self.digits.of((a,)))
+                kept = tuple(a for a in f.axes if a not in seen or a.size > 1)
                 seen.update(kept)
                 factors.append(ShardedFactor(f.name, f.size, kept))
             found[atom] = ShardedDim(tuple(factors))
@@ -632,16 +634,16 @@ class _Solver:
         stars = [axis for atom in self._contracted() for axis in self.stars.get(atom, ())]
         return self.mentioned | frozenset(self.digits.of(stars))
 
-    def _counted(self) -> list[tuple[str, str]]:
+    def _counted(self) -> list[tuple[str, NamedLayout]]:
         """`(atom, axis)` of what is reduced, split, and of which a plain shard doesn't show the whole size."""
         atoms = [atom for atom in self._contracted() if atom in self.assumed]
-        return [(atom, axis) for atom in atoms for axis in self.states[atom].axes if self.digits.of((axis,))]
+        return [(atom, axis) for atom in atoms for axis in self.states[atom].axes if axis.size > 1]
 
-    def _arising(self) -> list[str]:
+    def _arising(self) -> list[NamedLayout]:
         """The axes over which the local computation leaves the result pending."""
         found = []
         for atom in self._contracted():
-            axes = [axis for axis in self.states[atom].axes if self.digits.of((axis,))]
+            axes = [axis for axis in self.states[atom].axes if axis.size > 1]
             if axes and self.op not in _ACROSS:
                 name = self.op if isinstance(self.op, str) else getattr(self.op, "__name__", "a function")
                 raise ShardingError(
@@ -678,14 +680,14 @@ class _Solver:
         return inherited, [(str(self.op), axis) for axis in axes]
 
     def _even(self) -> bool:
-        return all(is_even(self.mesh, self.states[atom], self.sizes[atom]) for atom in self._contracted())
+        return all(is_even(self.states[atom], self.sizes[atom]) for atom in self._contracted())
 
-    def _mean_as(self, axis: str) -> str:
+    def _mean_as(self, axis: NamedLayout) -> str:
         """A mean pends as a mean where the shards are even and nobody asked for a sum."""
         wanted = {}
         for p in self.reading.result.pending or ():
             if p.place is not None:
-                wanted.update(dict.fromkeys(self.digits.of(p.place.names), p.op))
+                wanted.update(dict.fromkeys(self.digits.of(self.mesh.named(p.place.names)), p.op))
         asked = {wanted.get(digit) for digit in self.digits.of((axis,))} - {None}
         if not self._even():
             if "mean" in asked:
@@ -697,9 +699,7 @@ class _Solver:
             return "sum"
         return "sum" if "sum" in asked else "mean"
 
-    def _target_pending(
-        self, inherited: list[Entry], arising: list[Entry]
-    ) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    def _target_pending(self, inherited: list[Entry], arising: list[Entry]) -> tuple[tuple[Entry, ...], Named]:
         """What the right side leaves pending, in the order of resolution; and what it calls the same."""
         term = self.reading.result
         derived = [*inherited, *arising]
@@ -729,7 +729,7 @@ class _Solver:
         """
         result, arising = self.reading.result, [axis for _, axis in self._counted()]
         pending = [p for p in result.pending or () if p.op != "same"]
-        named = [axis for p in pending if p.place is not None for axis in p.place.names]
+        named = [axis for p in pending if p.place is not None for axis in self.mesh.named(p.place.names)]
         kept = set(self.digits.of(arising if result.keeps_any else named))
         if not kept.isdisjoint(self.digits.of(arising)):
             self._ask_size("stays pending", [atom for atom, _ in self._counted()])
@@ -761,7 +761,7 @@ class _Solver:
             f"write {at} on the left to have it reduced, or '| {clause}' or '| *' on the right to keep it"
         )
 
-    def _not_pending(self, op: str, axis: str, derived: list[Entry]) -> NoReturn:
+    def _not_pending(self, op: str, axis: NamedLayout, derived: list[Entry]) -> NoReturn:
         has = " ".join(map(str, pending_of(derived))) or "nothing"
         raise ShardingError(
             f"the right side keeps {op}@{axis}, but the result has {has} pending\n{self._lines()}\n"
@@ -781,8 +781,8 @@ class _Solver:
             if "*" in slot.axes:
                 self._fail(f"write '*' at the name in {slot} that it is about", slot.span)
             sizes = [(atom, self.sizes[atom]) for atom in slot.atoms]
-            whole = split(_group(slot), *slot.axes)
-            landed = land(self.mesh, whole, math.prod(n for _, n in sizes), sizes)
+            whole = split(_group(slot), *self.mesh.named(slot.axes))
+            landed = land(whole, math.prod(n for _, n in sizes), sizes)
             atoms.update(zip(slot.atoms, landed or [split(atom) for atom in slot.atoms], strict=True))
             if landed is None:
                 dims[at] = whole
@@ -793,7 +793,7 @@ class _Solver:
         if axes is None:
             return split(atom) if atom in self.reading.explicit and atom not in self.reading.starred else has
         if "*" not in axes:
-            return split(atom, *axes)
+            return split(atom, *self.mesh.named(axes))
         star = self.stars.get(atom)
         if axes == ("*",) and (star is None or star == has.axes):
             return has
@@ -802,10 +802,10 @@ class _Solver:
                 f"'{atom}' is split by one of its factors; '*' has no place to add to", self.reading.span_of_atom(atom)
             )
         rest = has.axes if star is None else star
-        return split(atom, *(name for axis in axes for name in (rest if axis == "*" else (axis,))))
+        return split(atom, *(each for axis in axes for each in (rest if axis == "*" else self.mesh.named((axis,)))))
 
     def _check_target(
-        self, atoms: dict[str, ShardedDim], dims: dict[int, ShardedDim], pending: Sequence[Entry], same: Axes
+        self, atoms: dict[str, ShardedDim], dims: dict[int, ShardedDim], pending: Sequence[Entry], same: Named
     ) -> None:
         """No digit twice in the result; where one flows into a place that the text gave away, say so."""
         uses = [(atom, axis) for atom, state in atoms.items() for axis in state.axes]
@@ -852,7 +852,7 @@ class _Solver:
         inputs = tuple(self._input(operand, sharding) for operand, sharding in zip(self.operands, before, strict=True))
         result = self._output(derived, wanted, odd)
         divisor = math.prod(self.sizes[a] for a in self._contracted()) if mean and not counted else 1
-        multiplier = pieces_over(self.mesh, (axis for op, axis in arising if op == "mean"))
+        multiplier = math.prod(axis.size for op, axis in arising if op == "mean")
         sizes = tuple(self.sizes.items())
         kind, text, op = reading.kind, reading.text, self.op
         found = Recipe(kind, text, self.mesh, op, sizes, inputs, result, divisor, multiplier, counted)
@@ -896,7 +896,7 @@ class _Solver:
 
     def _closed(self, atoms: list[tuple[ShardedDim, int]]) -> ShardedDim:
         try:
-            return close(self.mesh, atoms)
+            return close(atoms)
         except ShardingError as error:
             raise ShardingError(f"{error}\nin  {self.reading.text}") from None
 

@@ -3,12 +3,13 @@
 The state of an atom is a `ShardedDim`, as that of a dim is. A dim that is a group of atoms hands
 its splits down to them (`land`), and takes those of its atoms together (`close`).
 
->>> mesh = Mesh("tp=2")
->>> [str(state) for state in land(mesh, split("hd", "tp"), 12, [("h", 6), ("d", 2)])]
+>>> from axes.algebra.mesh import Mesh
+>>> (tp,) = Mesh("tp=2").named(["tp"])
+>>> [str(state) for state in land(split("hd", tp), 12, [("h", 6), ("d", 2)])]
 ['h@tp', 'd']
->>> land(mesh, split("sp", "tp"), 15, [("s", 3), ("p", 5)]) is None       # 15 is cut into 8 and 7
+>>> land(split("sp", tp), 15, [("s", 3), ("p", 5)]) is None       # 15 is cut into 8 and 7
 True
->>> str(close(mesh, [(split("three"), 3), (split("h", "tp"), 4)]))
+>>> str(close([(split("three"), 3), (split("h", tp), 4)]))
 '(three=3 h=4@tp)'
 """
 
@@ -20,32 +21,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import ShardingError, SizeError
-from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.layout import Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, pieces_over
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, same_cuts
 
-LINEAR = ("sum", "mean")
-"""Reductions that pass through anything linear."""
+Entry = tuple[str, NamedLayout]
+"""`(op, axis)`, a pending reduction over one axis."""
 
-Cut = tuple[int, str]
+Cut = tuple[int, NamedLayout]
 """`(pieces in front, axis)`: where in a dim, counted from its major side, an axis splits it."""
 
 
-def split(name: str, *axes: str) -> ShardedDim:
+def split(name: str, *axes: NamedLayout) -> ShardedDim:
     """An atom that is split over axes, major first; over none, unsplit."""
     return ShardedDim((ShardedFactor(name, None, axes),))
 
 
-def same_split(mesh: Mesh, one: ShardedDim, other: ShardedDim, extent: int) -> bool:
-    """Whether two states put the same of `extent` elements on every rank, whatever the names."""
-    if [f.axes for f in one.factors] == [f.axes for f in other.factors] and len(one.factors) == 1:
+def same_split(one: ShardedDim, other: ShardedDim, extent: int) -> bool:
+    """Whether two states put the same of `extent` elements on every rank."""
+    if len(one.factors) == len(other.factors) == 1 and one.axes == other.axes:
         return True
-    return Sharding(mesh, (sized(one, extent),)).is_equivalent(Sharding(mesh, (sized(other, extent),)), (extent,))
+    mine, theirs = _sized_factors(one, extent), _sized_factors(other, extent)
+    return same_cuts(one, [f.size or 0 for f in mine], other, [f.size or 0 for f in theirs])
 
 
-def is_even(mesh: Mesh, state: ShardedDim, extent: int) -> bool:
+def is_even(state: ShardedDim, extent: int) -> bool:
     """Whether all shards are of one size; a split factor of a group always is."""
-    return len(state.factors) > 1 or extent % pieces_over(mesh, state.axes) == 0
+    return len(state.factors) > 1 or extent % state.pieces == 0
 
 
 def sized(state: ShardedDim, extent: int) -> ShardedDim:
@@ -57,7 +59,7 @@ def sized(state: ShardedDim, extent: int) -> ShardedDim:
     return ShardedDim(tuple(factors))
 
 
-def cuts(mesh: Mesh, state: ShardedDim, extent: int) -> list[Cut]:
+def cuts(state: ShardedDim, extent: int) -> list[Cut]:
     """Where the axes of a state split it, in order."""
     found: list[Cut] = []
     before = 1
@@ -65,12 +67,12 @@ def cuts(mesh: Mesh, state: ShardedDim, extent: int) -> list[Cut]:
         at = before
         for axis in factor.axes:
             found.append((at, axis))
-            at *= mesh.namespace[axis].size
+            at *= axis.size
         before *= extent if factor.size is None else factor.size
     return found
 
 
-def land(mesh: Mesh, state: ShardedDim, extent: int, atoms: Sequence[tuple[str, int]]) -> list[ShardedDim] | None:
+def land(state: ShardedDim, extent: int, atoms: Sequence[tuple[str, int]]) -> list[ShardedDim] | None:
     """The states of the atoms of a dim, or None where a split doesn't fall on atoms evenly.
 
     An axis lands on the atom that its cuts lie in; an atom that is split completely passes the next
@@ -80,16 +82,15 @@ def land(mesh: Mesh, state: ShardedDim, extent: int, atoms: Sequence[tuple[str, 
         whole = next((i for i, (_, size) in enumerate(atoms) if size != 1), 0)
         return [_renamed(state, name) if i == whole else split(name) for i, (name, _) in enumerate(atoms)]
     found: list[list[Cut]] = [[] for _ in atoms]
-    for before, axis in cuts(mesh, state, extent):
-        size = mesh.namespace[axis].size
-        at = _atom_at(before, [n for _, n in atoms], size)
+    for before, axis in cuts(state, extent):
+        at = _atom_at(before, [n for _, n in atoms], axis.size)
         if at is None:
             return None
         front = math.prod(n for _, n in atoms[:at])
-        if before % front or atoms[at][1] % (before // front * size):
+        if before % front or atoms[at][1] % (before // front * axis.size):
             return None
         found[at].append((before // front, axis))
-    return [_of_cuts(mesh, name, extent, each) for (name, extent), each in zip(atoms, found, strict=True)]
+    return [_of_cuts(name, extent, each) for (name, extent), each in zip(atoms, found, strict=True)]
 
 
 def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
@@ -102,17 +103,17 @@ def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
     return None
 
 
-def _of_cuts(mesh: Mesh, name: str, extent: int, found: Sequence[Cut]) -> ShardedDim:
+def _of_cuts(name: str, extent: int, found: Sequence[Cut]) -> ShardedDim:
     """The state of an atom with these cuts: one factor more wherever a cut leaves a gap."""
     factors: list[ShardedFactor] = []
     start, reach = 1, 1
-    axes: list[str] = []
+    axes: list[NamedLayout] = []
     for before, axis in found:
         if before != reach:
             factors.append(ShardedFactor(None, before // start, tuple(axes)))
             start, axes = before, []
         axes.append(axis)
-        reach = before * mesh.namespace[axis].size
+        reach = before * axis.size
     size = extent // start if factors else None
     return ShardedDim((*factors, ShardedFactor(name, size, tuple(axes))))
 
@@ -124,7 +125,7 @@ def _renamed(state: ShardedDim, name: str) -> ShardedDim:
     return state if factor.name == name else ShardedDim((ShardedFactor(name, None, factor.axes),))
 
 
-def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
+def close(atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
     """The state of the dim that consists of atoms in these states, with these whole sizes.
 
     Raises `ShardingError` where the shards of the atoms aren't regular shards of the dim.
@@ -135,12 +136,12 @@ def close(mesh: Mesh, atoms: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
         return atoms[0][0]
     opened = [factor for state, extent in atoms for factor in _sized_factors(state, extent)]
     factors = [f for f in opened if f.axes or f.size != 1] or opened[:1]
-    _check_even(mesh, factors, opened)
+    _check_even(factors, opened)
     merged = [factors[0]]
     for factor in factors[1:]:
         last = merged[-1]
         # Pieces that are used up hand the rest of the split on to what follows.
-        used_up = bool(last.axes) and last.size == pieces_over(mesh, last.axes)
+        used_up = bool(last.axes) and last.size == last.pieces
         if (not factor.axes and not last.axes) or used_up:
             merged[-1] = _joined(last, factor)
         else:
@@ -158,14 +159,13 @@ def _sized_factors(state: ShardedDim, extent: int) -> tuple[ShardedFactor, ...]:
     return sized(state, extent).factors
 
 
-def _check_even(mesh: Mesh, factors: Sequence[ShardedFactor], opened: Sequence[ShardedFactor]) -> None:
+def _check_even(factors: Sequence[ShardedFactor], opened: Sequence[ShardedFactor]) -> None:
     if len(factors) == 1:
         return
     for factor in factors:
-        count = pieces_over(mesh, factor.axes)
-        if factor.size is not None and factor.size % count:
+        if factor.size is not None and factor.size % factor.pieces:
             raise ShardingError(
-                f"{factor} is split into {count} uneven parts inside {_group_name(opened)}, "
+                f"{factor} is split into {factor.pieces} uneven parts inside {_group_name(opened)}, "
                 "and a split factor of a group must divide"
             )
 
@@ -180,48 +180,29 @@ def _group_name(factors: Iterable[ShardedFactor]) -> str:
     return f"({' '.join(str(f.size) if f.name is None else f.name for f in factors)})"
 
 
-# Digits: what axes are made of, whatever their names
-
-
 class Digits:
-    """Axes as sets of digits that all of them share; the common refinement of those named."""
+    """Axes as sets of digits that all of them share: their common refinement."""
 
-    def __init__(self, mesh: Mesh, axes: Iterable[str]):
+    def __init__(self, mesh: Mesh, axes: Iterable[NamedLayout]):
         self.mesh = mesh
-        names = tuple(dict.fromkeys(axes))
-        refined = digits(*(mesh.namespace[name] for name in names)) if names else ()
-        self._of = dict(zip(names, refined, strict=True))
+        layouts = tuple(dict.fromkeys(axis.layout for axis in axes))
+        self._of = dict(zip(layouts, digits(*layouts), strict=True))
 
-    def of(self, axes: Iterable[str]) -> tuple[Mode, ...]:
+    def of(self, axes: Iterable[NamedLayout]) -> tuple[Mode, ...]:
         """The digits of axes in order; an axis of size one has none."""
-        return tuple(digit for axis in axes for digit in self._of[axis])
+        return tuple([digit for axis in axes for digit in self._of[axis.layout]])
 
-    def pick(self, axis: str, wanted: frozenset[Mode] | set[Mode]) -> tuple[str, ...]:
-        """What of an axis consists of the digits in `wanted`, as names."""
-        mine = self._of[axis]
+    def pick(self, axis: NamedLayout, wanted: frozenset[Mode] | set[Mode]) -> tuple[NamedLayout, ...]:
+        """What of an axis consists of the digits in `wanted`."""
+        mine = self._of[axis.layout]
         if all(digit in wanted for digit in mine):
             return (axis,) if mine or not wanted else ()
-        return self.names([digit for digit in mine if digit in wanted])
-
-    def names(self, wanted: Sequence[Mode]) -> tuple[str, ...]:
-        """Names of the mesh for digits in order; `ShardingError` where it has none for them."""
-        known = {layout: name for name, layout in reversed(list(self.mesh.namespace.items()))}
-        found: list[str] = []
-        rest = list(wanted)
-        while rest:
-            stop = next((n for n in range(len(rest), 0, -1) if Layout.of(rest[:n]) in known), None)
-            if stop is None:
-                raise ShardingError(
-                    f"the mesh has no name for {Layout.of(rest[:1])}, a part of one of its axes; define one"
-                )
-            found.append(known[Layout.of(rest[:stop])])
-            del rest[:stop]
-        return tuple(found)
+        return self.mesh.calls(digit for digit in mine if digit in wanted)
 
 
-def pending_of(entries: Iterable[tuple[str, str]]) -> tuple[PendingReduction, ...]:
+def pending_of(entries: Iterable[Entry]) -> tuple[PendingReduction, ...]:
     """`(op, axis)` in order of resolution as a sharding writes them: one entry per run of an op."""
-    found: list[tuple[str, list[str]]] = []
+    found: list[tuple[str, list[NamedLayout]]] = []
     for op, axis in entries:
         if found and found[-1][0] == op:
             found[-1][1].append(axis)
@@ -230,7 +211,7 @@ def pending_of(entries: Iterable[tuple[str, str]]) -> tuple[PendingReduction, ..
     return tuple(PendingReduction(op, tuple(axes)) for op, axes in found)
 
 
-def entries_of(pending: Iterable[PendingReduction]) -> list[tuple[str, str]]:
+def entries_of(pending: Iterable[PendingReduction]) -> list[Entry]:
     """A sharding's pending reductions as `(op, axis)` in order."""
     return [(reduction.op, axis) for reduction in pending for axis in reduction.axes]
 

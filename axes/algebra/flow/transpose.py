@@ -25,13 +25,12 @@ from dataclasses import dataclass, replace
 
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow.recipe import Groups, Input, Output, Recipe, Shape
-from axes.algebra.flow.states import LINEAR, Digits, close, entries_of, land, pending_of, split
-from axes.algebra.layout import Mode
+from axes.algebra.flow.states import Digits, Entry, close, entries_of, land, pending_of, split
+from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
-
-Entry = tuple[str, str]
+from axes.algebra.state import LINEAR
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,7 +65,7 @@ def required(operand: Sharding, arrived: Sharding, lazy: bool = True) -> Shardin
     return Sharding(operand.mesh, dims, pending_of(free.pending(entries_of(arrived.pending))))
 
 
-def _axes_of(*shardings: Sharding) -> list[str]:
+def _axes_of(*shardings: Sharding) -> list[NamedLayout]:
     splits = [axis for s in shardings for dim in s.dims for axis in dim.axes]
     return splits + [axis for s in shardings for p in s.pending for axis in p.axes]
 
@@ -83,7 +82,7 @@ class _Free:
     involved: tuple[Mode, ...]
     lazy: bool
 
-    def is_free(self, axis: str) -> bool:
+    def is_free(self, axis: NamedLayout) -> bool:
         mine = self.digits.of((axis,))
         return bool(mine) and not any(digit in self.involved for digit in mine)
 
@@ -140,7 +139,7 @@ class _Transposed:
         states: list[ShardedDim] = []
         opened: list[ShardedDim] = []
         for dim, extent, group in zip(dims, result.shape, result.groups, strict=True):
-            landed = land(self.mesh, dim, extent, [(atom, self.forward.size[atom]) for atom in group])
+            landed = land(dim, extent, [(atom, self.forward.size[atom]) for atom in group])
             opened.append(dim if landed is not None else split("_"))
             states += landed if landed is not None else [split(atom) for atom in group]
         pending = self.arrived.pending
@@ -195,7 +194,7 @@ class _Transposed:
 
     def _closed(self, groups: Groups, target: Sharding) -> tuple[ShardedDim, ...]:
         states = iter(target.dims)
-        return tuple(close(self.mesh, [(next(states), self.forward.size[atom]) for atom in group]) for group in groups)
+        return tuple(close([(next(states), self.forward.size[atom]) for atom in group]) for group in groups)
 
 
 def whole_shape(groups: Groups, sizes: dict[str, int]) -> Shape:
