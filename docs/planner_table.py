@@ -33,14 +33,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axes.algebra.cost import CostModel
-from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, choices, plan
-from axes.algebra.state import State
-from axes.algebra.universe import Universe
+from axes.algebra.sharding import Sharding
 
 SIDE = 64
 WHOLE = SIDE**3 * 4
-AXES = tuple(Layout((2,), (stride,)) for stride in (4, 2, 1))
+AXES = "xyz"
 
 Pair = tuple["Place", "Place"]
 Count = tuple[int, float]
@@ -54,11 +53,11 @@ class Place:
     dims: tuple[tuple[int, ...], ...]
     pending: tuple[int, ...]
 
-    def state(self) -> State:
+    def sharding(self) -> Sharding:
         """As our planner takes it."""
-        splits = tuple(tuple(AXES[axis] for axis in dim) for dim in self.dims)
-        pending = (("sum", tuple(AXES[axis] for axis in self.pending)),) if self.pending else ()
-        return State(Universe.of(range(8)), Layout((8,), (1,)), splits, pending)
+        dims = [f"_@({' '.join(AXES[axis] for axis in dim)})" for dim in self.dims]
+        pending = f"| sum@({' '.join(AXES[axis] for axis in self.pending)})" if self.pending else ""
+        return Mesh("x=2 y=2 z=2").sharding(" ".join([*dims, pending]))
 
     def spec(self, mesh: DeviceMesh) -> DTensorSpec:
         """As DTensor takes it."""
@@ -168,10 +167,11 @@ def compare(chosen_pairs: list[Pair], progress: Callable[[str], None]) -> bool:
     for name, (model, size) in MODELS.items():
         progress(f"axes, {name}")
         shape = shape_of(size)
-        ours[name] = [counts(plan(a.state(), b.state(), shape, "float32", model)) for a, b in chosen_pairs]
+        ours[name] = [counts(plan(a.sharding(), b.sharding(), shape, "float32", model)) for a, b in chosen_pairs]
     progress("axes, all candidates")
     weighed = [
-        [counts(found) for found in choices(a.state(), b.state(), shape_of(WHOLE), "float32")] for a, b in chosen_pairs
+        [counts(found) for found in choices(a.sharding(), b.sharding(), shape_of(WHOLE), "float32")]
+        for a, b in chosen_pairs
     ]
     print_table(theirs, ours)
     return check(theirs, ours, weighed)

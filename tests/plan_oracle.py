@@ -9,18 +9,54 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, itemsize_of
 from axes.algebra.planning.exchange import Exchange
 from axes.algebra.planning.form import aligned
 from axes.algebra.planning.step import Step
-from axes.algebra.state import Factors, State
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.universe import Universe
 
 REDUCE = {"sum": np.add.reduce, "mean": np.mean, "max": np.maximum.reduce, "min": np.minimum.reduce}
+
+
+class Grouped(NamedTuple):
+    """A dim that is a product of factors: their sizes, and the layouts that split each."""
+
+    sizes: tuple[int, ...]
+    splits: tuple[tuple[Layout, ...], ...]
+
+
+Split = tuple[Layout, ...] | Grouped
+Pending = tuple[tuple[str, tuple[Layout, ...]], ...]
+
+
+def lying(
+    universe: Universe,
+    extent: Layout,
+    splits: Sequence[Split],
+    pending: Pending = (),
+    names: Mapping[str, Layout] | None = None,
+) -> Sharding:
+    """The sharding with these layouts, on the lines of `extent` of a universe."""
+    whole = Mesh(f"all={universe.size}", ranks=universe.ranks)
+    mesh = whole._with(axis_names=("all",), namespace={**(names or {}), "all": extent})
+
+    def dim(at: int, split: Split) -> ShardedDim:
+        if isinstance(split, Grouped):
+            pairs = zip(split.sizes, split.splits, strict=True)
+            return ShardedDim(tuple(ShardedFactor(None, size, tuple(map(mesh.called, each))) for size, each in pairs))
+        return ShardedDim((ShardedFactor(f"d{at}", None, tuple(map(mesh.called, split))),))
+
+    reductions = tuple(PendingReduction(op, tuple(map(mesh.called, layouts))) for op, layouts in pending)
+    return Sharding(mesh, tuple(dim(*each) for each in enumerate(splits)), reductions)
 
 
 # --- by definition --------------------------------------------------------------------------------
@@ -39,15 +75,15 @@ def coordinate(layout: Layout, position: int) -> int:
     return index
 
 
-def held(state: State, shape: tuple[int, ...], position: int) -> list[np.ndarray]:
+def held(state: Sharding, shape: tuple[int, ...], position: int) -> list[np.ndarray]:
     """For each dim the indices that the position holds."""
     found = []
-    for size, split in zip(shape, state.splits, strict=True):
-        sizes, splits = (split.sizes, split.splits) if isinstance(split, Factors) else ((size,), (split,))
+    for size, dim in zip(shape, state.dims, strict=True):
+        sizes = [factor.size for factor in dim.factors] if len(dim.factors) > 1 else [size]
         pieces = []
-        for factor, layouts in zip(sizes, splits, strict=True):
-            indices = np.arange(factor)
-            for layout in layouts:
+        for extent, factor in zip(sizes, dim.factors, strict=True):
+            indices = np.arange(extent)
+            for layout in factor.layouts:
                 indices = chunk(indices, layout.size, coordinate(layout, position))
             pieces.append(indices)
         grid = np.arange(size).reshape(sizes)
@@ -55,12 +91,12 @@ def held(state: State, shape: tuple[int, ...], position: int) -> list[np.ndarray
     return found
 
 
-def positions(state: State) -> dict[int, int]:
+def positions(state: Sharding) -> dict[int, int]:
     return {rank: position for position, rank in enumerate(state.universe.ranks)}
 
 
-def pending_layouts(state: State) -> list[tuple[str, Layout]]:
-    return [(op, layout) for op, layouts in state.pending for layout in layouts if layout.size > 1]
+def pending_layouts(state: Sharding) -> list[tuple[str, Layout]]:
+    return [(p.op, axis.layout) for p in state.pending for axis in p.axes if axis.size > 1]
 
 
 def resolve(values: dict[tuple[int, ...], np.ndarray], pending: list[tuple[str, Layout]]) -> np.ndarray:
@@ -74,15 +110,15 @@ def resolve(values: dict[tuple[int, ...], np.ndarray], pending: list[tuple[str, 
     return values[()]
 
 
-def copy_of(state: State, position: int) -> int:
+def copy_of(state: Sharding, position: int) -> int:
     """Which of the independent tensors a position is part of: its digits outside the extent."""
-    return position - state.extent.offset(coordinate(state.extent, position))
+    return position - state.mesh.extent.offset(coordinate(state.mesh.extent, position))
 
 
 class Truth:
     """The tensors that a source state describes: one for each line of its extent."""
 
-    def __init__(self, state: State, shape: tuple[int, ...], seed: int = 0):
+    def __init__(self, state: Sharding, shape: tuple[int, ...], seed: int = 0):
         self.shape, self.seed = shape, seed
         self.pending = pending_layouts(state)
         self.values: dict[int, dict[tuple[int, ...], np.ndarray]] = {}
@@ -93,7 +129,7 @@ class Truth:
                 rng = np.random.default_rng((seed, copy_of(state, position), *key))
                 layers[key] = np.array(rng.integers(-99, 99, shape) * 60.0)
 
-    def tiles(self, state: State) -> dict[int, np.ndarray]:
+    def tiles(self, state: Sharding) -> dict[int, np.ndarray]:
         """What each rank holds at the start."""
         found = {}
         for position, rank in enumerate(state.universe.ranks):
@@ -102,7 +138,7 @@ class Truth:
             found[rank] = whole[np.ix_(*held(state, self.shape, position))]
         return found
 
-    def check(self, source: State, target: State, tiles: dict[int, np.ndarray]) -> None:
+    def check(self, source: Sharding, target: Sharding, tiles: dict[int, np.ndarray]) -> None:
         """Every rank of the target holds its part; what is still pending resolves to the truth."""
         pending = pending_layouts(target)
         groups: dict[tuple[object, ...], dict[tuple[int, ...], np.ndarray]] = {}
@@ -128,7 +164,7 @@ def run(plan: Plan, seed: int = 0) -> None:
     tiles = truth.tiles(plan.source)
     state = plan.source
     for step in plan.steps:
-        assert step.source.splits == state.splits
+        assert step.source.dims == state.dims
         tiles = carry_out(step, tiles, itemsize_of(plan.dtype))
         state = step.target
     check_memory(plan)
@@ -150,13 +186,11 @@ def check_memory(plan: Plan) -> None:
     assert plan.peak_bytes <= (max(source, target) + source + target) * itemsize + 2 * limit
 
 
-def sizes_of(state: State, shape: tuple[int, ...]) -> list[tuple[int, list[int]]]:
+def sizes_of(state: Sharding, shape: tuple[int, ...]) -> list[tuple[int, list[int]]]:
     found = []
-    for size, split in zip(shape, state.splits, strict=True):
-        if isinstance(split, Factors):
-            found += [(n, [lay.size for lay in lays]) for n, lays in zip(split.sizes, split.splits, strict=True)]
-        else:
-            found.append((size, [layout.size for layout in split]))
+    for size, dim in zip(shape, state.dims, strict=True):
+        sizes = [factor.size for factor in dim.factors] if len(dim.factors) > 1 else [size]
+        found += [(n, [lay.size for lay in f.layouts]) for n, f in zip(sizes, dim.factors, strict=True)]
     return found
 
 
@@ -166,15 +200,15 @@ def piece(size: int, splits: list[int]) -> int:
     return size
 
 
-def largest(state: State, shape: tuple[int, ...]) -> int:
+def largest(state: Sharding, shape: tuple[int, ...]) -> int:
     return math.prod(piece(size, splits) for size, splits in sizes_of(state, shape))
 
 
 def padded_tile(plan: Plan) -> int:
     """The larger tile, where each dim counts as what the splits of either state round it up to."""
-    pairs = zip(plan.source.splits, plan.target.splits, strict=True)
+    pairs = zip(plan.source.dims, plan.target.dims, strict=True)
     sides = zip(*[aligned(one, two) or (one, two) for one, two in pairs], strict=True) if plan.shape else ((), ())
-    states = [replace(s, splits=splits) for s, splits in zip((plan.source, plan.target), sides, strict=True)]
+    states = [replace(s, dims=tuple(dims)) for s, dims in zip((plan.source, plan.target), sides, strict=True)]
     both = [sizes_of(state, plan.shape) for state in states]
     if plan.source.universe != plan.target.universe:
         return max(largest(plan.source, plan.shape), largest(plan.target, plan.shape), shared_tile(plan))

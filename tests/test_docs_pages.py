@@ -18,8 +18,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import plan
 from axes.algebra.planning.candidates import COLLECTIVES
-from axes.algebra.sharding import state_of
-from axes.algebra.state import State
+from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
 from axes.show.picture import Part, of_plan, overlay, trace
 from docs import generate
@@ -111,10 +110,10 @@ CUBE = tuple(Layout((2,), (stride,)) for stride in (4, 2, 1))
 STATES = oracle.all_states(3, 3)
 
 
-def cube(place: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]) -> State:
+def cube(place: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]) -> Sharding:
     splits = tuple(tuple(CUBE[axis] for axis in dim) for dim in place[0])
     pending = (("sum", tuple(CUBE[axis] for axis in place[1])),) if place[1] else ()
-    return State(Universe.of(range(8)), Layout((8,), (1,)), splits, pending)
+    return oracle.lying(Universe.of(range(8)), Layout((8,), (1,)), splits, pending)
 
 
 @st.composite
@@ -172,7 +171,7 @@ def test_parts_that_are_alike_are_drawn_as_one():
 
 
 def picture(mesh: Mesh, source: str, target: str) -> ElementTree.Element:
-    ends = [state_of(mesh.sharding(spec), (8, 8)) for spec in (source, target)]
+    ends = [mesh.sharding(spec) for spec in (source, target)]
     return ElementTree.fromstring(of_plan(plan(*ends, (8, 8)), mesh, ("s", "d")))
 
 

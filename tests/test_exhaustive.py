@@ -16,7 +16,6 @@ import torch
 
 import axes
 from axes.algebra.plan import plan
-from axes.algebra.sharding import state_of
 from axes.runtime.redistribute import redistribute
 from tests.redistribution_cases import AXES, Placing, at, coordinate_of, expected, pairs, placings, varied
 
@@ -36,8 +35,7 @@ def kinds(chosen: list[Pair]) -> Counter[str]:
     mesh = axes.Mesh("a=2 b=2 c=2")
     found: Counter[str] = Counter()
     for pair in chosen:
-        states = (state_of(mesh.sharding(placing.spec), SHAPE) for placing in pair)
-        found.update(step.kind for step in plan(*states, SHAPE).steps)
+        found.update(step.kind for step in plan(*(mesh.sharding(placing.spec) for placing in pair), SHAPE).steps)
     return found
 
 

@@ -19,7 +19,7 @@ from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import Recipe, recipe
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import plan
-from axes.algebra.sharding import Sharding, state_of
+from axes.algebra.sharding import Sharding
 from axes.ops.einops_ops import rearrange, reduce, repeat
 from axes.ops.einsum import einsum
 
@@ -321,7 +321,7 @@ def collectives(found: Recipe) -> list[str]:
     """What the recipe communicates, in order."""
     steps = []
     for source, target, shape in found.moves:
-        made = plan(state_of(unmarked(source), shape), state_of(unmarked(target), shape), shape, "float32")
+        made = plan(unmarked(source), unmarked(target), shape, "float32")
         steps += [f"{step.kind} {' '.join(step.axes)}" for step in made.steps if step.kind in KINDS]
     return steps
 

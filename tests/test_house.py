@@ -135,6 +135,7 @@ NAMED_BELOW = {
     "axes.algebra.ambient": {"axes.algebra.mesh"},
     "axes.algebra.seam": {"axes.algebra.mesh", "axes.algebra.sharding"},
     "axes.algebra.sharding": {"axes.algebra.mesh"},
+    "axes.algebra.specs": {"axes.algebra.mesh"},
 }
 
 

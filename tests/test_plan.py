@@ -23,7 +23,7 @@ from axes.algebra import plan as planner
 from axes.algebra.cost import CostModel
 from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan, choices, plan
-from axes.algebra.state import Factors, Split, State
+from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
 from tests import plan_oracle as oracle
 
@@ -38,13 +38,14 @@ STATES = oracle.all_states(3, 3)
 PAIRS = [(a, b) for a in STATES for b in STATES if set(b[1]) <= set(a[1])]
 
 
-def cube(place: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]], op: str = "sum") -> State:
+def cube(place: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]], op: str = "sum") -> Sharding:
     splits, pending = (tuple(tuple(CUBE[axis] for axis in dim) for dim in place[0]), place[1])
     reductions = ((op, tuple(CUBE[axis] for axis in pending)),) if pending else ()
-    return State(Universe.of(range(8)), Layout((8,), (1,)), splits, reductions, tuple(zip(CUBE, "xyz", strict=True)))
+    names = dict(zip("xyz", CUBE, strict=True))
+    return oracle.lying(Universe.of(range(8)), Layout((8,), (1,)), splits, reductions, names)
 
 
-def missing(source: State, target: State, shape: tuple[int, ...]) -> int:
+def missing(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> int:
     """The most elements that any rank wants and hasn't, by the definition of the states."""
     most = 0
     for position in range(source.universe.size):
@@ -164,7 +165,7 @@ def meshes(draw, shapes=MESHES) -> tuple[Universe, list[Layout]]:
 
 
 @st.composite
-def states(draw, mesh, ndim: int, ops=("sum",), pending: bool = True, extent: Layout | None = None) -> State:
+def states(draw, mesh, ndim: int, ops=("sum",), pending: bool = True, extent: Layout | None = None) -> Sharding:
     universe, axes = mesh
     splits: list[list[Layout]] = [[] for _ in range(ndim)]
     reductions: list[tuple[str, tuple[Layout, ...]]] = []
@@ -175,18 +176,18 @@ def states(draw, mesh, ndim: int, ops=("sum",), pending: bool = True, extent: La
         elif place == -2:
             reductions.append((draw(st.sampled_from(ops)), (axis,)))
     whole = Layout((universe.size,), (1,)) if extent is None else extent
-    return State(universe, whole, tuple(map(tuple, splits)), tuple(reductions))
+    return oracle.lying(universe, whole, tuple(map(tuple, splits)), tuple(reductions))
 
 
 @st.composite
-def kept(draw, source: State, target: State) -> State:
+def kept(draw, source: Sharding, target: Sharding) -> Sharding:
     """The target with some of the source's last reductions still pending."""
-    used = {layout for split in target.splits for layout in split}
-    keep: list[tuple[str, tuple[Layout, ...]]] = []
-    for op, pending in reversed(source.pending):
-        if used & set(pending) or draw(st.booleans()):
+    used = {axis for dim in target.dims for axis in dim.axes}
+    keep: list[PendingReduction] = []
+    for pending in reversed(source.pending):
+        if used & set(pending.axes) or draw(st.booleans()):
             break
-        keep.insert(0, (op, pending))
+        keep.insert(0, pending)
     return replace(target, pending=tuple(keep))
 
 
@@ -240,7 +241,7 @@ def test_there_and_back_is_where_it_was_and_a_detour_arrives_at_the_same(data, m
     a, b, c = (data.draw(states(mesh, len(shape), pending=False)) for _ in range(3))
     start = oracle.Truth(a, shape).tiles(a)
 
-    def along(*route: State) -> dict[int, np.ndarray]:
+    def along(*route: Sharding) -> dict[int, np.ndarray]:
         tiles = start
         for one, two in itertools.pairwise(route):
             for step in plan(one, two, shape, "float64", model).steps:
@@ -333,18 +334,18 @@ def test_factors_of_a_dim_arrive_whether_or_not_the_other_side_is_factored(data,
     extent = Layout((universe.size,), (1,))
     factors = (data.draw(st.integers(1, 3)), 6 * data.draw(st.integers(1, 2)), data.draw(st.sampled_from((1, 4, 6))))
 
-    def split(axis: Layout) -> Factors:
+    def split(axis: Layout) -> oracle.Grouped:
         where = data.draw(st.integers(0, 2).filter(lambda at: factors[at] % axis.size == 0))
-        return Factors(factors, tuple((axis,) if at == where else () for at in range(3)))
+        return oracle.Grouped(factors, tuple((axis,) if at == where else () for at in range(3)))
 
     at = data.draw(st.integers(0, 2))  # the dims in front matter: the parts of a factor aren't one stretch there
 
-    def around(split: Factors) -> tuple[Split, ...]:
+    def around(split: oracle.Grouped) -> tuple[oracle.Split, ...]:
         return (*((),) * at, split, *((),) * (2 - at))
 
     plain = data.draw(states((universe, axes), 3))
-    one = State(universe, extent, around(split(axes[0])), tuple(("sum", (axis,)) for axis in axes[1:]))
-    two = data.draw(st.sampled_from([plain, State(universe, extent, around(split(axes[0])))]))
+    one = oracle.lying(universe, extent, around(split(axes[0])), tuple(("sum", (axis,)) for axis in axes[1:]))
+    two = data.draw(st.sampled_from([plain, oracle.lying(universe, extent, around(split(axes[0])))]))
     shape = tuple(math.prod(factors) if dim == at else data.draw(sizes) for dim in range(3))
     oracle.run(plan(one, replace(two, pending=()), shape, "float64", model))
     oracle.run(plan(plain, replace(one, pending=()), shape, "float64", model))

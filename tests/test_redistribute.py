@@ -18,7 +18,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes.algebra.errors import DesyncError, ShardingError
-from axes.algebra.sharding import state_of
 from axes.runtime import programs
 from axes.runtime import redistribute as engine
 from axes.runtime.groups import current_world
@@ -424,7 +423,7 @@ def in_rounds() -> list[bool]:
             results = []
             for programs.WHOLE, programs.STAGED, programs.PASSED_ON in (limits, (0, 300, 0)):
                 current_world().caches.clear()
-                ends = engine.Ends(*(state_of(mesh.sharding(s), shape) for s in (source, target)), shape, (mesh, mesh))
+                ends = engine.Ends(*(mesh.sharding(s).at(shape) for s in (source, target)), shape)
                 results.append(engine.run(engine.program(ends, dtype), local))
             found.append(torch.equal(*results) and tuple(results[1].shape) == wanted.local_shape(shape))
             found.append(results[1].untyped_storage().data_ptr() != local.untyped_storage().data_ptr())

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from axes.algebra.chunks import largest_chunk, nested_chunk
+from axes.algebra.chunks import factor_runs, largest_chunk, nested_chunk
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import PlacementSpec, check_torch_can, placement_specs
-from axes.algebra.sharding import Sharding, index_runs, parsed_sharding
+from axes.algebra.sharding import Sharding
+from axes.algebra.specs import parsed_sharding
 
 from .strategies import (
     FactorCase,
@@ -145,7 +146,7 @@ def test_index_runs_are_the_merged_indices_of_a_restricted_grid(extents, data):
         ranges.append((start, data.draw(st.integers(start, extent))))
     grid = np.arange(math.prod(extents)).reshape(extents)
     expected = grid[tuple(slice(*r) for r in ranges)].reshape(-1).tolist()
-    runs = index_runs(extents, ranges)
+    runs = factor_runs(tuple(extents), tuple(ranges))
     assert [i for start, stop in runs for i in range(start, stop)] == expected
     assert all(a[1] < b[0] for a, b in itertools.pairwise(run for run in runs if run[0] < run[1]))
 

@@ -11,6 +11,14 @@ Five elements over axes of size 2 and 2 are cut into 3 and 2, then each into 2 a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from itertools import product
+
+Runs = tuple[tuple[int, int], ...]
+"""Ascending, disjoint `(start, stop)` along one dim; `((start, start),)` where there is nothing."""
+
+Tile = tuple[Runs, ...]
+"""What a rank holds of a tensor: the product, over the dims, of their runs."""
 
 
 def nested_chunk(extent: int, sizes: Iterable[int], coordinates: Iterable[int]) -> tuple[int, int]:
@@ -27,3 +35,68 @@ def largest_chunk(extent: int, sizes: Iterable[int]) -> int:
     for size in sizes:
         extent = -(-extent // size)
     return extent
+
+
+def smallest_chunk(extent: int, sizes: Iterable[int]) -> int:
+    """Elements of the smallest piece of `nested_chunk`.
+
+    >>> smallest_chunk(5, (2, 2)), smallest_chunk(5, (4,))
+    (1, 0)
+    """
+    # Not always the last piece: a smaller extent may be cut more evenly than a larger one.
+    extents = {extent}
+    for size in sizes:
+        extents = {piece for whole in extents for piece in _piece_sizes(whole, size)}
+    return min(extents)
+
+
+def _piece_sizes(extent: int, size: int) -> set[int]:
+    piece = -(-extent // size)
+    full = extent // piece if piece else size
+    rest = {extent - full * piece} if full < size else set()
+    return ({piece} if full else set()) | rest | ({0} if full + 1 < size else set())
+
+
+@lru_cache(maxsize=4096)
+def factor_runs(sizes: tuple[int, ...], pieces: tuple[tuple[int, int], ...]) -> Runs:
+    """The runs of a factored dim: a product of intervals, flattened in row-major order.
+
+    >>> factor_runs((3, 4), ((0, 3), (2, 4)))
+    ((2, 4), (6, 8), (10, 12))
+    """
+    if any(start >= stop for start, stop in pieces):
+        return ((0, 0),)
+    inner = 1
+    last = len(sizes) - 1
+    while last > 0 and pieces[last] == (0, sizes[last]):
+        inner *= sizes[last]
+        last -= 1
+    length = (pieces[last][1] - pieces[last][0]) * inner
+    runs: list[tuple[int, int]] = []
+    for outer in product(*(range(*piece) for piece in pieces[:last])):
+        at = 0
+        for index, size in zip((*outer, pieces[last][0]), sizes, strict=False):
+            at = at * size + index
+        runs.append((at * inner, at * inner + length))
+    return merged(runs)
+
+
+def merged(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Adjacent runs as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def count(runs: Runs) -> int:
+    """How many indices the runs hold."""
+    return sum(stop - start for start, stop in runs)
+
+
+def tile_shape(held: Tile) -> tuple[int, ...]:
+    """The shape of the local tensor that holds a tile."""
+    return tuple(count(runs) for runs in held)

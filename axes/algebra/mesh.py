@@ -45,8 +45,9 @@ from axes.algebra.grammar import (
 )
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
-from axes.algebra.sharding import Sharding, parsed_sharding
+from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, whole_number, written_sizes
+from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
 
@@ -57,7 +58,8 @@ class Mesh:
     names for the same ranks. Sizes stand inline, as keywords or in `sizes=`; one that is left out
     follows from the others and from the number of `ranks`. `ranks` is any sequence of distinct
     global ranks, by default as many as the sizes multiply to, from 0. `ranks_per_node` tells the
-    cost model where nodes end.
+    cost model where nodes end. Its `layout_of_all` is the axes flattened into one, in their order; its
+    `extent` the same ranks in the order of the universe.
 
     Raises `ExpressionError` for text outside the grammar, `SizeError` for sizes that don't follow,
     don't divide or contradict, `MeshError` for names and ranks that can't be.
@@ -72,6 +74,8 @@ class Mesh:
         "_view",
         "axis_names",
         "binding",
+        "extent",
+        "layout_of_all",
         "layouts",
         "namespace",
         "ranks_per_node",
@@ -85,6 +89,8 @@ class Mesh:
     namespace: Namespace
     ranks_per_node: int | None
     binding: Any
+    layout_of_all: Layout
+    extent: Layout
     size: int
     _hash: int
     _view: int | None
@@ -129,7 +135,10 @@ class Mesh:
         )
         put("ranks_per_node", ranks_per_node)
         put("binding", binding)
-        put("size", _whole(axis_names, layouts).size)
+        whole = _whole(axis_names, layouts)
+        put("layout_of_all", whole)
+        put("extent", Layout.of(sorted(whole.modes, key=lambda mode: -mode[1])))
+        put("size", whole.size)
         put("_view", view)
         put("_hash", hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding)))
 
@@ -189,11 +198,6 @@ class Mesh:
         if self._view is not None:
             return self._view
         return seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
-
-    @property
-    def layout_of_all(self) -> Layout:
-        """The axes flattened into one, in their order."""
-        return _whole(self.axis_names, self.layouts)
 
     def layout(self, name: str) -> Layout:
         """What a name means; `MeshError` with the nearest name for one that isn't known.
@@ -454,16 +458,22 @@ class Mesh:
     def calls(self, modes: Iterable[Mode]) -> tuple[NamedLayout, ...]:
         """Digits in order by the longest names that the mesh has for them; what has none is called by its digits.
 
-        >>> Mesh("dp=2 cp=2 tp=2", "both = dp cp").calls([(2, 1), (2, 4), (2, 2)])
-        (NamedLayout(layout=2:1, name='tp'), NamedLayout(layout=4:2, name='both'))
+        >>> mesh = Mesh("dp=2 cp=2 tp=2", "both = dp cp")
+        >>> print(*mesh.calls([(2, 1), (4, 2)]), *mesh.calls([(8, 1)]), *mesh.calls([(4, 1)]))
+        tp both both tp cp tp
         """
-        known = set(self.namespace.values())
+        known = sorted(self.namespace.items(), key=lambda item: -item[1].size)
+        rest = list(Layout.of(modes).modes)
         found: list[NamedLayout] = []
-        rest = list(modes)
         while rest:
-            stop = next((n for n in range(len(rest), 0, -1) if Layout.of(rest[:n]) in known), 1)
-            found.append(self.called(Layout.of(rest[:stop])))
-            del rest[:stop]
+            for name, layout in known:
+                behind = _behind(rest, layout) if layout.size > 1 else None
+                if behind is not None:
+                    found.append(NamedLayout(layout, name))
+                    rest = behind
+                    break
+            else:
+                found.append(self.called(Layout.of([rest.pop(0)])))
         return tuple(found)
 
     def called(self, layout: Layout) -> NamedLayout:
@@ -478,6 +488,13 @@ class Mesh:
     def named(self, names: Iterable[str]) -> tuple[NamedLayout, ...]:
         """Names as the layouts that they have here. Raises `MeshError` for a name that isn't one."""
         return tuple([NamedLayout(self.layout(name), name) for name in names])
+
+    def along(self, layout: Layout) -> Mesh:
+        """The mesh of this rank's line along a layout, as one axis: who is elsewhere isn't of it."""
+        if layout == self.extent:
+            return self
+        name = " ".join(map(str, self.calls(layout.modes))) or "1"
+        return self._with(axis_names=(name,), namespace={**self.namespace, name: layout})
 
     def made_of(self, layouts: Iterable[Layout]) -> list[str] | None:
         """The axes of the mesh that have the digits of `layouts` in any order; None where those cut an axis.
@@ -635,6 +652,17 @@ def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
             f"axes {', '.join(names)} come from factorizations that have no common digits: "
             f"{', '.join(map(str, layouts))}"
         ) from None
+
+
+def _behind(modes: Sequence[Mode], layout: Layout) -> list[Mode] | None:
+    """What is left of the digits after those of `layout`, or None where they don't begin with it."""
+    left = list(modes)
+    for size, stride in layout.modes:
+        if not left or left[0][0] * left[0][1] != size * stride or left[0][0] % size:
+            return None
+        rest, low = left[0][0] // size, left[0][1]
+        left[:1] = [(rest, low)] if rest > 1 else []
+    return left
 
 
 def _checked_node(ranks_per_node: int | None) -> int | None:

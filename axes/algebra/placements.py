@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout, NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, same_cuts
-from axes.algebra.state import LINEAR
+from axes.algebra.sharding import LINEAR, PendingReduction, ShardedDim, ShardedFactor, Sharding, same_cuts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,13 @@
 """Plans: any sharding turned into any other, by the cheapest sequence of collectives.
 
->>> world = Universe.of(range(8))
->>> dp, tp = Layout((2,), (4,)), Layout((4,), (1,))
->>> names = ((dp, "dp"), (tp, "tp"))
->>> source = State(world, Layout((8,), (1,)), ((dp,), (tp,), ()), names=names)
->>> target = State(world, Layout((8,), (1,)), ((dp,), (), (tp,)), names=names)
+>>> from axes.algebra.mesh import Mesh
+>>> mesh = Mesh("dp=2 tp=4")
+>>> source, target = mesh.sharding("b@dp s@tp d"), mesh.sharding("b@dp s d@tp")
 >>> print(plan(source, target, (8, 2048, 4096), "bfloat16"))
-d0@dp d1@tp d2 -> d0@dp d1 d2@tp     [8, 2048, 4096] bfloat16
+b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
   1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
 
-A plan is made of algebra alone: two states, a shape and a dtype. It is the same on every rank,
+A plan is made of algebra alone: two shardings, a shape and a dtype. It is the same on every rank,
 whatever groups exist, and takes the same time for eight ranks and for a million: ranks are listed
 only when a step is asked for them (`ranks`, `exchange`).
 
@@ -31,10 +29,10 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
 from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates, tiles_are_even
 from axes.algebra.planning.crossing import crossings
-from axes.algebra.planning.form import Digit, common, state_of_form
+from axes.algebra.planning.form import Digit, common, sharding_of_form
 from axes.algebra.planning.step import Step
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape
-from axes.algebra.state import Factors, State, check_state, divides_evenly, largest_tile
 from axes.algebra.universe import Universe
 
 ITEMSIZE = {
@@ -46,18 +44,21 @@ ITEMSIZE = {
 }
 """Bytes per element of each dtype; any `float8...` or `float4...` has 1."""
 
+OPS = ("sum", "mean", "max", "min")
+"""The reductions that can be pending."""
+
 _DEFAULT = CostModel()
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The steps from one state to another, which it prints as a list.
+    """The steps from one sharding to another, which it prints as a list.
 
     cost: modelled microseconds. rank: the rank that the plan is seen from; `at` gives another view.
     """
 
-    source: State
-    target: State
+    source: Sharding
+    target: Sharding
     shape: tuple[int, ...]
     dtype: str
     steps: tuple[Step, ...]
@@ -82,8 +83,8 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits that ranks can compare: what is done to what, without names or views."""
-        ends = [(s.universe, s.extent, s.splits, s.pending) for s in (self.source, self.target)]
-        done = [(step.kind, step.layout, step.op, step.divisor, step.target.splits) for step in self.steps]
+        ends = [_without_names(end) for end in (self.source, self.target)]
+        done = [(step.kind, step.layout, step.op, step.divisor, _without_names(step.target)) for step in self.steps]
         return hashlib.sha256(repr((ends, self.shape, self.dtype, done)).encode()).hexdigest()[:16]
 
     @property
@@ -94,8 +95,8 @@ class Plan:
         reduced and scattered take up to 16 MiB more, where the parts arrive that are to be added up.
         """
         itemsize = itemsize_of(self.dtype)
-        held = largest_tile(self.source, self.shape) * itemsize
-        made = largest_tile(self.target, self.shape) * itemsize
+        held = self.source.largest_tile(self.shape) * itemsize
+        made = self.target.largest_tile(self.shape) * itemsize
         during = (step.output_bytes + step.send_bytes + step.receive_bytes for step in self.steps)
         return held + max(made, *during, 0)
 
@@ -117,8 +118,8 @@ class Plan:
 
 
 def plan(
-    source: State,
-    target: State,
+    source: Sharding,
+    target: Sharding,
     shape: Sequence[int],
     dtype: str = "float32",
     cost_model: Model = _DEFAULT,
@@ -128,34 +129,44 @@ def plan(
 
     rank: the rank to see it from, the first of the source by default.
 
-    Raises `ShardingError`, with both states on a line each, where there is no such redistribution:
+    Raises `ShardingError`, with both shardings on a line each, where there is no such redistribution:
     an axis twice, a split factor that doesn't divide, ranks that the source says nothing about,
     a reduction pending where the source has none, or kept while one after it is resolved.
     """
     shape = checked_shape(shape)
-    source, target = _without_same(source), _without_same(target)
+    source, target = _seen(source, shape), _seen(target, shape)
     found = _plan(source, target, shape, dtype, cost_model)
-    if found.source.text != source.text or found.target.text != target.text:
-        found = replace(found, source=source, target=target)
+    if (str(found.source), str(found.target)) != (str(source), str(target)):
+        found = replace(found, source=source, target=target)  # planned before under other names
     return found if rank is None or rank == found.rank else found.at(checked_rank("rank", rank))
 
 
-def _without_same(state: State) -> State:
-    """`same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone."""
-    if all(op != "same" for op, _ in state.pending):
-        return state
-    return replace(state, pending=tuple(item for item in state.pending if item[0] != "same"))
+def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """What planning sees of a sharding.
+
+    `same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone.
+    """
+    if any(p.op == "same" for p in end.pending):
+        end = replace(end, pending=tuple(p for p in end.pending if p.op != "same"))
+    return end.at(shape)
+
+
+def _without_names(end: Sharding) -> tuple[object, ...]:
+    """What a sharding says, for ranks to compare."""
+    dims = [[(factor.size, factor.layouts) for factor in dim.factors] for dim in end.dims]
+    pending = [(p.op, [axis.layout for axis in p.axes]) for p in end.pending]
+    return end.universe, end.mesh.extent, dims, pending
 
 
 @lru_cache(maxsize=4096)
-def _plan(source: State, target: State, shape: tuple[int, ...], dtype: str, model: Model) -> Plan:
+def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Plan:
     first = source.universe.rank(0)
     if 0 in shape:
         check_pair(source, target, shape, dtype)
         empty = Step("slice", source, target, shape, Layout(), 1, first)
         return Plan(source, target, shape, dtype, (empty,), 0.0, first)
     ways = None
-    if divides_evenly(source, shape) and divides_evenly(target, shape):
+    if source.divides(shape) and target.divides(shape):
         ways = _ways(source, target, _representative(source, target, shape), dtype, model)
     if ways is None or not ways.are_even:
         ways = _ways(source, target, shape, dtype, model)
@@ -163,11 +174,11 @@ def _plan(source: State, target: State, shape: tuple[int, ...], dtype: str, mode
     return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), first)
 
 
-def _representative(source: State, target: State, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
     """A small shape that every step cuts as it cuts `shape`, if it cuts it evenly. Factors have one size."""
     found = alike(shape, math.lcm(source.universe.size, target.universe.size))
-    splits = zip(source.splits, target.splits, strict=True)
-    factored = (any(isinstance(split, Factors) for split in pair) for pair in splits)
+    pairs = zip(source.dims, target.dims, strict=True)
+    factored = (any(len(dim.factors) > 1 for dim in pair) for pair in pairs)
     return tuple(size if whole else small for size, small, whole in zip(shape, found, factored, strict=True))
 
 
@@ -189,24 +200,24 @@ def alike(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _ways(source: State, target: State, shape: tuple[int, ...], dtype: str, model: Model) -> _Ways:
+def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> _Ways:
     check_pair(source, target, shape, dtype)
     return _Ways(source, target, shape, itemsize_of(dtype), model)
 
 
 def choices(
-    source: State, target: State, shape: Sequence[int], dtype: str = "float32", cost_model: Model = _DEFAULT
+    source: Sharding, target: Sharding, shape: Sequence[int], dtype: str = "float32", cost_model: Model = _DEFAULT
 ) -> list[Plan]:
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
     shape = checked_shape(shape)
-    source, target = _without_same(source), _without_same(target)
+    source, target = _seen(source, shape), _seen(target, shape)
     ways = _ways(source, target, shape, dtype, cost_model)
     made = [ways.steps(at, shape) for at in range(len(ways.legs))]
     first = source.universe.rank(0)
     return [Plan(source, target, shape, dtype, s, sum(step.cost for step in s), first) for s in made]
 
 
-def _choices(source: State, target: State, shape: tuple[int, ...], model: Model) -> list[Legs]:
+def _choices(source: Sharding, target: Sharding, shape: tuple[int, ...], model: Model) -> list[Legs]:
     universe = source.universe
     node = Layout((model.ranks_per_node,), (1,))
     aligned = common(source, target, shape, node) if universe == target.universe else None
@@ -232,13 +243,13 @@ def _times(elements: int, more: Ratio, shares: int = 1) -> int:
 
 
 class _Ways:
-    """The sequences of legs worth weighing between two states, for `shape` and, where all tiles are even, its like.
+    """The sequences of legs worth weighing between two shardings, for `shape` and, where all tiles are even, its like.
 
     Every number of a leg is then proportional to the elements of the tensor: for another shape that is cut
     alike the ways are the same, and which of them is the cheapest is asked of its own numbers.
     """
 
-    def __init__(self, source: State, target: State, shape: tuple[int, ...], itemsize: int, model: Model):
+    def __init__(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, model: Model):
         self.source, self.target, self.shape = source, target, shape
         self.itemsize, self.model = itemsize, model
         self.legs = _choices(source, target, shape, model)
@@ -288,9 +299,9 @@ class _Ways:
         ranks = [*self.source.universe.ranks, *(r for r in self.target.universe.ranks if r not in has)]
         return len(ranks), members_of_node(ranks, nodes)
 
-    def _states(self, at: int) -> list[State]:
-        # The ends are the states as they were given, so that nothing is lost of how they were said.
-        between = [leg.outside or state_of_form(leg.space, leg.target) for leg in self.legs[at][:-1]]
+    def _states(self, at: int) -> list[Sharding]:
+        # The ends are the shardings as they were given, so that nothing is lost of how they were said.
+        between = [leg.outside or sharding_of_form(leg.space, leg.target) for leg in self.legs[at][:-1]]
         return [self.source, *between, self.target]
 
     def steps(self, at: int, shape: tuple[int, ...]) -> tuple[Step, ...]:
@@ -299,7 +310,7 @@ class _Ways:
         ends = pairwise(self.states(at))
         return tuple(self._step(leg, *pair, shape, more) for leg, pair in zip(self.legs[at], ends, strict=False))
 
-    def _step(self, leg: Leg, source: State, target: State, shape: tuple[int, ...], more: Ratio) -> Step:
+    def _step(self, leg: Leg, source: Sharding, target: Sharding, shape: tuple[int, ...], more: Ratio) -> Step:
         def bytes_of(elements: int, shares: int = 1) -> int:
             return _times(elements, more, shares) * self.itemsize
 
@@ -320,7 +331,7 @@ class _Ways:
             bytes_of(leg.sent, leg.shares),
             bytes_of(leg.send),
             bytes_of(leg.receive),
-            largest_tile(target, shape) * self.itemsize,
+            target.largest_tile(shape) * self.itemsize,
             _times(leg.padded, more),
             leg.flat,
             self.time(leg, more, received) if leg.kind in COLLECTIVES else 0.0,
@@ -331,19 +342,24 @@ class _Ways:
 # --- what can't be --------------------------------------------------------------------------------
 
 
-def check_pair(source: State, target: State, shape: tuple[int, ...], dtype: str) -> None:
+def check_pair(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str) -> None:
     """Raise `ShardingError` where nothing can take `source` to `target`. Cheap: no rank is looked at."""
-    for state in (source, target):
-        check_state(state, shape)
+    for end in (source, target):
+        if end.ndim != len(shape):
+            raise ShardingError(f"'{end}' has {end.ndim} dims; the tensor has shape {list(shape)}")
+        unknown = next((p.op for p in end.pending if p.op not in OPS), None)
+        if unknown is not None:
+            raise ShardingError(f"'{end}' has '{unknown}' pending; known reductions: {', '.join(OPS)}")
     if source.universe == target.universe:
-        if source.extent != target.extent and not source.extent.contains(target.extent):
+        here, there = source.mesh.extent, target.mesh.extent
+        if here != there and not here.contains(there):
             raise _impossible(
                 source,
                 target,
-                f"the target's mesh ({target.extent}) has ranks that the source's ({source.extent}) says nothing "
+                f"the target's mesh ({there}) has ranks that the source's ({here}) says nothing "
                 "about; declare the tensor replicated over them first, with axes.lift",
             )
-    elif any(state.extent.size != state.universe.size for state in (source, target)):
+    elif any(end.mesh.size != end.universe.size for end in (source, target)):
         raise _impossible(
             source, target, "between different sets of ranks both meshes must be whole; take the sub-mesh's own ranks"
         )
@@ -351,15 +367,15 @@ def check_pair(source: State, target: State, shape: tuple[int, ...], dtype: str)
     _check_dtype(source, target, dtype)
 
 
-def _impossible(source: State, target: State, why: str) -> ShardingError:
+def _impossible(source: Sharding, target: Sharding, why: str) -> ShardingError:
     return ShardingError(f"{why}\n  source  {source}\n  target  {target}")
 
 
-def _check_pending(source: State, target: State) -> None:
+def _check_pending(source: Sharding, target: Sharding) -> None:
     if not target.pending:
         return
-    unsplit: tuple[tuple[Layout, ...], ...] = ((),)
-    one_way, other = (State(s.universe, source.extent, unsplit, s.pending) for s in (source, target))
+    unsplit = (ShardedDim((ShardedFactor("_"),)),)
+    one_way, other = (Sharding(source.mesh, unsplit, end.pending) for end in (source, target))
     found = common(one_way, other, (1,)) if source.universe == target.universe else None
     if found is None:
         raise _impossible(source, target, "nothing can become pending on other axes than it is")
@@ -388,11 +404,11 @@ def _check_pending(source: State, target: State) -> None:
             )
 
 
-def _check_dtype(source: State, target: State, dtype: str) -> None:
+def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:
     itemsize_of(dtype)
-    for op, layouts in source.pending:
-        size = math.prod(layout.size for layout in layouts)
-        if size == 1 or (op, layouts) in target.pending:
+    for pending in source.pending:
+        op = pending.op
+        if pending in target.pending or all(axis.size == 1 for axis in pending.axes):
             continue
         if op == "mean" and not dtype.startswith(("float", "bfloat", "complex")):
             raise _impossible(source, target, f"a mean of {dtype} isn't {dtype}; convert it first, or take the sum")

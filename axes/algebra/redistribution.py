@@ -27,8 +27,9 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sharding import ShardedDim, Sharding, parsed_sharding, state_of
+from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.sizes import checked_shape, written_sizes
+from axes.algebra.specs import parsed_sharding
 
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
@@ -75,7 +76,7 @@ def plan(
     nodes = one.mesh.ranks_per_node
     model = cost_model or (CostModel() if nodes is None else CostModel(ranks_per_node=nodes))
     name = str(dtype).removeprefix("torch.")
-    return planning.plan(state_of(one, shape), state_of(two, shape), shape, name, model, one.mesh.rank)
+    return planning.plan(one, two, shape, name, model, one.mesh.rank)
 
 
 def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:

@@ -18,20 +18,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from itertools import product as cartesian
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from axes.algebra import grammar, seam
-from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
-from axes.algebra.grammar import parse_spec, place_text
+from axes.algebra import seam
+from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk
+from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
+from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.opaque import Placement
-from axes.algebra.sizes import checked_rank, checked_shape, checked_size, whole_number
-from axes.algebra.state import LINEAR, Factors, Split, State
+from axes.algebra.sizes import checked_rank, checked_shape, whole_number
+from axes.algebra.universe import Universe
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
@@ -39,16 +37,19 @@ if TYPE_CHECKING:
 Indices = slice | tuple[slice, ...]
 Shape = tuple[int, ...]
 
+LINEAR = frozenset({"sum", "mean"})
+"""The reductions that pass through anything linear."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedFactor:
     """A name, its size where it is known, and the axes that split it, major first.
 
-    `name` is None for a plain number. A group that is split as a whole is one factor, whose size is
-    a multiple of the sizes known in it.
+    `name` is for printing, None for a plain number. A group that is split as a whole is one factor, whose
+    size is a multiple of the sizes known in it.
     """
 
-    name: str | None
+    name: str | None = field(compare=False)
     size: int | None = None
     axes: tuple[NamedLayout, ...] = ()
     multiple: int = 1
@@ -63,6 +64,11 @@ class ShardedFactor:
     def pieces(self) -> int:
         """Into how many pieces the factor is split."""
         return math.prod([axis.layout.size for axis in self.axes])
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts that split the factor, each of which is one `torch.chunk`."""
+        return tuple([axis.layout for axis in self.axes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,9 @@ class PendingReduction:
 @dataclass(frozen=True)
 class Sharding:
     """How a tensor lies on a mesh. Made by `mesh.sharding(text)` or `from_placements`.
+
+    A value: two are equal that put the same data on the same ranks by the same digits of them. Names are for
+    printing. Pending reductions are resolved in their order, the first innermost.
 
     Raises `ShardingError` where an axis isn't made of the mesh's axes, or where two places take
     the same ranks.
@@ -143,10 +152,8 @@ class Sharding:
         (2,)
         """
         position = self._position(rank)
-        return tuple(
-            math.prod(stop - start for start, stop in _factor_ranges(dim, extents, position))
-            for dim, extents in zip(self.dims, self.extents(shape), strict=True)
-        )
+        pairs = zip(self.dims, self.extents(shape), strict=True)
+        return tuple(math.prod(stop - start for start, stop in _pieces_at(*pair, position)) for pair in pairs)
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
         """Where the shard of a global rank lies in the whole tensor.
@@ -157,12 +164,46 @@ class Sharding:
         >>> Mesh("tp=2").sharding("(three heads@tp)", three=3).local_indices((12,), rank=1)
         ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)),)
         """
-        position = self._position(rank)
-        found: list[Indices] = []
-        for dim, extents in zip(self.dims, self.extents(shape), strict=True):
-            runs = index_runs(extents, _factor_ranges(dim, extents, position))
-            found.append(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs))
-        return tuple(found)
+        held = self._tile_at(checked_shape(shape), self._position(rank))
+        return tuple(slice(*runs[0]) if len(runs) == 1 else tuple(slice(*run) for run in runs) for runs in held)
+
+    def tile(self, shape: Sequence[int], rank: int) -> Tile | None:
+        """What a global rank holds: for each dim its runs of indices; None for a rank outside the universe.
+
+        >>> from axes.algebra.mesh import Mesh
+        >>> Mesh("tp=2").sharding("(three heads@tp) d", three=3).tile((12, 5), 1)
+        (((2, 4), (6, 8), (10, 12)), ((0, 5),))
+        """
+        position = self.universe.position(rank)
+        return None if position is None else self._tile_at(shape, position)
+
+    def largest_tile(self, shape: Sequence[int]) -> int:
+        """Elements of the largest tile, in closed form."""
+        return math.prod(largest_chunk(size, map(_size, layouts)) for _, size, layouts in self.slots(shape))
+
+    def slots(self, shape: Sequence[int]) -> Iterator[tuple[int, int, tuple[Layout, ...]]]:
+        """`(dim, size, layouts)` of each factor of each dim."""
+        for number, (dim, extents) in enumerate(zip(self.dims, _extents(self, tuple(shape)), strict=True)):
+            for factor, size in zip(dim.factors, extents, strict=True):
+                yield number, size, factor.layouts
+
+    def divides(self, shape: Sequence[int]) -> bool:
+        """Whether every dim divides into its pieces, as split factors of a group always do."""
+        return len(shape) == self.ndim and all(
+            len(dim.factors) > 1 or size % dim.pieces == 0 for dim, size in zip(self.dims, shape, strict=True)
+        )
+
+    @property
+    def universe(self) -> Universe:
+        """The ranks, in order."""
+        return self.mesh.universe
+
+    @property
+    def used(self) -> tuple[Layout, ...]:
+        """Every layout that splits a dim or is pending, those of size 1 left out."""
+        split = [axis for dim in self.dims for axis in dim.axes]
+        pending = [axis for reduction in self.pending for axis in reduction.axes]
+        return tuple([axis.layout for axis in (*split, *pending) if axis.size > 1])
 
     def extents(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Per dim the sizes of its factors, solved from the tensor's shape.
@@ -190,7 +231,7 @@ class Sharding:
         if not _same_pending(self, other):
             return False
         if shape is None:
-            return all(itertools.starmap(_same_digits, zip(self.dims, other.dims, strict=True)))
+            return all(itertools.starmap(_same_pieces, zip(self.dims, other.dims, strict=True)))
         pairs = zip(self.dims, self.extents(shape), other.dims, other.extents(shape), strict=True)
         return all(itertools.starmap(same_cuts, pairs))
 
@@ -229,6 +270,16 @@ class Sharding:
             return self
         return _sized(self, whole)
 
+    def at(self, shape: Sequence[int]) -> Sharding:
+        """What planning sees of it for tensors of this shape: the sizes of all factors of groups, and of a group
+        whose major factor alone is split, that the dim is.
+
+        >>> from axes.algebra.mesh import Mesh
+        >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
+        '(b s)@dp (qkv=3 heads=2@tp d=4)'
+        """
+        return _at(self, tuple(shape))
+
     def named(self, names: Sequence[str]) -> Sharding:
         """The same with other names for the dims that aren't groups."""
         dims = []
@@ -256,6 +307,9 @@ class Sharding:
 
     # inside
 
+    def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
+        return tuple(_runs(*pair, position) for pair in zip(self.dims, _extents(self, tuple(shape)), strict=True))
+
     def _position(self, rank: int | None) -> int:
         rank = self.mesh.rank if rank is None else checked_rank("a rank", rank)
         position = self.mesh.universe.position(rank)
@@ -264,156 +318,23 @@ class Sharding:
         return position
 
 
-def _factor_ranges(dim: ShardedDim, extents: Sequence[int], position: int) -> list[tuple[int, int]]:
+def _pieces_at(dim: ShardedDim, extents: Sequence[int], position: int) -> Runs:
     """The part of each factor that the rank at a position has."""
     found = []
     for factor, extent in zip(dim.factors, extents, strict=True):
-        layouts = [axis.layout for axis in factor.axes]
-        found.append(nested_chunk(extent, (a.size for a in layouts), (a.coordinate(position) for a in layouts)))
-    return found
+        layouts = factor.layouts
+        found.append(nested_chunk(extent, map(_size, layouts), [a.coordinate(position) for a in layouts]))
+    return tuple(found)
 
 
-def index_runs(extents: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The contiguous runs of a flattened dim whose factors are restricted to `ranges`, in order.
-
-    >>> index_runs((3, 4), [(0, 3), (2, 4)])
-    [(2, 4), (6, 8), (10, 12)]
-    >>> index_runs((3, 4), [(1, 3), (0, 4)])
-    [(4, 12)]
-    """
-    runs, inner = [(0, 1)], 1
-    for extent, (start, stop) in zip(reversed(extents), reversed(ranges), strict=True):
-        if runs == [(0, inner)]:
-            runs = [(start * inner, stop * inner)]
-        else:
-            runs = [(i * inner + a, i * inner + b) for i in range(start, stop) for a, b in runs]
-        inner *= extent
-    return runs or [(0, 0)]
+def _runs(dim: ShardedDim, extents: Sequence[int], position: int) -> Runs:
+    """The runs of a dim that the rank at a position has."""
+    pieces = _pieces_at(dim, extents, position)
+    return pieces if len(pieces) == 1 else factor_runs(tuple(extents), pieces)
 
 
-def parsed_sharding(
-    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
-) -> Sharding:
-    """The sharding of a spec on a mesh; `...` stands for what is missing to `ndim` dims. Cached."""
-    if mesh._view is None:
-        return _parsed(mesh, spec, sizes, ndim)
-    return replace(_parsed(mesh._with(view=None), spec, sizes, ndim), mesh=mesh)
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None) -> Sharding:
-    tree = parse_spec(spec)
-    given = _given(tree, dict(sizes))
-    dims: list[ShardedDim] = []
-    try:
-        for dim in tree.dims:
-            if any(f.name == "..." for f in dim.factors):
-                dims.extend(_ellipsis(spec, tree, dim, ndim))
-            else:
-                dims.append(_dim(mesh, spec, dim, given))
-        pending = tuple(_pending(mesh, spec, p) for p in tree.pending or ())
-        _check_names(spec, tree)
-        return Sharding(mesh, tuple(dims), pending)
-    except (ShardingError, MeshError) as error:
-        if spec in str(error):
-            raise
-        raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(tree)[:200]}") from None
-
-
-@functools.lru_cache(maxsize=4096)
-def marked_sharding(
-    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
-) -> tuple[Sharding, tuple[NamedLayout, ...]]:
-    """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
-    tree = parse_spec(spec)
-    marks = [p for p in tree.pending or () if p.op == "same" and p.place is not None]
-    if not marks:
-        return parsed_sharding(mesh, spec, sizes, ndim), ()
-    rest = tuple(p for p in tree.pending or () if p not in marks)
-    found = parsed_sharding(mesh, str(replace(tree, pending=rest or None)), sizes, ndim)
-    same = tuple(axis for p in marks for axis in _axes(mesh, spec, p.place))
-    replace(found, pending=(*found.pending, PendingReduction("same", same)))  # refuses what is split or pending
-    return found, same
-
-
-def _given(tree: grammar.Spec, sizes: Mapping[str, Any]) -> dict[str, int]:
-    names = {f.name: f for dim in tree.dims for f in dim.factors if f.name not in (None, "_", "...")}
-    found: dict[str, int] = {}
-    for name, value in [*sizes.items(), *((f.name, f.size) for f in names.values())]:
-        if name not in names:
-            hint = suggestion(str(name), [n for n in names if n])
-            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the spec{hint}")
-        size = checked_size(str(name), value)
-        if size is not None and found.setdefault(name, size) != size:
-            raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
-    return found
-
-
-def _dim(mesh: Mesh, spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
-    factors = []
-    for factor in dim.factors:
-        size = factor.size if factor.name is None else sizes.get(factor.name)
-        factors.append(ShardedFactor(factor.name, size, _axes(mesh, spec, factor.place)))
-    if not dim.grouped:
-        return ShardedDim(tuple(factors))
-    if dim.place is not None or not any(factor.axes for factor in factors):
-        # Split as a whole, or not at all: to a sharding such a group is one name.
-        known = [factor.size for factor in factors]
-        multiple = math.prod(size for size in known if size is not None)
-        name = f"({' '.join(str(ShardedFactor(f.name, f.size)) for f in factors)})"
-        axes = _axes(mesh, spec, dim.place)
-        return ShardedDim((ShardedFactor(name, None if None in known else multiple, axes, multiple),))
-    return ShardedDim(tuple(factors))
-
-
-def _axes(mesh: Mesh, spec: str, place: grammar.Place | None) -> tuple[NamedLayout, ...]:
-    if place is None:
-        return ()
-    if "*" in place.names:
-        _wrong("'*' is what a tensor has; a sharding names its axes", spec, place.span)
-    return tuple([_named(mesh, name) for name in place.names])
-
-
-def _named(mesh: Mesh, name: str) -> NamedLayout:
-    """Where names end: an axis of the text as its digits."""
-    layout = mesh.namespace.get(name)
-    if layout is None:
-        raise ShardingError(f"the mesh has no axis {shortened(name)}{suggestion(name, mesh.namespace)}")
-    return NamedLayout(layout, name)
-
-
-def _ellipsis(spec: str, tree: grammar.Spec, dim: grammar.Dim, ndim: int | None) -> list[ShardedDim]:
-    factor = dim.factors[0]
-    if dim.grouped or factor.place is not None:
-        _wrong("'...' stands for whole dims that aren't split; name the dim that is", spec, dim.span)
-    if ndim is None:
-        _wrong("'...' stands for dims of a tensor; without one, write every dim (or '_')", spec, dim.span)
-    missing = ndim - (len(tree.dims) - 1)
-    if missing < 0:
-        _wrong(f"the spec has {len(tree.dims) - 1} dims beside '...', the tensor has {ndim}", spec, (0, len(spec)))
-    return [ShardedDim((ShardedFactor("_"),)) for _ in range(missing)]
-
-
-def _pending(mesh: Mesh, spec: str, pending: grammar.Pending) -> PendingReduction:
-    if pending.op == "*":
-        _wrong("'| *' is whatever arises; a sharding says what is pending, like '| sum@tp'", spec, pending.span)
-    if pending.op == "same":
-        _wrong("'same' is about gradients of plain tensors; a sharding can't have it", spec, pending.span)
-    return PendingReduction(pending.op, _axes(mesh, spec, pending.place))
-
-
-def _check_names(spec: str, tree: grammar.Spec) -> None:
-    seen: set[str] = set()
-    for factor in (f for dim in tree.dims for f in dim.factors):
-        if factor.name in (None, "_", "..."):
-            continue
-        if factor.name in seen:
-            _wrong(f"dim {shortened(factor.name)} stands twice", spec, factor.span)
-        seen.add(str(factor.name))
-
-
-def _wrong(message: str, spec: str, span: tuple[int, int]) -> NoReturn:
-    raise ShardingError(f"{message}\n{pointed(spec, *span)}")
+def _size(layout: Layout) -> int:
+    return layout.size
 
 
 def _check_axes(sharding: Sharding) -> None:
@@ -425,7 +346,7 @@ def _check_axes(sharding: Sharding) -> None:
         return
     seen: list[tuple[object, NamedLayout]] = []
     for where, axis in places:
-        if not mesh.layout_of_all.contains(axis.layout):
+        if not mesh.extent.contains(axis.layout):
             raise ShardingError(f"axis '{axis}' isn't made of the axes of {mesh!r}")
         for there, other in seen:
             if axis == other or axis.layout.overlaps(other.layout):
@@ -443,13 +364,13 @@ def _check_axes(sharding: Sharding) -> None:
 def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
     """Whether axes are made of the mesh's own and no two of them share a digit."""
     layouts = [axis.layout for axis in axes]
-    if len(set(axes)) < len(axes) or not all(map(mesh.layout_of_all.contains, layouts)):
+    if len(set(axes)) < len(axes) or not all(map(mesh.extent.contains, layouts)):
         return False
     try:
         digits(*layouts)
     except MeshError:
         return False
-    return not any(one.overlaps(two) for one, two in combinations(layouts, 2))
+    return not any(one.overlaps(two) for one, two in itertools.combinations(layouts, 2))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -459,7 +380,6 @@ def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
 
 
-@functools.lru_cache(maxsize=8192)
 def _sized(sharding: Sharding, shape: Shape) -> Sharding:
     dims = []
     for dim, extents in zip(sharding.dims, sharding.extents(shape), strict=True):
@@ -468,6 +388,24 @@ def _sized(sharding: Sharding, shape: Shape) -> Sharding:
             dim = ShardedDim(tuple(factors))
         dims.append(dim)
     return replace(sharding, dims=tuple(dims))
+
+
+@functools.lru_cache(maxsize=8192)
+def _at(sharding: Sharding, shape: Shape) -> Sharding:
+    sharding.extents(shape)  # refuses what doesn't fit
+    dims = tuple(map(_whole, _sized(sharding, shape).dims))
+    return sharding if dims == sharding.dims else replace(sharding, dims=dims)
+
+
+def _whole(dim: ShardedDim) -> ShardedDim:
+    """A dim without its own size, as one factor where its major factor alone is split: then that splits the dim."""
+    major, *further = dim.factors
+    if any(factor.axes for factor in further):
+        return dim
+    name = major.name
+    if further:
+        name = f"({' '.join(str(f.size) if f.name is None else f.name for f in dim.factors)})"
+    return ShardedDim((ShardedFactor(name, None, major.axes),))
 
 
 def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape) -> tuple[int, ...]:
@@ -517,7 +455,7 @@ def _commute(*ops: str) -> bool:
     return len({"sum" if op in LINEAR else op for op in ops}) == 1
 
 
-def _same_digits(mine: ShardedDim, theirs: ShardedDim) -> bool:
+def _same_pieces(mine: ShardedDim, theirs: ShardedDim) -> bool:
     """Whether two dims are cut the same wherever everything divides."""
     return _pieces(mine, _whole_size(theirs)) == _pieces(theirs, _whole_size(mine))
 
@@ -536,7 +474,7 @@ def _pieces(dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None
     known = math.prod(factor.size for factor in dim.factors if factor.size is not None)
     found: list[tuple[Layout, int | None]] = []
     for factor in dim.factors:
-        layout = Layout.product(*(axis.layout for axis in factor.axes))
+        layout = Layout.product(*factor.layouts)
         size = whole // known if factor.size is None and whole is not None else factor.size
         rest = None if size is None else size // layout.size
         before, between = found[-1] if found else (Layout(), 1)
@@ -558,48 +496,13 @@ def same_cuts(mine: ShardedDim, my: Sequence[int], theirs: ShardedDim, their: Se
         refined = sorted({digit for found in digits(*layouts) for digit in found})
     except MeshError:
         return False
-    if len(mine.factors) == len(theirs.factors) == 1 and _same_digits(mine, theirs):
+    if len(mine.factors) == len(theirs.factors) == 1 and _same_pieces(mine, theirs):
         parts = math.prod(size for size, _ in refined)
         if my[0] % parts == 0:
             return True
     steps = [range(0, size * stride, stride) for size, stride in refined]
-    for offsets in cartesian(*steps):
-        position = sum(offsets)
-        left = index_runs(my, _factor_ranges(mine, my, position))
-        right = index_runs(their, _factor_ranges(theirs, their, position))
-        if _nonempty(left) != _nonempty(right):
+    for offsets in itertools.product(*steps):
+        left, right = _runs(mine, my, sum(offsets)), _runs(theirs, their, sum(offsets))
+        if left != right and any(start < stop for start, stop in (*left, *right)):
             return False
     return True
-
-
-def _nonempty(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [run for run in runs if run[0] < run[1]]
-
-
-@functools.lru_cache(maxsize=8192)
-def state_of(sharding: Sharding, shape: Shape) -> State:
-    """What planning needs of a sharding: layouts in place of names.
-
-    >>> from axes.algebra.mesh import Mesh
-    >>> state_of(Mesh("dp=2 tp=2").sharding("b@dp (qkv=3 heads@tp d)", d=4), (8, 24)).splits
-    ((2:2,), Factors(sizes=(3, 2, 4), splits=((), (2:1,), ())))
-    """
-    mesh = sharding.mesh
-
-    def layouts(axes: Sequence[NamedLayout]) -> tuple[Layout, ...]:
-        return tuple(axis.layout for axis in axes)
-
-    def split(dim: ShardedDim, extents: Sequence[int]) -> Split:
-        outer = all(not factor.axes for factor in dim.factors[1:])
-        if outer:  # splits of the major factor are splits of the dim
-            return layouts(dim.axes)
-        return Factors(tuple(extents), tuple(layouts(factor.axes) for factor in dim.factors))
-
-    return State(
-        mesh.universe,
-        mesh.layout_of_all,
-        tuple(split(dim, extents) for dim, extents in zip(sharding.dims, sharding.extents(shape), strict=True)),
-        tuple((pending.op, layouts(pending.axes)) for pending in sharding.pending),
-        tuple((layout, name) for name, layout in mesh.namespace.items()),
-        sharding.spec,
-    )

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from axes.algebra.errors import MeshError, shown
 from axes.algebra.grammar import LARGEST_SIZE
+from axes.algebra.layout import Layout
 from axes.algebra.sizes import whole_numbers
 
 
@@ -79,6 +80,21 @@ class Universe:
             first = self.ranks.start + positions.start * step
             return range(first, first + len(positions) * positions.step * step, positions.step * step)
         return [self.ranks[position] for position in positions]
+
+    def line(self, layout: Layout, rank: int) -> Sequence[int]:
+        """The global ranks on the layout's line through `rank`, in the order of the layout.
+
+        >>> Universe.of(range(8)).line(Layout((2,), (4,)), 5)
+        range(1, 9, 4)
+        """
+        position = self.position(rank)
+        if position is None:
+            raise MeshError(f"rank {rank} isn't among the {self.size} ranks of the mesh")
+        base = position - layout.offset(layout.coordinate(position))
+        offsets = layout.offsets()
+        if isinstance(offsets, range):
+            return self.pick(range(base + offsets.start, base + offsets.stop, offsets.step))
+        return self.pick([base + offset for offset in offsets])
 
     @cached_property
     def _positions(self) -> Mapping[int, int]:

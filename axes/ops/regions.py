@@ -27,7 +27,8 @@ from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_axes_are_whole, check_torch_can
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, parsed_sharding
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.specs import parsed_sharding
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.groups import of_world
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements

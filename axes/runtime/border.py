@@ -39,14 +39,13 @@ from torch.distributed.tensor.placement_types import Placement
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, Sharding, state_of
-from axes.algebra.state import State
+from axes.algebra.sharding import PendingReduction, Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
-from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
+from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
@@ -306,7 +305,7 @@ class _Entering:
     route: Route
     frame: Frame | None
     share: int
-    framed: tuple[State, State]
+    framed: tuple[Sharding, Sharding]
 
 
 def _entered(value: Spec, cotangent: DTensor) -> _Entering:
@@ -317,7 +316,7 @@ def _entered(value: Spec, cotangent: DTensor) -> _Entering:
         spec.shape,
         spec.mesh.size(),
         lambda shape: _entering(spec_at(value, shape), spec_at(spec, shape)),
-        lambda found: [*states_of(found.route.program.plan), *found.framed],
+        lambda found: [*stages_of(found.route.program.plan), *found.framed],
     )
 
 
@@ -327,7 +326,7 @@ def _entering(value: Spec, cotangent: Spec) -> _Entering:
     whole, arrived = sharding_of_spec(value), sharding_of_spec(cotangent)
     middle = gradient_sharding(whole, arrived, shape)
     there = route(cotangent, middle, (None, None))
-    framed = state_of(middle, shape), state_of(_plain(whole), shape)
+    framed = middle.at(shape), _plain(whole).at(shape)
     frame = frame_of(*framed, shape)
     # What is whole on every rank of an axis over which the value is replicated counts n times.
     pairs = zip(value.placements, there.spec.placements, value.mesh.shape, strict=True)

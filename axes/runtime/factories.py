@@ -22,8 +22,9 @@ from axes.algebra.errors import ShardingError, SizeError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sharding import Indices, Sharding, parsed_sharding
+from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import written_sizes
+from axes.algebra.specs import parsed_sharding
 from axes.runtime.leaves import resolving
 from axes.runtime.sharded import Sizes, dtensor_of
 

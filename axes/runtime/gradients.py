@@ -17,30 +17,31 @@ Where a replicated value was split, the local view asks for what no collective g
 is pending, of which this rank knows its own slice. It is that slice within zeros.
 
 >>> from axes.algebra.mesh import Mesh
->>> from axes.algebra.sharding import state_of
 >>> mesh = Mesh("tp=2")
->>> whole, split = (state_of(mesh.sharding(spec), (8,)) for spec in ("s", "s@tp"))
+>>> whole, split = mesh.sharding("s"), mesh.sharding("s@tp")
 >>> str(transposed(split, whole, (frozenset(), frozenset()))[0])       # S -> R: arrives as a summand
-'d0 | sum@tp'
->>> [str(state) for state in transposed(whole, split, (frozenset(), frozenset()))[:2]]     # R -> S
-['d0@tp', 'd0@tp']
+'s | sum@tp'
+>>> [str(found) for found in transposed(whole, split, (frozenset(), frozenset()))[:2]]     # R -> S
+['s@tp', 's@tp']
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.layout import Layout, Mode, digits
-from axes.algebra.state import Factors, Split, State, layout_name, used_layouts
+from axes.algebra.layout import Layout, Mode, NamedLayout, digits
+from axes.algebra.mesh import Mesh
+from axes.algebra.planning.form import sizes_of
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 
 Same = frozenset[Mode] | None
 """The digits that are `same` on one side; None for all that are replicated: the global view."""
 
 
-def transposed(source: State, target: State, same: tuple[Same, Same]) -> tuple[State, State, int]:
+def transposed(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> tuple[Sharding, Sharding, int]:
     """`(arriving, middle, divisor)` of the gradient of a redistribution.
 
     `arriving` is how the target's gradient lies, `middle` how the source's lies before it is put
@@ -48,41 +49,42 @@ def transposed(source: State, target: State, same: tuple[Same, Same]) -> tuple[S
     each rank that takes the whole of a gradient for its summand.
     """
     if target.universe == source.universe:
-        target = replace(target, extent=source.extent, text=None)
+        target = replace(target, mesh=source.mesh)
     if same == (None, None):
-        return replace(target, text=None), replace(source, pending=target.pending, text=None), 1
+        return target, replace(source, pending=target.pending), 1
     sides = _digits_of(source, target, same)
     replicated_target = [digit for digit in sides.extent if digit not in sides.target]
     replicated_source = [digit for digit in sides.extent if digit not in sides.source]
     still = [digit for digit in replicated_target if digit in replicated_source]
-    sliced = [digit for digit in replicated_source if sides.target.get(digit) == "split"]
+    sliced = {digit for digit in replicated_source if sides.target.get(digit) == "split"}
     whole = [digit for digit in replicated_source if sides.target.get(digit) == "same"]
-    splits = tuple(_appended(sides, *pair, sliced) for pair in zip(source.splits, target.splits, strict=True))
-    arriving = replace(target, pending=_pending(replicated_target, target), text=None)
-    middle = replace(source, splits=splits, pending=_pending(still, target), text=None)
+    dims = tuple(_appended(sides, *pair, sliced) for pair in zip(source.dims, target.dims, strict=True))
+    arriving = replace(target, pending=_pending(replicated_target, target))
+    middle = replace(source, dims=dims, pending=_pending(still, target))
     return arriving, middle, math.prod(size for size, _ in whole)
 
 
-def _pending(summands: Iterable[Mode], target: State) -> tuple[tuple[str, tuple[Layout, ...]], ...]:
+def _pending(summands: Iterable[Mode], target: Sharding) -> tuple[PendingReduction, ...]:
     """Sums over `summands`, and what the target keeps pending: that isn't touched on the way back."""
-    layouts = tuple(Layout.of([digit]) for digit in summands)
-    return ((("sum", layouts),) if layouts else ()) + target.pending
+    axes = tuple([target.mesh.called(Layout.of([digit])) for digit in summands])
+    return ((PendingReduction("sum", axes),) if axes else ()) + target.pending
 
 
 @dataclass(frozen=True)
 class _Digits:
-    """Common digits of two states: what each does to them, and those of each layout."""
+    """Common digits of two shardings: what each does to them, and those of each layout."""
 
+    mesh: Mesh
     extent: tuple[Mode, ...]
     source: Mapping[Mode, str]
     target: Mapping[Mode, str]
     refined: Mapping[Layout, tuple[Mode, ...]]
 
 
-def _digits_of(source: State, target: State, same: tuple[Same, Same]) -> _Digits:
-    used = {layout: None for state in (source, target) for layout in used_layouts(state)}
+def _digits_of(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> _Digits:
+    used = {layout: None for end in (source, target) for layout in end.used}
     declared = {Layout.of([digit]): None for side in same for digit in side or ()}
-    layouts = [source.extent, *used, *declared]
+    layouts = [source.mesh.extent, *used, *declared]
     try:
         if source.universe != target.universe:
             raise MeshError("they are of different ranks")
@@ -93,49 +95,46 @@ def _digits_of(source: State, target: State, same: tuple[Same, Same]) -> _Digits
             f"  source  {source}\n  target  {target}"
         ) from None
 
-    def roles(state: State, side: Same) -> dict[Mode, str]:
+    def roles(end: Sharding, side: Same) -> dict[Mode, str]:
         found = {digit: "same" for layout in declared for digit in refined[layout] if layout.modes[0] in (side or ())}
-        pending = {layout for _, layouts in state.pending for layout in layouts}
-        for layout in used_layouts(state):
-            for digit in refined[layout]:
+        places = [("split", axis) for dim in end.dims for axis in dim.axes]
+        places += [("pending", axis) for pending in end.pending for axis in pending.axes]
+        for role, axis in places:
+            for digit in refined.get(axis.layout, ()):
                 if digit in found:
-                    raise ShardingError(
-                        f"'{layout_name(state, layout)}' can't be same in '{state}': it is "
-                        + ("pending" if layout in pending else "split")
-                    )
-                found[digit] = "pending" if layout in pending else "split"
+                    raise ShardingError(f"'{axis}' can't be same in '{end}': it is {role}")
+                found[digit] = role
         return found
 
-    return _Digits(refined[source.extent], roles(source, same[0]), roles(target, same[1]), refined)
+    return _Digits(source.mesh, refined[source.mesh.extent], roles(source, same[0]), roles(target, same[1]), refined)
 
 
-def _appended(sides: _Digits, source: Split, target: Split, sliced: Iterable[Mode]) -> Split:
+def _appended(sides: _Digits, source: ShardedDim, target: ShardedDim, sliced: Set[Mode]) -> ShardedDim:
     """The source's split of a dim, and after it the target's by digits that the source is replicated over."""
-    if isinstance(target, Factors) or isinstance(source, Factors):
-        sizes = target.sizes if isinstance(target, Factors) else source.sizes if isinstance(source, Factors) else ()
-        mine, theirs = _factors(source, sizes), _factors(target, sizes)
-        pairs = zip(mine, theirs, strict=True)
-        return Factors(sizes, tuple((*one, *_within(sides, two, sliced)) for one, two in pairs))
-    return (*source, *_within(sides, target, sliced))
+    sizes = sizes_of(target) or sizes_of(source)
+    mine, theirs = _factors(source, sizes), _factors(target, sizes)
+    return ShardedDim(
+        tuple(
+            replace(one, axes=(*one.axes, *_within(sides, two.layouts, sliced)))
+            for one, two in zip(mine, theirs, strict=True)
+        )
+    )
 
 
-def _within(sides: _Digits, layouts: Iterable[Layout], sliced: Iterable[Mode]) -> tuple[Layout, ...]:
-    wanted = set(sliced)
-    found = []
-    for layout in layouts:
-        if layout.size > 1:
-            kept = [digit for digit in sides.refined[layout] if digit in wanted]
-            found += [Layout.of(kept)] if kept else []
-    return tuple(found)
+def _within(sides: _Digits, layouts: Iterable[Layout], sliced: Set[Mode]) -> tuple[NamedLayout, ...]:
+    kept = ([digit for digit in sides.refined[layout] if digit in sliced] for layout in layouts if layout.size > 1)
+    return tuple([sides.mesh.called(Layout.of(each)) for each in kept if each])
 
 
-def _factors(split: Split, sizes: tuple[int, ...]) -> tuple[tuple[Layout, ...], ...]:
-    if isinstance(split, Factors):
-        if split.sizes != sizes:
-            raise ShardingError(f"factors of {split.sizes} and {sizes} of one dim have no common gradient")
-        return split.splits
+def _factors(dim: ShardedDim, sizes: tuple[int, ...] | None) -> tuple[ShardedFactor, ...]:
+    found = sizes_of(dim)
+    if found == sizes:
+        return dim.factors
+    assert sizes is not None
+    if found is not None:
+        raise ShardingError(f"factors of {found} and {sizes} of one dim have no common gradient")
     # An ordinary split is one of the major factor, where that divides.
-    parts = math.prod(layout.size for layout in split)
-    if parts > 1 and sizes[0] % parts:
-        raise ShardingError(f"a dim of factors {sizes} is split into {parts} across them; it has no gradient here")
-    return (split, *((),) * (len(sizes) - 1))
+    if dim.pieces > 1 and sizes[0] % dim.pieces:
+        raise ShardingError(f"a dim of factors {sizes} is split into {dim.pieces} across them; it has no gradient here")
+    major, *further = (ShardedFactor(None, size) for size in sizes)
+    return (replace(major, axes=dim.axes), *further)

@@ -38,7 +38,6 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
-from axes.algebra.state import largest_tile, slots
 from axes.runtime import packing, torch_private
 from axes.runtime.links import REDUCED, Link, link_of
 from axes.runtime.packing import Boxes, Part, Places, Shape, filler, packer, places_of, slices_of, unpacker
@@ -404,8 +403,8 @@ def _even(step: Step) -> bool:
     """Whether the tiles of all ranks have one shape, before the step and after."""
     return all(
         size % math.prod(layout.size for layout in layouts) == 0
-        for state in (step.source, step.target)
-        for _, size, layouts in slots(state, step.shape)
+        for end in (step.source, step.target)
+        for _, size, layouts in end.slots(step.shape)
     )
 
 
@@ -434,7 +433,7 @@ def _move(task: Task, link: Link) -> Run:
 
 def _is_large(step: Step, dtype: torch.dtype) -> bool:
     """Whether the largest tile is, which is the same on every rank."""
-    return largest_tile(step.source, step.shape) * dtype.itemsize >= PASSED_ON
+    return step.source.largest_tile(step.shape) * dtype.itemsize >= PASSED_ON
 
 
 def _permute(task: Task, group: dist.ProcessGroup) -> Run:

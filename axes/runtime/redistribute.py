@@ -40,6 +40,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from axes.algebra.chunks import tile_shape
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
@@ -47,15 +48,14 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding, state_of
-from axes.algebra.state import State, tile, tile_shape, used_layouts
+from axes.algebra.sharding import PendingReduction, Sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
 from axes.runtime.gradients import Same, transposed
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.packing import slices_of
 from axes.runtime.programs import Program, check_dtypes
-from axes.runtime.symbols import is_symbolic, settled_sizes, states_of
+from axes.runtime.symbols import is_symbolic, settled_sizes, stages_of
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
 Axes = tuple[NamedLayout, ...]
@@ -137,7 +137,7 @@ def _map_of_symbols(source: Sharding, target: Sharding, shape: Shape, how: tuple
         shape,
         source.mesh.size,
         lambda numbers: _map(source, target, numbers, *how),
-        lambda made: made.states(with_gradient),
+        lambda made: made.stages(with_gradient),
     )
 
 
@@ -154,7 +154,7 @@ def _map(
     back: torch.dtype | None,
 ) -> Map:
     """The map between two shardings."""
-    ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
+    ends = Ends(source.at(shape), target.at(shape), shape)
     if view == "global":
         if source_same or target_same:
             raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
@@ -172,11 +172,11 @@ def mentioned(ends: Ends, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Ends
 
     In the local view tensors may differ along the others, so nothing may be taken from there.
     """
-    layouts = [*used_layouts(ends.source), *used_layouts(ends.target)]
-    layouts += [Layout.of([digit]) for side in same for digit in side]
-    found = {digit for refined in digits(*layouts) for digit in refined} if layouts else ()
-    extent = Layout.of(sorted(found, key=lambda digit: -digit[1]))
-    return replace(ends, source=replace(ends.source, extent=extent), target=replace(ends.target, extent=extent))
+    layouts = [*ends.source.used, *ends.target.used, *(Layout.of([digit]) for side in same for digit in side)]
+    found = {digit for refined in digits(*layouts) for digit in refined}
+    line = Layout.of(sorted(found, key=lambda digit: -digit[1]))
+    source, target = (replace(end, mesh=end.mesh.along(line)) for end in (ends.source, ends.target))
+    return Ends(source, target, ends.shape)
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -222,15 +222,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class Ends:
-    """What a redistribution goes from and to, as planning sees it, and whose groups it uses.
+    """What a redistribution goes from and to, as planning sees it. Groups of a side's ranks are its mesh's."""
 
-    `meshes` are those of source and target: groups of the one's ranks are made by the one.
-    """
-
-    source: State
-    target: State
+    source: Sharding
+    target: Sharding
     shape: Shape
-    meshes: tuple[Mesh, Mesh]
+
+    @property
+    def meshes(self) -> tuple[Mesh, Mesh]:
+        """The meshes of source and target."""
+        return self.source.mesh, self.target.mesh
 
 
 @of_world(4096)
@@ -298,8 +299,8 @@ def union_of(one: Mesh, two: Mesh) -> Mesh:
 def _log_plan(made: Plan) -> None:
     if os.environ.get("AXES_LOG") != "plan":
         return
-    state = made.source if made.source.universe.position(made.rank) is not None else made.target
-    if state.line(made.rank)[0] == made.rank:
+    here = made.source if made.source.universe.position(made.rank) is not None else made.target
+    if here.universe.line(here.mesh.extent, made.rank)[0] == made.rank:
         _log_once(str(made))
 
 
@@ -316,7 +317,8 @@ def _check(made: Plan, ends: Ends, comm_dtype: torch.dtype | None) -> Callable[[
     world = current_world()
     if os.environ.get("AXES_CHECK") != "1" or world.fake:
         return None
-    lines = (s.line(made.rank) for s in (ends.source, ends.target) if s.universe.position(made.rank) is not None)
+    here = [mesh for mesh in ends.meshes if mesh.universe.position(made.rank) is not None]
+    lines = (mesh.universe.line(mesh.extent, made.rank) for mesh in here)
     members = sorted({rank for line in lines for rank in line})
     if ends.source.universe != ends.target.universe:
         members = sorted(union_of(*ends.meshes).universe.ranks)
@@ -412,7 +414,7 @@ class Map:
     @cached_property
     def tile(self) -> Shape:
         """The shape of this rank's tile of the source."""
-        held = tile(self.ends.source, self.ends.shape, current_world().rank)
+        held = self.ends.source.tile(self.ends.shape, current_world().rank)
         return (0,) if held is None else tile_shape(held)
 
     @cached_property
@@ -425,21 +427,20 @@ class Map:
         """From the target's gradient to the source's."""
         arriving, middle, divisor = transposed(self.ends.source, self.ends.target, self.same)
         means = math.prod(step.divisor for step in self.forth.program.plan.steps)
-        ends = Ends(arriving, middle, self.ends.shape, self.ends.meshes[::-1])
-        made = program(ends, self.dtype, self.comm_dtypes[1])
+        made = program(Ends(arriving, middle, self.ends.shape), self.dtype, self.comm_dtypes[1])
         return Linear(made, frame_of(middle, self.ends.source, self.ends.shape), divisor * means)
 
-    def states(self, with_gradient: bool) -> list[State]:
-        """What the tensor is on its way, and what its gradient is."""
-        there = states_of(self.forth.program.plan)
+    def stages(self, with_gradient: bool) -> list[Sharding]:
+        """How the tensor lies on its way, and how its gradient does."""
+        there = stages_of(self.forth.program.plan)
         if not with_gradient:
             return there
         if self.is_linear:
-            return [*there, *states_of(self.back.program.plan)]
+            return [*there, *stages_of(self.back.program.plan)]
         if len(self.classes) > 1:
-            return [state for one in self.one_by_one for state in one.states(with_gradient)]
+            return [stage for one in self.one_by_one for stage in one.stages(with_gradient)]
         extreme, total, summed = self.reached
-        return [*there, *states_of(extreme.plan), *states_of(total.plan), *summed.states(with_gradient)]
+        return [*there, *stages_of(extreme.plan), *stages_of(total.plan), *summed.stages(with_gradient)]
 
     @cached_property
     def idle(self) -> bool:
@@ -496,10 +497,10 @@ class Map:
         return (self.forth if reverse else self.back)(g)
 
 
-def frame_of(middle: State, source: State, shape: Shape) -> Frame | None:
+def frame_of(middle: Sharding, source: Sharding, shape: Shape) -> Frame | None:
     """Where this rank's tile of `middle` lies in its tile of `source`; None where it is all of it."""
     rank = current_world().rank
-    inner, outer = tile(middle, shape, rank), tile(source, shape, rank)
+    inner, outer = middle.tile(shape, rank), source.tile(shape, rank)
     if inner == outer or inner is None or outer is None:
         return None
     pairs = zip(regions(inner, inner), regions(inner, outer), strict=True) if math.prod(tile_shape(inner)) else ()
@@ -577,29 +578,29 @@ def _share(x: torch.Tensor, made: Map) -> tuple[torch.Tensor, Map]:
 def _reached(made: Map) -> tuple[Program, Program, Map]:
     """The extreme on the source's own splits, the count of where it is reached, and `made` as a sum."""
     source, target = made.ends.source, made.ends.target
-    added = replace(source, pending=_as_sum(source, target), text=None)
-    here = replace(source, pending=target.pending, text=None)
-    ends = Ends(source, here, made.ends.shape, (made.ends.meshes[0],) * 2)
+    added = replace(source, pending=_as_sum(source, target))
+    ends = Ends(source, replace(source, pending=target.pending), made.ends.shape)
     extreme = program(ends, made.dtype, made.comm_dtypes[0])
     counted = program(replace(ends, source=added), made.dtype, made.comm_dtypes[0])
     return extreme, counted, replace(made, ends=replace(made.ends, source=added))
 
 
-def _as_sum(source: State, target: State) -> tuple[tuple[str, tuple[Layout, ...]], ...]:
+def _as_sum(source: Sharding, target: Sharding) -> tuple[PendingReduction, ...]:
     """What the source has pending, as a sum over all that the target has no longer."""
-    kept = [layout for _, layouts in target.pending for layout in layouts]
-    refined = digits(*kept, *(layout for _, layouts in source.pending for layout in layouts))
+    kept = [axis.layout for pending in target.pending for axis in pending.axes]
+    refined = digits(*kept, *(axis.layout for pending in source.pending for axis in pending.axes))
     still = {digit for layout in refined[: len(kept)] for digit in layout}
     resolved = dict.fromkeys(digit for layout in refined[len(kept) :] for digit in layout if digit not in still)
-    return (("sum", tuple(Layout.of([digit]) for digit in resolved)), *target.pending)
+    summed = tuple([source.mesh.called(Layout.of([digit])) for digit in resolved])
+    return (PendingReduction("sum", summed), *target.pending)
 
 
 def _one_by_one(made: Map) -> tuple[Map, Map]:
     """The first of several kinds of reductions on its own, and the others."""
     steps = made.forth.program.plan.steps
     first = next(step for step in steps if step.op is not None)
-    middle = replace(made.ends.source, pending=first.target.pending, text=None)
-    one = replace(made.ends, target=middle, meshes=(made.ends.meshes[0],) * 2)
+    middle = replace(made.ends.source, pending=first.target.pending)
+    one = replace(made.ends, target=middle)
     source_same, target_same = made.same
     return (
         replace(made, ends=one, same=(source_same, source_same)),

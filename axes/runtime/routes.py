@@ -34,14 +34,13 @@ from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.plan import alike
-from axes.algebra.sharding import Sharding, state_of
-from axes.algebra.state import Factors, divides_evenly
+from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import Dtypes, Ends, both, carried, program
-from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, states_of
+from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
@@ -66,8 +65,8 @@ class Route:
     def is_even(self) -> bool:
         """Whether it is the same one for all sizes that are cut alike."""
         ends = self.ends.source, self.ends.target
-        one_size = any(isinstance(split, Factors) for state in ends for split in state.splits)
-        even = all(divides_evenly(state, self.ends.shape) for state in ends)
+        one_size = any(len(dim.factors) > 1 for end in ends for dim in end.dims)
+        even = all(end.divides(self.ends.shape) for end in ends)
         return even and not one_size and ends[0].universe == ends[1].universe
 
     def at(self, spec: Spec) -> Route:
@@ -126,7 +125,7 @@ def routed(x: DTensor, find: Callable[..., Route], *how: Any) -> Route:
         spec.shape,
         spec.mesh.size(),
         lambda shape: find(spec_at(spec, shape), *how),
-        lambda found: states_of(found.program.plan),
+        lambda found: stages_of(found.program.plan),
     )
 
 
@@ -180,7 +179,7 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
         )
     target = target.sized(shape)
     check_torch_can(target, shape)
-    ends = Ends(state_of(source, shape), state_of(target, shape), shape, (source.mesh, target.mesh))
+    ends = Ends(source.at(shape), target.at(shape), shape)
     made = program(ends, dtype, comm_dtypes[0])
     device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
     placements = torch_placements(target)

@@ -27,9 +27,9 @@ from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import checked_mesh, required_mesh
-from axes.algebra.sharding import Indices, Sharding, marked_sharding, parsed_sharding, state_of
+from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, written_sizes
-from axes.algebra.state import State
+from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.border import (
@@ -236,7 +236,7 @@ def _left(x: DTensor, spec: str | None, where: Mesh | None, grad: str | None) ->
 @of_world(4096)
 def _leaving(
     held: Any, spec: str | None, where: Mesh | None, grad: str | None, needed: bool
-) -> tuple[tuple[Placement, ...] | None, list[State]]:
+) -> tuple[tuple[Placement, ...] | None, list[Sharding]]:
     """What the gradient of a tensor goes by where it is `needed`; and how the tensor lies, found and written.
 
     `where`: the mesh to look names up in, where it is of the tensor's universe.
@@ -258,7 +258,7 @@ def _leaving(
     if needed:
         call = "axes.to_local(x" if spec is None else f"axes.to_local(x, {spec!r}"
         counted = counted_alone(mesh, held.placements, same, grad, call, actual.spec if spec is None else spec)
-    return counted, [state_of(actual, shape), state_of(written, shape)]
+    return counted, [actual.at(shape), written.at(shape)]
 
 
 def spec_of(x: DTensor) -> str:

@@ -17,7 +17,8 @@ from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, Sharding, marked_sharding
+from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.specs import marked_sharding
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, stand_in
 from axes.runtime.torch_placements import torch_placements
 

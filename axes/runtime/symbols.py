@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from axes.algebra.errors import AxesError
-from axes.algebra.layout import Layout
 from axes.algebra.plan import Plan
-from axes.algebra.state import Factors, State
+from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.packing import strides_of
 
@@ -82,46 +81,39 @@ def spec_at(spec: Any, shape: Shape) -> Any:
     return torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_of(shape), spec.tensor_meta.dtype)
 
 
-def states_of(plan: Plan) -> list[State]:
-    """What a tensor is on its way by a plan."""
+def stages_of(plan: Plan) -> list[Sharding]:
+    """How a tensor lies on its way by a plan."""
     return [plan.source, *(step.target for step in plan.steps)]
 
 
-def pieces(states: Sequence[State], dim: int) -> int | None:
-    """Into how many pieces of one size a dim is cut on the way through all these states.
+def pieces(stages: Sequence[Sharding], dim: int) -> int | None:
+    """Into how many pieces of one size a dim is cut on the way through all these stages.
 
     1 where all cut it alike, whatever its size; None where factors of it are split, which have sizes.
     """
-    splits = {state.splits[dim] for state in states}
-    if any(isinstance(split, Factors) for split in splits):
+    found = {stage.dims[dim] for stage in stages}
+    if any(len(each.factors) > 1 for each in found):
         return None
-    if len(splits) == 1:
-        return 1
-    return math.lcm(*(parts(split) for split in splits if not isinstance(split, Factors)))
+    return 1 if len(found) == 1 else math.lcm(*(each.pieces for each in found))
 
 
-def parts(split: tuple[Layout, ...]) -> int:
-    """Into how many pieces a dim is cut."""
-    return math.prod(layout.size for layout in split)
-
-
-def uneven(states: Sequence[State], shape: Sequence[int]) -> list[int]:
+def uneven(stages: Sequence[Sharding], shape: Sequence[int]) -> list[int]:
     """The dims of symbolic size that can't vary: the graph is guarded on the others being multiples."""
     found = []
     for dim, size in enumerate(shape):
         if type(size) is not int:
-            count = pieces(states, dim)
+            count = pieces(stages, dim)
             if count is None or size % count:
                 found.append(dim)
     return found
 
 
 def settled_sizes(
-    shape: Sequence[int], ranks: int, find: Callable[[Shape], Found], states: Callable[[Found], Sequence[State]]
+    shape: Sequence[int], ranks: int, find: Callable[[Shape], Found], stages: Callable[[Found], Sequence[Sharding]]
 ) -> Found:
     """What is found for a shape with symbolic sizes, by one that stands for it.
 
-    `states` are those that a tensor goes through by what was found. Sizes that these don't divide are
+    `stages` are those that a tensor goes through by what was found. Sizes that these don't divide are
     fixed; as all are where nothing is found for a stand-in.
     """
     symbols = {dim for dim, size in enumerate(shape) if type(size) is not int}
@@ -134,7 +126,7 @@ def settled_sizes(
                 raise
             fixed_dims = symbols
             continue
-        odd = set(uneven(states(found), shape)) - fixed_dims
+        odd = set(uneven(stages(found), shape)) - fixed_dims
         if not odd:
             return found
         fixed_dims |= odd

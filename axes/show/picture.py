@@ -11,9 +11,8 @@ Nothing is drawn that a plan doesn't say: `trace` follows the boxes of its excha
 
 >>> from axes.algebra.mesh import Mesh
 >>> from axes.algebra.plan import plan
->>> from axes.algebra.sharding import state_of
 >>> mesh, shape = Mesh("tp=2"), (4, 6)
->>> made = plan(state_of(mesh.sharding("s@tp d"), shape), state_of(mesh.sharding("s d@tp"), shape), shape)
+>>> made = plan(mesh.sharding("s@tp d"), mesh.sharding("s d@tp"), shape)
 >>> before, after = trace(made)
 >>> before.parts[0]
 (Part(box=((0, 2), (0, 6)), origins=(0,)),)
@@ -30,14 +29,14 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise, product
 
+from axes.algebra.chunks import Tile, factor_runs, merged
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, unmoved
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.exchange import Region
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding, state_of
-from axes.algebra.state import State, Tile, factor_runs, merged, tile
+from axes.algebra.sharding import Sharding
 
 Names = tuple[str, ...]
 
@@ -69,7 +68,7 @@ class Scene:
 
 def trace(made: Plan) -> list[Scene]:
     """The tensor before the plan, every rank's tile its own; and after each step, with its origins."""
-    scenes = [Scene({rank: _own(tile(made.source, made.shape, rank), rank) for rank in made.source.universe.ranks})]
+    scenes = [Scene({rank: _own(made.source.tile(made.shape, rank), rank) for rank in made.source.universe.ranks})]
     for step in made.steps:
         before, after = scenes[-1].parts, {}
         arrows: list[tuple[int, int]] = []
@@ -83,14 +82,14 @@ def trace(made: Plan) -> list[Scene]:
 
 def arrivals(step: Step, rank: int) -> Iterator[tuple[int, tuple[Region, ...]]]:
     """What a rank's tile is made of after a step: `(rank, boxes of the whole tensor)`, its own included."""
-    held = tile(step.target, step.shape, rank)
+    held = step.target.tile(step.shape, rank)
     if held is None:
         return
     if step.kind in ("slice", "all_reduce", "reduce_scatter"):
         for peer in (rank,) if step.kind == "slice" else step.ranks_of(rank):
             yield peer, tuple(product(*held))
         return
-    exchange, opened = step.exchange(rank), tile(step.opened.target, step.opened.shape, rank)
+    exchange, opened = step.exchange(rank), step.opened.target.tile(step.opened.shape, rank)
     assert opened is not None
 
     def boxes(regions: Iterable[Region]) -> tuple[Region, ...]:
@@ -204,8 +203,7 @@ def of_plan(made: Plan, mesh: Mesh, names: Sequence[str] = (), hidden: Collectio
 
     >>> from axes.algebra.mesh import Mesh
     >>> mesh, shape = Mesh("tp=2"), (4, 6)
-    >>> ends = [state_of(mesh.sharding(spec), shape) for spec in ("s@tp d", "s d@tp")]
-    >>> of_plan(plan(*ends, shape), mesh).startswith("<svg")
+    >>> of_plan(plan(mesh.sharding("s@tp d"), mesh.sharding("s d@tp"), shape), mesh).startswith("<svg")
     True
     """
     given = tuple(names) or tuple(f"d{dim}" for dim in range(len(made.shape)))
@@ -243,9 +241,9 @@ def _local(found: Recipe) -> str:
 def _moved(source: Sharding, target: Sharding, names: Names, found: Recipe, dtype: str) -> Iterator[Row | Between]:
     """The row of `source`, and what follows where it isn't the target already."""
     shape = found.shape_of(names)
-    one, two = (state_of(_unmarked(sharding), shape) for sharding in (source, target))
+    one, two = (_unmarked(sharding) for sharding in (source, target))
     if unmoved(source, target, shape):
-        parts = {rank: _own(tile(one, shape, rank), rank) for rank in one.universe.ranks}
+        parts = {rank: _own(one.tile(shape, rank), rank) for rank in one.universe.ranks}
         yield Row(str(source), names, shape, parts, _joints(one))
     else:
         yield from _planned(plan(one, two, shape, dtype), names)
@@ -258,20 +256,20 @@ def _unmarked(sharding: Sharding) -> Sharding:
 
 def _planned(made: Plan, names: Names) -> Iterator[Row | Between]:
     for scene in trace(made):
-        state = made.source if scene.step is None else scene.step.target
+        now = made.source if scene.step is None else scene.step.target
         if scene.step is not None:
             detail = " ".join(scene.step.axes) if scene.arrows else "no communication"
             yield Between((scene.step.kind, detail), scene.arrows)
-        yield Row(str(state), names, made.shape, scene.parts, _joints(state))
+        yield Row(str(now), names, made.shape, scene.parts, _joints(now))
 
 
-def _joints(state: State) -> dict[int, str]:
+def _joints(now: Sharding) -> dict[int, str]:
     """What joins a rank's summand to the one before it."""
     found = {}
-    for op, layouts in state.pending:
-        for position, rank in enumerate(state.universe.ranks):
-            if any(layout.coordinate(position) for layout in layouts):
-                found[rank] = "+" if op == "sum" else op
+    for pending in now.pending:
+        for position, rank in enumerate(now.universe.ranks):
+            if any(axis.layout.coordinate(position) for axis in pending.axes):
+                found[rank] = "+" if pending.op == "sum" else pending.op
     return found
 
 

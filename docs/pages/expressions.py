@@ -5,7 +5,6 @@ Prose and expressions stand here; plans, bytes, pictures, errors and gradients a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,7 @@ from axes.algebra.flow import Recipe, gradient, recipe
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import PendingReduction, Sharding, state_of
-from axes.algebra.state import State
+from axes.algebra.sharding import PendingReduction, Sharding
 from axes.runtime.gradients import transposed
 from axes.show.picture import of_recipe
 from docs.pages.page import WRITTEN, Session, block, inline, paragraph, table
@@ -186,17 +184,10 @@ def plans_of(found: Recipe) -> list[Plan]:
 def local_backward(found: Recipe) -> Iterator[tuple[Plan, str]]:
     """What the gradient of an operation on plain tensors communicates, in order; and what follows it."""
     for source, target, shape in reversed(found.moves):
-        one, two = state_of(source, shape), state_of(target, shape)
+        one, two = source.at(shape), target.at(shape)
         arriving, middle, _ = transposed(one, two, (frozenset(), frozenset()))
-        names = names_of(source)
-        made = plan(called(arriving, names), called(middle, names), shape, DTYPE)
-        yield made, "" if middle.splits == one.splits else "\n  then within zeros: pending"
-
-
-def called(state: State, names: Sequence[str]) -> State:
-    """The state, printed with the names of its dims."""
-    plain = str(replace(state, text=None))
-    return replace(state, text=re.sub(r"\bd(\d+)\b", lambda found: names[int(found.group(1))], plain))
+        made = plan(arriving.named(names_of(source)), middle, shape, DTYPE)
+        yield made, "" if middle.dims == one.dims else "\n  then within zeros: pending"
 
 
 def global_backward(found: Recipe) -> str:

@@ -36,9 +36,8 @@ from axes.algebra.grammar import place_text
 from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import given_sizes
-from axes.algebra.state import LINEAR
 
 Named = tuple[NamedLayout, ...]
 

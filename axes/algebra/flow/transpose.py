@@ -29,8 +29,7 @@ from axes.algebra.flow.states import Digits, Entry, close, entries_of, land, pen
 from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
-from axes.algebra.state import LINEAR
+from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding
 
 
 @functools.lru_cache(maxsize=4096)

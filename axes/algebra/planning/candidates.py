@@ -31,7 +31,7 @@ from axes.algebra.planning.form import (
     padded_limit,
     pieces_by,
 )
-from axes.algebra.state import LINEAR, State
+from axes.algebra.sharding import LINEAR, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Leg:
     source: Form
     target: Form
     group: tuple[Digit, ...] | None = ()
-    outside: State | None = None
+    outside: Sharding | None = None
     op: str | None = None
     divisor: int = 1
     resolved: tuple[Digit, ...] = ()

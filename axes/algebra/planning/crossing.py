@@ -29,19 +29,20 @@ from axes.algebra.planning.candidates import (
     without,
 )
 from axes.algebra.planning.exchange import Deal
-from axes.algebra.planning.form import Digit, Form, Space, alone, common, padded_limit, state_of_form
+from axes.algebra.planning.form import Digit, Form, Space, alone, common, padded_limit, sharding_of_form
 from axes.algebra.planning.step import deal_of
-from axes.algebra.state import State, largest_tile, line
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
 
 
-def crossings(source: State, target: State, shape: tuple[int, ...]) -> list[Legs]:
-    """The sequences of legs worth weighing between two states without common digits.
+def crossings(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> list[Legs]:
+    """The sequences of legs worth weighing between two shardings without common digits.
 
     Raises `ShardingError` where the target keeps pending what the source hasn't.
     """
     same = source.universe == target.universe
-    kept = State(source.universe, source.extent, ((),) * source.ndim, target.pending if same else ())
-    aligned = common(replace(source, text=None), kept, shape)
+    whole = ShardedDim((ShardedFactor("_"),))
+    kept = Sharding(source.mesh, (whole,) * source.ndim, target.pending if same else ())
+    aligned = common(source, kept, shape)
     if aligned is None or not (same or not target.pending):
         raise ShardingError(
             f"nothing can become pending on other axes than it is\n  source  {source}\n  target  {target}"
@@ -51,13 +52,13 @@ def crossings(source: State, target: State, shape: tuple[int, ...]) -> list[Legs
     return bounded(_sequences(space, start, wanted, target, shape, same), limit)
 
 
-def _padded(target: State, shape: tuple[int, ...]) -> int:
+def _padded(target: Sharding, shape: tuple[int, ...]) -> int:
     space, form = alone(replace(target, pending=()), shape)
     return padded_limit(space, form.splits, form.splits)
 
 
 def _sequences(
-    space: Space, source: Form, kept: Form, target: State, shape: tuple[int, ...], same: bool
+    space: Space, source: Form, kept: Form, target: Sharding, shape: tuple[int, ...], same: bool
 ) -> Iterator[Legs]:
     ways: list[Legs] = list(reductions(space, source, kept)) if resolvable(source, kept) else [()]
     ends = list(_ends(space.origin, target, shape, same))
@@ -69,24 +70,24 @@ def _sequences(
         yield from _fused(space, source, kept, target, shape)
 
 
-def _ends(source: State, target: State, shape: tuple[int, ...], same: bool) -> Iterator[tuple[State, Legs]]:
+def _ends(source: Sharding, target: Sharding, shape: tuple[int, ...], same: bool) -> Iterator[tuple[Sharding, Legs]]:
     """Where the exchange may end, and what then remains to be done among the target's ranks."""
-    space, form = alone(replace(target, text=None), shape)
+    space, form = alone(target, shape)
     shares = [] if same else [with_splits(form, s) for s in appended(space, form.splits, form.free)]
     for between in shares:
-        yield state_of_form(space, between), move(space, between, form)
+        yield sharding_of_form(space, between), move(space, between, form)
     if not shares or set(source.universe.ranks) & set(target.universe.ranks):
         yield target, ()
 
 
-def _meet(space: Space, form: Form, target: State, shape: tuple[int, ...], same: bool) -> Legs:
-    """One exchange from a form of the source to a state of the target."""
-    source = state_of_form(space, form)
+def _meet(space: Space, form: Form, target: Sharding, shape: tuple[int, ...], same: bool) -> Legs:
+    """One exchange from a form of the source to a sharding of the target."""
+    source = sharding_of_form(space, form)
     group = _line(form) if same else None
     deal = _deal(source, target, shape, group)
     received = max(deal.received)
     if not received:
-        whole = same and source.splits == target.splits
+        whole = same and source.dims == target.dims
         return () if whole else (Leg("slice", space, form, form, outside=target),)
     sent = deal.most_sent
     kind = "permute" if _is_permutation(deal) else "all_to_all"
@@ -108,16 +109,16 @@ def _meet(space: Space, form: Form, target: State, shape: tuple[int, ...], same:
     )
 
 
-def _fused(space: Space, source: Form, kept: Form, target: State, shape: tuple[int, ...]) -> Iterator[Legs]:
+def _fused(space: Space, source: Form, kept: Form, target: Sharding, shape: tuple[int, ...]) -> Iterator[Legs]:
     resolved = resolvable(source, kept)
     if resolvable(without(source, resolved), kept):
         return
     size = math.prod(digit[0] for digit in resolved)
-    if size * largest_tile(target, shape) > padded_limit(space, source.splits, source.splits):
+    if size * target.largest_tile(shape) > padded_limit(space, source.splits, source.splits):
         return
-    state, group = state_of_form(space, source), _line(without(source, resolved))
+    start, group = sharding_of_form(space, source), _line(without(source, resolved))
     op, divisor = reduction(source, resolved)
-    deal = _deal(state, target, shape, group, resolved)
+    deal = _deal(start, target, shape, group, resolved)
     received, sent = max(deal.received), deal.most_sent
     leg = Leg(
         "reduce_move",
@@ -133,7 +134,7 @@ def _fused(space: Space, source: Form, kept: Form, target: State, shape: tuple[i
         received=received,
         send=sent,
         receive=received,
-        copied=2 * sent + (size + 1) * largest_tile(target, shape),
+        copied=2 * sent + (size + 1) * target.largest_tile(shape),
     )
     yield (leg,)
 
@@ -145,8 +146,8 @@ def _line(form: Form) -> tuple[Digit, ...]:
 
 
 def _deal(
-    source: State,
-    target: State,
+    source: Sharding,
+    target: Sharding,
     shape: tuple[int, ...],
     group: tuple[Digit, ...] | None,
     resolved: Sequence[Digit] = (),
@@ -155,7 +156,7 @@ def _deal(
         has = set(source.universe.ranks)
         ranks = (*source.universe.ranks, *(rank for rank in target.universe.ranks if rank not in has))
     else:
-        ranks = tuple(line(source.universe, Layout.of(group), source.universe.rank(0)))
+        ranks = tuple(source.universe.line(Layout.of(group), source.universe.rank(0)))
     return deal_of(source, target, shape, ranks, Layout.of(resolved), 1)
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from axes.algebra.state import Runs, Tile, count, tile_shape
+from axes.algebra.chunks import Runs, Tile, count, tile_shape
 
 Region = tuple[tuple[int, int], ...]
 """A box of a local tensor: `(start, stop)` for each dim."""

@@ -1,4 +1,4 @@
-"""Two states in common digits: the form in which planning is arithmetic on short tuples.
+"""Two shardings in common digits: the form in which planning is arithmetic on short tuples.
 
 A *digit* `(size, stride)` is a digit of the rank's position. Where the source and the target have
 common digits, each dim is split by a sequence of *atoms*, major first, and two sequences with the
@@ -8,10 +8,9 @@ of it do I have already" are questions about prefixes, whatever the number of ra
 An atom is one digit where the dim divides. Where it doesn't, a split is one `torch.chunk` that
 neither merges nor splits, so all its digits stay together in one atom.
 
->>> from axes.algebra.universe import Universe
->>> world, both = Universe.of(range(4)), Layout((4,), (1,))
->>> source = State(world, both, ((both,), ()))
->>> target = State(world, both, ((), (Layout((2,), (1,)),)))
+>>> from axes.algebra.mesh import Mesh
+>>> mesh = Mesh("dp=2 tp=2", "both = dp tp")
+>>> source, target = mesh.sharding("a@both b"), mesh.sharding("a b@tp")
 >>> space, s, t = common(source, target, (8, 8))
 >>> s.splits, t.splits, t.free
 (((((2, 2),), ((2, 1),)), ()), ((), (((2, 1),),)), ((2, 2),))
@@ -28,10 +27,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from axes.algebra.chunks import largest_chunk
+from axes.algebra.chunks import largest_chunk, smallest_chunk
 from axes.algebra.errors import MeshError
-from axes.algebra.layout import Layout, digits
-from axes.algebra.state import LINEAR, Factors, Split, State, smallest_chunk
+from axes.algebra.layout import Layout, NamedLayout, digits
+from axes.algebra.sharding import LINEAR, PendingReduction, ShardedDim, ShardedFactor, Sharding
 
 Digit = tuple[int, int]
 """`(size, stride)` of one digit of the position."""
@@ -45,10 +44,10 @@ Splits = tuple[tuple[Atom, ...], ...]
 
 @dataclass(frozen=True)
 class Form:
-    """A state in common digits.
+    """A sharding in digits that it has in common with another: in these, planning is about prefixes of tuples.
 
     splits: for each slot its atoms, major first.
-    free: the digits of the extent that do nothing: the tensor is replicated over them.
+    free: the digits of the mesh that do nothing: the tensor is replicated over them.
     pending: the classes of pending reductions, innermost first; in a class the order is immaterial.
     """
 
@@ -61,96 +60,97 @@ class Form:
 class Space:
     """What all forms of one plan share.
 
-    origin: the state that lends universe, extent and names to the states in between.
+    origin: the sharding that lends its mesh and the names of its dims to those in between.
     sizes: the size of each slot.
     dims: the dim of each slot.
     factors: for each dim the sizes of its factors, or None where it is one slot.
     """
 
-    origin: State
+    origin: Sharding
     sizes: tuple[int, ...]
     dims: tuple[int, ...]
     factors: tuple[tuple[int, ...] | None, ...]
 
 
 def common(
-    source: State, target: State, shape: Sequence[int], node: Layout | None = None
+    source: Sharding, target: Sharding, shape: Sequence[int], node: Layout | None = None
 ) -> tuple[Space, Form, Form] | None:
-    """Both states in common digits and slots, or None where there are none.
+    """Both shardings in common digits and slots, or None where there are none.
 
-    The target's extent must be within the source's; the target counts as replicated over the rest.
+    The target's mesh must be within the source's; the target counts as replicated over the rest.
     node: digits to cut at where that leaves whole digits, so that each is within a node or across nodes.
     """
-    found = [aligned(a, b) for a, b in zip(source.splits, target.splits, strict=True)]
+    found = [aligned(a, b) for a, b in zip(source.dims, target.dims, strict=True)]
     if any(pair is None for pair in found):
         return None
     pairs = [pair for pair in found if pair is not None]
-    factors = tuple(a.sizes if isinstance(a, Factors) else None for a, _ in pairs)
+    factors = tuple(sizes_of(a) for a, _ in pairs)
     sizes: list[int] = []
     dims: list[int] = []
     for dim, (size, factored) in enumerate(zip(shape, factors, strict=True)):
         sizes.extend(factored or (size,))
         dims.extend([dim] * len(factored or (size,)))
     space = Space(source, tuple(sizes), tuple(dims), factors)
-    columns = [[layouts for split in side for layouts in _slots_of(split)] for side in zip(*pairs, strict=True)]
+    columns = [[factor.layouts for dim in side for factor in dim.factors] for side in zip(*pairs, strict=True)]
     if not columns:
         columns = [[], []]
     return _forms(space, source, target, columns, node)
 
 
-def alone(state: State, shape: Sequence[int]) -> tuple[Space, Form]:
-    """One state in its own digits."""
-    found = common(state, state, shape)
-    assert found is not None, "a valid state has digits of its own"
+def alone(sharding: Sharding, shape: Sequence[int]) -> tuple[Space, Form]:
+    """One sharding in its own digits."""
+    found = common(sharding, sharding, shape)
+    assert found is not None, "a sharding has digits of its own"
     return found[0], found[1]
 
 
-def _slots_of(split: Split) -> tuple[tuple[Layout, ...], ...]:
-    return split.splits if isinstance(split, Factors) else (split,)
+def sizes_of(dim: ShardedDim) -> tuple[int, ...] | None:
+    """The sizes of a dim's factors, or None where it is one."""
+    return tuple([factor.size or 0 for factor in dim.factors]) if len(dim.factors) > 1 else None
 
 
-def aligned(one: Split, two: Split) -> tuple[Split, Split] | None:
-    """The splits of one dim with the same factors, or None where there are none."""
-    if isinstance(one, Factors) and isinstance(two, Factors):
-        return (one, two) if one.sizes == two.sizes else None
-    if isinstance(one, Factors):
-        other = factored(two, one.sizes) if isinstance(two, tuple) else None
-        return None if other is None else (one, other)
-    if isinstance(two, Factors):
-        other = factored(one, two.sizes)
-        return None if other is None else (other, two)
-    return one, two
+def aligned(one: ShardedDim, two: ShardedDim) -> tuple[ShardedDim, ShardedDim] | None:
+    """Two splits of one dim with the same factors, or None where they have none in common."""
+    sizes = sizes_of(one) or sizes_of(two)
+    if sizes is None:
+        return one, two
+    found = [dim if sizes_of(dim) == sizes else factored(dim, sizes) for dim in (one, two)]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
-def factored(layouts: Sequence[Layout], sizes: Sequence[int]) -> Factors | None:
-    """An ordinary split as a split of factors, or None where it cuts across them.
+def factored(dim: ShardedDim, sizes: Sequence[int]) -> ShardedDim | None:
+    """A dim that is one factor as factors of these sizes, or None where its splits cut across them.
 
-    >>> factored((Layout((2,), (1,)),), (4, 3)), factored((Layout((2,), (1,)),), (3, 4))
-    (Factors(sizes=(4, 3), splits=((2:1,), ())), None)
+    >>> from axes.algebra.mesh import Mesh
+    >>> (dim,) = Mesh("tp=2").sharding("h@tp").dims
+    >>> print(factored(dim, (4, 3)), factored(dim, (3, 4)))
+    (4@tp 3) None
     """
-    splits: list[list[Layout]] = [[] for _ in sizes]
-    at, left = 0, sizes[0] if sizes else 1
-    for layout in layouts:
+    if len(dim.factors) > 1:
+        return None
+    axes: list[list[NamedLayout]] = [[] for _ in sizes]
+    at, left = 0, sizes[0]
+    for axis in dim.axes:
         while left == 1 and at + 1 < len(sizes):
             at, left = at + 1, sizes[at + 1]
-        if left % layout.size:
+        if left % axis.size:
             return None
-        splits[at].append(layout)
-        left //= layout.size
-    return Factors(tuple(sizes), tuple(map(tuple, splits)))
+        axes[at].append(axis)
+        left //= axis.size
+    return ShardedDim(tuple(ShardedFactor(None, *each) for each in zip(sizes, map(tuple, axes), strict=True)))
 
 
 def _forms(
-    space: Space, source: State, target: State, columns: list[list[tuple[Layout, ...]]], node: Layout | None
+    space: Space, source: Sharding, target: Sharding, columns: list[list[tuple[Layout, ...]]], node: Layout | None
 ) -> tuple[Space, Form, Form] | None:
     """Refine every layout to digits common to all of them, then each slot to atoms."""
-    states = (source, target)
+    ends = (source, target)
     layouts: dict[Layout, Atom] = dict.fromkeys(
         [
-            source.extent,
-            target.extent,
+            source.mesh.extent,
+            target.mesh.extent,
             *(layout for column in columns for slot in column for layout in slot),
-            *(layout for state in states for _, pending in state.pending for layout in pending),
+            *(axis.layout for end in ends for pending in end.pending for axis in pending.axes),
         ],
         (),
     )
@@ -159,13 +159,13 @@ def _forms(
     if refined is None:
         return None
     layouts = dict(zip(layouts, refined, strict=False))
-    whole = layouts[source.extent]
+    whole = layouts[source.mesh.extent]
     forms: list[Form] = []
-    for state, column in zip(states, columns, strict=True):
+    for end, column in zip(ends, columns, strict=True):
         splits = tuple(
             _atoms(size, [layouts[layout] for layout in slot]) for size, slot in zip(space.sizes, column, strict=True)
         )
-        pending = _classes((op, digit) for op, lays in state.pending for lay in lays for digit in layouts[lay])
+        pending = _classes((p.op, digit) for p in end.pending for axis in p.axes for digit in layouts[axis.layout])
         taken = {digit for slot in splits for atom in slot for digit in atom}
         taken.update(digit for group in pending for _, digit in group)
         forms.append(Form(splits, tuple(digit for digit in whole if digit not in taken), pending))
@@ -266,21 +266,23 @@ def padded_limit(space: Space, source: Splits, target: Splits) -> int:
     return max(tiles)
 
 
-# --- back to states -------------------------------------------------------------------------------
+# --- back to shardings ----------------------------------------------------------------------------
 
 
-def state_of_form(space: Space, form: Form) -> State:
-    """The state that a form describes."""
-    columns = [tuple(Layout.of(atom) for atom in slot) for slot in form.splits]
-    splits: list[Split] = []
+def sharding_of_form(space: Space, form: Form) -> Sharding:
+    """The sharding that a form describes."""
+    called = space.origin.mesh.called
+    columns = [tuple([called(Layout.of(atom)) for atom in slot]) for slot in form.splits]
+    dims: list[ShardedDim] = []
     at = 0
-    for sizes in space.factors:
+    for sizes, had in zip(space.factors, space.origin.dims, strict=True):
         if sizes is None:
-            splits.append(columns[at])
-            at += 1
+            dims.append(ShardedDim((ShardedFactor(had.factors[0].name, None, columns[at]),)))
         else:
-            splits.append(Factors(sizes, tuple(columns[at : at + len(sizes)])))
-            at += len(sizes)
-    pending = tuple((op, (Layout.of([digit]),)) for group in form.pending for op, digit in group)
-    origin = space.origin
-    return State(origin.universe, origin.extent, tuple(splits), pending, origin.names)
+            parts = zip(sizes, columns[at : at + len(sizes)], strict=True)
+            dims.append(ShardedDim(tuple(ShardedFactor(None, *part) for part in parts)))
+        at += len(sizes or (0,))
+    pending = tuple(
+        PendingReduction(op, (called(Layout.of([digit])),)) for group in form.pending for op, digit in group
+    )
+    return Sharding(space.origin.mesh, tuple(dims), pending)

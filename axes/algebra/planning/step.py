@@ -8,7 +8,7 @@ factor is one box, which lies in memory as the tile of the rank that has it. Wha
 
 slice
     No communication. For each `(from_box, to_box)` of `copies`: `out[to_box] = tile[from_box]`. Where
-    both states have the same factors that is one box.
+    both have the same factors that is one box.
 
 all_reduce
     `op` over the group, on a copy of the tile. Then divide by `divisor` where that isn't 1 (a mean),
@@ -48,20 +48,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from axes.algebra.chunks import Tile, tile_shape
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.planning.exchange import Deal, Exchange, Transfer, regions, volume
-from axes.algebra.planning.form import aligned
-from axes.algebra.state import Factors, Split, State, Tile, largest_tile, line, names_of, tile, tile_shape
+from axes.algebra.planning.form import aligned, sizes_of
+from axes.algebra.sharding import ShardedDim, Sharding
 
 
 @dataclass(frozen=True)
 class Step:
-    """One local or collective operation, which takes the state `source` to the state `target`.
+    """One local or collective operation, which takes the sharding `source` to the sharding `target`.
 
     kind: slice, all_reduce, reduce_scatter, all_gather, all_to_all, permute or reduce_move.
     layout: the group, as the digits of the rank that it steps through, in its order; None where the
-        group is all ranks of both states (between two sets of ranks).
+        group is all ranks of both meshes (between two sets of ranks).
     group_size: the number of ranks that communicate; 1 for a slice.
     op, divisor: of a reduction. resolved: the digits over which a reduce_move reduces.
     bytes_in, bytes_out: over the links, for the rank that has most. What the busiest rank sends is
@@ -74,8 +75,8 @@ class Step:
     """
 
     kind: str
-    source: State
-    target: State
+    source: Sharding
+    target: Sharding
     shape: tuple[int, ...]
     layout: Layout | None
     group_size: int
@@ -96,7 +97,7 @@ class Step:
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the axes that the group steps through; none between two sets of ranks."""
-        return () if self.layout is None else names_of(self.source, (self.layout,))
+        return () if self.layout is None else tuple(map(str, self.source.mesh.calls(self.layout.modes)))
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -108,7 +109,7 @@ class Step:
         if not self.takes_part(rank):
             return ()
         if self.layout is not None:
-            return line(self.source.universe, self.layout, rank)
+            return self.source.universe.line(self.layout, rank)
         sources = self.source.universe.ranks
         targets = self.target.universe.ranks
         has = sources if isinstance(sources, range) else frozenset(sources)
@@ -116,20 +117,20 @@ class Step:
 
     def takes_part(self, rank: int) -> bool:
         """Whether a rank does anything in this step."""
-        return any(state.universe.position(rank) is not None for state in (self.source, self.target))
+        return any(end.universe.position(rank) is not None for end in (self.source, self.target))
 
     def input_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
         """The shape of the tile that a rank comes with, or None where it has none."""
-        return _shape(tile(self.source, self.shape, self._rank(rank)))
+        return _shape(self.source.tile(self.shape, self._rank(rank)))
 
     def output_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
         """The shape of the tile that a rank leaves with, or None where it has none."""
-        return _shape(tile(self.target, self.shape, self._rank(rank)))
+        return _shape(self.target.tile(self.shape, self._rank(rank)))
 
     @cached_property
     def factors(self) -> tuple[tuple[int, ...], ...]:
-        """For each dim the sizes of the factors that both states have, or its own size alone."""
-        pairs = zip(self.source.splits, self.target.splits, self.shape, strict=True)
+        """For each dim the sizes of the factors that both sides have, or its own size alone."""
+        pairs = zip(self.source.dims, self.target.dims, self.shape, strict=True)
         return tuple(_common_factors(one, two) or (size,) for one, two, size in pairs)
 
     @cached_property
@@ -144,7 +145,7 @@ class Step:
     @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Into how many parts each dim of `opened` is cut on both sides together; 0 where factors of one side are."""
-        pairs = zip(self.opened.source.splits, self.opened.target.splits, strict=True)
+        pairs = zip(self.opened.source.dims, self.opened.target.dims, strict=True)
         return tuple(_pieces(one, two) for one, two in pairs)
 
     @cached_property
@@ -182,11 +183,9 @@ class Step:
         return self.rank if rank is None else rank
 
 
-def _pieces(one: Split, two: Split) -> int:
+def _pieces(one: ShardedDim, two: ShardedDim) -> int:
     """Into how many equal parts two splits cut a dim together; 0 where factors of it are split."""
-    if isinstance(one, Factors) or isinstance(two, Factors):
-        return 0
-    return math.lcm(*(math.prod(layout.size for layout in side) for side in (one, two)))
+    return math.lcm(one.pieces, two.pieces) if len(one.factors) == len(two.factors) == 1 else 0
 
 
 def _exchange(step: Step, rank: int) -> Exchange:
@@ -206,8 +205,8 @@ def _exchange(step: Step, rank: int) -> Exchange:
 @lru_cache(maxsize=4096)
 def _kept_exchange(
     kind: str,
-    source: State,
-    target: State,
+    source: Sharding,
+    target: Sharding,
     shape: tuple[int, ...],
     layout: Layout | None,
     resolved: Layout,
@@ -225,7 +224,7 @@ def _kept_exchange(
         rank,
         resolved=resolved,
         ranks_per_node=ranks_per_node,
-        padded=largest_tile({"all_gather": source}.get(kind, target), shape) if kind in _EQUAL_PARTS else 0,
+        padded={"all_gather": source}.get(kind, target).largest_tile(shape) if kind in _EQUAL_PARTS else 0,
     )
     return _exchange(step, rank)
 
@@ -233,30 +232,30 @@ def _kept_exchange(
 _EQUAL_PARTS = frozenset({"all_gather", "reduce_scatter"})
 
 
-def _common_factors(one: Split, two: Split) -> tuple[int, ...] | None:
-    """The sizes of the factors of a dim, where they are the same in two states; None without factors."""
+def _common_factors(one: ShardedDim, two: ShardedDim) -> tuple[int, ...] | None:
+    """The sizes of the factors of a dim, where they are the same on both sides; None without factors."""
     found = aligned(one, two)
-    return found[0].sizes if found is not None and isinstance(found[0], Factors) else None
+    return None if found is None else sizes_of(found[0])
 
 
-def _opened(source: State, target: State, factors: Sequence[Sequence[int]]) -> tuple[State, State]:
-    """Two states of the tensor that has a dim for each factor."""
-    ones: list[Split] = []
-    twos: list[Split] = []
-    for one, two, sizes in zip(source.splits, target.splits, factors, strict=True):
+def _opened(source: Sharding, target: Sharding, factors: Sequence[Sequence[int]]) -> tuple[Sharding, Sharding]:
+    """Both as shardings of the tensor that has a dim for each factor."""
+    sides: tuple[list[ShardedDim], list[ShardedDim]] = ([], [])
+    for one, two, sizes in zip(source.dims, target.dims, factors, strict=True):
         pair = aligned(one, two) if len(sizes) > 1 else None
-        for side, split, own in zip((ones, twos), pair or (one, two), (one, two), strict=True):
-            side.extend(split.splits if pair is not None and isinstance(split, Factors) else (own,))
-    return replace(source, splits=tuple(ones), text=None), replace(target, splits=tuple(twos), text=None)
+        for side, dim in zip(sides, pair or (one, two), strict=True):
+            parts = [ShardedDim((replace(factor, size=None),)) for factor in dim.factors]
+            side.extend(parts if pair is not None else (dim,))
+    return replace(source, dims=tuple(sides[0])), replace(target, dims=tuple(sides[1]))
 
 
 def _shape(held: Tile | None) -> tuple[int, ...] | None:
     return None if held is None else tile_shape(held)
 
 
-def _tile(state: State, shape: tuple[int, ...], rank: int) -> Tile:
-    found = tile(state, shape, rank)
-    assert found is not None, "every rank of a step's group is of its state"
+def _tile(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Tile:
+    found = sharding.tile(shape, rank)
+    assert found is not None, "every rank of a step's group is of its mesh"
     return found
 
 
@@ -265,7 +264,7 @@ def _whole(held: Tile) -> tuple[tuple[int, int], ...]:
 
 
 def _slice(step: Step, rank: int) -> Exchange:
-    source, target = (tile(state, step.shape, rank) for state in (step.source, step.target))
+    source, target = (end.tile(step.shape, rank) for end in (step.source, step.target))
     if source is None or target is None or not volume(target):
         return Exchange((rank,))
     return Exchange((rank,), copies=tuple(zip(regions(target, source), regions(target, target), strict=True)))
@@ -296,22 +295,22 @@ def _part(peer: int, part: Tile, whole: Tile) -> Transfer:
 
 @lru_cache(maxsize=64)
 def deal_of(
-    source: State,
-    target: State,
+    source: Sharding,
+    target: Sharding,
     shape: tuple[int, ...],
     ranks: tuple[int, ...],
     resolved: Layout,
     ranks_per_node: int,
 ) -> Deal:
-    """What the ranks of a group hold and want between two states."""
+    """What the ranks of a group hold and want between two shardings."""
     layers: tuple[int, ...] = ()
     if resolved.size > 1:
         positions = [source.universe.position(rank) for rank in ranks]
         layers = tuple(0 if at is None else resolved.coordinate(at) for at in positions)
     return Deal(
         ranks,
-        tuple(tile(source, shape, rank) for rank in ranks),
-        tuple(tile(target, shape, rank) for rank in ranks),
+        tuple(source.tile(shape, rank) for rank in ranks),
+        tuple(target.tile(shape, rank) for rank in ranks),
         layers,
         ranks_per_node,
     )

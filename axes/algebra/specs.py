@@ -1,0 +1,149 @@
+"""Specs: the text of a sharding, read on a mesh.
+
+>>> from axes.algebra.mesh import Mesh
+>>> print(parsed_sharding(Mesh("dp=2 tp=2"), "b@dp (three=3 h@tp) ...", (), 4))
+b@dp (three=3 h@tp) _ _
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from axes.algebra import grammar
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, suggestion
+from axes.algebra.grammar import parse_spec
+from axes.algebra.layout import NamedLayout
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sizes import checked_size
+
+if TYPE_CHECKING:
+    from axes.algebra.mesh import Mesh
+
+
+def parsed_sharding(
+    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
+) -> Sharding:
+    """The sharding of a spec on a mesh; `...` stands for what is missing to `ndim` dims. Cached."""
+    if mesh._view is None:
+        return _parsed(mesh, spec, sizes, ndim)
+    return replace(_parsed(mesh._with(view=None), spec, sizes, ndim), mesh=mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None) -> Sharding:
+    tree = parse_spec(spec)
+    given = _given(tree, dict(sizes))
+    dims: list[ShardedDim] = []
+    try:
+        for dim in tree.dims:
+            if any(f.name == "..." for f in dim.factors):
+                dims.extend(_ellipsis(spec, tree, dim, ndim))
+            else:
+                dims.append(_dim(mesh, spec, dim, given))
+        pending = tuple(_pending(mesh, spec, p) for p in tree.pending or ())
+        _check_names(spec, tree)
+        return Sharding(mesh, tuple(dims), pending)
+    except (ShardingError, MeshError) as error:
+        if spec in str(error):
+            raise
+        raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(tree)[:200]}") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def marked_sharding(
+    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
+) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+    """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
+    tree = parse_spec(spec)
+    marks = [p for p in tree.pending or () if p.op == "same" and p.place is not None]
+    if not marks:
+        return parsed_sharding(mesh, spec, sizes, ndim), ()
+    rest = tuple(p for p in tree.pending or () if p not in marks)
+    found = parsed_sharding(mesh, str(replace(tree, pending=rest or None)), sizes, ndim)
+    same = tuple(axis for p in marks for axis in _axes(mesh, spec, p.place))
+    replace(found, pending=(*found.pending, PendingReduction("same", same)))  # refuses what is split or pending
+    return found, same
+
+
+def _given(tree: grammar.Spec, sizes: Mapping[str, Any]) -> dict[str, int]:
+    names = {f.name: f for dim in tree.dims for f in dim.factors if f.name not in (None, "_", "...")}
+    found: dict[str, int] = {}
+    for name, value in [*sizes.items(), *((f.name, f.size) for f in names.values())]:
+        if name not in names:
+            hint = suggestion(str(name), [n for n in names if n])
+            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the spec{hint}")
+        size = checked_size(str(name), value)
+        if size is not None and found.setdefault(name, size) != size:
+            raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
+    return found
+
+
+def _dim(mesh: Mesh, spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
+    factors = []
+    for factor in dim.factors:
+        size = factor.size if factor.name is None else sizes.get(factor.name)
+        factors.append(ShardedFactor(factor.name, size, _axes(mesh, spec, factor.place)))
+    if not dim.grouped:
+        return ShardedDim(tuple(factors))
+    if dim.place is not None or not any(factor.axes for factor in factors):
+        # Split as a whole, or not at all: to a sharding such a group is one name.
+        known = [factor.size for factor in factors]
+        multiple = math.prod(size for size in known if size is not None)
+        name = f"({' '.join(str(ShardedFactor(f.name, f.size)) for f in factors)})"
+        axes = _axes(mesh, spec, dim.place)
+        return ShardedDim((ShardedFactor(name, None if None in known else multiple, axes, multiple),))
+    return ShardedDim(tuple(factors))
+
+
+def _axes(mesh: Mesh, spec: str, place: grammar.Place | None) -> tuple[NamedLayout, ...]:
+    if place is None:
+        return ()
+    if "*" in place.names:
+        _wrong("'*' is what a tensor has; a sharding names its axes", spec, place.span)
+    return tuple([_named(mesh, name) for name in place.names])
+
+
+def _named(mesh: Mesh, name: str) -> NamedLayout:
+    """Where names end: an axis of the text as its digits."""
+    layout = mesh.namespace.get(name)
+    if layout is None:
+        raise ShardingError(f"the mesh has no axis {shortened(name)}{suggestion(name, mesh.namespace)}")
+    return NamedLayout(layout, name)
+
+
+def _ellipsis(spec: str, tree: grammar.Spec, dim: grammar.Dim, ndim: int | None) -> list[ShardedDim]:
+    factor = dim.factors[0]
+    if dim.grouped or factor.place is not None:
+        _wrong("'...' stands for whole dims that aren't split; name the dim that is", spec, dim.span)
+    if ndim is None:
+        _wrong("'...' stands for dims of a tensor; without one, write every dim (or '_')", spec, dim.span)
+    missing = ndim - (len(tree.dims) - 1)
+    if missing < 0:
+        _wrong(f"the spec has {len(tree.dims) - 1} dims beside '...', the tensor has {ndim}", spec, (0, len(spec)))
+    return [ShardedDim((ShardedFactor("_"),)) for _ in range(missing)]
+
+
+def _pending(mesh: Mesh, spec: str, pending: grammar.Pending) -> PendingReduction:
+    if pending.op == "*":
+        _wrong("'| *' is whatever arises; a sharding says what is pending, like '| sum@tp'", spec, pending.span)
+    if pending.op == "same":
+        _wrong("'same' is about gradients of plain tensors; a sharding can't have it", spec, pending.span)
+    return PendingReduction(pending.op, _axes(mesh, spec, pending.place))
+
+
+def _check_names(spec: str, tree: grammar.Spec) -> None:
+    seen: set[str] = set()
+    for factor in (f for dim in tree.dims for f in dim.factors):
+        if factor.name in (None, "_", "..."):
+            continue
+        if factor.name in seen:
+            _wrong(f"dim {shortened(factor.name)} stands twice", spec, factor.span)
+        seen.add(str(factor.name))
+
+
+def _wrong(message: str, spec: str, span: tuple[int, int]) -> NoReturn:
+    raise ShardingError(f"{message}\n{pointed(spec, *span)}")
