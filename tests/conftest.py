@@ -39,17 +39,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-THREADS = 100
-"""A rank has a thread for each of its groups over gloo, which wakes a hundred times a second."""
+THREADS = 32
+"""A rank has a thread for each of its groups over gloo, which wakes a hundred times a second: eight idle ranks with
+sixteen groups each take a fifth of a core from all that runs beside them."""
+
+FRESH = 12
+"""How many threads a rank may keep from one module to the next."""
 
 
 def fit(pool: Pool | None, size: int) -> Pool:
     """The pool, or a fresh one where it is broken or slow for the many groups that its ranks have made."""
-    if pool is not None and pool.alive and max(map(threads_of, pool.pids), default=0) < THREADS:
+    pool = kept(pool, THREADS)
+    return Pool(size, timeout=LIMIT) if pool is None else pool
+
+
+def kept(pool: Pool | None, threads: int) -> Pool | None:
+    """The pool, if it lives and none of its ranks has that many threads; else it is closed."""
+    if pool is not None and pool.alive and max(map(threads_of, pool.pids), default=0) < threads:
         return pool
     if pool is not None:
         pool.close()
-    return Pool(size, timeout=LIMIT)
+    return None
 
 
 def threads_of(pid: int | None) -> int:
@@ -70,6 +80,10 @@ class Ranks:
             return launch(fn, world, *args, timeout=timeout)
         self._pool = fit(self._pool, 8)
         return self._pool.run(fn, *args, timeout=timeout)
+
+    def rest(self) -> None:
+        """Lets ranks go that would wake often while others work."""
+        self._pool = kept(self._pool, FRESH)
 
     @property
     def pids(self) -> list[int | None]:
@@ -94,11 +108,17 @@ def nothing_left_running() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Ranks]:
-    """Eight ranks for the whole session, with a default group over gloo and one thread each."""
+def ranks_of_session() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def pool(ranks_of_session: Ranks) -> Iterator[Ranks]:
+    """Eight ranks that stay for several modules, with a default group over gloo and one thread each."""
+    yield ranks_of_session
+    ranks_of_session.rest()
 
 
 @pytest.fixture(scope="session")
