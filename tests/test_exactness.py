@@ -14,6 +14,38 @@ from torch.distributed.tensor import Replicate
 import axes
 from axes.algebra.errors import ShardingError
 
+# --- a source that is changed while its values travel -----------------------------------------------
+
+
+def sources_changed_in_flight():
+    mesh = axes.init_mesh("a=2 b=2", device_type="cpu", ranks=[0, 1, 2, 3])
+    if mesh.coordinate is None:
+        return []
+    wrong = []
+    whole = torch.arange(50_000 * 8.0, dtype=torch.float64).view(-1, 8) + 1
+    moves = ["u@(a b) v -> u v", "u@(a b) v -> u@(b a) v", "u@(a b) v -> u v@(b a)", "u v | sum@(a b) -> u v"]
+    for move in [*moves, "u v | sum@(a b) -> u@(a b) v", "u v | sum@a -> u@a v", "u@a v@b -> u@b v@a"]:
+        source, target = move.split(" -> ")
+        expected = whole * mesh.sharding(source).mesh.size if "(a b)" in source.partition("|")[2] else whole
+        expected = whole * 2 if source.endswith("sum@a") else expected
+        x = axes.from_local(whole.clone(), source, mesh=mesh) if "|" in source else axes.shard(whole, source, mesh=mesh)
+        for tensor, mend in ((x, lambda y: y), (axes.to_local(x), None)):
+            if mend is None:
+                y = axes.rearrange(tensor, move, mesh=mesh, sizes={"u": 50_000, "v": 8}, async_op=True)
+            else:
+                y = axes.reshard(tensor, target, async_op=True)
+            tensor.mul_(-1)
+            found = axes.unshard(y if mend else axes.from_local(y + 0, target, mesh=mesh, shape=whole.shape))
+            if not torch.equal(found, expected):
+                wrong.append((move, type(tensor).__name__))
+            tensor.mul_(-1)
+    return wrong
+
+
+def test_a_source_may_be_changed_before_an_async_result_is_used(pool):
+    assert pool.run(sources_changed_in_flight) == [[]] * 8
+
+
 # --- factors of a dim that has others in front ----------------------------------------------------
 
 

@@ -10,7 +10,8 @@ that axis alone:
 
 An axis is any name of the mesh's namespace, or a tuple of names: their product, the first the
 slowest. Names are looked up in `mesh=` where it is given, else in the ambient mesh. Every rank of
-the axis calls the same collective with a tensor of the same shape and dtype. An axis of size 1 is
+the axis calls the same collective with a tensor of the same shape and dtype, which nobody compares: shards
+of a dim that doesn't divide differ, and are padded before. An axis of size 1 is
 free: what would be sent is returned as it is. Integers, bool, float8 and complex numbers work.
 
 **Gradients** are those of the local view: each rank has its own `x`, and backward differentiates the

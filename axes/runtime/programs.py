@@ -95,6 +95,18 @@ class Program:
         return _compiled(self, eager=False, tile=tile)
 
     @cached_property
+    def lends(self) -> bool:
+        """Whether what is sent last is the memory of the tile: until it has arrived nobody may change that."""
+        parts = [at for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank)]
+        sending = [at for at in parts if self.groups[at] is not None]
+        if not sending or sending[-1] != parts[0] or self.comm_dtype not in (None, self.dtype):
+            return False
+        task = _task(self.plan.steps[parts[0]], None)
+        if task.step.kind == "all_gather":
+            return task.step.flat or math.prod(task.tile) == task.padded
+        return task.step.kind != "all_reduce" and isinstance(task.sends.places, packing.Run)
+
+    @cached_property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.plan.steps and self.before is None

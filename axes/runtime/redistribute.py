@@ -193,7 +193,10 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     if type(local) in _PLAIN:
         if program.before is not None:
             program.before()
-        return (program.traced if async_op else program.eager)(local.contiguous())
+        if not async_op:
+            return program.eager(local.contiguous())
+        sent = local.contiguous()
+        return program.traced(sent.clone() if sent is local and program.lends else sent)
     traced = program.at_sizes(tuple(local.shape)) if is_symbolic(local.shape) else program.traced
     return traced(local.contiguous())
 
