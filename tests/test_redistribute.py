@@ -423,8 +423,8 @@ def in_rounds() -> list[bool]:
             results = []
             for programs.WHOLE, programs.STAGED, programs.PASSED_ON in (limits, (0, 300, 0)):
                 current_world().caches.clear()
-                ends = engine.Ends(*(mesh.sharding(s).at(shape) for s in (source, target)), shape)
-                results.append(engine.run(engine.program(ends, dtype), local))
+                ends = (mesh.sharding(spec).at(shape) for spec in (source, target))
+                results.append(engine.run(engine.program(*ends, shape, dtype), local))
             found.append(torch.equal(*results) and tuple(results[1].shape) == wanted.local_shape(shape))
             found.append(results[1].untyped_storage().data_ptr() != local.untyped_storage().data_ptr())
     programs.WHOLE, programs.STAGED, programs.PASSED_ON = limits

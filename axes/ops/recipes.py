@@ -28,7 +28,7 @@ from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime import lines
 from axes.runtime.lines import Line, line_of
-from axes.runtime.redistribute import Dtypes, both, maps_of, pulled_back, redistribute
+from axes.runtime.redistribute import Dtypes, both, moves_of, pulled_back, redistribute
 from axes.runtime.symbols import hints, is_symbolic
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
@@ -165,8 +165,8 @@ def redistribution(
             source_same=source_same,
             target_same=target_same,
         )
-    maps = maps_of(source, target, shape, view, comm_dtype, source_same, target_same)
-    return lambda x: maps(x.dtype).checked(x, async_op)
+    moves = moves_of(source, target, shape, view, comm_dtype, source_same, target_same)
+    return lambda x: moves(x.dtype).checked(x, async_op)
 
 
 @functools.lru_cache(maxsize=4096)

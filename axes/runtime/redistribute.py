@@ -92,11 +92,11 @@ def redistribute(
     """
     shape, how = tuple(shape), (view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
-        return _map_of_symbols(source, target, shape, (local.dtype, *how), local.requires_grad).apply(local, async_op)
-    return _map(source, target, shape, local.dtype, *how).checked(local, async_op)
+        return _move_of_symbols(source, target, shape, (local.dtype, *how), local.requires_grad).apply(local, async_op)
+    return _move(source, target, shape, local.dtype, *how).checked(local, async_op)
 
 
-def maps_of(
+def moves_of(
     source: Sharding,
     target: Sharding,
     shape: Shape,
@@ -104,13 +104,13 @@ def maps_of(
     comm_dtype: Dtypes,
     source_same: Axes,
     target_same: Axes,
-) -> Callable[[torch.dtype], Map]:
-    """The maps of `redistribute` by dtype, for who holds them: they are looked up once, not on each call.
+) -> Callable[[torch.dtype], Move]:
+    """The moves of `redistribute` by dtype, for who holds them: they are looked up once, not on each call.
 
-    Sizes are numbers. What holds the maps lives no longer than the world that they were made in.
+    Sizes are numbers. What holds the moves lives no longer than the world that they were made in.
     """
     how = view, source_same, target_same, *both(comm_dtype)
-    return functools.lru_cache(maxsize=16)(lambda dtype: _map(source, target, shape, dtype, *how))
+    return functools.lru_cache(maxsize=16)(lambda dtype: _move(source, target, shape, dtype, *how))
 
 
 def pulled_back(
@@ -127,22 +127,24 @@ def pulled_back(
     """The source's gradient from the target's: the transpose of `redistribute`, for what is linear. Differentiable."""
     shape, how = tuple(shape), (gradient.dtype, view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
-        return _map_of_symbols(source, target, shape, how, with_gradient=True).pull(gradient)
-    return _map(source, target, shape, *how).pull(gradient)
+        return _move_of_symbols(source, target, shape, how, with_gradient=True).pull(gradient)
+    return _move(source, target, shape, *how).pull(gradient)
 
 
-def _map_of_symbols(source: Sharding, target: Sharding, shape: Shape, how: tuple[Any, ...], with_gradient: bool) -> Map:
-    """The map where sizes are symbolic."""
+def _move_of_symbols(
+    source: Sharding, target: Sharding, shape: Shape, how: tuple[Any, ...], with_gradient: bool
+) -> Move:
+    """The move where sizes are symbolic."""
     return settled_sizes(
         shape,
         source.mesh.size,
-        lambda numbers: _map(source, target, numbers, *how),
+        lambda numbers: _move(source, target, numbers, *how),
         lambda made: made.stages(with_gradient),
     )
 
 
 @of_world(4096)
-def _map(
+def _move(
     source: Sharding,
     target: Sharding,
     shape: Shape,
@@ -152,31 +154,30 @@ def _map(
     target_same: Axes,
     there: torch.dtype | None,
     back: torch.dtype | None,
-) -> Map:
-    """The map between two shardings."""
-    ends = Ends(source.at(shape), target.at(shape), shape)
+) -> Move:
+    """The move between two shardings."""
+    source, target = source.at(shape), target.at(shape)
     if view == "global":
         if source_same or target_same:
             raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
-        return Map(ends, dtype, (None, None), (there, back))
+        return Move(source, target, shape, dtype, (None, None), (there, back))
     same = _digits(source_same), _digits(target_same)
-    return Map(mentioned(ends, same), dtype, same, (there, back))
+    line = mentioned(source, target, same)
+    source, target = (replace(end, mesh=end.mesh.along(line)) for end in (source, target))
+    return Move(source, target, shape, dtype, same, (there, back))
 
 
 def _digits(axes: Iterable[NamedLayout]) -> frozenset[Mode]:
     return frozenset(mode for axis in axes for mode in axis.layout.modes)
 
 
-def mentioned(ends: Ends, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Ends:
-    """The ends on the axes alone that one of them mentions.
-
-    In the local view tensors may differ along the others, so nothing may be taken from there.
+def mentioned(source: Sharding, target: Sharding, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Layout:
+    """The axes that one side mentions. In the local view tensors may differ along the others, so nothing may be
+    taken from there.
     """
-    layouts = [*ends.source.used, *ends.target.used, *(Layout.of([digit]) for side in same for digit in side)]
+    layouts = [*source.used, *target.used, *(Layout.of([digit]) for side in same for digit in side)]
     found = {digit for refined in digits(*layouts) for digit in refined}
-    line = Layout.of(sorted(found, key=lambda digit: -digit[1]))
-    source, target = (replace(end, mesh=end.mesh.along(line)) for end in (ends.source, ends.target))
-    return Ends(source, target, ends.shape)
+    return Layout.of(sorted(found, key=lambda digit: -digit[1]))
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -223,48 +224,30 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # --- programs by what they do ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What a redistribution goes from and to, as planning sees it. Groups of a side's ranks are its mesh's."""
-
-    source: Sharding
-    target: Sharding
-    shape: Shape
-
-    @property
-    def meshes(self) -> tuple[Mesh, Mesh]:
-        """The meshes of source and target."""
-        return self.source.mesh, self.target.mesh
-
-
 @of_world(4096)
-def program(ends: Ends, dtype: torch.dtype, comm_dtype: torch.dtype | None = None) -> Program:
-    """The program of this rank between two ends.
+def program(
+    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None = None
+) -> Program:
+    """The program of this rank between two shardings, as planning sees them (`Sharding.at`).
 
     Raises `ShardingError` where there is none, and `MeshError` where a mesh isn't of a running job.
     """
-    source_mesh, target_mesh = ends.meshes
-    for mesh in ends.meshes:
+    meshes = source.mesh, target.mesh
+    for mesh in meshes:
         if mesh.binding is None:
             raise MeshError(f"{mesh!r} is algebra alone; data moves on a mesh made with axes.init_mesh(...)")
     world = current_world()
-    if all(mesh.universe.position(world.rank) is None for mesh in ends.meshes):
+    if all(mesh.universe.position(world.rank) is None for mesh in meshes):
         raise ShardingError(
             f"rank {world.rank} is neither among the ranks of the source nor among those of the target\n"
-            f"  source  {ends.source}  on  {source_mesh!r}\n  target  {ends.target}  on  {target_mesh!r}"
+            f"  source  {source}  on  {source.mesh!r}\n  target  {target}  on  {target.mesh!r}"
         )
-    made = planned(ends, dtype)
+    made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), world.rank)
     check_dtypes(made, dtype, comm_dtype)
     _log_plan(made)
-    group_of_step = functools.partial(_group, ends)
-    device_type = source_mesh.binding.device_type
-    return Program(made, dtype, group_of_step, device_type, comm_dtype, _check(made, ends, comm_dtype))
-
-
-def planned(ends: Ends, dtype: torch.dtype) -> Plan:
-    """The plan between two ends, seen from this rank."""
-    model = model_of(ends.meshes[0])
-    return plan(ends.source, ends.target, ends.shape, name_of(dtype), model, current_world().rank)
+    group_of_step = functools.partial(_group, meshes)
+    device_type = source.mesh.binding.device_type
+    return Program(made, dtype, group_of_step, device_type, comm_dtype, _check(made, comm_dtype))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -278,14 +261,14 @@ def model_of(mesh: Mesh) -> CostModel:
     return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)
 
 
-def _group(ends: Ends, step: Step) -> dist.ProcessGroup | None:
+def _group(meshes: tuple[Mesh, Mesh], step: Step) -> dist.ProcessGroup | None:
     """The group of a step; None where nothing is sent or this rank takes no part."""
     if step.kind == "slice" or not step.takes_part(step.rank):
         return None
     if step.layout is None:
-        mesh = union_of(*ends.meshes)
+        mesh = union_of(*meshes)
         return group_of(mesh, mesh.layout_of_all, "union")
-    mesh = next(mesh for mesh in ends.meshes if mesh.universe == step.source.universe)
+    mesh = next(mesh for mesh in meshes if mesh.universe == step.source.universe)
     if mesh.universe.position(step.rank) is None:
         return None
     return group_of(mesh, step.layout, " ".join(step.axes))
@@ -315,17 +298,18 @@ def _log_once(text: str) -> None:
     _log.info(text)
 
 
-def _check(made: Plan, ends: Ends, comm_dtype: torch.dtype | None) -> Callable[[], None] | None:
+def _check(made: Plan, comm_dtype: torch.dtype | None) -> Callable[[], None] | None:
     """What makes the ranks of a plan compare it before each use; None without `AXES_CHECK=1`."""
     world = current_world()
     if os.environ.get("AXES_CHECK") != "1" or world.fake:
         return None
-    here = [mesh for mesh in ends.meshes if mesh.universe.position(made.rank) is not None]
+    meshes = made.source.mesh, made.target.mesh
+    here = [mesh for mesh in meshes if mesh.universe.position(made.rank) is not None]
     lines = (mesh.universe.line(mesh.extent, made.rank) for mesh in here)
     members = sorted({rank for line in lines for rank in line})
-    if ends.source.universe != ends.target.universe:
-        members = sorted(union_of(*ends.meshes).universe.ranks)
-    binding = ends.meshes[0].binding
+    if meshes[0].universe != meshes[1].universe:
+        members = sorted(union_of(*meshes).universe.ranks)
+    binding = meshes[0].binding
     timeout = binding.timeout or torch_private.default_timeout(binding.device_type)
     statement = f"{made}" + ("" if comm_dtype is None else f", moved as {comm_dtype}")
     subject = f"a redistribution on {ranks_text(members)}"
@@ -337,19 +321,19 @@ def _check(made: Plan, ends: Ends, comm_dtype: torch.dtype | None) -> Callable[[
     return check
 
 
-# --- maps and their transposes --------------------------------------------------------------------
+# --- moves, there and back --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A program, and what a transposed one needs beside: zeros around the result, and a division."""
+class Way:
+    """One way of a move: a program, and what the way back may need beside, zeros around the result and a division."""
 
     program: Program
     frame: Frame | None = None
     divisor: int = 1
 
     def __call__(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
-        """The map on this rank's tile."""
+        """This rank's tile at the end."""
         y = run(self.program, x, async_op)
         if self.frame is not None:
             y = self.frame.around(y)
@@ -357,7 +341,7 @@ class Linear:
 
     @property
     def idle(self) -> bool:
-        """Whether the map is the identity."""
+        """Whether nothing changes."""
         return self.program.idle and self.frame is None and self.divisor == 1
 
 
@@ -402,14 +386,17 @@ class Frame:
 
 
 @dataclass(frozen=True, eq=False)
-class Map:
-    """What a redistribution does to a local tensor and to its gradient.
+class Move:
+    """What a redistribution does to a local tensor, and back to its gradient.
 
-    There is one for each pair of ends, dtype and so on, kept as long as the groups live. `same` are
-    the digits that count as `same` in the source and in the target.
+    Source and target are as planning sees them (`Sharding.at`). There is one for each pair of them, dtype and
+    so on, kept as long as the groups live. `same` are the digits that count as `same` in the source and in
+    the target.
     """
 
-    ends: Ends
+    source: Sharding
+    target: Sharding
+    shape: Shape
     dtype: torch.dtype
     same: tuple[Same, Same]
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
@@ -417,25 +404,25 @@ class Map:
     @cached_property
     def tile(self) -> Shape:
         """The shape of this rank's tile of the source."""
-        held = self.ends.source.tile(self.ends.shape, current_world().rank)
+        held = self.source.tile(self.shape, current_world().rank)
         return (0,) if held is None else tile_shape(held)
 
     @cached_property
-    def forth(self) -> Linear:
+    def there(self) -> Way:
         """From the source to the target."""
-        return Linear(program(self.ends, self.dtype, self.comm_dtypes[0]))
+        return Way(program(self.source, self.target, self.shape, self.dtype, self.comm_dtypes[0]))
 
     @cached_property
-    def back(self) -> Linear:
+    def back(self) -> Way:
         """From the target's gradient to the source's."""
-        arriving, middle, divisor = transposed(self.ends.source, self.ends.target, self.same)
-        means = math.prod(step.divisor for step in self.forth.program.plan.steps)
-        made = program(Ends(arriving, middle, self.ends.shape), self.dtype, self.comm_dtypes[1])
-        return Linear(made, frame_of(middle, self.ends.source, self.ends.shape), divisor * means)
+        arriving, middle, divisor = transposed(self.source, self.target, self.same)
+        means = math.prod(step.divisor for step in self.there.program.plan.steps)
+        made = program(arriving, middle, self.shape, self.dtype, self.comm_dtypes[1])
+        return Way(made, frame_of(middle, self.source, self.shape), divisor * means)
 
     def stages(self, with_gradient: bool) -> list[Sharding]:
         """How the tensor lies on its way, and how its gradient does."""
-        there = stages_of(self.forth.program.plan)
+        there = stages_of(self.there.program.plan)
         if not with_gradient:
             return there
         if self.is_linear:
@@ -448,20 +435,20 @@ class Map:
     @cached_property
     def idle(self) -> bool:
         """Whether neither the tensor nor its gradient changes."""
-        return self.forth.idle and self.back.idle
+        return self.there.idle and self.back.idle
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The kinds of reductions that are resolved, in order: "sum", "max" or "min"."""
-        return tuple(step.op for step in self.forth.program.plan.steps if step.op is not None)
+        return tuple(step.op for step in self.there.program.plan.steps if step.op is not None)
 
     @cached_property
-    def reached(self) -> tuple[Program, Program, Map]:
-        """Of a maximum: the maximum on the source's own splits, the count of where it is reached, the map as a sum."""
+    def reached(self) -> tuple[Program, Program, Move]:
+        """Of a maximum: the maximum on the source's own splits, the count of where it is reached, the move as a sum."""
         return _reached(self)
 
     @cached_property
-    def one_by_one(self) -> tuple[Map, Map]:
+    def one_by_one(self) -> tuple[Move, Move]:
         """The first of several kinds of reductions on its own, and the others."""
         return _one_by_one(self)
 
@@ -474,7 +461,7 @@ class Map:
         """`apply`, once it is clear that `x` is the source's tile."""
         if x.shape != self.tile:
             raise ShardingError(
-                f"the tile of {list(self.ends.shape)} on this rank is {list(self.tile)} by '{self.ends.source}'; found "
+                f"the tile of {list(self.shape)} on this rank is {list(self.tile)} by '{self.source}'; found "
                 f"{list(x.shape)}"
             )
         return self.apply(x, async_op)
@@ -483,8 +470,8 @@ class Map:
         """The target's tile, with its gradient."""
         has_gradient = x.requires_grad and torch.is_grad_enabled()
         if not (has_gradient or has_tangent(x)):
-            return self.forth(x, async_op)
-        if self.idle if has_gradient else self.forth.idle:
+            return self.there(x, async_op)
+        if self.idle if has_gradient else self.there.idle:
             return x
         if self.is_linear:
             return _linear(x, self, False, async_op)
@@ -497,7 +484,7 @@ class Map:
         """The source's gradient from the target's, or in `reverse` that gradient's own; differentiable."""
         if (g.requires_grad and torch.is_grad_enabled()) or has_tangent(g):
             return _linear(g, self, not reverse)
-        return (self.forth if reverse else self.back)(g)
+        return (self.there if reverse else self.back)(g)
 
 
 def frame_of(middle: Sharding, source: Sharding, shape: Shape) -> Frame | None:
@@ -510,34 +497,34 @@ def frame_of(middle: Sharding, source: Sharding, shape: Shape) -> Frame | None:
     return Frame(tile_shape(inner), tile_shape(outer), tuple(pairs))
 
 
-def _linear(x: torch.Tensor, made: Map, reverse: bool, async_op: bool = False) -> torch.Tensor:
-    """A map or its transpose, differentiable, of `x` and of a tangent that it has."""
+def _linear(x: torch.Tensor, made: Move, reverse: bool, async_op: bool = False) -> torch.Tensor:
+    """A move or its way back, differentiable, of `x` and of a tangent that it has."""
     if has_tangent(x):
         return with_tangent(lambda x: _linear(x, made, reverse, async_op), x)
     return _Linear.apply(x, made, reverse, async_op)
 
 
 class _Linear(torch.autograd.Function):
-    """A map or its transpose; each is the other's gradient."""
+    """A move or its way back; each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, made: Map, reverse: bool, async_op: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, made: Move, reverse: bool, async_op: bool) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.made, ctx.reverse = made, reverse
-        return (made.back if reverse else made.forth)(x, async_op)
+        return (made.back if reverse else made.there)(x, async_op)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if g is None:
             return None, None, None, None
         check_one(g)
-        here = ctx.made.forth if ctx.reverse else ctx.made.back
+        here = ctx.made.there if ctx.reverse else ctx.made.back
         if here.idle and (ctx.made.idle or not g.requires_grad):
             return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
         return ctx.made.pull(g, ctx.reverse), None, None, None
 
 
-def _extreme(x: torch.Tensor, made: Map, async_op: bool) -> torch.Tensor:
+def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
     """A pending maximum or minimum, resolved, of `x`; of a tangent the sum of what reaches it."""
     if not has_tangent(x):
         return _Extreme.apply(x, made, async_op)
@@ -553,11 +540,11 @@ class _Extreme(torch.autograd.Function):
     """A pending maximum or minimum, resolved. Its gradient goes to where it was reached, in equal parts."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, made: Map, async_op: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.made = made
         ctx.save_for_backward(x)
-        return made.forth(x, async_op)
+        return made.there(x, async_op)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
@@ -568,7 +555,7 @@ class _Extreme(torch.autograd.Function):
         return summed.pull(g) * share, None, None
 
 
-def _share(x: torch.Tensor, made: Map) -> tuple[torch.Tensor, Map]:
+def _share(x: torch.Tensor, made: Move) -> tuple[torch.Tensor, Move]:
     """Where this rank's values are the maximum: 1, divided among ties, else 0. And `made` as a sum."""
     extreme, total, summed = made.reached
     with torch.no_grad():
@@ -578,14 +565,12 @@ def _share(x: torch.Tensor, made: Map) -> tuple[torch.Tensor, Map]:
         return hits / run(total, hits), summed
 
 
-def _reached(made: Map) -> tuple[Program, Program, Map]:
+def _reached(made: Move) -> tuple[Program, Program, Move]:
     """The extreme on the source's own splits, the count of where it is reached, and `made` as a sum."""
-    source, target = made.ends.source, made.ends.target
+    source, target, how = made.source, made.target, (made.shape, made.dtype, made.comm_dtypes[0])
     added = replace(source, pending=_as_sum(source, target))
-    ends = Ends(source, replace(source, pending=target.pending), made.ends.shape)
-    extreme = program(ends, made.dtype, made.comm_dtypes[0])
-    counted = program(replace(ends, source=added), made.dtype, made.comm_dtypes[0])
-    return extreme, counted, replace(made, ends=replace(made.ends, source=added))
+    here = replace(source, pending=target.pending)
+    return program(source, here, *how), program(added, here, *how), replace(made, source=added)
 
 
 def _as_sum(source: Sharding, target: Sharding) -> tuple[PendingReduction, ...]:
@@ -598,14 +583,13 @@ def _as_sum(source: Sharding, target: Sharding) -> tuple[PendingReduction, ...]:
     return (PendingReduction("sum", summed), *target.pending)
 
 
-def _one_by_one(made: Map) -> tuple[Map, Map]:
+def _one_by_one(made: Move) -> tuple[Move, Move]:
     """The first of several kinds of reductions on its own, and the others."""
-    steps = made.forth.program.plan.steps
+    steps = made.there.program.plan.steps
     first = next(step for step in steps if step.op is not None)
-    middle = replace(made.ends.source, pending=first.target.pending)
-    one = replace(made.ends, target=middle)
+    middle = replace(made.source, pending=first.target.pending)
     source_same, target_same = made.same
     return (
-        replace(made, ends=one, same=(source_same, source_same)),
-        replace(made, ends=replace(made.ends, source=middle), same=(source_same, target_same)),
+        replace(made, target=middle, same=(source_same, source_same)),
+        replace(made, source=middle, same=(source_same, target_same)),
     )

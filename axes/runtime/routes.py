@@ -39,7 +39,7 @@ from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Program
-from axes.runtime.redistribute import Dtypes, Ends, both, carried, program
+from axes.runtime.redistribute import Dtypes, both, carried, program
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
@@ -51,11 +51,10 @@ Spec = Any
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A redistribution of DTensors with one spec: `program` for their shards between `ends`, `spec` of the result."""
+    """A redistribution of DTensors with one spec: `program` for their shards, `spec` of the result."""
 
     source: Sharding
     target: Sharding
-    ends: Ends
     program: Program
     spec: Spec
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
@@ -64,19 +63,20 @@ class Route:
     @cached_property
     def is_even(self) -> bool:
         """Whether it is the same one for all sizes that are cut alike."""
-        ends = self.ends.source, self.ends.target
+        plan = self.program.plan
+        ends = plan.source, plan.target
         one_size = any(len(dim.factors) > 1 for end in ends for dim in end.dims)
-        even = all(end.divides(self.ends.shape) for end in ends)
+        even = all(end.divides(plan.shape) for end in ends)
         return even and not one_size and ends[0].universe == ends[1].universe
 
     def at(self, spec: Spec) -> Route:
         """The route of tensors with a spec of other sizes, which are cut alike."""
         shape, meta = tuple(spec.shape), spec.tensor_meta
-        ends = replace(self.ends, shape=shape)
-        made = program(ends, meta.dtype, self.comm_dtypes[0])
+        plan = self.program.plan
+        made = program(plan.source, plan.target, shape, meta.dtype, self.comm_dtypes[0])
         strides = tuple(meta.stride) if made.idle else contiguous_strides(shape)
         result = torch_private.dtensor_spec(self.spec.mesh, self.spec.placements, shape, strides, meta.dtype)
-        return Route(self.source, self.target, ends, made, result, self.comm_dtypes, self.stays)
+        return Route(self.source, self.target, made, result, self.comm_dtypes, self.stays)
 
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -179,14 +179,13 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
         )
     target = target.sized(shape)
     check_torch_can(target, shape)
-    ends = Ends(source.at(shape), target.at(shape), shape)
-    made = program(ends, dtype, comm_dtypes[0])
+    made = program(source.at(shape), target.at(shape), shape, dtype, comm_dtypes[0])
     device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
     placements = torch_placements(target)
     stays = made.idle and device_mesh is spec.mesh and placements == spec.placements
     strides = tuple(spec.tensor_meta.stride) if made.idle else contiguous_strides(shape)
     result = torch_private.dtensor_spec(device_mesh, placements, shape, strides, dtype)
-    return Route(source, target, ends, made, result, comm_dtypes, stays)
+    return Route(source, target, made, result, comm_dtypes, stays)
 
 
 class _Reshard(torch.autograd.Function):
