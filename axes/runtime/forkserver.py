@@ -31,7 +31,7 @@ from axes.algebra.errors import AxesError
 from axes.runtime.agent import run_agent, signs_of_end
 
 PRELOADED = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor")
-"""What the server imports. None of these starts a thread, initializes an accelerator (a fork would
+"""What the server imports, beside all of axes. None of these starts a thread, initializes an accelerator (a fork would
 break either) or starts a process (`torch._inductor.async_compile` would)."""
 
 _starting = threading.Lock()
@@ -112,8 +112,11 @@ def serve(control_fd: int, owner: int) -> None:
     """Fork agents on request until the process `owner` is gone. Runs in the server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # a fifth of the time of these imports would be looking for garbage
-    for name in PRELOADED:
+    for name in (*PRELOADED, "axes.runtime.bridge"):
         importlib.import_module(name)
+    library = importlib.import_module("axes")
+    for name in library.__all__:  # whose modules are imported when a name is first asked for
+        getattr(library, name)
     gc.freeze()  # no collector of a rank will write to what it shares with the others
 
     control = socket.socket(fileno=control_fd)
