@@ -17,7 +17,10 @@ or of another size, or that kills its ranks, takes `world`: `axes.launch` with a
 
 from __future__ import annotations
 
+import functools
+import gc
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -43,23 +46,39 @@ THREADS = 32
 """A rank has a thread for each of its groups over gloo, which wakes a hundred times a second: eight idle ranks with
 sixteen groups each take a fifth of a core from all that runs beside them."""
 
-FRESH = 12
-"""How many threads a rank may keep from one module to the next."""
+REST = 12
+"""How many threads a rank may keep while other modules run."""
 
 
 def fit(pool: Pool | None, size: int) -> Pool:
-    """The pool, or a fresh one where it is broken or slow for the many groups that its ranks have made."""
-    pool = kept(pool, THREADS)
-    return Pool(size, timeout=LIMIT) if pool is None else pool
-
-
-def kept(pool: Pool | None, threads: int) -> Pool | None:
-    """The pool, if it lives and none of its ranks has that many threads; else it is closed."""
-    if pool is not None and pool.alive and max(map(threads_of, pool.pids), default=0) < threads:
+    """The pool without the many groups that its ranks have made; a fresh one where it is broken or can't let go."""
+    rested(pool, THREADS)
+    if pool is not None and pool.alive and most_threads(pool) < THREADS:
         return pool
     if pool is not None:
         pool.close()
-    return None
+    return Pool(size, timeout=LIMIT)
+
+
+def rested(pool: Pool | None, threads: int) -> None:
+    """Lets ranks end their groups where one of them has that many threads."""
+    if pool is not None and pool.alive and most_threads(pool) >= threads:
+        pool.run(without_groups)
+
+
+def without_groups() -> None:
+    """Ends all groups, and forgets what tests remember of them."""
+    destroy_process_groups()
+    for name in [name for name in sys.modules if name.startswith("tests.")]:
+        for value in list(vars(sys.modules[name]).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+    gc.collect()
+
+
+def most_threads(pool: Pool) -> int:
+    """How many threads the rank with most of them has."""
+    return max(map(threads_of, pool.pids), default=0)
 
 
 def threads_of(pid: int | None) -> int:
@@ -82,8 +101,8 @@ class Ranks:
         return self._pool.run(fn, *args, timeout=timeout)
 
     def rest(self) -> None:
-        """Lets ranks go that would wake often while others work."""
-        self._pool = kept(self._pool, FRESH)
+        """Lets groups go that would wake often while others work."""
+        rested(self._pool, REST)
 
     @property
     def pids(self) -> list[int | None]:

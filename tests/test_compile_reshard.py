@@ -12,10 +12,10 @@ import axes
 SPECS = ("m@() n@a", "m@a n@(b c)")
 
 
-def layers(x: DTensor) -> DTensor:
+def layers(x: DTensor, specs: tuple[str, str] = SPECS) -> DTensor:
     """An all-to-all or gather and a move, with something to differentiate between."""
-    y = axes.reshard(x.sin(), SPECS[0])
-    return axes.reshard(y * y, SPECS[1]).cos()
+    y = axes.reshard(x.sin(), specs[0])
+    return axes.reshard(y * y, specs[1]).cos()
 
 
 def weights(x: DTensor, w: DTensor) -> DTensor:
@@ -47,7 +47,9 @@ class Nodes:
         return aot_autograd(fw_compiler=seen, bw_compiler=seen)(graph, example)
 
 
-def compiled(backend: str, dynamic: bool, declaration: str = "a=2 b=2 c=2") -> tuple[list[str], int]:
+def compiled(
+    backend: str, dynamic: bool, declaration: str = "a=2 b=2 c=2", specs: tuple[str, str] = SPECS
+) -> tuple[list[str], int]:
     """What differs from the eager call, and how many graphs were made, over three sizes."""
     torch._dynamo.reset()
     mesh, wrong = axes.init_mesh(declaration, device_type="cpu"), []
@@ -55,7 +57,7 @@ def compiled(backend: str, dynamic: bool, declaration: str = "a=2 b=2 c=2") -> t
     fast = torch.compile(layers, backend=counted, fullgraph=True, dynamic=dynamic)
     for rows in (8, 16, 24):
         x = inputs(mesh, rows)
-        results = [layers(x), fast(x), fast(x)]
+        results = [layers(x, specs), fast(x, specs), fast(x, specs)]
         gradients = [torch.autograd.grad(axes.unshard(y).sum(), x)[0] for y in results]
         for what, (first, *others) in (("value", results), ("gradient", gradients)):
             for other in others:
@@ -73,8 +75,9 @@ def test_compiled_values_and_gradients_are_the_eager_ones(pool, backend):
 
 
 def test_with_dynamic_sizes_they_are_the_eager_ones_and_graphs_are_shared(warm):
-    # Eight rows equal the eight columns, so that size is specialized; the others share a graph.
-    for wrong, graphs in warm(compiled, 2, "aot_eager", True, "a=2 b=1 c=1", timeout=180):
+    # Eight rows equal the eight columns, so that size is specialized; the others share a graph. Of symbolic sizes
+    # torch plans its own operations for most of a minute on three axes, in half a second on one.
+    for wrong, graphs in warm(compiled, 2, "aot_eager", True, "a=2", ("m@() n@a", "m@a n"), timeout=180):
         assert (wrong, graphs) == ([], 2)
 
 
