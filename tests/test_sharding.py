@@ -713,3 +713,11 @@ def test_shardings_of_131072_ranks_cost_no_more_than_those_of_eight():
     assert sharding.is_equivalent(other)
     assert sharding.is_equivalent(other, (2**20, 2**16, 64))
     assert not sharding.is_equivalent(mesh.sharding("x@batch y@(tp cp) z | sum@pp"), (2**20, 2**16, 64))
+
+
+def test_what_a_process_has_hashed_is_hashed_anew_in_another():
+    sharding = Mesh("dp=2 tp=2").sharding("b@dp d | sum@tp")
+    assert hash(sharding) == hash(Mesh("dp=2 tp=2").sharding("x@dp y | sum@tp"))
+    travelled = pickle.loads(pickle.dumps(sharding))
+    assert travelled == sharding
+    assert "_hash" not in vars(travelled)

@@ -135,10 +135,11 @@ def plan(
     """
     shape = checked_shape(shape)
     source, target = _seen(source, shape), _seen(target, shape)
-    found = _plan(source, target, shape, dtype, cost_model)
-    if (str(found.source), str(found.target)) != (str(source), str(target)):
+    rank = source.universe.rank(0) if rank is None else checked_rank("rank", rank)
+    found = _plan(source, target, shape, dtype, cost_model, rank)
+    if (found.source.spec, found.target.spec) != (source.spec, target.spec):
         found = replace(found, source=source, target=target)  # planned before under other names
-    return found if rank is None or rank == found.rank else found.at(checked_rank("rank", rank))
+    return found
 
 
 def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -159,19 +160,18 @@ def _without_names(end: Sharding) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Plan:
-    first = source.universe.rank(0)
+def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model, rank: int) -> Plan:
     if 0 in shape:
         check_pair(source, target, shape, dtype)
-        empty = Step("slice", source, target, shape, Layout(), 1, first)
-        return Plan(source, target, shape, dtype, (empty,), 0.0, first)
+        empty = Step("slice", source, target, shape, Layout(), 1, rank)
+        return Plan(source, target, shape, dtype, (empty,), 0.0, rank)
     ways = None
     if source.divides(shape) and target.divides(shape):
         ways = _ways(source, target, _representative(source, target, shape), dtype, model)
     if ways is None or not ways.are_even:
         ways = _ways(source, target, shape, dtype, model)
-    steps = ways.cheapest(shape)
-    return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), first)
+    steps = ways.cheapest(shape, rank)
+    return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), rank)
 
 
 def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -212,8 +212,8 @@ def choices(
     shape = checked_shape(shape)
     source, target = _seen(source, shape), _seen(target, shape)
     ways = _ways(source, target, shape, dtype, cost_model)
-    made = [ways.steps(at, shape) for at in range(len(ways.legs))]
     first = source.universe.rank(0)
+    made = [ways.steps(at, shape, first) for at in range(len(ways.legs))]
     return [Plan(source, target, shape, dtype, s, sum(step.cost for step in s), first) for s in made]
 
 
@@ -267,12 +267,12 @@ class _Ways:
         splits = {form.splits for leg in legs for form in (leg.source, leg.target)}
         return all(tiles_are_even(legs[0].space, each) for each in splits)
 
-    def cheapest(self, shape: tuple[int, ...]) -> tuple[Step, ...]:
-        """The steps of the cheapest way for a tensor of `shape`."""
+    def cheapest(self, shape: tuple[int, ...], rank: int) -> tuple[Step, ...]:
+        """The steps of the cheapest way for a tensor of `shape`, seen from a rank."""
         if len(self.legs) == 1:
-            return self.steps(0, shape)
+            return self.steps(0, shape, rank)
         more = math.prod(shape), math.prod(self.shape)
-        return self.steps(min(range(len(self.legs)), key=lambda at: self.weight(at, more)), shape)
+        return self.steps(min(range(len(self.legs)), key=lambda at: self.weight(at, more)), shape, rank)
 
     def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
@@ -304,13 +304,15 @@ class _Ways:
         between = [leg.outside or sharding_of_form(leg.space, leg.target) for leg in self.legs[at][:-1]]
         return [self.source, *between, self.target]
 
-    def steps(self, at: int, shape: tuple[int, ...]) -> tuple[Step, ...]:
-        """One of the ways as steps for a tensor of `shape`."""
+    def steps(self, at: int, shape: tuple[int, ...], rank: int) -> tuple[Step, ...]:
+        """One of the ways as steps for a tensor of `shape`, seen from a rank."""
         more = math.prod(shape), math.prod(self.shape)
         ends = pairwise(self.states(at))
-        return tuple(self._step(leg, *pair, shape, more) for leg, pair in zip(self.legs[at], ends, strict=False))
+        return tuple(self._step(leg, *pair, shape, more, rank) for leg, pair in zip(self.legs[at], ends, strict=False))
 
-    def _step(self, leg: Leg, source: Sharding, target: Sharding, shape: tuple[int, ...], more: Ratio) -> Step:
+    def _step(
+        self, leg: Leg, source: Sharding, target: Sharding, shape: tuple[int, ...], more: Ratio, rank: int
+    ) -> Step:
         def bytes_of(elements: int, shares: int = 1) -> int:
             return _times(elements, more, shares) * self.itemsize
 
@@ -323,7 +325,7 @@ class _Ways:
             shape,
             None if leg.group is None else Layout.of(leg.group),
             self.near(leg.space.origin.universe, leg.group)[0],
-            self.source.universe.rank(0),
+            rank,
             leg.op,
             leg.divisor,
             Layout.of(leg.resolved),

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from axes.algebra import seam
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk
@@ -128,12 +128,15 @@ class Sharding:
     def _hash(self) -> int:
         return hash((self.mesh, self.dims, self.pending))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sharding, (self.mesh, self.dims, self.pending)  # a hash is a process's own
+
     @property
     def ndim(self) -> int:
         """The number of dims of the tensor."""
         return len(self.dims)
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """Canonical text: `mesh.sharding(sharding.spec) == sharding`."""
         return " ".join([*map(str, self.dims), *(["|"] if self.pending else []), *map(str, self.pending)])
@@ -307,6 +310,12 @@ class Sharding:
 
     # inside
 
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether every dim is one factor, of any size."""
+        factors = [factor for dim in self.dims for factor in dim.factors]
+        return len(factors) == self.ndim and all(f.size is None and f.multiple == 1 for f in factors)
+
     def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
         return tuple(_runs(*pair, position) for pair in zip(self.dims, _extents(self, tuple(shape)), strict=True))
 
@@ -377,6 +386,8 @@ def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
 def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     if len(shape) != sharding.ndim:
         raise ShardingError(f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {list(shape)}")
+    if sharding._is_plain:
+        return tuple([(size,) for size in shape])
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
 
 
@@ -392,7 +403,9 @@ def _sized(sharding: Sharding, shape: Shape) -> Sharding:
 
 @functools.lru_cache(maxsize=8192)
 def _at(sharding: Sharding, shape: Shape) -> Sharding:
-    sharding.extents(shape)  # refuses what doesn't fit
+    _extents(sharding, shape)  # refuses what doesn't fit
+    if sharding._is_plain:
+        return sharding
     dims = tuple(map(_whole, _sized(sharding, shape).dims))
     return sharding if dims == sharding.dims else replace(sharding, dims=dims)
 

@@ -76,8 +76,9 @@ def rearrange(
     >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
     torch.Size([2, 3, 2])
     """
-    check_grad_of_leaves(grad)
-    given = written_sizes(keywords, sizes)
+    if grad != "resolved":
+        check_grad_of_leaves(grad)
+    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if type(x) is list:
         x = _stacked("rearrange", x, expression)
     if isinstance(x, DTensor):
@@ -117,8 +118,9 @@ def reduce(
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]
     """
-    check_grad_of_leaves(grad)
-    given = written_sizes(keywords, sizes)
+    if grad != "resolved":
+        check_grad_of_leaves(grad)
+    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if type(x) is list:
         x = _stacked("reduce", x, expression)
     if isinstance(x, DTensor):
@@ -152,8 +154,9 @@ def repeat(
     >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
     [[0, 0, 0], [1, 1, 1]]
     """
-    check_grad_of_leaves(grad)
-    given = written_sizes(keywords, sizes)
+    if grad != "resolved":
+        check_grad_of_leaves(grad)
+    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if type(x) is list:
         x = _stacked("repeat", x, expression)
     if isinstance(x, DTensor):

@@ -67,8 +67,9 @@ def einsum(
     >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
     5.0
     """
-    check_grad_of_leaves(grad)
-    given = written_sizes(keywords, sizes)
+    if grad != "resolved":
+        check_grad_of_leaves(grad)
+    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     *tensors, expression = tensors_and_expression or (None,)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if not any(distributed) and sizes is None and not keywords and is_einops(expression):

@@ -39,7 +39,7 @@ from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
-from axes.runtime.redistribute import Dtypes, both, is_plain
+from axes.runtime.redistribute import PLAIN, Dtypes, both
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
@@ -75,7 +75,7 @@ class Global:
 
         If `owned`, the result shares no memory with an operand: autograd wouldn't see a change of it.
         """
-        locals_ = [torch_private.local_of(x) for x in operands]
+        locals_ = tuple(map(torch_private.local_of, operands))
         local = self.program.run(*locals_)
         if owned and self.program.may_be_view and _are_one(local, locals_[0]):
             local = local.clone()
@@ -85,7 +85,7 @@ class Global:
 
 def _are_one(local: torch.Tensor, operand: torch.Tensor) -> bool:
     """Whether two tensors share memory; of what is traced that isn't known."""
-    return not is_plain(local) or torch_private.memory_of(local) == torch_private.memory_of(operand)
+    return type(local) not in PLAIN or torch_private.share_memory(local, operand)
 
 
 Made = TypeVar("Made")
@@ -155,7 +155,7 @@ def apply_global(
             leaves = (False,) * len(leaves)
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
         return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
-    specs = tuple([torch_private.spec_of(x) for x in operands])
+    specs = tuple(map(torch_private.spec_of, operands))
     made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
     return _applied(made, operands, grad)
 

@@ -129,7 +129,9 @@ def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
 def _chained(feeds: Sequence[Stage | None], compute: Run, last: Stage | None) -> Run:
     """`last(compute(*feeds))`, where most of it is nothing."""
     if all(feed is None for feed in feeds):
-        return compute if last is None else lambda *xs: last(compute(*xs))
+        if last is None or compute is _same:
+            return last or compute
+        return lambda *xs: last(compute(*xs))
     if len(feeds) == 1:
         (feed,) = feeds
         assert feed is not None
@@ -166,7 +168,15 @@ def redistribution(
             target_same=target_same,
         )
     moves = moves_of(source, target, shape, view, comm_dtype, source_same, target_same)
-    return lambda x: moves(x.dtype).checked(x, async_op)
+    if view == "local":
+        return lambda x: moves(x.dtype).checked(x, async_op)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        # A DTensor's shard has the shape that it says; only a function of the caller's is differentiated on it.
+        move = moves(x.dtype)
+        return move.apply(x, async_op) if x.requires_grad else move.there(x, async_op)
+
+    return moved
 
 
 @functools.lru_cache(maxsize=4096)

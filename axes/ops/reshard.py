@@ -77,8 +77,9 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    check_grad_of_leaves(grad)
-    given = written_sizes(keywords, sizes)
+    if grad != "resolved":
+        check_grad_of_leaves(grad)
+    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if not isinstance(x, DTensor):

@@ -182,6 +182,8 @@ def mentioned(source: Sharding, target: Sharding, same: tuple[frozenset[Mode], f
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
     """`comm_dtype` for values and for gradients; `ShardingError` for what is neither a dtype nor two of them."""
+    if comm_dtype is None:
+        return None, None
     found = comm_dtype if isinstance(comm_dtype, tuple) else (comm_dtype, comm_dtype)
     if len(found) != 2 or not all(each is None or isinstance(each, torch.dtype) for each in found):
         raise ShardingError(f"comm_dtype is a torch.dtype, or two: for values and gradients; found {comm_dtype!r:.60}")
@@ -190,8 +192,9 @@ def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
 
 def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
-    local = torch_private.waited(local)
-    if type(local) in _PLAIN:
+    if type(local) not in PLAIN:
+        local = torch_private.waited(local)
+    if type(local) in PLAIN:
         if program.before is not None:
             program.before()
         if not async_op:
@@ -215,10 +218,11 @@ def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> to
 
 def is_plain(local: torch.Tensor) -> bool:
     """Whether a tensor isn't part of a graph that is being traced."""
-    return type(local) in _PLAIN
+    return type(local) in PLAIN
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that aren't part of a graph that is being traced."""
 
 
 # --- programs by what they do ---------------------------------------------------------------------

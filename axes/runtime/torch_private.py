@@ -638,6 +638,11 @@ def memory_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one storage; as `memory_of`."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def node_of(function: type[torch.autograd.Function]) -> type:
     """The type of the nodes that an autograd function leaves in the graph. Public API: none planned."""
     return function._backward_cls  # type: ignore[attr-defined]
