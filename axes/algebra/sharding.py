@@ -281,7 +281,8 @@ class Sharding:
         >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
         '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
-        return _at(self, tuple(shape))
+        _extents(self, tuple(shape))  # refuses what doesn't fit
+        return self if self._is_plain else _at(self, tuple(shape))
 
     def named(self, names: Sequence[str]) -> Sharding:
         """The same with other names for the dims that aren't groups."""
@@ -403,9 +404,6 @@ def _sized(sharding: Sharding, shape: Shape) -> Sharding:
 
 @functools.lru_cache(maxsize=8192)
 def _at(sharding: Sharding, shape: Shape) -> Sharding:
-    _extents(sharding, shape)  # refuses what doesn't fit
-    if sharding._is_plain:
-        return sharding
     dims = tuple(map(_whole, _sized(sharding, shape).dims))
     return sharding if dims == sharding.dims else replace(sharding, dims=dims)
 
