@@ -28,6 +28,7 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from axes.runtime.groups import destroy_process_groups
 from axes.runtime.launch import launch
@@ -36,6 +37,9 @@ from axes.runtime.pool import Pool
 T = TypeVar("T")
 
 LIMIT = 60.0
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")  # on a loaded machine a right answer may take its time
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore interrupts, and so would what is started here.
