@@ -301,10 +301,11 @@ class Sharding:
         """
         if mesh == self.mesh:
             return self if mesh is self.mesh else replace(self, mesh=mesh)
-        names = dict(zip(self.mesh.axis_names, mesh.axis_names, strict=True))
+        mine = self.mesh.named(self.mesh.axis_names)
+        names = dict(zip(mine, mesh.axis_names, strict=True))
 
         def renamed(axes: tuple[NamedLayout, ...]) -> tuple[NamedLayout, ...]:
-            return tuple([replace(axis, name=names.get(axis.name) or mesh.called(axis.layout).name) for axis in axes])
+            return tuple([replace(axis, name=names.get(axis) or mesh.called(axis.layout).name) for axis in axes])
 
         dims = tuple(ShardedDim(tuple(replace(f, axes=renamed(f.axes)) for f in dim.factors)) for dim in self.dims)
         return Sharding(mesh, dims, tuple(replace(p, axes=renamed(p.axes)) for p in self.pending))
