@@ -65,6 +65,9 @@ class Plan:
     cost: float
     rank: int
 
+    def __hash__(self) -> int:
+        return hash((self.source, self.target, self.shape, self.dtype, self.rank))
+
     @property
     def collectives(self) -> int:
         """The number of steps that communicate."""
@@ -165,13 +168,38 @@ def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str
         check_pair(source, target, shape, dtype)
         empty = Step("slice", source, target, shape, Layout(), 1, rank)
         return Plan(source, target, shape, dtype, (empty,), 0.0, rank)
-    ways = None
-    if source.divides(shape) and target.divides(shape):
-        ways = _ways(source, target, _representative(source, target, shape), dtype, model)
-    if ways is None or not ways.are_even:
-        ways = _ways(source, target, shape, dtype, model)
-    steps = ways.cheapest(shape, rank)
-    return Plan(source, target, shape, dtype, steps, sum(step.cost for step in steps), rank)
+    ways = _even_ways(source, target, shape, dtype, model) or _ways(source, target, shape, dtype, model)
+    return ways.plan(ways.cheapest(shape), shape, rank)
+
+
+def smallest_alike(
+    source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model, rank: int
+) -> Plan | None:
+    """The plan for the smallest tensor that has the steps of `plan(source, target, shape)`, all of them even.
+
+    At `shape` every box is so many times larger. None where a tile is uneven on the way: then there is no other size
+    with these steps. Source and target are as planning sees them (`Sharding.at`).
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> mesh = Mesh("tp=4")
+    >>> split, whole = mesh.sharding("s@tp d"), mesh.sharding("s d")
+    >>> smallest_alike(split, whole, (4096, 100), "float32", _DEFAULT, 0)
+    s@tp d -> s d     [8, 8] float32
+      1  all_gather  tp  4 ranks, stride 1  192 B in, 192 B out
+    >>> smallest_alike(split, whole, (4097, 100), "float32", _DEFAULT, 0)
+    """
+    ways = None if 0 in shape else _even_ways(source, target, shape, dtype, model)
+    return None if ways is None else ways.plan(ways.cheapest(shape), ways.shape, rank)
+
+
+def _even_ways(
+    source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model
+) -> _Ways | None:
+    """The ways of a small shape that is cut as `shape` is; None where a tile isn't even."""
+    if not (source.divides(shape) and target.divides(shape)):
+        return None
+    ways = _ways(source, target, _representative(source, target, shape), dtype, model)
+    return ways if ways.are_even else None
 
 
 def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -202,7 +230,7 @@ def alike(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> _Ways:
     check_pair(source, target, shape, dtype)
-    return _Ways(source, target, shape, itemsize_of(dtype), model)
+    return _Ways(source, target, shape, dtype, model)
 
 
 def choices(
@@ -213,8 +241,7 @@ def choices(
     source, target = _seen(source, shape), _seen(target, shape)
     ways = _ways(source, target, shape, dtype, cost_model)
     first = source.universe.rank(0)
-    made = [ways.steps(at, shape, first) for at in range(len(ways.legs))]
-    return [Plan(source, target, shape, dtype, s, sum(step.cost for step in s), first) for s in made]
+    return [replace(ways.plan(at, shape, first), source=source, target=target) for at in range(len(ways.legs))]
 
 
 def _choices(source: Sharding, target: Sharding, shape: tuple[int, ...], model: Model) -> list[Legs]:
@@ -249,11 +276,12 @@ class _Ways:
     alike the ways are the same, and which of them is the cheapest is asked of its own numbers.
     """
 
-    def __init__(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, model: Model):
-        self.source, self.target, self.shape = source, target, shape
-        self.itemsize, self.model = itemsize, model
+    def __init__(self, source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model):
+        self.source, self.target, self.shape, self.dtype = source, target, shape, dtype
+        self.itemsize, self.model = itemsize_of(dtype), model
         self.legs = _choices(source, target, shape, model)
         self.near = lru_cache(maxsize=4096)(self._near)
+        self.plan = lru_cache(maxsize=256)(self._plan)
         self.states = lru_cache(maxsize=256)(self._states)
 
     @cached_property
@@ -267,12 +295,12 @@ class _Ways:
         splits = {form.splits for leg in legs for form in (leg.source, leg.target)}
         return all(tiles_are_even(legs[0].space, each) for each in splits)
 
-    def cheapest(self, shape: tuple[int, ...], rank: int) -> tuple[Step, ...]:
-        """The steps of the cheapest way for a tensor of `shape`, seen from a rank."""
+    def cheapest(self, shape: tuple[int, ...]) -> int:
+        """The number of the cheapest way for a tensor of `shape`."""
         if len(self.legs) == 1:
-            return self.steps(0, shape, rank)
+            return 0
         more = math.prod(shape), math.prod(self.shape)
-        return self.steps(min(range(len(self.legs)), key=lambda at: self.weight(at, more)), shape, rank)
+        return min(range(len(self.legs)), key=lambda at: self.weight(at, more))
 
     def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
@@ -304,11 +332,13 @@ class _Ways:
         between = [leg.outside or sharding_of_form(leg.space, leg.target) for leg in self.legs[at][:-1]]
         return [self.source, *between, self.target]
 
-    def steps(self, at: int, shape: tuple[int, ...], rank: int) -> tuple[Step, ...]:
-        """One of the ways as steps for a tensor of `shape`, seen from a rank."""
+    def _plan(self, at: int, shape: tuple[int, ...], rank: int) -> Plan:
+        """One of the ways as a plan for a tensor of `shape`, seen from a rank."""
         more = math.prod(shape), math.prod(self.shape)
-        ends = pairwise(self.states(at))
-        return tuple(self._step(leg, *pair, shape, more, rank) for leg, pair in zip(self.legs[at], ends, strict=False))
+        pairs = zip(self.legs[at], pairwise(self.states(at)), strict=False)
+        steps = tuple(self._step(leg, *ends, shape, more, rank) for leg, ends in pairs)
+        cost = sum(step.cost for step in steps)
+        return Plan(self.source, self.target, shape, self.dtype, steps, cost, rank)
 
     def _step(
         self, leg: Leg, source: Sharding, target: Sharding, shape: tuple[int, ...], more: Ratio, rank: int

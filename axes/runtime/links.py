@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from axes.runtime import torch_private
+from axes.runtime.groups import of_world
 from axes.runtime.packing import Shape
 
 Counts = Sequence[int] | None
@@ -211,6 +212,7 @@ def _swapped(bits: torch.Tensor) -> torch.Tensor:
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
+@of_world(512)
 def link_of(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, op: str | None = None) -> Link:
     """The collectives of a group, for tensors of a dtype and the reduction `op`, if any."""
     link: Link = _Eager(group) if eager else _Traced(group)

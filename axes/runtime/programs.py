@@ -55,6 +55,8 @@ class Program:
     device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
     before: what the ranks do before each use, to see whether they agree.
+    base, multiples: of a program for a larger tensor with even tiles, that for the plan's own shape, and how many
+        times larger each dim is.
     """
 
     plan: Plan
@@ -63,15 +65,30 @@ class Program:
     device_type: str
     comm_dtype: torch.dtype | None = None
     before: Callable[[], None] | None = None
+    base: Program | None = None
+    multiples: tuple[int, ...] = ()
+
+    def times(self, multiples: tuple[int, ...]) -> Program:
+        """The same for a tensor whose dims are so many times larger, where the plan's are cut evenly."""
+        return replace(self, base=self, multiples=multiples)
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """The group of each step."""
-        return tuple(self.group_of(step) for step in self.plan.steps)
+        return self.base.groups if self.base else tuple(self.group_of(step) for step in self.plan.steps)
+
+    @cached_property
+    def units(self) -> tuple[Task | None, ...]:
+        """Each step on the smallest tensor that it cuts in the same way; None where this rank takes no part."""
+        if self.base:
+            return self.base.units
+        return tuple(_unit(step) if step.takes_part(step.rank) else None for step in self.plan.steps)
 
     @cached_property
     def backend(self) -> str:
         """What serves the groups: "gloo", "nccl"; nothing where nothing is sent."""
+        if self.base:
+            return self.base.backend
         group = next((group for group in self.groups if group is not None), None)
         if group is None:
             return ""
@@ -101,7 +118,7 @@ class Program:
         sending = [at for at in parts if self.groups[at] is not None]
         if not sending or sending[-1] != parts[0] or self.comm_dtype not in (None, self.dtype):
             return False
-        task = _task(self.plan.steps[parts[0]], None)
+        task = _task(self, parts[0], None)
         if task.step.kind == "all_gather":
             return task.step.flat or math.prod(task.tile) == task.padded
         return task.step.kind != "all_reduce" and isinstance(task.sends.places, packing.Run)
@@ -160,7 +177,7 @@ def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
         if at in sending[:1] and program.comm_dtype not in (None, wire):
             wire, owned = program.comm_dtype or wire, True
             stages.append(_cast(wire))
-        task = _task(step, tile)
+        task = _task(program, at, tile)
         stages.append(_stage(program, task, at, eager, wire, owned))
         tile = None if tile is None else task.merged
         owned = program.groups[at] is not None
@@ -292,35 +309,46 @@ class Task:
         """What the rank receives of its new tile."""
         return Side(_boxes(self.exchange.receives), self.shape, len(self.exchange.ranks))
 
+    def times(self, multiples: Sequence[int], dims: Sequence[int]) -> Task:
+        """The same on sizes that are multiples of these; `dims` says of which dim each of them is."""
+        tile = tuple(map(operator.mul, self.tile, multiples))
+        shape = merged = tuple(map(operator.mul, self.shape, multiples))
+        if len(dims) != dims[-1] + 1:
+            pairs = list(zip(shape, dims, strict=True))
+            merged = tuple(math.prod(size for size, of in pairs if of == dim) for dim in range(dims[-1] + 1))
+        exchange = self.exchange.times(multiples)
+        return Task(self.step, tile, shape, merged, exchange, exchange.padded)
+
 
 def _boxes(transfers: Sequence[Transfer]) -> tuple[tuple[int, tuple[Region, ...]], ...]:
     return tuple((transfer.peer, transfer.regions) for transfer in transfers if transfer.regions)
 
 
-def _task(step: Step, tile: Shape | None) -> Task:
-    """A step on this rank, at the plan's own sizes; or on a tile of sizes that vary."""
-    opened, merged = step.opened, _held(step.output_shape())
-    if tile is None:
+def _unit(step: Step) -> Task:
+    """A step on a tensor of the shape `step.unit`."""
+    opened = replace(step.opened, shape=step.unit)
+    before, after = _held(opened.input_shape()), _held(opened.output_shape())
+    exchange = step.opened.exchange_at_unit(step.rank)
+    return Task(step, before, after, (), exchange, exchange.padded)
+
+
+def _task(program: Program, at: int, tile: Shape | None) -> Task:
+    """A step on this rank, for the program's own sizes; or for a tile of sizes that vary."""
+    step = program.plan.steps[at]
+    opened = step.opened
+    if tile is None and program.base is None:
         before, after = _held(opened.input_shape()), _held(opened.output_shape())
         exchange = opened.exchange()
-        return Task(step, before, after, merged, exchange, exchange.padded)
+        return Task(step, before, after, _held(step.output_shape()), exchange, exchange.padded)
+    unit = program.units[at]
+    assert unit is not None, "only what takes part is carried out"
     dims = [dim for dim, sizes in enumerate(step.factors) for _ in sizes]
-    unit = replace(opened, shape=step.unit)
-    smallest = _held(unit.input_shape())
+    larger = program.multiples or (1,) * len(step.shape)
     multiples = [
-        size // own if type(tile[dim]) is int else tile[dim] // least
-        for dim, least, size, own in zip(dims, smallest, opened.shape, unit.shape, strict=True)
+        larger[dim] * size // own if tile is None or type(tile[dim]) is int else tile[dim] // least
+        for dim, least, size, own in zip(dims, unit.tile, opened.shape, step.unit, strict=True)
     ]
-
-    def at_multiples(shape: Shape) -> Shape:
-        return tuple(map(operator.mul, shape, multiples))
-
-    shape = at_multiples(_held(unit.output_shape()))
-    merged = tuple(
-        math.prod(size for size, of in zip(shape, dims, strict=True) if of == dim) for dim in range(len(tile))
-    )
-    exchange = opened.exchange_at_unit(step.rank).times(multiples)
-    return Task(step, at_multiples(smallest), shape, merged, exchange, exchange.padded)
+    return unit.times(multiples, dims)
 
 
 def _held(shape: Shape | None) -> Shape:

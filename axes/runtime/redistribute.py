@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -45,7 +46,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, plan
+from axes.algebra.plan import Plan, plan, smallest_alike
 from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -246,12 +247,30 @@ def program(
             f"rank {world.rank} is neither among the ranks of the source nor among those of the target\n"
             f"  source  {source}  on  {source.mesh!r}\n  target  {target}  on  {target.mesh!r}"
         )
-    made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), world.rank)
+    how = source, target, shape, name_of(dtype), model_of(source.mesh), world.rank
+    if not _plans_are_shown():
+        small = smallest_alike(*how)
+        if small is not None:
+            base = _program_of(small, dtype, comm_dtype)
+            return base if small.shape == shape else base.times(tuple(map(operator.floordiv, shape, small.shape)))
+    return _program_of(plan(*how), dtype, comm_dtype)
+
+
+@of_world(4096)
+def _program_of(made: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> Program:
+    """The program of a plan."""
+    meshes = made.source.mesh, made.target.mesh
     check_dtypes(made, dtype, comm_dtype)
     _log_plan(made)
+    binding = made.source.mesh.binding
+    assert binding is not None, "a plan becomes a program on meshes of a running job"
     group_of_step = functools.partial(_group, meshes)
-    device_type = source.mesh.binding.device_type
-    return Program(made, dtype, group_of_step, device_type, comm_dtype, _check(made, comm_dtype))
+    return Program(made, dtype, group_of_step, binding.device_type, comm_dtype, _check(made, comm_dtype))
+
+
+def _plans_are_shown() -> bool:
+    """Whether plans are logged or compared: then each is made for its own sizes."""
+    return os.environ.get("AXES_LOG") == "plan" or os.environ.get("AXES_CHECK") == "1"
 
 
 def name_of(dtype: torch.dtype) -> str:
