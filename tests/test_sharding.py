@@ -124,7 +124,7 @@ def test_the_rank_that_a_sharding_is_seen_from_is_its_meshs(case):
 def test_a_nested_chunk_is_torch_chunk_after_torch_chunk(extent, sizes):
     pieces = []
     for coordinates in itertools.product(*map(range, sizes)):
-        start, stop = nested_chunk(extent, sizes, coordinates)
+        start, stop = nested_chunk(extent, zip(sizes, coordinates, strict=True))
         assert list(range(start, stop)) == nested(extent, sizes, coordinates)
         pieces.append((start, stop))
     assert [i for start, stop in pieces for i in range(start, stop)] == list(range(extent))

@@ -2,9 +2,9 @@
 
 Five elements over axes of size 2 and 2 are cut into 3 and 2, then each into 2 and 1, 1 and 1:
 
->>> [nested_chunk(5, (2, 2), (i, j)) for i in range(2) for j in range(2)]
+>>> [nested_chunk(5, ((2, i), (2, j))) for i in range(2) for j in range(2)]
 [(0, 2), (2, 3), (3, 4), (4, 5)]
->>> [nested_chunk(5, (4,), (i,)) for i in range(4)]
+>>> [nested_chunk(5, ((4, i),)) for i in range(4)]
 [(0, 2), (2, 4), (4, 5), (5, 5)]
 """
 
@@ -21,10 +21,10 @@ Tile = tuple[Runs, ...]
 """What a rank holds of a tensor: the product, over the dims, of their runs."""
 
 
-def nested_chunk(extent: int, sizes: Iterable[int], coordinates: Iterable[int]) -> tuple[int, int]:
-    """`(start, stop)` of the piece at `coordinates` of `extent` elements cut into `sizes`, major first."""
+def nested_chunk(extent: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """`(start, stop)` of what `cuts` leave of `extent` elements: each `(parts, which of them)`, major first."""
     start, stop = 0, extent
-    for size, coordinate in zip(sizes, coordinates, strict=True):
+    for size, coordinate in cuts:
         piece = -(-(stop - start) // size)
         start, stop = min(stop, start + coordinate * piece), min(stop, start + (coordinate + 1) * piece)
     return start, stop

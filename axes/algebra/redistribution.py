@@ -116,19 +116,22 @@ def retargeted(
     Raises `ExpressionError` for text outside the grammar and `ShardingError`, with both specs, for
     anything else.
     """
-    where = where or mesh or source.mesh
     try:
-        _check_names(dict(sizes), spec)
-        tree = _expanded(spec, source.ndim)
-        elsewhere = mesh is not None and mesh.universe != source.mesh.universe
-        home = mesh or source.mesh
-        if not elsewhere:
-            home = _with_names(home, where, _named(tree))
-        return _exact(source.sized(shape), tree, home, dict(sizes)).sized(shape)
+        return _meant(source.sized(shape), spec, where or mesh or source.mesh, mesh or source.mesh, sizes).sized(shape)
     except ExpressionError:
         raise
     except AxesError as error:
         raise ShardingError(f"{error}\n  source  {source}\n  target  {spec}") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: Sizes) -> Sharding:
+    """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
+    _check_names(dict(sizes), spec)
+    tree = _expanded(spec, source.ndim)
+    if mesh.universe == source.mesh.universe:
+        mesh = _with_names(mesh, where, _named(tree))
+    return _exact(source, tree, mesh, dict(sizes))
 
 
 def _expanded(spec: str, ndim: int) -> Spec:

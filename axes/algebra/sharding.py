@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -155,8 +156,8 @@ class Sharding:
         (2,)
         """
         position = self._position(rank)
-        pairs = zip(self.dims, self.extents(shape), strict=True)
-        return tuple(math.prod(stop - start for start, stop in _pieces_at(*pair, position)) for pair in pairs)
+        pairs = zip(self.extents(shape), self._cuts(position), strict=True)
+        return tuple(math.prod(stop - start for start, stop in _parts(*pair)) for pair in pairs)
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
         """Where the shard of a global rank lies in the whole tensor.
@@ -192,9 +193,12 @@ class Sharding:
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether every dim divides into its pieces, as split factors of a group always do."""
-        return len(shape) == self.ndim and all(
-            len(dim.factors) > 1 or size % dim.pieces == 0 for dim, size in zip(self.dims, shape, strict=True)
-        )
+        return len(shape) == self.ndim and not any(map(operator.mod, shape, self._pieces))
+
+    @functools.cached_property
+    def _pieces(self) -> tuple[int, ...]:
+        """Into how many pieces each dim has to divide."""
+        return tuple([1 if len(dim.factors) > 1 else dim.pieces for dim in self.dims])
 
     @property
     def universe(self) -> Universe:
@@ -319,7 +323,13 @@ class Sharding:
         return len(factors) == self.ndim and all(f.size is None and f.multiple == 1 for f in factors)
 
     def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
-        return tuple(_runs(*pair, position) for pair in zip(self.dims, _extents(self, tuple(shape)), strict=True))
+        pairs = zip(_extents(self, tuple(shape)), self._cuts(position), strict=True)
+        return tuple([_runs(*pair) for pair in pairs])
+
+    @functools.cached_property
+    def _cuts(self) -> Callable[[int], tuple[Cuts, ...]]:
+        """By position, how each dim is cut there."""
+        return functools.lru_cache(maxsize=64)(lambda position: tuple([_cuts_at(dim, position) for dim in self.dims]))
 
     def _position(self, rank: int | None) -> int:
         rank = self.mesh.rank if rank is None else checked_rank("a rank", rank)
@@ -329,19 +339,25 @@ class Sharding:
         return position
 
 
-def _pieces_at(dim: ShardedDim, extents: Sequence[int], position: int) -> Runs:
-    """The part of each factor that the rank at a position has."""
-    found = []
-    for factor, extent in zip(dim.factors, extents, strict=True):
-        layouts = factor.layouts
-        found.append(nested_chunk(extent, map(_size, layouts), [a.coordinate(position) for a in layouts]))
-    return tuple(found)
+Cuts = tuple[tuple[tuple[int, int], ...], ...]
+"""How a rank's part of a dim is cut out: for each factor `(parts, which of them)`, major first."""
 
 
-def _runs(dim: ShardedDim, extents: Sequence[int], position: int) -> Runs:
-    """The runs of a dim that the rank at a position has."""
-    pieces = _pieces_at(dim, extents, position)
-    return pieces if len(pieces) == 1 else factor_runs(tuple(extents), pieces)
+def _cuts_at(dim: ShardedDim, position: int) -> Cuts:
+    """How the part of a dim that the rank at a position has is cut out."""
+    layouts = [factor.layouts for factor in dim.factors]
+    return tuple([tuple([(each.size, each.coordinate(position)) for each in of]) for of in layouts])
+
+
+def _parts(extents: Sequence[int], cuts: Cuts) -> Runs:
+    """The part of each factor that the cuts leave."""
+    return tuple([nested_chunk(extent, each) for extent, each in zip(extents, cuts, strict=True)])
+
+
+def _runs(extents: Sequence[int], cuts: Cuts) -> Runs:
+    """The runs of a dim that the cuts leave."""
+    parts = _parts(extents, cuts)
+    return parts if len(parts) == 1 else factor_runs(tuple(extents), parts)
 
 
 def _size(layout: Layout) -> int:
@@ -514,7 +530,7 @@ def same_cuts(mine: ShardedDim, my: Sequence[int], theirs: ShardedDim, their: Se
             return True
     steps = [range(0, size * stride, stride) for size, stride in refined]
     for offsets in itertools.product(*steps):
-        left, right = _runs(mine, my, sum(offsets)), _runs(theirs, their, sum(offsets))
+        left, right = (_runs(of, _cuts_at(dim, sum(offsets))) for dim, of in ((mine, my), (theirs, their)))
         if left != right and any(start < stop for start, stop in (*left, *right)):
             return False
     return True

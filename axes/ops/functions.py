@@ -462,8 +462,7 @@ def _part(where: _Where, x: torch.Tensor, whole: int | None) -> tuple[int | torc
         sizes = all_gather(x.new_full((1,), local, dtype=torch.int64), where.axes)
         return sizes[: axis_index(where.axes)].sum(), sizes.sum()
     whole = local if whole is None else whole
-    parts = [axis_size(axis) for axis in where.axes]
-    start, stop = nested_chunk(whole, parts, [axis_index(axis) for axis in where.axes])
+    start, stop = nested_chunk(whole, [(axis_size(axis), axis_index(axis)) for axis in where.axes])
     if stop - start != local:
         raise SizeError(f"'{where.name}' is {whole} in whole and so {stop - start} on this rank; found {local}")
     return start, whole

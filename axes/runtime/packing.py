@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -75,16 +74,13 @@ def places_of(parts: Sequence[Part], shape: Shape) -> Places:
     if not parts:
         return Run(0, 0)
     strides = strides_of(shape)
-    sizes = [tuple(stop - start for start, stop in box) for _, box in parts]
-    at = [sum(start * stride for (start, _), stride in zip(box, strides, strict=True)) for _, box in parts]
-    counts = [math.prod(size) for size in sizes]
-    dense = all(a + count == b for (a, count), (b, _) in pairwise(zip([p for p, _ in parts], counts, strict=True)))
-    if not dense or parts[0][0] != 0:
+    sizes = [tuple([stop - start for start, stop in box]) for _, box in parts]
+    at = [sum([start * stride for (start, _), stride in zip(box, strides, strict=True)]) for _, box in parts]
+    counts = list(map(math.prod, sizes))
+    if not _adjoin([start for start, _ in parts], counts) or parts[0][0] != 0:
         return Boxes(tuple(parts))
-    ends = [start + count for start, count in zip(at, counts, strict=True)]
-    joined = all(end == start for end, start in zip(ends, at[1:], strict=False))
-    if joined and all(_is_run(size, shape) for size in sizes):
-        return Run(at[0], ends[-1])
+    if _adjoin(at, counts) and all(_is_run(size, shape) for size in sizes):
+        return Run(at[0], at[-1] + counts[-1])
     steps = _nested(at) if all(size == sizes[0] for size in sizes) else None
     if steps is None:
         return Boxes(tuple(parts))
@@ -92,6 +88,11 @@ def places_of(parts: Sequence[Part], shape: Shape) -> Places:
     inner = [(size, stride) for size, stride in zip(sizes[0], strides, strict=True) if size > 1]
     modes = _merged([*outer, *inner])
     return Grid(tuple(size for size, _ in modes), tuple(stride for _, stride in modes), at[0])
+
+
+def _adjoin(starts: Sequence[int], counts: Sequence[int]) -> bool:
+    """Whether each stretch begins where the one before it ends."""
+    return all(start + count == after for start, count, after in zip(starts, counts, starts[1:], strict=False))
 
 
 def strides_of(shape: Shape) -> Shape:

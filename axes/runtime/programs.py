@@ -70,7 +70,8 @@ class Program:
 
     def times(self, multiples: tuple[int, ...]) -> Program:
         """The same for a tensor whose dims are so many times larger, where the plan's are cut evenly."""
-        return replace(self, base=self, multiples=multiples)
+        how = self.device_type, self.comm_dtype, self.before
+        return Program(self.plan, self.dtype, self.group_of, *how, self, multiples)
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
@@ -168,7 +169,7 @@ def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
     stages: list[Run] = []
     steps, wire, owned = program.plan.steps, program.dtype, False
     sending = [at for at, group in enumerate(program.groups) if group is not None]
-    if steps and steps[0].input_shape() is None:
+    if steps and steps[0].source.universe.position(steps[0].rank) is None:
         # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
         stages.append(lambda x: x.new_empty(0))
     for at, step in enumerate(steps):
@@ -280,7 +281,7 @@ class Side:
 
 
 def _volume(box: Region) -> int:
-    return math.prod(stop - start for start, stop in box)
+    return math.prod([stop - start for start, stop in box])
 
 
 @dataclass(frozen=True)
@@ -421,7 +422,7 @@ collective to all who count them."""
 
 def _reduce_by_exchange(task: Task, link: Link, itemsize: int) -> Run:
     """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
-    sends, layers, shape, even = task.sends, len(task.exchange.ranks), task.shape, _even(task.step)
+    sends, layers, shape, even = task.sends, len(task.exchange.ranks), task.shape, task.step.is_even
     pack = packer(sends.places, task.tile, sum(sends.counts))
     count, at_once = math.prod(shape), max(1, STAGED // (layers * itemsize))
     given, got = None if even else sends.counts, None if even else [count] * layers
@@ -437,15 +438,6 @@ def _reduce_by_exchange(task: Task, link: Link, itemsize: int) -> Run:
         return out.view(shape)
 
     return run
-
-
-def _even(step: Step) -> bool:
-    """Whether the tiles of all ranks have one shape, before the step and after."""
-    return all(
-        size % math.prod(layout.size for layout in layouts) == 0
-        for end in (step.source, step.target)
-        for _, size, layouts in end.slots(step.shape)
-    )
 
 
 def _local_reduction(step: Step, layers: int) -> Run:
@@ -517,7 +509,7 @@ def _exchanged(task: Task, link: Link, receives: Side, kept: tuple[Region, ...])
     every_send, every_receive = sends.joined(me, tuple(box for box, _ in copied)), receives.joined(me, kept)
     # Between even tiles the counts of one rank are, in another order, those of every other.
     counts = [*every_send.counts, *every_receive.counts]
-    alike = _even(task.step) and all(count == counts[0] for count in counts)
+    alike = task.step.is_even and all(count == counts[0] for count in counts)
     regular = not isinstance(every_send.places, Boxes) and not isinstance(every_receive.places, Boxes)
     if alike or regular:
         return _all_through(link, every_send, every_receive, alike)

@@ -21,6 +21,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import placement_specs, sharding_from
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
+from axes.runtime.groups import of_world
 
 
 @functools.lru_cache(maxsize=4096)
@@ -54,7 +55,12 @@ def sharding_of_spec(spec: Any) -> Sharding:
         raise ShardingError(
             f"{spec.placements} with a shard_order of its own isn't supported; redistribute to the mesh's order first"
         )
-    return sharding_from(adopted(spec.mesh), spec.placements, len(spec.shape))
+    return _sharding_of(spec.mesh, spec.placements, len(spec.shape))
+
+
+@of_world(4096)
+def _sharding_of(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> Sharding:
+    return sharding_from(adopted(device_mesh), placements, ndim)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -128,6 +128,15 @@ class Step:
         return _shape(self.target.tile(self.shape, self._rank(rank)))
 
     @cached_property
+    def is_even(self) -> bool:
+        """Whether the tiles of all ranks have one shape, before the step and after."""
+        return all(
+            size % math.prod(layout.size for layout in layouts) == 0
+            for end in (self.source, self.target)
+            for _, size, layouts in end.slots(self.shape)
+        )
+
+    @cached_property
     def factors(self) -> tuple[tuple[int, ...], ...]:
         """For each dim the sizes of the factors that both sides have, or its own size alone."""
         pairs = zip(self.source.dims, self.target.dims, self.shape, strict=True)
