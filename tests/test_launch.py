@@ -68,7 +68,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 90) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -16,15 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axes.algebra import plan as planner
 from axes.algebra.cost import CostModel
 from axes.algebra.layout import Layout
-from axes.algebra.plan import Plan, choices, plan
+from axes.algebra.plan import Plan, choices, plan, small_alike
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
+from axes.runtime.programs import Program, task_of
 from tests import plan_oracle as oracle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,6 +216,33 @@ def test_every_plan_that_was_weighed_arrives(case, model):
     source, target, shape = case
     for found in choices(source, target, shape, "float64", model):
         oracle.run(found)
+
+
+@examples(150)
+@given(redistributions(even=True), models, st.data())
+def test_the_steps_of_a_small_tensor_are_those_of_any_that_is_cut_alike(case, model, data):
+    source, target, shape = case
+    shape = tuple(size * data.draw(st.sampled_from((1, 2, 3, 5, 6))) for size in shape)
+    rank = data.draw(st.sampled_from(list(source.universe.ranks)))
+    small = small_alike(source, target, shape, "float64", model, rank)
+    assert small is not None
+    assert math.prod(small.shape) <= math.prod(shape)
+    own = plan(source, target, shape, "float64", model, rank)
+    one, two = (Program(made, torch.float64, lambda _: None, "cpu") for made in (small, own))
+    alike = one.alike(shape)
+    for at, step in enumerate(own.steps):
+        assert (small.steps[at].kind, small.steps[at].layout) == (step.kind, step.layout)
+        found, wanted = task_of(alike, at, None), task_of(two, at, None)
+        for name in ("tile", "shape", "merged", "exchange", "padded"):
+            assert getattr(found, name) == getattr(wanted, name)
+
+
+@examples(60)
+@given(redistributions(), models)
+def test_no_other_size_has_the_steps_of_a_tensor_that_is_cut_unevenly(case, model):
+    source, target, shape = case
+    if not (source.divides(shape) and target.divides(shape)):
+        assert small_alike(source, target, shape, "float64", model, 0) is None
 
 
 @examples(60)

@@ -172,29 +172,27 @@ def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str
     return ways.plan(ways.cheapest(shape), shape, rank)
 
 
-def smallest_alike(
+def small_alike(
     source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model, rank: int
 ) -> Plan | None:
-    """The plan for the smallest tensor that has the steps of `plan(source, target, shape)`, all of them even.
+    """The plan for a small tensor that has the steps of `plan(source, target, shape)`, all of them even.
 
-    At `shape` every box is so many times larger. None where a tile is uneven on the way: then there is no other size
-    with these steps. Source and target are as planning sees them (`Sharding.at`).
+    At `shape` every box of a step is a multiple of what it is at the step's `unit`. None where a tile is uneven on
+    the way: then no other size has these steps. Source and target are as planning sees them (`Sharding.at`).
 
     >>> from axes.algebra.mesh import Mesh
     >>> mesh = Mesh("tp=4")
     >>> split, whole = mesh.sharding("s@tp d"), mesh.sharding("s d")
-    >>> smallest_alike(split, whole, (4096, 100), "float32", _DEFAULT, 0)
+    >>> small_alike(split, whole, (4096, 100), "float32", _DEFAULT, 0)
     s@tp d -> s d     [8, 8] float32
       1  all_gather  tp  4 ranks, stride 1  192 B in, 192 B out
-    >>> smallest_alike(split, whole, (4097, 100), "float32", _DEFAULT, 0)
+    >>> small_alike(split, whole, (4097, 100), "float32", _DEFAULT, 0)
     """
     ways = None if 0 in shape else _even_ways(source, target, shape, dtype, model)
     return None if ways is None else ways.plan(ways.cheapest(shape), ways.shape, rank)
 
 
-def _even_ways(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model
-) -> _Ways | None:
+def _even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> _Ways | None:
     """The ways of a small shape that is cut as `shape` is; None where a tile isn't even."""
     if not (source.divides(shape) and target.divides(shape)):
         return None

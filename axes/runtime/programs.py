@@ -55,8 +55,7 @@ class Program:
     device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
     before: what the ranks do before each use, to see whether they agree.
-    base, multiples: of a program for a larger tensor with even tiles, that for the plan's own shape, and how many
-        times larger each dim is.
+    base, shape: of a program for a tensor of another shape than the plan's, cut as evenly, that for the plan's own.
     """
 
     plan: Plan
@@ -66,12 +65,12 @@ class Program:
     comm_dtype: torch.dtype | None = None
     before: Callable[[], None] | None = None
     base: Program | None = None
-    multiples: tuple[int, ...] = ()
+    shape: Shape = ()
 
-    def times(self, multiples: tuple[int, ...]) -> Program:
-        """The same for a tensor whose dims are so many times larger, where the plan's are cut evenly."""
+    def alike(self, shape: Shape) -> Program:
+        """The same for a tensor of another shape, where every step cuts both evenly."""
         how = self.device_type, self.comm_dtype, self.before
-        return Program(self.plan, self.dtype, self.group_of, *how, self, multiples)
+        return Program(self.plan, self.dtype, self.group_of, *how, self, shape)
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
@@ -119,7 +118,7 @@ class Program:
         sending = [at for at in parts if self.groups[at] is not None]
         if not sending or sending[-1] != parts[0] or self.comm_dtype not in (None, self.dtype):
             return False
-        task = _task(self, parts[0], None)
+        task = task_of(self, parts[0], None)
         if task.step.kind == "all_gather":
             return task.step.flat or math.prod(task.tile) == task.padded
         return task.step.kind != "all_reduce" and isinstance(task.sends.places, packing.Run)
@@ -178,7 +177,7 @@ def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
         if at in sending[:1] and program.comm_dtype not in (None, wire):
             wire, owned = program.comm_dtype or wire, True
             stages.append(_cast(wire))
-        task = _task(program, at, tile)
+        task = task_of(program, at, tile)
         stages.append(_stage(program, task, at, eager, wire, owned))
         tile = None if tile is None else task.merged
         owned = program.groups[at] is not None
@@ -314,9 +313,10 @@ class Task:
         """The same on sizes that are multiples of these; `dims` says of which dim each of them is."""
         tile = tuple(map(operator.mul, self.tile, multiples))
         shape = merged = tuple(map(operator.mul, self.shape, multiples))
-        if len(dims) != dims[-1] + 1:
+        ndim = len(self.step.shape)
+        if len(dims) != ndim:
             pairs = list(zip(shape, dims, strict=True))
-            merged = tuple(math.prod(size for size, of in pairs if of == dim) for dim in range(dims[-1] + 1))
+            merged = tuple(math.prod(size for size, of in pairs if of == dim) for dim in range(ndim))
         exchange = self.exchange.times(multiples)
         return Task(self.step, tile, shape, merged, exchange, exchange.padded)
 
@@ -333,7 +333,7 @@ def _unit(step: Step) -> Task:
     return Task(step, before, after, (), exchange, exchange.padded)
 
 
-def _task(program: Program, at: int, tile: Shape | None) -> Task:
+def task_of(program: Program, at: int, tile: Shape | None) -> Task:
     """A step on this rank, for the program's own sizes; or for a tile of sizes that vary."""
     step = program.plan.steps[at]
     opened = step.opened
@@ -344,10 +344,11 @@ def _task(program: Program, at: int, tile: Shape | None) -> Task:
     unit = program.units[at]
     assert unit is not None, "only what takes part is carried out"
     dims = [dim for dim, sizes in enumerate(step.factors) for _ in sizes]
-    larger = program.multiples or (1,) * len(step.shape)
+    pairs = zip(step.factors, program.shape or step.shape, strict=True)
+    whole = [size for sizes, own in pairs for size in (sizes if len(sizes) > 1 else (own,))]
     multiples = [
-        larger[dim] * size // own if tile is None or type(tile[dim]) is int else tile[dim] // least
-        for dim, least, size, own in zip(dims, unit.tile, opened.shape, step.unit, strict=True)
+        size // own if tile is None or type(tile[dim]) is int else tile[dim] // least
+        for dim, least, size, own in zip(dims, unit.tile, whole, step.unit, strict=True)
     ]
     return unit.times(multiples, dims)
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +45,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, plan, smallest_alike
+from axes.algebra.plan import Plan, plan, small_alike
 from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -249,10 +248,10 @@ def program(
         )
     how = source, target, shape, name_of(dtype), model_of(source.mesh), world.rank
     if not _plans_are_shown():
-        small = smallest_alike(*how)
+        small = small_alike(*how)
         if small is not None:
             base = _program_of(small, dtype, comm_dtype)
-            return base if small.shape == shape else base.times(tuple(map(operator.floordiv, shape, small.shape)))
+            return base if small.shape == shape else base.alike(shape)
     return _program_of(plan(*how), dtype, comm_dtype)
 
 

@@ -1,0 +1,96 @@
+"""The carrier of an expression: the mesh that its result lives on, and what its axes mean there.
+
+An expression may name axes of the ambient mesh that the tensors' own mesh has under other names or as parts
+of its axes, but each of them is made of the axes that the tensors are on, and is used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from axes.algebra.errors import MeshError, shortened, suggestion
+from axes.algebra.flow.reading import Reading, Slot, Term
+from axes.algebra.mesh import Mesh
+from axes.algebra.sharding import Sharding
+
+
+def carrier_of(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None]) -> Mesh:
+    """The mesh that the result lives on, knowing the names of the expression."""
+    meshes = list(dict.fromkeys(s.mesh for s in shardings if s is not None))
+    for name in reading.axes:
+        if name not in mesh.namespace and not any(name in m.namespace for m in meshes):
+            reading.fail(f"the mesh has no axis {shortened(name)}{_hint(name, mesh, reading)}", reading.span_of(name))
+    if not meshes:
+        return mesh
+    home = meshes[0]
+    other = next((m for m in meshes[1:] if m.universe != home.universe or m.layouts != home.layouts), None)
+    if other is not None:
+        raise MeshError(
+            f"the tensors are on two meshes, {home!r} and {other!r}; "
+            f"declare one on the other's mesh with axes.lift(x, mesh)\nin  {reading.text}"
+        )
+    if mesh.universe != home.universe:
+        raise MeshError(f"the tensor is on {home!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
+    return _knowing(reading, home, mesh)
+
+
+def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:
+    """`home` with the names that the expression takes from another mesh."""
+    if other is home or (all(name in home.namespace for name in reading.axes) and other == home):
+        return home
+    namespace = dict(home.namespace)
+    for name in reading.axes:
+        layout = other.namespace.get(name)
+        if layout is not None and namespace.setdefault(name, layout) != layout:
+            raise MeshError(
+                f"'{name}' is {home.described(name)} of {home!r}, on which the tensor is, and other ranks on "
+                f"{other!r}; two meshes that meet give a name one meaning, so rename one\nin  {reading.text}"
+            )
+    return home if len(namespace) == len(home.namespace) else home._with(namespace=namespace)
+
+
+def _hint(name: str, mesh: Mesh, reading: Reading) -> str:
+    if name in reading.names:
+        return f", but a dim of this name; axes: {', '.join(mesh.axis_names)}"
+    return suggestion(name, mesh.namespace)
+
+
+def check_axes(reading: Reading, mesh: Mesh) -> None:
+    """Every axis is made of the mesh's axes, and none is used twice, whatever its size."""
+    for name in reading.axes:
+        layout = mesh.namespace[name]
+        if name not in mesh.axis_names and not mesh.layout_of_all.contains(layout):
+            raise MeshError(
+                f"axis '{name}' ({layout}) isn't made of the axes of {mesh!r}, on which the tensor is; "
+                f"axes.lift or axes.reshard with mesh= moves it to one that has it\nin  {reading.text}"
+            )
+    for term in reading.terms:
+        _check_once(reading, mesh, [u for slot in term.slots for u in uses_of(slot)] + _pending_uses(term))
+    every = [u for term in reading.operands for slot in term.slots for u in uses_of(slot)]
+    _check_once(reading, mesh, list(dict.fromkeys(every)))
+
+
+def uses_of(slot: Slot) -> list[tuple[str, str]]:
+    """`(what, axis)` for every axis that a slot names."""
+    if slot.axes is not None:
+        return [(" ".join(slot.atoms), axis) for axis in slot.axes if axis != "*"]
+    return [(mark.atom, axis) for mark in slot.marks for axis in mark.axes or () if axis != "*"]
+
+
+def _pending_uses(term: Term) -> list[tuple[str, str]]:
+    return [(f"| {p.op}", axis) for p in term.pending or () if p.place is not None for axis in p.place.names]
+
+
+def _check_once(reading: Reading, mesh: Mesh, uses: Sequence[tuple[str, str]]) -> None:
+    for at, (what, axis) in enumerate(uses):
+        for before, other in uses[:at]:
+            if axis == other or mesh.namespace[axis].overlaps(mesh.namespace[other]):
+                both = f"'{axis}' is used twice" if axis == other else f"'{other}' and '{axis}' share ranks"
+                places = f"by '{before}' and by '{what}'" if before != what else f"by '{what}'"
+                reading.fail(f"{both}: {places}; an axis splits one dim or is pending", _second(reading, axis, other))
+
+
+def _second(reading: Reading, axis: str, other: str) -> tuple[int, int]:
+    """Where an axis is named for the second time."""
+    spans = [span for _, axes, span in reading.places() if axes and axis in axes]
+    return spans[1] if axis == other and len(spans) > 1 else reading.span_of(axis)
