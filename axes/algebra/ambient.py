@@ -6,13 +6,14 @@
 True
 
 Each thread has its own stack of them, since backward runs in threads of autograd's. This file knows
-nothing of meshes but that they are pushed and popped: a mesh pushes itself in `with mesh:`.
+nothing of meshes but that they are pushed and popped: a mesh pushes itself in `with mesh:`. Beside it lie the
+ambient rules for logical names.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.meshes: list[Mesh] = []
+        self.rules: list[Any] = []
 
 
 _stack = _Stack()
@@ -47,3 +49,18 @@ def push(mesh: Mesh) -> None:
 def pop() -> None:
     """Returns to the mesh that was ambient before."""
     _stack.meshes.pop()
+
+
+def innermost_rules() -> Any:
+    """The innermost rules of this thread, or None."""
+    return _stack.rules[-1] if _stack.rules else None
+
+
+def push_rules(rules: Any) -> None:
+    """Makes `rules` the ambient ones until `pop_rules`."""
+    _stack.rules.append(rules)
+
+
+def pop_rules() -> None:
+    """Returns to the rules that were ambient before."""
+    _stack.rules.pop()

@@ -31,6 +31,9 @@ from axes.runtime.sharded import Sizes, dtensor_of
 _BLOCK = 1 << 20
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
+Draw = Callable[[torch.Tensor, int, torch.dtype], torch.Tensor]
+"""Random values from places in the whole tensor, a seed and a dtype."""
+
 Fill = Callable[[tuple[int, ...], Sharding, tuple[int, ...]], torch.Tensor]
 
 
@@ -149,7 +152,7 @@ def rand(
 
         torch.manual_seed(0); axes.rand("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return _random("axes.rand", _uniform, spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _random("axes.rand", uniform_at, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def randn(
@@ -168,7 +171,7 @@ def randn(
 
         torch.manual_seed(0); axes.randn("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return _random("axes.randn", _normal, spec, mesh, dtype, requires_grad, sizes, keywords)
+    return _random("axes.randn", normal_at, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def _made(
@@ -218,7 +221,7 @@ def _device(sharding: Sharding) -> str:
 
 def _random(
     function: str,
-    draw: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor],
+    draw: Draw,
     spec: str,
     mesh: Mesh | None,
     dtype: torch.dtype | None,
@@ -236,16 +239,20 @@ def _random(
         made = torch.empty(local, dtype=wanted, device=_device(sharding))
         if sharding.mesh.coordinate is None:
             return made
-        seed = _agreed_seed(sharding.mesh)
-        indices = [_positions(found, made.device) for found in sharding.local_indices(shape)]
-        for block, places in _blocks(made, indices, shape):
-            block.copy_(draw(places, seed, wanted))
+        draw_into(made, sharding, shape, draw, agreed_seed(sharding.mesh))
         return made
 
     return _made(function, spec, mesh, fill, requires_grad, sizes, keywords)
 
 
-def _agreed_seed(mesh: Mesh) -> int:
+def draw_into(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], draw: Draw, seed: int) -> None:
+    """Fill this rank's shard of a tensor of `shape` with what its elements draw, each by its place in the whole."""
+    indices = [positions(found, local.device) for found in sharding.local_indices(shape)]
+    for block, places in _blocks(local, indices, shape):
+        block.copy_(draw(places, seed, local.dtype))
+
+
+def agreed_seed(mesh: Mesh) -> int:
     """A seed from the default generator of the mesh's first rank, on all its ranks."""
     # By the generator of the CPU, whatever torch.set_default_device says.
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
@@ -260,7 +267,8 @@ def _agreed_seed(mesh: Mesh) -> int:
     return int(seed)
 
 
-def _positions(indices: Indices, device: torch.device) -> torch.Tensor:
+def positions(indices: Indices, device: torch.device) -> torch.Tensor:
+    """The indices of a dim as numbers."""
     runs = (indices,) if isinstance(indices, slice) else indices
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
@@ -300,12 +308,14 @@ def _fraction(counter: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Ten
     return _shifted(_hashed(counter), 64 - bits).to(dtype) * 2.0**-bits
 
 
-def _uniform(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+def uniform_at(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Uniform values in [0, 1), a function of their places in the tensor and of the seed alone."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     return _fraction(places + seed, _BITS[dtype], exact)
 
 
-def _normal(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+def normal_at(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal values, a function of their places in the tensor and of the seed alone."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     radius = 1 - _fraction(places * 2 + seed, _BITS[exact], exact)  # in (0, 1]: the logarithm is finite
     angle = _fraction(places * 2 + 1 + seed, _BITS[exact], exact)

@@ -33,7 +33,7 @@ from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from axes.algebra.errors import ShardingError
 
@@ -43,6 +43,9 @@ except ImportError:  # 2.11: one nested layout
     from torch.distributed._mesh_layout import _MeshLayout
 
     _FlatLayout = None  # type: ignore[assignment,misc]
+
+DispatchMode = TorchDispatchMode
+"""Sees every ATen operation of a block. Its module is private, though its documentation is public."""
 
 Mode = tuple[int, int]
 """`(size, stride)`, as in `axes.algebra.layout`."""

@@ -1,0 +1,309 @@
+"""Logical names: a model says what its dims are, a table says where each of them goes on the mesh.
+
+>>> from axes.algebra.mesh import Mesh
+>>> rules = Rules(batch=("dp", "fsdp"), seq="cp", heads="tp", mlp="tp", embed=None)
+>>> mesh = Mesh("dp=2 fsdp=2 cp=2 tp=4")
+>>> rules.spec("batch seq embed", mesh)
+'batch@(dp fsdp) seq@cp embed'
+>>> print(rules.explain("(heads embed) mlp", mesh, (24, 8), heads=6))
+heads=6  whole  (heads=tp: 6 doesn't divide into 4 parts)
+embed=4  whole
+mlp=8    tp
+
+The same code runs on any mesh: another mesh is another table. As Flax's `logical_to_mesh_axes`, whose order of
+rules this is.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from axes.algebra import ambient
+from axes.algebra.errors import MeshError, ShardingError, pointed, shortened, suggestion
+from axes.algebra.grammar import Dim, Factor, Place, Spec, parse_spec, place_text
+from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import required_mesh
+from axes.algebra.sizes import Product, checked_shape, given_sizes, solve, written_sizes
+
+Axes: TypeAlias = str | Sequence[str] | None
+"""Where a rule puts a dim: an axis, several axes, major first, or None for a dim that stays whole."""
+
+EVERYTHING = "..."
+"""As a logical name: every name that no other rule is about."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table: a logical name and the mesh axes that split its dim, none where it stays whole."""
+
+    name: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}={place_text(self.axes) if self.axes else None}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What happens to one logical name: the rule that applies, if one does, and why others don't.
+
+    error: why there is no answer, for a name that no rule is about.
+    """
+
+    name: str
+    size: int | None
+    rule: Rule | None
+    passed: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the dim."""
+        return () if self.rule is None else self.rule.axes
+
+
+class Rules:
+    """A table from logical names to mesh axes.
+
+    Rules are tried in order. One applies to a dim of its name that has no split yet, where the tensor uses none
+    of the rule's axes so far and the dim divides into them; where none applies the dim stays whole. A name may have
+    several rules (in a list of pairs). None says that a dim stays whole; a name without a rule is an error, unless
+    the table ends with `...` = None.
+
+    Raises `ShardingError` for what isn't such a table.
+
+    >>> Rules([("mlp", "tp"), ("embed", ("dp", "tp")), ("embed", "dp"), ("...", None)])
+    Rules([('mlp', 'tp'), ('embed', ('dp', 'tp')), ('embed', 'dp'), ('...', None)])
+    """
+
+    def __init__(self, table: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = (), /, **more: Axes):
+        pairs = [*(table.items() if isinstance(table, Mapping) else table), *more.items()]
+        self.rules = tuple([_rule(pair) for pair in pairs])
+
+    def spec(
+        self,
+        spec: str,
+        mesh: Mesh | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        **keywords: int,
+    ) -> str:
+        """The spec on a mesh (the ambient one by default) of a tensor whose dims have these logical names.
+
+        A dim with an `@` keeps what it says. Without a `shape`, and the sizes of the names in groups, every dim counts
+        as divisible. Raises `ShardingError` for a name without a rule and `MeshError` for an axis that the mesh
+        doesn't have.
+        """
+        tree, _ = self._applied(spec, mesh, shape, written_sizes(keywords, sizes))
+        return str(tree)
+
+    def explain(
+        self,
+        spec: str,
+        mesh: Mesh | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        **keywords: int,
+    ) -> str:
+        """For each logical name, a line: the rule that applies, and why those before it don't."""
+        given = written_sizes(keywords, sizes)
+        found = _choices(self, spec, required_mesh(mesh, "Rules.explain"), _shape(shape), given)
+        names = [each.name if each.size is None else f"{each.name}={each.size}" for each in found]
+        places = ["error" if each.error else place_text(each.axes) if each.axes else "whole" for each in found]
+        reasons = [each.error or (f"({'; '.join(each.passed)})" if each.passed else "") for each in found]
+        widths = [max(map(len, column), default=0) for column in (names, places)]
+        rows = zip(names, places, reasons, strict=True)
+        return "\n".join(f"{name:<{widths[0]}}  {place:<{widths[1]}}  {why}".rstrip() for name, place, why in rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The logical names that the table is about, in its order."""
+        return tuple(dict.fromkeys(rule.name for rule in self.rules))
+
+    def _applied(
+        self, spec: str, mesh: Mesh | None, shape: Sequence[int] | None, sizes: tuple[tuple[str, Any], ...]
+    ) -> tuple[Spec, tuple[Choice, ...]]:
+        found = _choices(self, spec, required_mesh(mesh, "Rules.spec"), _shape(shape), sizes)
+        tree = parse_spec(spec)
+        wrong = next((each for each in found if each.error), None)
+        if wrong is not None:
+            factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
+            raise ShardingError(
+                f"{wrong.error}\n{pointed(spec, *factor.span)}\n"
+                f"write {wrong.name}=None for a dim that stays whole, or a last rule ('...', None) for all others"
+            )
+        axes = {each.name: each.axes for each in found if each.axes}
+        return replace(tree, dims=tuple([_placed(dim, axes) for dim in tree.dims])), found
+
+    def __eq__(self, other: object) -> bool:
+        return self.rules == other.rules if isinstance(other, Rules) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.rules)
+
+    def __repr__(self) -> str:
+        pairs = [(r.name, None if not r.axes else r.axes[0] if len(r.axes) == 1 else r.axes) for r in self.rules]
+        return f"Rules({pairs!r})"
+
+
+def _rule(pair: object) -> Rule:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise ShardingError(
+            f"a rule is a pair of a logical name and its axes, like ('heads', 'tp'); found {pair!r:.80}"
+        )
+    name, axes = pair
+    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) if _is_names(axes) else None
+    if names is None or not all(each.isidentifier() for each in names):
+        raise ShardingError(f"the rule of {shortened(name)} is an axis, a tuple of axes, or None; found {axes!r:.80}")
+    if name == EVERYTHING and names:
+        raise ShardingError(f"'...' is every other name, whose dims stay whole: its axes are None; found {axes!r:.80}")
+    if name != EVERYTHING and not name.isidentifier():
+        raise ShardingError(f"a logical name is a name, or '...'; found {shortened(name)}")
+    if len(set(names)) < len(names):
+        raise ShardingError(f"the rule of {shortened(name)} has an axis twice: {axes!r:.80}")
+    return Rule(name, names)
+
+
+def _is_names(axes: object) -> bool:
+    return isinstance(axes, (tuple, list)) and all(isinstance(each, str) for each in axes)
+
+
+def _shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if shape is None else checked_shape(shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choices(
+    rules: Rules, spec: str, mesh: Mesh, shape: tuple[int, ...] | None, sizes: tuple[tuple[str, Any], ...]
+) -> tuple[Choice, ...]:
+    """What happens to each logical name of a spec, in the order of the spec."""
+    tree = parse_spec(spec)
+    factors = [factor for dim in tree.dims if dim.place is None for factor in dim.factors]
+    logical = [f.name for f in factors if f.place is None and f.name not in (None, "_", EVERYTHING)]
+    extents = _extents(tree, spec, shape, dict(sizes))
+    used = [(name, mesh.layout(name)) for name in _placed_axes(tree)]
+    chosen: dict[str, Rule] = {}
+    passed: dict[str, list[str]] = {str(name): [] for name in logical}
+    for rule in rules.rules:
+        _check_axes(rule, mesh)
+        for name in passed:
+            if rule.name != name or name in chosen:
+                continue
+            why = _passes_over(rule, mesh, used, extents.get(name))
+            if why:
+                passed[name].append(f"{rule}: {why}")
+            else:
+                chosen[name] = rule
+                used += [(axis, mesh.layout(axis)) for axis in rule.axes]
+    known, rest = set(rules.names), EVERYTHING in rules.names
+    found = []
+    for name, reasons in passed.items():
+        error = ""
+        if name not in known and not rest:
+            there = f"; rules: {', '.join(rules.names) or 'none'}"
+            error = f"no rule is about {shortened(name)}{suggestion(name, known) or there}"
+        found.append(Choice(name, extents.get(name), chosen.get(name), tuple(reasons), error))
+    return tuple(found)
+
+
+def _passes_over(rule: Rule, mesh: Mesh, used: Sequence[tuple[str, Layout]], size: int | None) -> str:
+    """Why a rule doesn't apply; nothing where it does."""
+    layouts = [mesh.layout(axis) for axis in rule.axes]
+    for axis, layout in zip(rule.axes, layouts, strict=True):
+        if any(axis == name or layout.overlaps(other) for name, other in used):
+            return f"'{axis}' is used by another dim"
+    parts = 1
+    for layout in layouts:
+        parts *= layout.size
+    return f"{size} doesn't divide into {parts} parts" if size is not None and size % parts else ""
+
+
+def _check_axes(rule: Rule, mesh: Mesh) -> None:
+    for axis in rule.axes:
+        if axis not in mesh.namespace:
+            raise MeshError(
+                f"the rule {rule} names an axis that {mesh!r} doesn't have{suggestion(axis, mesh.namespace)}\n"
+                f"declare it with size 1 ('{axis}=1'), or leave it out of the rule"
+            )
+    for one, other in itertools.combinations(rule.axes, 2):
+        if mesh.layout(one).overlaps(mesh.layout(other)):
+            raise MeshError(f"the rule {rule} names '{one}' and '{other}', which share ranks on {mesh!r}")
+
+
+def _placed_axes(tree: Spec) -> Iterator[str]:
+    """The axes that a spec names by itself."""
+    places = [place for dim in tree.dims for place in (dim.place, *(factor.place for factor in dim.factors))]
+    places += [pending.place for pending in tree.pending or ()]
+    return (name for place in places if place is not None for name in place.names if name != "*")
+
+
+def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[str, Any]) -> dict[str, int]:
+    """The size of each name, as far as the shape and the given sizes say it."""
+    factors = [factor for dim in tree.dims for factor in dim.factors if factor.name not in (None, "_", EVERYTHING)]
+    inline = [factor for factor in factors if factor.size is not None]
+    known = given_sizes(sizes, None, inline, [str(factor.name) for factor in factors])  # type: ignore[arg-type]
+    if shape is None:
+        return known
+    if any(factor.name == EVERYTHING for dim in tree.dims for factor in dim.factors):
+        tree = _without_dots(tree, len(shape))
+    if len(tree.dims) != len(shape):
+        raise ShardingError(f"the spec '{spec}' has {len(tree.dims)} dims, the tensor {len(shape)}: {list(shape)}")
+    products = []
+    for number, (dim, extent) in enumerate(zip(tree.dims, shape, strict=True)):
+        names = [factor.name or f"#{number}.{at}" for at, factor in enumerate(dim.factors)]
+        names = [f"_{number}" if name == "_" else name for name in names]
+        known.update({n: f.size for n, f in zip(names, dim.factors, strict=True) if f.size is not None})
+        if extent:
+            products.append(Product(tuple(names), (), extent, f"dim {number} of {list(shape)} in '{spec}'"))
+    return {name: size for name, size in solve(products, known).items() if name.isidentifier()}
+
+
+def _without_dots(tree: Spec, ndim: int) -> Spec:
+    """The spec with `_` for each dim that its `...` stands for."""
+    dims: list[Dim] = []
+    for dim in tree.dims:
+        dots = any(factor.name == EVERYTHING for factor in dim.factors)
+        dims.extend([Dim((Factor("_"),))] * (ndim + 1 - len(tree.dims)) if dots else [dim])
+    return replace(tree, dims=tuple(dims))
+
+
+def _placed(dim: Dim, axes: Mapping[str, tuple[str, ...]]) -> Dim:
+    """A dim with the places of its logical names."""
+    if dim.place is not None:
+        return dim
+    factors = [
+        replace(f, place=Place(axes[f.name])) if f.place is None and f.name is not None and f.name in axes else f
+        for f in dim.factors
+    ]
+    return replace(dim, factors=tuple(factors))
+
+
+@contextmanager
+def use_rules(rules: Rules) -> Iterator[Rules]:
+    """Makes `rules` those of a block: `constrain`, `shard` and `shard_module` read specs by them.
+
+    >>> with use_rules(Rules(batch="dp", embed=None)):
+    ...     ambient_rules().names
+    ('batch', 'embed')
+    """
+    if not isinstance(rules, Rules):
+        raise ShardingError(f"use_rules takes axes.Rules; found {type(rules).__name__}")
+    ambient.push_rules(rules)
+    try:
+        yield rules
+    finally:
+        ambient.pop_rules()
+
+
+def ambient_rules() -> Rules | None:
+    """The innermost rules of this thread, or None."""
+    found: Rules | None = ambient.innermost_rules()
+    return found

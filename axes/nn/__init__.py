@@ -1,0 +1,1 @@
+"""Models: sharding modules, computing with them, and what is around them."""

@@ -1,0 +1,94 @@
+"""Annotations: the logical names of a parameter's dims, written where the parameter is made.
+
+    class Attention(nn.Module):
+        def __init__(self, embed, heads, head_dim):
+            super().__init__()
+            self.wq = axes.annotate(nn.Parameter(torch.empty(heads * head_dim, embed)), "(heads head_dim) embed")
+
+`shard_module` reads them. What a name means on a mesh is said elsewhere, by `axes.Rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from axes.algebra.errors import ShardingError, shortened, suggestion
+from axes.algebra.grammar import parse_spec
+
+T = TypeVar("T", torch.Tensor, torch.nn.Module)
+
+_ATTRIBUTE = "_axes_specs"
+"""On a tensor its spec; on a module a mapping from its own parameters' and buffers' names to specs."""
+
+
+def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
+    """Say what the dims of a parameter are, or of several parameters and buffers of a module; returns the thing.
+
+    `spec` is one for a tensor, like `"(heads head_dim) embed"`, and a mapping from names to specs for a module, whose
+    names may have dots: `{"weight": "out in", "norm.weight": "embed"}`. Annotations of a module stay where a parameter
+    is replaced by another tensor; those of a tensor go with the tensor. A later annotation replaces an earlier one.
+
+    Raises `ExpressionError` for text outside the grammar, `ShardingError` for a name that the module doesn't have or a
+    number of dims that the tensor doesn't have.
+
+    >>> linear = annotate(torch.nn.Linear(4, 8), {"weight": "mlp embed", "bias": "mlp"})
+    >>> annotated(linear)
+    {'weight': 'mlp embed', 'bias': 'mlp'}
+    """
+    if isinstance(thing, torch.nn.Module):
+        if not isinstance(spec, Mapping):
+            raise ShardingError(f"a module is annotated by a mapping from names to specs; found {spec!r:.80}")
+        own = dict(tensors_of(thing))
+        for name, each in spec.items():
+            if name not in own:
+                raise ShardingError(
+                    f"{type(thing).__name__} has no parameter or buffer {shortened(name)}{suggestion(str(name), own)}"
+                )
+            _check(each, own[name], f"{type(thing).__name__}.{name}")
+        thing.__dict__[_ATTRIBUTE] = {**thing.__dict__.get(_ATTRIBUTE, {}), **spec}
+    elif isinstance(thing, torch.Tensor):
+        if not isinstance(spec, str):
+            raise ShardingError(f"a tensor is annotated by one spec, like 'heads embed'; found {spec!r:.80}")
+        _check(spec, thing, "the tensor")
+        setattr(thing, _ATTRIBUTE, spec)
+    else:
+        raise ShardingError(f"annotate takes a parameter, a buffer or a module; found {type(thing).__name__}")
+    return thing
+
+
+def annotated(module: torch.nn.Module) -> dict[str, str]:
+    """The specs that a module and those in it were annotated with, by the whole names of parameters and buffers.
+
+    Of two that are about one name the outer module's applies, and a module's goes before a tensor's own.
+    """
+    found: dict[str, str] = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for name, spec in each.__dict__.get(_ATTRIBUTE, {}).items():
+            found.setdefault(f"{prefix}.{name}" if prefix else name, spec)
+    for name, tensor in tensors_of(module):
+        spec = getattr(tensor, _ATTRIBUTE, None)
+        if spec is not None:
+            found.setdefault(name, spec)
+    return found
+
+
+def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, by whole name, each name of a tensor that has several."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _check(spec: str, tensor: torch.Tensor, what: str) -> None:
+    tree = parse_spec(spec)
+    dots = any(factor.name == "..." for dim in tree.dims for factor in dim.factors)
+    if tree.pending:
+        raise ShardingError(f"{what} is annotated with '{spec}': a parameter has nothing pending")
+    if len(tree.dims) != tensor.ndim and not (dots and len(tree.dims) <= tensor.ndim + 1):
+        raise ShardingError(
+            f"{what} has {tensor.ndim} dims, {list(tensor.shape)}; the annotation '{spec}' has {len(tree.dims)}"
+        )

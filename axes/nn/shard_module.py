@@ -1,0 +1,248 @@
+"""Sharding a module's parameters: by patterns, by annotations, whatever the model is.
+
+    axes.shard_module(model, {"*.wq.weight": "(heads head_dim) embed", "*": "..."}, rules=rules, heads=32)
+
+The module stays the one that it was: its parameters are replaced by DTensors, in place, one after the other.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, suggestion
+from axes.algebra.grammar import parse_spec
+from axes.algebra.logical import Rules, ambient_rules
+from axes.algebra.mesh import Mesh
+from axes.algebra.placements import check_torch_can
+from axes.algebra.scopes import required_mesh
+from axes.algebra.sharding import Sharding
+from axes.algebra.sizes import written_sizes
+from axes.algebra.specs import parsed_sharding
+from axes.nn.activations import reshard_around
+from axes.nn.annotations import annotated, tensors_of
+from axes.nn.deferred import made_by_initializers
+from axes.runtime.factories import agreed_seed
+from axes.runtime.leaves import resolving
+from axes.runtime.sharded import dtensor_of, take_shard
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+_OTHERS = "*"
+"""The pattern that matches every name."""
+
+_WHOLE = "..."
+"""The spec of a buffer that nobody mentions: every rank has all of it."""
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor of the module: its names (several where it is tied), its spec, and its sharding on the mesh.
+
+    said: who gave the spec, a pattern or "annotation"; nothing for a buffer that stays whole unmentioned.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    logical: str
+    said: str
+    sharding: Sharding
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.sharding.local_shape(tuple(self.tensor.shape))
+
+    @property
+    def local_bytes(self) -> int:
+        return math.prod(self.local_shape) * self.tensor.itemsize
+
+
+def shard_module(
+    module: M,
+    specs: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+    activations: Mapping[str, str] | None = None,
+    dry_run: bool = False,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> M:
+    """Shard the parameters and buffers of a module in place; returns the module.
+
+    `specs` maps patterns of whole names (as of `fnmatch`: `*` is any text) to specs; the first that matches applies,
+    before annotations (`axes.annotate`). With rules, passed or ambient, specs are in logical names; without, in axes
+    of the mesh (`"(heads head_dim)@tp embed"`). Keywords are sizes of names in groups. Every parameter has to be
+    covered; a buffer that isn't is replicated. Tied parameters stay tied, and so do shared modules.
+
+    Parameters with values: every rank has the whole module, and keeps a copy of its shards. Parameters on the device
+    `meta`: each rank makes its shards, by the modules' `reset_parameters()` or the root's `init_weights()`; what
+    these draw at random follows from torch's seed on the first rank, the parameter's name and the place in it, and so
+    is the same on every mesh.
+
+    `activations` maps patterns of modules' names to `"inputs -> outputs"`, between which the module's DTensors are
+    resharded: `{"*.mlp": "b s@tp d -> b s@tp d"}`.
+
+    With `dry_run` nothing changes: a table is printed of parameters, specs, shapes and bytes on this rank.
+
+    Raises `ShardingError` with the names of uncovered parameters, of patterns that match nothing, of tied names with
+    two specs, of parameters that are sharded already or that no initializer makes; before anything is changed, but for
+    the last.
+
+        with torch.device("meta"):
+            model = Transformer(config)
+        axes.shard_module(model, {"*.wq.weight": "(heads head_dim)@tp embed", "*": "..."}, mesh=mesh, heads=32)
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ShardingError(f"axes.shard_module takes a module; found {type(module).__name__}")
+    mesh = required_mesh(mesh, "axes.shard_module")
+    rules = rules if rules is not None else ambient_rules()
+    given = dict(written_sizes(keywords, sizes))
+    entries = _entries(module, specs or {}, mesh, rules, given)
+    hooks = reshard_around(module, activations or {}, mesh, rules, given)
+    if dry_run:
+        print(_table(entries, mesh, rules))
+        return module
+    deferred: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for entry in entries:
+            made = _made(entry)
+            for name in entry.names:
+                owner, own = _holder(module, name)
+                (owner._parameters if own in owner._parameters else owner._buffers)[own] = made  # type: ignore[index]
+            if entry.tensor.is_meta:
+                deferred[entry.names[0]] = made
+    if deferred:
+        made_by_initializers(module, deferred, agreed_seed(mesh))
+    for hook in hooks:
+        hook()
+    return module
+
+
+def _entries(
+    module: torch.nn.Module, specs: Mapping[str, str], mesh: Mesh, rules: Rules | None, sizes: dict[str, int]
+) -> list[_Placed]:
+    """Every tensor of the module with what is said of it."""
+    own = annotated(module)
+    by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in tensors_of(module):
+        by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
+    parameters = {id(p) for p in module.parameters()}
+    used: set[str] = set()
+    found, uncovered, needed = [], [], set()
+    for tensor, names in by_id.values():
+        if isinstance(tensor, DTensor):
+            raise ShardingError(f"{names[0]} is sharded already; shard_module takes a module of plain tensors")
+        said = _said(names, specs, own)
+        used.update(pattern for _, pattern in said.values())
+        texts = dict.fromkeys(spec for spec, _ in said.values())
+        if len(texts) > 1:
+            each = "\n".join(f"  {name}  {spec}    ({who})" for name, (spec, who) in said.items())
+            raise ShardingError(f"one tensor under {len(names)} names, tied, has two specs:\n{each}\ngive it one")
+        if not texts and id(tensor) in parameters:
+            uncovered.append(f"  {' = '.join(names)}  {list(tensor.shape)}")
+            continue
+        spec, who = next(iter(said.values()), (_WHOLE, ""))
+        mine = {name: size for name, size in sizes.items() if name in _names(spec)}
+        needed |= set(mine)
+        found.append(_Placed(tuple(names), tensor, spec, who, _sharding(names[0], tensor, spec, mesh, rules, mine)))
+    if uncovered:
+        raise ShardingError(
+            "no pattern or annotation is about\n" + "\n".join(uncovered) + "\n"
+            "name them, or say of all others that they are whole on every rank: {..., '*': '...'}"
+        )
+    idle = [pattern for pattern in specs if pattern not in used and not _matches_any(pattern, by_id.values())]
+    if idle:
+        known = [name for _, names in by_id.values() for name in names]
+        hints = "\n".join(f"  {pattern!r}{suggestion(pattern, known)}" for pattern in idle)
+        raise ShardingError(f"no parameter or buffer matches\n{hints}")
+    loose = [name for name in sizes if name not in needed]
+    if loose:
+        raise SizeError(f"a size is given for {shortened(loose[0])}, which is in no spec{suggestion(loose[0], needed)}")
+    return found
+
+
+def _said(names: Sequence[str], specs: Mapping[str, str], annotated: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """For each name of a tensor that somebody speaks of: the spec, and which pattern it is of.
+
+    `*` is about all others: of a tied tensor it speaks where nothing else does under any of its names.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for name in names:
+        pattern = next((each for each in specs if fnmatch.fnmatchcase(name, each)), None)
+        if pattern is not None:
+            found[name] = specs[pattern], pattern
+        elif name in annotated:
+            found[name] = annotated[name], "annotation"
+    certain = {name: each for name, each in found.items() if each[1] != _OTHERS}
+    return certain or found
+
+
+def _matches_any(pattern: str, tensors: Any) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for _, names in tensors for name in names)
+
+
+def _names(spec: str) -> set[str]:
+    return {factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name is not None}
+
+
+def _sharding(
+    name: str, tensor: torch.Tensor, spec: str, mesh: Mesh, rules: Rules | None, sizes: dict[str, int]
+) -> Sharding:
+    shape = tuple(tensor.shape)
+    try:
+        text = spec if rules is None else rules.spec(spec, mesh, shape, sizes=sizes)
+        sharding = parsed_sharding(mesh, text, tuple(sorted(sizes.items())), len(shape)).sized(shape)
+        if sharding.pending:
+            raise ShardingError(f"a parameter has nothing pending; found '{sharding}'")
+        check_torch_can(sharding, shape)
+    except AxesError as error:
+        raise type(error)(f"{name} {list(shape)}, '{spec}': {error}") from None if len(error.args) == 1 else error
+    return sharding
+
+
+def _made(entry: _Placed) -> torch.Tensor:
+    """The DTensor of an entry: its shards' values, or memory for them."""
+    tensor, sharding = entry.tensor, entry.sharding
+    shape, device_type = tuple(tensor.shape), sharding.mesh.binding.device_type
+    if tensor.is_meta:
+        local_shape = entry.local_shape if sharding.mesh.coordinate is not None else (0,)
+        local = torch.empty(local_shape, dtype=tensor.dtype, device=device_type)
+    else:
+        local = take_shard(tensor.detach(), sharding).to(device_type)
+    made = dtensor_of(local, sharding, shape, sharding.mesh.device_mesh)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return made
+    parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return resolving(parameter)  # type: ignore[arg-type]
+
+
+def _holder(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path), own
+
+
+def _table(entries: Sequence[_Placed], mesh: Mesh, rules: Rules | None) -> str:
+    """Names, specs, shapes and bytes on this rank, and what the rules passed over."""
+    heads = ("parameter", "spec", f"on {mesh!r}", "local shape", "bytes")
+    rows = [heads]
+    for entry in entries:
+        name = " = ".join(entry.names)
+        shape = "x".join(map(str, entry.local_shape)) or "()"
+        rows.append((name, entry.logical, entry.sharding.spec, shape, f"{entry.local_bytes:,}"))
+    rows.append(("total", "", "", "", f"{sum(entry.local_bytes for entry in entries):,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([*map(str.ljust, row[:-1], widths[:-1]), row[-1].rjust(widths[-1])]).rstrip() for row in rows]
+    if rules is not None:
+        logical = {name for entry in entries for name in _names(entry.logical)}
+        idle = [str(rule) for rule in rules.rules if rule.name not in logical and rule.name != _WHOLE]
+        if idle:
+            lines.append(f"rules that no parameter uses: {', '.join(idle)}")
+    return "\n".join(lines)

@@ -1,0 +1,351 @@
+"""A sharded module is the module that it was: values, ties, gradients, on any mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import axes
+from axes.algebra.errors import AxesError
+from axes.algebra.logical import Rules, use_rules
+from axes.nn.annotations import annotate, annotated
+from axes.nn.constrain import constrain
+from axes.nn.shard_module import shard_module
+
+
+class Block(nn.Module):
+    def __init__(self, embed: int = 8, heads: int = 4, mlp: int = 12):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(embed)
+        self.qkv = nn.Linear(embed, 3 * embed, bias=False)
+        self.out = nn.Linear(embed, embed, bias=False)
+        self.up, self.down = nn.Linear(embed, mlp), nn.Linear(mlp, embed)
+        self.register_buffer("scale", torch.ones(embed))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(q * torch.sigmoid(k) + v)
+        return x + self.scale * self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks.append(self.blocks[0])
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def reset_parameters(self):
+        """Nothing of its own."""
+
+
+SPECS = {
+    "*.qkv.weight": "(three heads head_dim) embed",
+    "*.out.weight": "embed (heads head_dim)",
+    "*.up.weight": "mlp embed",
+    "*.up.bias": "mlp",
+    "*.down.weight": "embed mlp",
+    "*": "...",
+}
+SIZES = {"three": 3, "heads": 4}
+TABLES = {
+    "dp=2 tp=2": Rules(mlp="tp", heads="tp", three=None, head_dim=None, embed=None),
+    "dp tp=4": Rules(mlp=("tp", "dp"), heads="tp", embed="dp", three=None, head_dim=None),
+    "dp=4 tp": Rules([("mlp", "dp"), ("embed", ("dp", "tp")), ("...", None)]),
+}
+
+
+def values_and_gradients(text: str) -> list[str]:
+    wrong = []
+    torch.manual_seed(3)
+    whole = Model().double()
+    tokens = torch.arange(24).view(4, 6) % 16
+    whole(tokens).square().sum().backward()
+    torch.manual_seed(3)
+    mesh = axes.init_mesh(text, device_type="cpu")
+    model = Model().double()
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    with use_rules(TABLES[text]):
+        assert shard_module(model, SPECS, mesh, sizes=SIZES) is model
+    if [name for name, _ in model.named_parameters(remove_duplicate=False)] != names:
+        wrong.append("names")
+    if model.head.weight is not model.embedding.weight or model.blocks[2] is not model.blocks[0]:
+        wrong.append("ties")
+    model(axes.shard(tokens, "b s", mesh=mesh)).square().sum().backward()
+    for (name, had), (_, has) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
+        if not isinstance(has, nn.Parameter) or not torch.equal(axes.unshard(has.detach()), had):
+            wrong.append(f"{name}: value")
+        if axes.sharding_of(has.grad) != axes.sharding_of(has):
+            wrong.append(f"{name}: {axes.spec_of(has.grad)} is the gradient of {axes.spec_of(has)}")
+        if not torch.allclose(axes.unshard(has.grad), had.grad, rtol=1e-12, atol=1e-12):
+            wrong.append(f"{name}: gradient")
+    return wrong
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_values_ties_and_gradients_are_those_of_one_device(world, text):
+    assert world(values_and_gradients, 4, text) == [[]] * 4
+
+
+def placed(text: str) -> dict[str, str]:
+    mesh = axes.init_mesh(text, device_type="cpu")
+    model = shard_module(Model(), SPECS, mesh, TABLES[text], sizes=SIZES)
+    return {name: axes.spec_of(x) for name, x in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def test_each_tensor_lies_where_the_rules_put_it(world):
+    (found, *others) = world(placed, 4, "dp tp=4")
+    assert others == [found] * 3
+    assert found["blocks.0.qkv.weight"] == "(3 inner0@tp) _@dp"
+    assert found["blocks.1.out.weight"] == "_@dp _@tp"
+    assert found["blocks.0.up.weight"] == "_@(dp tp) _"
+    assert found["embedding.weight"] == "_ _"
+    assert found["blocks.0.scale"] == "_"
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, padding_idx=3)
+        self.up = nn.Linear(8, 12)
+        self.norm = nn.LayerNorm(8)
+        self.own = nn.Parameter(torch.empty(6, 4))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.empty(5))
+
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.own, std=0.5)
+        self.table.copy_(torch.arange(5.0)) if not isinstance(self.table, DTensor) else self.table.fill_(2.0)
+
+
+def deferred(text: str, specs: dict[str, str], seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0))
+    mesh = axes.init_mesh(text, device_type="cpu")
+    if mesh.rank == 0:
+        torch.manual_seed(seed)
+    with torch.device("meta"):
+        model = Deep()
+    shard_module(model, specs, mesh)
+    assert model.head.weight is model.embedding.weight
+    return {name: axes.unshard(x.detach()) for name, x in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def test_deferred_parameters_have_the_same_values_on_every_mesh(world):
+    (one,) = world(deferred, 1, "dp", {"*": "..."}, 7)
+    assert one["embedding.weight"].std() > 0.5
+    assert not one["embedding.weight"][3].any()
+    assert one["up.weight"].abs().max() <= 8**-0.5
+    assert one["up.weight"].abs().max() > 0.8 * 8**-0.5
+    assert one["own"].abs().max() <= 2
+    assert torch.equal(one["norm.weight"], torch.ones(8))
+    assert torch.equal(one["table"], torch.full((5,), 2.0))
+    for text, specs in (
+        ("dp=2 tp=2", {"embedding.weight": "v@tp e@dp", "up.*": "f@(tp dp) ...", "*": "..."}),
+        ("tp=4", {"own": "a@tp b", "up.weight": "f e@tp", "*": "..."}),
+        ("pp=4", {"norm.*": "e@pp", "table": "n@pp", "*": "..."}),
+    ):
+        for found in world(deferred, 4, text, specs, 7):
+            assert found.keys() == one.keys()
+            for name, value in found.items():
+                assert torch.equal(value, one[name]), (text, name)
+    (other,) = world(deferred, 1, "dp", {"*": "..."}, 8)
+    assert not torch.equal(other["own"], one["own"])
+
+
+def test_annotations_are_read_and_patterns_go_before_them(world):
+    assert world(by_annotation, 2) == [["_@tp _", "_", "_ _@tp"]] * 2
+
+
+def by_annotation() -> list[str]:
+    model = nn.Sequential(
+        annotate(nn.Linear(4, 6), {"weight": "mlp embed", "bias": "embed"}), nn.Linear(6, 4, bias=False)
+    )
+    annotate(model[1].weight, "embed mlp")
+    assert annotated(model) == {"0.weight": "mlp embed", "0.bias": "embed", "1.weight": "embed mlp"}
+    mesh = axes.init_mesh("tp=2", device_type="cpu")
+    rules = Rules(mlp="tp", embed=None)
+    shard_module(model, {"0.bias": "embed"}, mesh, rules)
+    return [axes.spec_of(p) for p in model.parameters()]
+
+
+def constrained() -> list[str]:
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    whole = torch.arange(24.0).view(4, 6)
+    found = []
+    with use_rules(Rules(batch="dp", embed="tp", heads="tp", k=None)):
+        x = axes.shard(whole, "b@tp e", mesh=mesh)
+        for spec, sizes in (("batch embed", {}), ("batch (heads k)", {"heads": 2}), ("batch (heads k)", {"heads": 3})):
+            y = constrain(x, spec, **sizes)
+            assert torch.equal(axes.unshard(y), whole)
+            found.append(axes.spec_of(y))
+        with use_rules(Rules(batch=("tp", "dp"), embed=None)):
+            found.append(axes.spec_of(constrain(x, "batch embed")))
+        compiled = torch.compile(lambda x: constrain(x, "batch embed") * 2, backend="eager", fullgraph=True)
+        assert torch.equal(axes.unshard(compiled(x)), 2 * whole)
+        found.append(axes.spec_of(compiled(x)))
+    return found
+
+
+def test_a_constraint_is_where_the_rules_put_its_names(world):
+    assert world(constrained, 4) == [["_@dp _@tp", "_@dp _@tp", "_@dp _", "_@(tp dp) _", "_@dp _@tp"]] * 4
+
+
+def around() -> list[str]:
+    mesh = axes.init_mesh("tp=2", device_type="cpu")
+    seen: list[str] = []
+
+    class Sees(nn.Module):
+        def forward(self, x):
+            seen.append(axes.spec_of(x))
+            return x * 2
+
+    model = nn.Sequential(Sees(), Sees())
+    shard_module(model, mesh=mesh, activations={"0": "b s@tp -> b s", "1": "b@tp s -> b@tp s"})
+    y = model(axes.shard(torch.ones(2, 4), "b s", mesh=mesh))
+    assert torch.equal(axes.unshard(y), torch.full((2, 4), 4.0))
+    return [*seen, axes.spec_of(y)]
+
+
+def test_activations_are_resharded_around_the_modules_that_match(world):
+    assert world(around, 2) == [["_ _@tp", "_@tp _", "_@tp _"]] * 2
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except AxesError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def mistakes() -> dict[str, str]:
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    rules = Rules(mlp="tp", embed=None)
+
+    def tied():
+        model = Model()
+        return shard_module(model, {"embedding.weight": "v@tp e", "head.weight": "v e@tp", "*": "..."}, mesh)
+
+    def twice():
+        model = shard_module(nn.Linear(4, 4), {"*": "..."}, mesh)
+        shard_module(model, {"*": "..."}, mesh)
+
+    def never():
+        class Own(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gain = nn.Parameter(torch.empty(4))
+
+        with torch.device("meta"):
+            model = Own()
+        shard_module(model, {"*": "..."}, mesh)
+
+    def drawn():
+        class Odd(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gain = nn.Parameter(torch.empty(4))
+
+            def reset_parameters(self):
+                self.gain.exponential_()
+
+        with torch.device("meta"):
+            model = Odd()
+        shard_module(model, {"*": "..."}, mesh)
+
+    linear = nn.Linear(4, 6)
+    before = {name: id(p) for name, p in linear.named_parameters()}
+    found = {
+        "uncovered": said(lambda: shard_module(linear, {"weight": "a b"}, mesh)),
+        "no match": said(lambda: shard_module(linear, {"*": "...", "wieght": "a b"}, mesh)),
+        "unknown axis": said(lambda: shard_module(linear, {"weight": "a@pt b", "*": "..."}, mesh)),
+        "missing axis": said(lambda: shard_module(linear, {"*": "..."}, mesh, Rules(mlp="pp", embed=None))),
+        "doesn't divide": said(lambda: shard_module(linear, {"weight": "(h@tp k) e", "*": "..."}, mesh, h=3)),
+        "size of nothing": said(lambda: shard_module(linear, {"*": "..."}, mesh, heads=3)),
+        "no rule": said(lambda: shard_module(linear, {"weight": "mlp embd", "*": "..."}, mesh, rules)),
+        "dims": said(lambda: shard_module(linear, {"weight": "mlp", "*": "..."}, mesh, rules)),
+        "tied": said(tied),
+        "twice": said(twice),
+        "never made": said(never),
+        "drawn otherwise": said(drawn),
+        "no mesh": said(lambda: shard_module(linear, {"*": "..."})),
+        "no module": said(lambda: shard_module(linear.weight, {"*": "..."}, mesh)),
+        "pending": said(lambda: shard_module(linear, {"bias": "a | sum@tp", "*": "..."}, mesh)),
+        "no such module": said(lambda: shard_module(linear, {"*": "..."}, mesh, activations={"mlp": "a -> a"})),
+        "no arrow": said(lambda: shard_module(linear, {"*": "..."}, mesh, activations={"": "a"})),
+        "no rules": said(lambda: constrain(axes.zeros("a", mesh=mesh, a=4), "a")),
+        "plain": said(lambda: constrain(torch.zeros(4), "a", rules=rules)),
+        "annotated": said(lambda: annotate(linear, {"wait": "a b"})),
+        "annotated dims": said(lambda: annotate(linear.weight, "a")),
+    }
+    assert {name: id(p) for name, p in linear.named_parameters()} == before
+    return found
+
+
+SAYS = {
+    "uncovered": r"ShardingError: no pattern or annotation is about\n  bias  \[6\]\n.*'\*': '...'",
+    "no match": r"ShardingError: no parameter or buffer matches\n  'wieght', did you mean 'weight'|; did you mean",
+    "unknown axis": r"weight \[6, 4\], 'a@pt b': the mesh has no axis 'pt'",
+    "missing axis": r"the rule mlp=pp names an axis that .* doesn't have",
+    "doesn't divide": r"weight \[6, 4\].*3 doesn't divide into 2 parts",
+    "size of nothing": r"SizeError: a size is given for 'heads', which is in no spec",
+    "no rule": r"weight \[6, 4\], 'mlp embd': no rule is about 'embd'; did you mean 'embed'",
+    "dims": r"weight \[6, 4\], 'mlp': the spec 'mlp' has 1 dims, the tensor 2",
+    "tied": r"one tensor under 2 names, tied, has two specs:\n  embedding.weight  v@tp e .*\n  head.weight  v e@tp",
+    "twice": r"weight is sharded already",
+    "never made": r"no initializer makes  gain\n",
+    "drawn otherwise": r"exponential_ of gain: random values",
+    "no mesh": r"MeshError: axes.shard_module needs a mesh",
+    "no module": r"axes.shard_module takes a module; found Parameter",
+    "pending": r"bias \[6\].*a parameter has nothing pending",
+    "no such module": r"no module matches 'mlp'",
+    "no arrow": r"activations of '' are 'inputs -> outputs'; found 'a'",
+    "no rules": r"needs rules",
+    "plain": r"axes.constrain takes a DTensor; found Tensor",
+    "annotated": r"Linear has no parameter or buffer 'wait'",
+    "annotated dims": r"the tensor has 2 dims, \[6, 4\]; the annotation 'a' has 1",
+}
+
+
+def test_each_mistake_gets_one_clear_message_and_changes_nothing(world):
+    (found, *others) = world(mistakes, 4)
+    assert others == [found] * 3
+    assert found.keys() == SAYS.keys()
+    for what, pattern in SAYS.items():
+        assert re.search(pattern, found[what], re.DOTALL), (what, found[what])
+
+
+def test_a_dry_run_prints_what_each_rank_would_hold_and_changes_nothing(capsys):
+    model = Model()
+    mesh = axes.Mesh("dp=2 tp=2", ranks=range(4))
+    rules = Rules(mlp="tp", heads="tp", three=None, head_dim=None, embed=None, vocab="dp")
+    shard_module(model, SPECS, mesh, rules, dry_run=True, sizes=SIZES)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"embedding.weight = head.weight +\.\.\. +_ _ +16x8 +512", lines[1]), lines[1]
+    qkv = next(line for line in lines if line.startswith("blocks.0.qkv.weight"))
+    assert re.search(
+        r"= blocks.2.qkv.weight +\(three heads head_dim\) embed +\(three=3 heads=4@tp head_dim=2\) embed +12x8 +384",
+        qkv,
+    )
+    assert lines[-2].startswith("total")
+    assert int(lines[-2].split()[-1].replace(",", "")) == sum(
+        int(line.split()[-1].replace(",", "")) for line in lines[1:-2]
+    )
+    assert lines[-1] == "rules that no parameter uses: vocab=dp"
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
