@@ -64,6 +64,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
+from axes.ops.module_regions import region_of_module
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read_region, region_of
 from axes.runtime import torch_private
@@ -82,6 +83,7 @@ Check = bool | float
 """Whether ranks compare what claims to be replicated; a number is a tolerance."""
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 class Decorator(Protocol):
@@ -98,19 +100,23 @@ class Decorator(Protocol):
 
 
 @overload
-def shard_map(
+def shard_map(fn: M, expression: str, /, mesh: Mesh | None = None, check: Check = False) -> M: ...
+
+
+@overload
+def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any to mypy here
     fn: Callable[P, torch.Tensor], expression: str, /, mesh: Mesh | None = None, check: Check = False
 ) -> Callable[P, DTensor]: ...
 
 
 @overload
-def shard_map(
+def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any to mypy here
     fn: Callable[P, tuple[torch.Tensor, ...]], expression: str, /, mesh: Mesh | None = None, check: Check = False
 ) -> Callable[P, tuple[DTensor, ...]]: ...
 
 
 @overload
-def shard_map(
+def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any to mypy here
     fn: Callable[P, R], expression: str, /, mesh: Mesh | None = None, check: Check = False
 ) -> Callable[P, R]: ...
 
@@ -146,12 +152,27 @@ def shard_map(
     if isinstance(fn, str) and expression is None:
         read_region(fn)
         return functools.partial(_region_of, expression=fn, mesh=mesh, check=check)
+    if isinstance(fn, torch.nn.Module) and expression is not None:
+        read_region(expression)
+        return region_of_module(fn, _Run(expression, mesh, check))
     if expression is None or not callable(fn):
         raise ExpressionError(
             "shard_map takes a function and an expression, shard_map(fn, 'b@dp -> b@dp'), or the expression alone as "
             f"a decorator; found {type(fn).__name__} and {type(expression).__name__}"
         )
     return _region_of(fn, expression, mesh, check)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What `shard_map` is told of a module."""
+
+    expression: str
+    mesh: Mesh | None
+    check: Check
+
+    def __call__(self, fn: Function, args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
+        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, own)
 
 
 def _check_check(check: Check) -> None:
@@ -178,8 +199,12 @@ def run_region(
     kwargs: Mapping[str, Any],
     mesh: Mesh | None = None,
     check: Check = False,
+    own: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`."""
+    """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`.
+
+    `own`: leaves that the function may use though they are no arguments; it may add to them as it runs.
+    """
     try:
         tensors = _tensors((args, kwargs), _check_argument)
     except ShardingError as error:
@@ -202,7 +227,7 @@ def run_region(
     finally:
         _note_writes(tensors, shards, versions)
     results = _results(result, expression)
-    _check_closed(results, expression, fn)
+    _check_closed(results, expression, fn, own)
     if changes is not None and any(x.requires_grad for x in results):
         for x, shard in zip(tensors, shards, strict=True):
             changes.watch(x, shard)
@@ -442,7 +467,9 @@ def _holds_tensors(part: Any, seen: set[int]) -> bool:
 # closing over
 
 
-def _check_closed(results: Sequence[torch.Tensor], expression: str, fn: Function | None = None) -> None:
+def _check_closed(
+    results: Sequence[torch.Tensor], expression: str, fn: Function | None = None, own: Sequence[torch.Tensor] = ()
+) -> None:
     """Refuses results that depend on a leaf by another way than an argument.
 
     Its gradient would be this rank's summand. The graph is walked back from the results to where the
@@ -464,6 +491,8 @@ def _check_closed(results: Sequence[torch.Tensor], expression: str, fn: Function
             continue
         nearer = node.next_functions
         if not nearer and (leaf := getattr(node, "variable", None)) is not None:
+            if any(leaf is each for each in own):
+                continue
             raise _closed_over(leaf, expression, fn)
         for below, _ in nearer:
             if below is not None and below not in seen:

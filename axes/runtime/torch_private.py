@@ -676,6 +676,11 @@ def children_of(tree: object) -> list[Any] | None:
     return pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[0]
 
 
+def mapped(fn: Callable[[Any], Any], tree: object) -> Any:
+    """The tree with `fn` of each of its leaves."""
+    return pytree.tree_map(fn, tree)
+
+
 def with_children(tree: object, children: list[Any]) -> Any:
     """The same node with other things inside."""
     return pytree.tree_unflatten(children, pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[1])

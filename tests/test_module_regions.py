@@ -1,0 +1,251 @@
+"""A module whose forward is a region is the function of one device: values, all gradients, and what is around it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import axes
+from axes.nn.shard_module import shard_module
+
+
+class Attention(nn.Module):
+    def __init__(self, embed: int, heads: int):
+        super().__init__()
+        self.k = embed // heads
+        self.qkv = nn.Linear(embed, 3 * embed, bias=False)
+        self.out = nn.Linear(embed, embed, bias=False)
+
+    def forward(self, x):
+        q, k, v = axes.rearrange(self.qkv(x), "b s (three h k) -> three b h s k", three=3, k=self.k)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(axes.rearrange(y, "b h s k -> b s (h k)"))
+
+
+class Block(nn.Module):
+    """Sequence parallel around, tensor parallel inside, where `tp` is an axis; else plain."""
+
+    def __init__(self, embed: int = 8, heads: int = 4, mlp: int = 16, parallel: bool = False):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(embed), nn.RMSNorm(embed)
+        self.attention = Attention(embed, heads)
+        self.up, self.down = nn.Linear(embed, mlp), nn.Linear(mlp, embed, bias=False)
+        self.register_buffer("scale", torch.full((embed,), 0.5))
+        self.parallel = parallel
+
+    def gathered(self, x):
+        return axes.all_gather(x, "tp", dim=1) if self.parallel else x
+
+    def scattered(self, x):
+        return axes.psum_scatter(x, "tp", dim=1) if self.parallel else x
+
+    def forward(self, x):
+        x = x + self.scattered(self.attention(self.gathered(self.norm1(x))))
+        return x + self.scale * self.scattered(self.down(F.gelu(self.up(self.gathered(self.norm2(x))))))
+
+
+class Model(nn.Module):
+    def __init__(self, parallel: bool = False, checkpointed: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Block(parallel=parallel), Block(parallel=parallel)])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return F.linear(self.norm(x), self.head.weight)
+
+
+SPECS = {
+    "*.qkv.weight": "(three=3 h@tp k=2) e",
+    "*.out.weight": "e f@tp",
+    "*.up.weight": "f@tp e",
+    "*.up.bias": "f@tp",
+    "*.down.weight": "e f@tp",
+    "*": "...",
+}
+TOKENS = torch.arange(32).view(4, 8) * 7 % 16
+
+
+def weights(shape) -> torch.Tensor:
+    return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def reference() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(5)
+    model = Model().double()
+    y = model(TOKENS)
+    (y * weights(y.shape)).sum().backward()
+    return y.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def compared(y, gradients, model, wrong, what) -> None:
+    expected, wanted = reference()
+    whole = axes.unshard(y.detach()) if isinstance(y, DTensor) else y
+    if not torch.allclose(whole, expected, rtol=1e-12, atol=1e-12):
+        wrong.append(f"{what}: value")
+    for name, g in gradients.items():
+        g = axes.unshard(g) if isinstance(g, DTensor) else g
+        if not torch.allclose(g, wanted[name], rtol=1e-10, atol=1e-12):
+            wrong.append(f"{what}: {name}, {g.norm() / wanted[name].norm():.4f} times")
+    if set(gradients) != set(wanted):
+        wrong.append(f"{what}: {set(gradients) ^ set(wanted)}")
+    if any(not isinstance(p, DTensor) for p in model.parameters()):
+        wrong.append(f"{what}: a parameter stayed plain")
+
+
+def on(text: str, checkpointed: bool) -> list[str]:
+    """The region of the whole model, and one region per block."""
+    wrong: list[str] = []
+    with axes.init_mesh(text, device_type="cpu") as mesh:
+        for what in ("model", "blocks", "copy"):
+            torch.manual_seed(5)
+            model = shard_module(Model(parallel=True, checkpointed=checkpointed).double(), SPECS)
+            if what == "blocks":
+                for block in model.blocks:
+                    assert axes.shard_map(block, "b@dp s@tp e -> b@dp s@tp e") is block
+                tokens = axes.shard(TOKENS, "b@dp s@tp")
+                x = axes.einsum(
+                    axes.shard(F.one_hot(TOKENS, 16).double(), "b@dp s@tp v"),
+                    model.embedding.weight,
+                    "b@dp s@tp v, v e -> b@dp s@tp e",
+                )
+                for block in model.blocks:
+                    x = block(x)
+                x = model.norm(x)
+                y = axes.einsum(x, model.head.weight, "b@dp s@tp e, v e -> b@dp s@tp v")
+            else:
+                region = axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
+                region = copy.deepcopy(region) if what == "copy" else region
+                model, tokens = region, axes.shard(TOKENS, "b@dp s@tp")
+                y = region(tokens)
+            (y * axes.shard(weights(y.shape), "b@dp s@tp v")).sum().backward()
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            for name, p in model.named_parameters():
+                if axes.sharding_of(p.grad) != axes.sharding_of(p):
+                    wrong.append(f"{what}: {name} is {axes.spec_of(p)}, its gradient {axes.spec_of(p.grad)}")
+            compared(y, gradients, model, wrong, what)
+        assert mesh.size == 4
+    return wrong
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("text", ["dp=2 tp=2", "dp=1 tp=4", "dp=4 tp=1"])
+def test_values_and_gradients_are_those_of_one_device(world, text, checkpointed):
+    assert world(on, 4, text, checkpointed) == [[]] * 4
+
+
+def other_dim(parameter):
+    factored = isinstance(parameter, DTensor) and axes.spec_of(parameter).startswith("(")
+    return Shard(1) if factored else None
+
+
+def under_fsdp(tp: int, checkpointed: bool) -> list[str]:
+    """Tensor parallel parameters that fully_shard shards over dp, block by block and the rest."""
+    wrong: list[str] = []
+    mesh = axes.init_mesh(f"dp={4 // tp} tp={tp}", device_type="cpu")
+    torch.manual_seed(5)
+    model = Model(parallel=True, checkpointed=checkpointed).double()
+    if tp > 1:
+        shard_module(model, SPECS, mesh["tp"])
+    with mesh:
+        axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
+        # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
+        rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
+        for block in model.blocks:
+            fully_shard(block, **rows)
+        fully_shard(model, **rows)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        for _ in range(2):
+            model.zero_grad()
+            y = model(axes.shard(TOKENS, "b@dp s@tp"))
+            (y * axes.shard(weights(y.shape), "b@dp s@tp v")).sum().backward()
+            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            compared(y, gradients, model, wrong, "fsdp")
+    return wrong
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fully_shard_outside_gives_the_gradients_of_one_device(world, tp, checkpointed):
+    assert world(under_fsdp, 4, tp, checkpointed) == [[]] * 4
+
+
+def on_plain() -> list[str]:
+    """Plain shards in, plain shards out, and a loss that every rank has."""
+    wrong: list[str] = []
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        torch.manual_seed(5)
+        model = shard_module(Model(parallel=True).double(), SPECS)
+        axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
+        dp, tp = mesh.coordinate["dp"], mesh.coordinate["tp"]
+        rows = slice(2 * dp, 2 * dp + 2), slice(4 * tp, 4 * tp + 4)
+        y = model(TOKENS[rows])
+        expected, wanted = reference()
+        if isinstance(y, DTensor) or not torch.allclose(y, expected[rows]):
+            wrong.append("value")
+        (y * weights(expected.shape)[rows]).sum().backward()
+        for name, p in model.named_parameters():
+            if not torch.allclose(axes.unshard(p.grad), wanted[name], rtol=1e-10, atol=1e-12):
+                wrong.append(name)
+    return wrong
+
+
+def test_plain_shards_come_and_go_as_the_expression_declares_them(world):
+    assert world(on_plain, 4) == [[]] * 4
+
+
+class Loss(nn.Module):
+    """Megatron's way: what is replicated over tp is the same on every rank, and so are its gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x):
+        h = axes.rearrange(self.norm(x), "b d | same@tp -> b d")
+        y = axes.rearrange(self.down(F.gelu(self.up(h))), "b d | sum@tp -> b d | same@tp")
+        return x + y + self.bias
+
+
+def the_same() -> list[str]:
+    wrong = []
+    torch.manual_seed(1)
+    whole = Loss().double()
+    x = torch.linspace(-2, 3, 32, dtype=torch.float64).view(4, 8).requires_grad_()
+    y = x + whole.down(F.gelu(whole.up(whole.norm(x)))) + whole.bias
+    (y * weights(y.shape)).sum().backward()
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        model = shard_module(copy.deepcopy(whole), {"up.*": "f@tp ...", "down.weight": "e f@tp", "*": "..."})
+        axes.shard_map(model, "b@dp d | same@tp -> b@dp d | same@tp", check=True)
+        sharded = axes.shard(x.detach().requires_grad_(), "b@dp d")
+        z = model(sharded)
+        (z * axes.shard(weights(y.shape), "b@dp d")).sum().backward()
+        if not torch.allclose(axes.unshard(z.detach()), y.detach()):
+            wrong.append("value")
+        if not torch.allclose(axes.unshard(sharded.grad), x.grad):
+            wrong.append("the input's gradient")
+        for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+            if not torch.allclose(axes.unshard(p.grad), q.grad):
+                wrong.append(f"{name}: {axes.unshard(p.grad).norm() / q.grad.norm()}")
+    return wrong
+
+
+def test_parameters_of_a_region_that_is_the_same_over_an_axis_are_so_as_well(world):
+    assert world(the_same, 4) == [[]] * 4
