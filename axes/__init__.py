@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from axes.algebra import seam as _seam
 
 if TYPE_CHECKING:
+    from axes import nn as nn
     from axes.algebra.cost import CostModel as CostModel
     from axes.algebra.errors import AxesError as AxesError
     from axes.algebra.errors import DesyncError as DesyncError
@@ -30,12 +31,23 @@ if TYPE_CHECKING:
     from axes.algebra.errors import ShardingError as ShardingError
     from axes.algebra.errors import SizeError as SizeError
     from axes.algebra.layout import Layout as Layout
+    from axes.algebra.logical import Rules as Rules
+    from axes.algebra.logical import use_rules as use_rules
     from axes.algebra.mesh import Axis as Axis
     from axes.algebra.mesh import Mesh as Mesh
     from axes.algebra.plan import Plan as Plan
     from axes.algebra.redistribution import plan as plan
     from axes.algebra.scopes import use_mesh as use_mesh
     from axes.algebra.sharding import Sharding as Sharding
+    from axes.nn.annotations import annotate as annotate
+    from axes.nn.constrain import constrain as constrain
+    from axes.nn.functions import cross_entropy as cross_entropy
+    from axes.nn.functions import embedding as embedding
+    from axes.nn.functions import layer_norm as layer_norm
+    from axes.nn.functions import logsumexp as logsumexp
+    from axes.nn.functions import rms_norm as rms_norm
+    from axes.nn.functions import softmax as softmax
+    from axes.nn.shard_module import shard_module as shard_module
     from axes.ops.collectives import all_gather as all_gather
     from axes.ops.collectives import all_to_all as all_to_all
     from axes.ops.collectives import axis_index as axis_index
@@ -50,12 +62,6 @@ if TYPE_CHECKING:
     from axes.ops.einops_ops import reduce as reduce
     from axes.ops.einops_ops import repeat as repeat
     from axes.ops.einsum import einsum as einsum
-    from axes.ops.functions import cross_entropy as cross_entropy
-    from axes.ops.functions import embedding as embedding
-    from axes.ops.functions import layer_norm as layer_norm
-    from axes.ops.functions import logsumexp as logsumexp
-    from axes.ops.functions import rms_norm as rms_norm
-    from axes.ops.functions import softmax as softmax
     from axes.ops.reshard import reshard as reshard
     from axes.ops.shard_map import shard_map as shard_map
     from axes.runtime.factories import empty as empty
@@ -82,11 +88,16 @@ _HOME = {
     "axes.algebra.cost": ("CostModel",),
     "axes.algebra.errors": ("AxesError", "DesyncError", "ExpressionError", "MeshError", "ShardingError", "SizeError"),
     "axes.algebra.layout": ("Layout",),
+    "axes.algebra.logical": ("Rules", "use_rules"),
     "axes.algebra.mesh": ("Axis", "Mesh"),
     "axes.algebra.plan": ("Plan",),
     "axes.algebra.redistribution": ("plan",),
     "axes.algebra.scopes": ("use_mesh",),
     "axes.algebra.sharding": ("Sharding",),
+    "axes.nn.annotations": ("annotate",),
+    "axes.nn.constrain": ("constrain",),
+    "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
+    "axes.nn.shard_module": ("shard_module",),
     "axes.ops.collectives": (
         "all_gather",
         "all_to_all",
@@ -101,7 +112,6 @@ _HOME = {
     ),
     "axes.ops.einops_ops": ("rearrange", "reduce", "repeat"),
     "axes.ops.einsum": ("einsum",),
-    "axes.ops.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
     "axes.ops.reshard": ("reshard",),
     "axes.ops.shard_map": ("shard_map",),
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
@@ -112,8 +122,10 @@ _HOME = {
     "axes.runtime.world": ("init_mesh",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_FOLDERS = {"nn": "axes.nn"}
+"""Public names that are modules themselves."""
 
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted([*_MODULE_OF, *_FOLDERS])
 
 _seam.provide(lambda: importlib.import_module("axes.runtime.bridge"))
 
@@ -121,6 +133,8 @@ _seam.provide(lambda: importlib.import_module("axes.runtime.bridge"))
 if not TYPE_CHECKING:  # type checkers know the names above, and a name that isn't there is an error to them
 
     def __getattr__(name: str) -> Any:
+        if name in _FOLDERS:
+            return importlib.import_module(_FOLDERS[name])
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'axes' has no attribute {name!r}")
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)

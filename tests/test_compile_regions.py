@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
+from axes.nn.functions import cross_entropy, embedding, layer_norm, logsumexp, rms_norm, softmax
 from axes.ops.collectives import all_gather, psum, psum_scatter
-from axes.ops.functions import cross_entropy, embedding, layer_norm, logsumexp, rms_norm, softmax
 from axes.ops.shard_map import shard_map
 
 Leaves = dict[str, torch.Tensor]

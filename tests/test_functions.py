@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
-from axes.ops.functions import cross_entropy, embedding, layer_norm, logsumexp, rms_norm, softmax
+from axes.nn.functions import cross_entropy, embedding, layer_norm, logsumexp, rms_norm, softmax
 
 PLACES = ["", "@tp", "@(tp cp)", "@(dp rest)"]
 

@@ -1,1 +1,49 @@
-"""Models: sharding modules, computing with them, and what is around them."""
+"""Models: layers whose dims have names, and what trains a sharded model.
+
+    up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", embed=4096, mlp=16384)
+
+A name is imported when it is first used, as those of `axes` are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axes.nn.functions import cross_entropy as cross_entropy
+    from axes.nn.functions import embedding as embedding
+    from axes.nn.functions import layer_norm as layer_norm
+    from axes.nn.functions import logsumexp as logsumexp
+    from axes.nn.functions import rms_norm as rms_norm
+    from axes.nn.functions import softmax as softmax
+    from axes.nn.layers import CrossEntropy as CrossEntropy
+    from axes.nn.layers import Einsum as Einsum
+    from axes.nn.layers import Embedding as Embedding
+    from axes.nn.layers import LayerNorm as LayerNorm
+    from axes.nn.layers import Rearrange as Rearrange
+    from axes.nn.layers import Reduce as Reduce
+    from axes.nn.layers import RMSNorm as RMSNorm
+
+_HOME = {
+    "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
+    "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+if not TYPE_CHECKING:  # type checkers know the names above, and a name that isn't there is an error to them
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'axes.nn' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """The public names alone: submodules that happen to be imported aren't among them."""
+    return list(__all__)

@@ -119,7 +119,7 @@ def _refuse(kind: str, x: object) -> NoReturn:
 
 def _mesh_for(kind: str, text: str) -> Mesh:
     """Where there is no mesh: none is needed for text that names no axis."""
-    return required_mesh(None, f"axes.{kind} of plain tensors") if "@" in text else ALONE
+    return required_mesh(None, f"axes.{kind} of plain tensors") if "@" in text.replace("@*", "") else ALONE
 
 
 @of_world(8192)

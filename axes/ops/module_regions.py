@@ -38,7 +38,7 @@ from axes.runtime.sharded import from_local, sharding_of, to_local
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-class Run(Protocol):
+class InRegion(Protocol):
     """Runs a function in the region of an expression. `own`: leaves that it may use though they are no arguments."""
 
     @property
@@ -61,17 +61,17 @@ class _Running:
     own: list[torch.Tensor] = field(default_factory=list)
 
 
-class _Stack(threading.local):
+class _Regions(threading.local):
     def __init__(self) -> None:
         self.regions: list[_Running] = []
 
 
-_stack = _Stack()
+_stack = _Regions()
 _REGION, _PLACES = "_axes_region", "_axes_places"
 """Where a module keeps its region, and one inside what was in its parameters' places."""
 
 
-def region_of_module(module: M, run: Run) -> M:
+def region_of_module(module: M, run: InRegion) -> M:
     """Make `forward` of a module a region; returns the module.
 
     Its class becomes a subclass of what it was, so that hooks, `fully_shard`, copies and `state_dict` find the module
@@ -94,7 +94,7 @@ class _Region(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own `forward` on this rank's shards."""
-        run: Run = self.__dict__[_REGION]
+        run: InRegion = self.__dict__[_REGION]
         forward = super().forward
         own: list[torch.Tensor] = []
 
@@ -119,7 +119,7 @@ def _plain_tensors(args: Any, kwargs: Any) -> bool:
     return bool(tensors) and not any(isinstance(x, DTensor) for x in tensors)
 
 
-def _on_plain(run: Run, inside: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
+def _on_plain(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
     """The region of plain shards, which are what the expression declares; its results are plain shards, too.
 
     Outside, every rank does the same with what is replicated: gradients are whole there.

@@ -202,7 +202,7 @@ class Operands:
         for (atom, axes), _ in zip(marks_of(term), marks, strict=True):
             if axes is None or "*" not in axes:
                 continue
-            if atom not in right:
+            if atom not in right and self.mesh.size > 1:  # a rank alone has all of it
                 self._fail(
                     f"a plain tensor doesn't say what splits '{atom}', over which the sum would be resolved; write "
                     f"its axes in place of '*'",
