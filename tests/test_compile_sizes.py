@@ -131,6 +131,38 @@ def test_plain_shards_with_the_size_of_the_whole_have_one(warm):
     assert check(warm, 2, list(LOCAL), (8, 7, 8), None) == [[1, 2, 2]] * len(LOCAL)
 
 
+def summed_and_split(x: DTensor, y: DTensor) -> DTensor:
+    """A product whose gradients are gathered along one dim, while another stays cut as it is."""
+    p = axes.einsum(x, y, "a k@x, k@x b -> a b | *")
+    return axes.reshard(p + p, "a@x b@y")
+
+
+def of_two_axes(dynamic: bool | None, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The sizes at which the compiled function isn't the eager one."""
+    wrong = []
+    torch._dynamo.reset()
+    with axes.init_mesh("x=2 y=2", device_type="cpu"):
+        fast = torch.compile(summed_and_split, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for a, k in sizes:
+            found = []
+            for call in (summed_and_split, fast):
+                x = axes.shard(numbers(a, k), "a k@x").requires_grad_()
+                y = axes.shard(numbers(k, 4), "k@x b").requires_grad_()
+                z = call(x, y)
+                whole(z).square().sum().backward()
+                found.append([whole(z).detach(), whole(x.grad), whole(y.grad)])
+            if not all(map(torch.allclose, *found)):
+                wrong.append((a, k))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "sizes"), [(None, [(8, 12), (1, 5), (7, 9)]), (True, [(1, 5)]), (None, [(8, 8), (9, 7), (1, 9)])]
+)
+def test_a_dim_that_no_step_cuts_may_have_an_uneven_size(warm, dynamic, sizes):
+    assert warm(of_two_axes, 4, dynamic, sizes) == [[]] * 4
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -64,6 +64,19 @@ def test_a_target_that_can_not_be_is_an_error_with_both_specs(source, target, sa
     assert "\n  target  " in text
 
 
+@pytest.mark.parametrize("spec", ["(h@x d)", "(h d)@x"])
+def test_the_sizes_of_a_group_are_held_against_every_size_of_the_dim(spec):
+    with axes.simulate(6), axes.init_mesh("x=2 y=3", device_type="cpu"):
+        for h, sizes in ((4, (12, 10, 14, 8, 30)), (12, (12, 18, 24, 30))):
+            for size in sizes:
+                x = axes.shard(torch.arange(size), "a")
+                if size % h == 0:
+                    assert axes.spec_of(axes.reshard(x, spec, h=h)) == "_@x"
+                else:
+                    with pytest.raises(AxesError, match="don't multiply to the dim"):
+                        axes.reshard(x, spec, h=h)
+
+
 def test_what_can_be_is_not_refused():
     with axes.simulate(8):
         mesh = axes.init_mesh("dp=2 cp=2 tp=2", "cptp = cp tp", device_type="cpu")

@@ -286,7 +286,7 @@ class Sharding:
         '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
         _extents(self, tuple(shape))  # refuses what doesn't fit
-        return self if self._is_plain else _at(self, tuple(shape))
+        return self if self.is_plain else _at(self, tuple(shape))
 
     def named(self, names: Sequence[str]) -> Sharding:
         """The same with other names for the dims that aren't groups."""
@@ -314,13 +314,13 @@ class Sharding:
         dims = tuple(ShardedDim(tuple(replace(f, axes=renamed(f.axes)) for f in dim.factors)) for dim in self.dims)
         return Sharding(mesh, dims, tuple(replace(p, axes=renamed(p.axes)) for p in self.pending))
 
-    # inside
-
     @functools.cached_property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether every dim is one factor, of any size."""
         factors = [factor for dim in self.dims for factor in dim.factors]
         return len(factors) == self.ndim and all(f.size is None and f.multiple == 1 for f in factors)
+
+    # inside
 
     def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
         pairs = zip(_extents(self, tuple(shape)), self._cuts(position), strict=True)
@@ -404,7 +404,7 @@ def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
 def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     if len(shape) != sharding.ndim:
         raise ShardingError(f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {list(shape)}")
-    if sharding._is_plain:
+    if sharding.is_plain:
         return tuple([(size,) for size in shape])
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
 

@@ -34,6 +34,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
 from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
@@ -110,6 +111,15 @@ class Program:
         Sizes may differ where the plan's own divide evenly into what the steps cut them into.
         """
         return _compiled(self, eager=False, tile=tile)
+
+    @cached_property
+    def tile(self) -> Shape | None:
+        """The tile of this rank that it is for; None where it does nothing, or where the rank comes without one."""
+        if not self.plan.steps:
+            return None
+        step = self.plan.steps[0]
+        held = step.source.tile(self.shape or step.shape, step.rank)
+        return None if held is None else tile_shape(held)
 
     @cached_property
     def lends(self) -> bool:
@@ -347,7 +357,7 @@ def task_of(program: Program, at: int, tile: Shape | None) -> Task:
     pairs = zip(step.factors, program.shape or step.shape, strict=True)
     whole = [size for sizes, own in pairs for size in (sizes if len(sizes) > 1 else (own,))]
     multiples = [
-        size // own if tile is None or type(tile[dim]) is int else tile[dim] // least
+        size // own if tile is None or len(step.factors[dim]) > 1 else tile[dim] // least if least else 1
         for dim, least, size, own in zip(dims, unit.tile, whole, step.unit, strict=True)
     ]
     return unit.times(multiples, dims)

@@ -201,7 +201,9 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
             return program.eager(local.contiguous())
         sent = local.contiguous()
         return program.traced(sent.clone() if sent is local and program.lends else sent)
-    traced = program.at_sizes(tuple(local.shape)) if is_symbolic(local.shape) else program.traced
+    # A size that no step cuts may be any: the program is then for a stand-in of the whole, and not for this tile.
+    tile = tuple(local.shape)
+    traced = program.at_sizes(tile) if is_symbolic(tile) or program.tile not in (None, tile) else program.traced
     return traced(local.contiguous())
 
 
@@ -377,7 +379,8 @@ class Frame:
 
     def around(self, x: torch.Tensor) -> torch.Tensor:
         """The larger tile, zero where `x` has nothing to say."""
-        made = self.at_sizes(tuple(x.shape)) if is_symbolic(x.shape) else self
+        tile = tuple(x.shape)
+        made = self.at_sizes(tile) if is_symbolic(tile) or tile != self.tile else self
         out = x.new_zeros(made.shape)
         for inner, outer in made.boxes:
             out[slices_of(outer)].copy_(x[slices_of(inner)])

@@ -63,11 +63,9 @@ class Route:
     @cached_property
     def is_even(self) -> bool:
         """Whether it is the same one for all sizes that are cut alike."""
-        plan = self.program.plan
-        ends = plan.source, plan.target
-        one_size = any(len(dim.factors) > 1 for end in ends for dim in end.dims)
-        even = all(end.divides(plan.shape) for end in ends)
-        return even and not one_size and ends[0].universe == ends[1].universe
+        ends, shape = (self.source, self.target), self.program.shape or self.program.plan.shape
+        even = all(end.is_plain and end.divides(shape) for end in ends)
+        return even and ends[0].universe == ends[1].universe
 
     def at(self, spec: Spec) -> Route:
         """The route of tensors with a spec of other sizes, which are cut alike."""
