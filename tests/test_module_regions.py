@@ -160,22 +160,21 @@ def under_fsdp(tp: int, checkpointed: bool) -> list[str]:
     model = Model(parallel=True, checkpointed=checkpointed).double()
     if tp > 1:
         shard_module(model, SPECS, mesh["tp"])
-    with mesh:
-        axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
-        # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
-        rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
-        for block in model.blocks:
-            fully_shard(block, **rows)
-        fully_shard(model, **rows)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-        for _ in range(2):
-            model.zero_grad()
-            y = model(axes.shard(TOKENS, "b@dp s@tp"))
-            (y * axes.shard(weights(y.shape), "b@dp s@tp v")).sum().backward()
-            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-            compared(y, gradients, model, wrong, "fsdp")
+    axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v", mesh)  # no ambient one, in backward neither
+    # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
+    rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
+    for block in model.blocks:
+        fully_shard(block, **rows)
+    fully_shard(model, **rows)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    for _ in range(2):
+        model.zero_grad()
+        y = model(axes.shard(TOKENS, "b@dp s@tp", mesh=mesh))
+        (y * axes.shard(weights(y.shape), "b@dp s@tp v", mesh=mesh)).sum().backward()
+        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        compared(y, gradients, model, wrong, "fsdp")
     return wrong
 
 

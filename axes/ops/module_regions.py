@@ -23,6 +23,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from axes.algebra import ambient
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import Spec
@@ -66,9 +67,19 @@ class _Regions(threading.local):
         self.regions: list[_Running] = []
 
 
+class _Home:
+    """What the modules of a region share: the mesh that it ran on last. A copy of the modules has one of its own."""
+
+    def __init__(self) -> None:
+        self.mesh: Mesh | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
+        return _Home()
+
+
 _stack = _Regions()
-_REGION, _PLACES = "_axes_region", "_axes_places"
-"""Where a module keeps its region, and one inside what was in its parameters' places."""
+_REGION, _HOME, _PLACES = "_axes_region", "_axes_home", "_axes_places"
+"""Where a module keeps its region and what it shares with others, and one inside what was in its parameters' places."""
 
 
 def region_of_module(module: M, run: InRegion) -> M:
@@ -82,7 +93,9 @@ def region_of_module(module: M, run: InRegion) -> M:
     kind = type(module)
     module.__dict__[_REGION] = run
     module.__class__ = type(kind.__name__, (_Region, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    home = _Home()
     for inner in module.modules():
+        inner.__dict__[_HOME] = home
         if inner is not module:
             inner.register_forward_pre_hook(_enter_inner, with_kwargs=True)
             inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
@@ -99,7 +112,8 @@ class _Region(torch.nn.Module):
         own: list[torch.Tensor] = []
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            running = _Running(_same_on_the_left(run.expression, ambient_mesh()), own)
+            mesh = self.__dict__[_HOME].mesh = ambient_mesh()
+            running = _Running(_same_on_the_left(run.expression, mesh), own)
             _stack.regions.append(running)
             places = _enter(self, running)
             try:
@@ -213,13 +227,20 @@ def _shard(x: DTensor, same: Sequence[NamedLayout]) -> torch.Tensor:
 def _enter_inner(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a module of a region: what the region's start didn't find, or what runs once more after its end."""
     running = _stack.regions[-1] if _stack.regions else None
+    again = running is None and _plain_tensors(args, kwargs)
     places: _Places = []
-    if isinstance(module, FSDPModule) or (running is None and _plain_tensors(args, kwargs)):
+    if again or isinstance(module, FSDPModule):
         places = _enter(module, running or _Running(()))
-    module.__dict__.setdefault(_PLACES, []).append(places)
+    mesh = module.__dict__[_HOME].mesh if again else None
+    if mesh is not None:
+        ambient.push(mesh)
+    module.__dict__.setdefault(_PLACES, []).append((places, mesh))
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
     there = module.__dict__.get(_PLACES)
     if there:
-        _restore(there.pop())
+        places, mesh = there.pop()
+        _restore(places)
+        if mesh is not None:
+            ambient.pop()
