@@ -1,0 +1,46 @@
+"""Models: what trains a sharded model, beside the operations that compute it.
+
+    import axes.nn
+
+    optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=3e-4)
+    loss.backward()
+    norm = axes.nn.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+A name is imported when it is first used, as those of `axes` are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axes.nn.clipping import clip_grad_norm_ as clip_grad_norm_
+    from axes.nn.clipping import total_norm as total_norm
+    from axes.nn.optimizers import local_optimizer as local_optimizer
+    from axes.nn.scaler import GradScaler as GradScaler
+
+_HOME = {
+    "axes.nn.clipping": ("clip_grad_norm_", "total_norm"),
+    "axes.nn.optimizers": ("local_optimizer",),
+    "axes.nn.scaler": ("GradScaler",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+if not TYPE_CHECKING:  # type checkers know the names above, and a name that isn't there is an error to them
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'axes.nn' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """The public names alone: submodules that happen to be imported aren't among them."""
+    return list(__all__)
