@@ -637,3 +637,10 @@ def failing() -> None:
 
 def test_a_step_that_fails_leaves_dtensors_where_they_were(pool):
     pool.run(failing)
+
+
+def test_axes_nn_lists_its_public_names_and_has_them():
+    assert dir(axes.nn) == sorted(axes.nn.__all__)
+    assert all(getattr(axes.nn, name) is not None for name in dir(axes.nn))
+    with pytest.raises(AttributeError, match=r"module 'axes.nn' has no attribute 'clip'"):
+        axes.nn.clip  # noqa: B018
