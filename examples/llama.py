@@ -162,7 +162,7 @@ def train(options: Options) -> list[float]:
     if mesh.rank == 0:
         print(f"{mesh}\n", flush=True)
     model = made(options, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, foreach=True)
+    optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=options.lr)
     if options.resume:
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=options.checkpoint)
@@ -174,6 +174,7 @@ def train(options: Options) -> list[float]:
         window = text[starts + torch.arange(options.sequence + 1)][rows].to(options.device)
         loss = model(window[:, :-1][:, columns], window[:, 1:][:, columns])
         loss.backward()
+        axes.nn.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

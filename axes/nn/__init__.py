@@ -1,6 +1,8 @@
 """Models: layers whose dims have names, and what trains a sharded model.
 
     up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", embed=4096, mlp=16384)
+    optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=3e-4)
+    norm = axes.nn.clip_grad_norm_(model.parameters(), 1.0)
 
 A name is imported when it is first used, as those of `axes` are.
 """
@@ -11,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from axes.nn.clipping import clip_grad_norm_ as clip_grad_norm_
+    from axes.nn.clipping import total_norm as total_norm
     from axes.nn.functions import cross_entropy as cross_entropy
     from axes.nn.functions import embedding as embedding
     from axes.nn.functions import layer_norm as layer_norm
@@ -24,10 +28,15 @@ if TYPE_CHECKING:
     from axes.nn.layers import Rearrange as Rearrange
     from axes.nn.layers import Reduce as Reduce
     from axes.nn.layers import RMSNorm as RMSNorm
+    from axes.nn.optimizers import local_optimizer as local_optimizer
+    from axes.nn.scaler import GradScaler as GradScaler
 
 _HOME = {
+    "axes.nn.clipping": ("clip_grad_norm_", "total_norm"),
     "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
     "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
+    "axes.nn.optimizers": ("local_optimizer",),
+    "axes.nn.scaler": ("GradScaler",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -551,6 +551,20 @@ def local_of(x: DTensor) -> torch.Tensor:
     return x._local_tensor
 
 
+def local_values(named: dict[str, Any]) -> dict[str, Any]:
+    """The same with the local tensor in the place of each DTensor; a step of an optimizer asks for each parameter."""
+    return {name: value._local_tensor if isinstance(value, DTensor) else value for name, value in named.items()}
+
+
+def lie_alike(one: DTensor, other: DTensor) -> bool:
+    """Whether two DTensors have the same placements on the same mesh."""
+    spec, wanted = one._spec, other._spec
+    if spec is wanted:
+        return True
+    same_placements = spec.placements is wanted.placements or spec.placements == wanted.placements
+    return same_placements and (spec.mesh is wanted.mesh or spec.mesh == wanted.mesh)
+
+
 def has_default_order(spec: DTensorSpec) -> bool:
     """Whether the axes of the mesh split dims in the order of the mesh, as placements say.
 
@@ -664,6 +678,55 @@ def says_its_gradient(node: Any) -> bool:
 
 TO_LOCAL = node_of(_ToTorchTensor)
 """The type of the nodes of torch's `DTensor.to_local`, whose function is private."""
+
+
+# Operations on lists of tensors, and the scaler
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
+    """The norm of each tensor; those of 16 bits and less are added up in float32.
+
+    The tensors have one dtype and device, and no tensor is empty. Would be replaced by a public name for
+    `_foreach_norm`, which `torch.nn.utils.get_total_norm` uses too.
+    """
+    narrow = tensors[0].is_floating_point() and tensors[0].dtype.itemsize < 4
+    return torch._foreach_norm(list(tensors), order, dtype=torch.float32 if narrow else None)
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one dtype and device in place. As `norms_of`."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def unscale_all(tensors: Sequence[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply tensors of one dtype and device in place; `found` becomes 1 where one isn't finite.
+
+    Would be replaced by a public name for what `torch.amp.GradScaler` uses.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, inverse_scale)
+
+
+class UnscalingByMethod(torch.amp.GradScaler):
+    """torch's scaler, whose look at the gradients of an optimizer is a method that subclasses define.
+
+    `unscale_` and `step` of the scaler call `_unscale_grads_` (2.11 to 2.13), which torch's own
+    `ShardedGradScaler` overrides as well. Would be replaced by a public method.
+    """
+
+    def unscaled(
+        self, optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients by `inverse_scale`; by device 1 where one isn't finite, else 0."""
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        return self.unscaled(optimizer, inv_scale, allow_fp16)
 
 
 # Trees: `torch.utils._pytree`, of which only registering is public (`torch.export.register_dataclass`)
