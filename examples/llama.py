@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -179,7 +179,7 @@ def train(options: Options) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         bar.show(step, losses[-1])
-    if options.checkpoint:
+    if options.checkpoint and not options.resume:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # meant so
             dcp.save({"model": model.state_dict()}, checkpoint_id=options.checkpoint)
@@ -227,7 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if all(map(math.isfinite, losses)) else 1
     ranks, started = axes.Mesh(options.mesh).size, time.time()
     many = axes.launch(train, ranks, options, device_type=options.device)[0]
-    alone = Options(**{**vars(options), "mesh": "dp=1 cp=1 tp=1", "checkpoint": ""})
+    checkpoint = options.checkpoint if options.resume else ""
+    alone = replace(options, mesh="dp=1 cp=1 tp=1", checkpoint=checkpoint)
     one = axes.launch(train, 1, alone, device_type=options.device)[0]
     worst = show_curves(many, one, ranks)
     print(f"\nlargest relative difference over {len(one)} steps: {worst:.1e}    ({time.time() - started:.0f} s)")

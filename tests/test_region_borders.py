@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import enum
 import functools
 from collections.abc import Callable
@@ -199,7 +200,8 @@ def closures() -> None:
             text = error_of(lambda body=body: shard_map(body, SAME)(x))
             assert f"isn't an argument: {name}" in text, (name, text)
             assert f"isn't an argument: {name}" in error_of(lambda body=body: shard_map(body, SAME)(plain))
-        assert "isn't an argument: weight" in error_of(lambda: shard_map(layer, SAME)(x))
+        assert "isn't an argument: weight" in error_of(lambda: shard_map(copy.copy(layer), SAME)(x))
+        assert "axes.shard_module(module, {'weight': " in error_of(lambda: shard_map(copy.copy(layer), SAME)(x))
         assert "isn't an argument: weight" in error_of(lambda: shard_map(layer.forward, SAME)(x))
         # a leaf that the function makes looks the same
         assert "isn't an argument" in error_of(
@@ -420,7 +422,7 @@ def compiled() -> list[str]:
 
         weight = numbers(3, 3).requires_grad_()
         layer = torch.nn.Linear(3, 3, dtype=torch.float64)
-        for body in (lambda x: x @ weight, layer):
+        for body in (lambda x: x @ weight, layer.forward):
             for x in (whole(), whole().requires_grad_()):
                 try:
                     fast(body)(x)

@@ -66,7 +66,7 @@ class _Recorder(torch_private.DispatchMode):
     def __init__(self, deferred: Mapping[str, torch.Tensor], seed: int):
         super().__init__()
         self.aliases = _Aliases({id(tensor): name for name, tensor in deferred.items()})
-        self.parts: dict[int, _Part] = {}
+        self.parts: dict[int, _Written] = {}
         self.draws = dict.fromkeys(deferred, 0)
         self.filled: set[str] = set()
         self.closed: frozenset[str] = frozenset()
@@ -81,7 +81,7 @@ class _Recorder(torch_private.DispatchMode):
         if not word.endswith("_"):
             result = func(*args, **kwargs)
             if name is not None and word in ("select", "slice"):
-                self.parts[id(result)] = _Part(name, args[0], _positions(word, *args), result)
+                self.parts[id(result)] = _Written(name, args[0], _positions(word, *args), result)
             return result
         part = self.parts.get(id(args[0])) if args else None
         if part is not None:
@@ -97,7 +97,7 @@ class _Recorder(torch_private.DispatchMode):
             )
         return self._drawn(name, word, *args, **kwargs) if word in _DRAWS else func(*args, **kwargs)
 
-    def _written(self, part: _Part, word: str, x: DTensor, value: float = 0.0) -> DTensor:
+    def _written(self, part: _Written, word: str, x: DTensor, value: float = 0.0) -> DTensor:
         """`x.fill_(value)` where `x` is a part of a parameter, as torch writes the padding of an embedding.
 
         torch takes a part of what is split from a gathered copy, and loses what is written there.
@@ -130,7 +130,7 @@ class _Recorder(torch_private.DispatchMode):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Written:
     """A part of a deferred parameter: `(dim, positions)` of the whole. Its tensor is kept: it is found by identity."""
 
     name: str

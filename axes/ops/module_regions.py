@@ -88,6 +88,8 @@ def region_of_module(module: M, run: InRegion) -> M:
     Its class becomes a subclass of what it was, so that hooks, `fully_shard`, copies and `state_dict` find the module
     that they know. Raises `ShardingError` for a module that is a region already.
     """
+    if torch.compiler.is_compiling():
+        raise ShardingError("shard_map of a module changes the module; make the region before compiling what calls it")
     if _REGION in module.__dict__:
         raise ShardingError(f"{type(module).__name__} is a region already, of '{module.__dict__[_REGION].expression}'")
     kind = type(module)
@@ -108,23 +110,36 @@ class _Region(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own `forward` on this rank's shards."""
         run: InRegion = self.__dict__[_REGION]
-        forward = super().forward
         own: list[torch.Tensor] = []
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            mesh = self.__dict__[_HOME].mesh = ambient_mesh()
-            running = _Running(_same_on_the_left(run.expression, mesh), own)
-            _stack.regions.append(running)
-            places = _enter(self, running)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                _restore(places)
-                _stack.regions.pop()
-
+        inside = ModuleFunction(self, super().forward, run, own)
         if _plain_tensors(args, kwargs):
-            return _on_plain(run, inside, args, kwargs, own)
+            return _on_plain(self, run, inside, args, kwargs, own)
         return run(inside, args, kwargs, own)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleFunction:
+    """What a region runs of a module: its `forward`, with shards in the places of its parameters.
+
+    own: the plain parameters that `fully_shard` has put in, as they are met.
+    """
+
+    module: torch.nn.Module
+    forward: Callable[..., Any]
+    run: InRegion
+    own: list[torch.Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's results for these shards."""
+        mesh = self.module.__dict__[_HOME].mesh = ambient_mesh()
+        running = _Running(_same_on_the_left(self.run.expression, mesh), self.own)
+        _stack.regions.append(running)
+        places = _enter(self.module, running)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            _restore(places)
+            _stack.regions.pop()
 
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
@@ -133,7 +148,14 @@ def _plain_tensors(args: Any, kwargs: Any) -> bool:
     return bool(tensors) and not any(isinstance(x, DTensor) for x in tensors)
 
 
-def _on_plain(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
+def _on_plain(
+    module: torch.nn.Module,
+    run: InRegion,
+    inside: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    own: Sequence[torch.Tensor],
+) -> Any:
     """The region of plain shards, which are what the expression declares; its results are plain shards, too.
 
     Outside, every rank does the same with what is replicated: gradients are whole there.
@@ -147,7 +169,13 @@ def _on_plain(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any,
 
     args, kwargs = tuple(map(entering, args)), {name: entering(x) for name, x in kwargs.items()}
     result = run(inside, args, kwargs, own)
-    return torch_private.mapped(lambda x: to_local(x, grad="whole") if isinstance(x, DTensor) else x, result)
+    return torch_private.mapped(lambda x: _left_as_plain(x, module) if isinstance(x, DTensor) else x, result)
+
+
+def _left_as_plain(x: DTensor, module: torch.nn.Module) -> torch.Tensor:
+    """This rank's shard of a result. Of a view `fully_shard` couldn't see an in-place change: then it is a copy."""
+    local = to_local(x, grad="whole")
+    return local.clone() if isinstance(module, FSDPModule) else local
 
 
 def _without_same(spec: Spec) -> str:

@@ -64,7 +64,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
-from axes.ops.module_regions import region_of_module
+from axes.ops.module_regions import ModuleFunction, region_of_module
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read_region, region_of
 from axes.runtime import torch_private
@@ -510,6 +510,13 @@ def _closed_over(leaf: torch.Tensor, expression: str, fn: Function | None) -> Sh
     spec = " ".join([letter for letter in "ijklmnopqrstuvwxyzabcdefgh" if letter not in taken][: leaf.ndim])
     name = _name_in(fn, leaf)
     passing = f"{left.strip()}, {spec} -> {right.strip()}" if left.strip() else f"{spec} -> {right.strip()}"
+    if isinstance(fn, ModuleFunction):
+        return ShardingError(
+            f"the module uses a tensor that needs a gradient and isn't an argument: {name}, {list(leaf.shape)} "
+            f"{leaf.dtype}; what came would be this rank's summand of its gradient\n"
+            f"make its parameters DTensors before: axes.shard_module(module, {{'{name}': '{spec}', ...}}, mesh=mesh)\n"
+            f"  in  shard_map '{expression}'"
+        )
     made = (
         "pass it as an argument"
         if isinstance(leaf, DTensor)
@@ -524,6 +531,8 @@ def _closed_over(leaf: torch.Tensor, expression: str, fn: Function | None) -> Sh
 
 def _name_in(fn: Function | None, leaf: torch.Tensor) -> str:
     """What the function calls a tensor that it closes over; `w` where that can't be seen."""
+    if isinstance(fn, ModuleFunction):
+        fn = fn.module
     known = [("", fn), ("", getattr(fn, "__self__", None))]
     fn = getattr(fn, "__func__", fn)
     if isinstance(fn, types.FunctionType):

@@ -1,0 +1,56 @@
+"""The Llama of the examples has the losses of one device on any mesh, and goes on from another mesh's checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def llama(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "examples/llama.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def first_loss(text: str) -> float:
+    found = re.search(r"step\s+1/\d+\s+loss ([\d.]+)", text)
+    assert found, text
+    return float(found[1])
+
+
+def test_it_has_the_losses_of_one_device_and_resumes_on_another_mesh(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    done = llama("--mesh", "dp=1 cp=2 tp=2", "--steps", "4", "--recompute", "1", "--checkpoint", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    start = first_loss(done.stdout)
+    again = llama("--mesh", "dp=2 cp=1 tp=1", "--steps", "2", "--checkpoint", folder, "--resume", "1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert first_loss(again.stdout) < start - 0.2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("dp=2 cp=2", "--mesh has the axes dp, cp and tp; found 'dp=2 cp=2'"),
+        ("dp=2 cp=2 tp=3", "tp divides 4 key heads"),
+        ("dp=2 cp tp", "the sizes of"),
+    ],
+)
+def test_a_mesh_that_can_not_be_is_one_line(mesh, says):
+    done = llama("--mesh", mesh)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
