@@ -12,7 +12,6 @@ written as expressions. The text is the reference that Python ships, 466 kB.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import sys
@@ -29,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from train_options import Options, corpus, read
-from transformer import Block, Transformer, write
+from transformer import Block, Size, Transformer, write
 
 import axes
 
@@ -55,6 +54,10 @@ SPECS = {  # what the tp axis splits of each parameter; the first pattern that f
 class ParallelBlock(Block):
     """The same block, of DTensors on `tp`: the sequence is split between its parts, heads and hidden units within."""
 
+    def __init__(self, size: Size):
+        super().__init__(size)
+        axes.shard_map(self.attention.heads, "b s h@tp, b s h@tp, b s h@tp -> b s h@tp")
+
     def forward(self, x: DTensor) -> DTensor:
         attention, mlp = self.attention, self.mlp
         h = gathered(x, self.attention_norm)
@@ -62,8 +65,7 @@ class ParallelBlock(Block):
             axes.einsum(h, layer.weight, "b s d, h@tp d -> b s h@tp")
             for layer in (attention.query, attention.key, attention.value)
         ]
-        own_heads = axes.shard_map(attention.heads, "b s h@tp, b s h@tp, b s h@tp -> b s h@tp")
-        x = x + axes.einsum(own_heads(*qkv), attention.out.weight, "b s h@tp, d h@tp -> b s@tp d")
+        x = x + axes.einsum(attention.heads(*qkv), attention.out.weight, "b s h@tp, d h@tp -> b s@tp d")
         h = gathered(x, self.mlp_norm)
         gate, up = (axes.einsum(h, layer.weight, "b s d, f@tp d -> b s f@tp") for layer in (mlp.gate, mlp.up))
         return x + axes.einsum(F.silu(gate) * up, mlp.down.weight, "b s f@tp, d f@tp -> b s@tp d")
@@ -88,11 +90,7 @@ def gathered(x: DTensor, norm: nn.RMSNorm) -> DTensor:
 
 def parallelize(model: Transformer, mesh: axes.Mesh) -> None:
     """Spread a model over the mesh: its parameters by `SPECS` over `tp`, then by FSDP2 over the rest."""
-    for name, parameter in list(model.named_parameters()):
-        spec = next(spec for pattern, spec in SPECS.items() if fnmatch.fnmatch(name, pattern))
-        owner, _, leaf = name.rpartition(".")
-        sharded = axes.shard(parameter.detach(), spec, mesh=mesh["tp"])
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(sharded))
+    axes.shard_module(model, SPECS, mesh["tp"])
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
 

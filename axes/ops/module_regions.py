@@ -86,10 +86,12 @@ def region_of_module(module: M, run: InRegion) -> M:
     """Make `forward` of a module a region; returns the module.
 
     Its class becomes a subclass of what it was, so that hooks, `fully_shard`, copies and `state_dict` find the module
-    that they know. Raises `ShardingError` for a module that is a region already.
+    that they know. Raises `ShardingError` for a module that is the region of another expression.
     """
     if torch.compiler.is_compiling():
         raise ShardingError("shard_map of a module changes the module; make the region before compiling what calls it")
+    if module.__dict__.get(_REGION) == run:
+        return module
     if _REGION in module.__dict__:
         raise ShardingError(f"{type(module).__name__} is a region already, of '{module.__dict__[_REGION].expression}'")
     kind = type(module)
