@@ -130,9 +130,9 @@ def shard_map(
 ) -> Any:
     """`fn` on this rank's shards, as a function of DTensors: `shard_map(fn, "b@dp s -> b@dp s")`.
 
-    Of a module it makes `forward` a region, in place, and gives the module back: parameters that are DTensors enter with
-    their own shardings, whatever the expression says of the inputs (`axes.shard_module` makes them so), and plain
-    tensors that go in are taken for this rank's shards, for which plain shards come out (see `module_regions`).
+    Of a module it makes `forward` a region, in place, and gives the module back: parameters that are DTensors, as
+    `axes.shard_module` makes them, enter with their own shardings, and plain tensors that go in are taken for this
+    rank's shards, for which plain shards come out (see `module_regions`).
 
     Also a decorator, `@axes.shard_map("b@dp s -> b@dp s")`. With `check=True` every call compares,
     over the ranks, the outputs and cotangents that claim to be replicated: costly, for debugging. They
