@@ -33,7 +33,7 @@ from axes.algebra.scopes import required_mesh
 from axes.ops.regions import read_region
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global
-from axes.runtime.leaves import resolve_at_leaf
+from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.sharded import from_local, sharding_of, to_local
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -214,7 +214,7 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
             for name, x in there.items():
                 if isinstance(x, DTensor):
                     if id(x) not in shards:
-                        shards[id(x)] = _shard(x, running.same)
+                        shards[id(x)] = _shard(x, running.same, gathered)
                     places.append((there, name, x))
                 elif gathered and x is not None and x.requires_grad:
                     running.own.append(x)
@@ -236,14 +236,17 @@ def _held(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _held(child)
 
 
-def _shard(x: DTensor, same: Sequence[NamedLayout]) -> torch.Tensor:
-    """This rank's shard of a parameter; its gradient is a summand, or whole along axes that are `same`."""
+def _shard(x: DTensor, same: Sequence[NamedLayout], gathered: bool) -> torch.Tensor:
+    """This rank's shard of a parameter; its gradient is a summand, or whole along axes that are `same`.
+
+    `fully_shard` reduces the gradients of what it has `gathered` by itself, over the axes that it stores over as well.
+    """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
     if torch.compiler.is_compiling():
         return to_local(x, grad="summed")
     if x.is_leaf:
-        resolve_at_leaf(x)
+        (leave_pending if gathered else resolve_at_leaf)(x)
     if not same:
         return leave_global(x)
     held = sharding_of(x)
