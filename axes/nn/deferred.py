@@ -9,6 +9,7 @@ model, and no rank ever holds more than its shards.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,33 +21,49 @@ from torch.overrides import TorchFunctionMode
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
 from axes.runtime.factories import Draw, draw_into, normal_at, positions, uniform_at
-from axes.runtime.sharded import sharding_of
+from axes.runtime.sharded import sharding_of, take_shard
 
 
-def made_by_initializers(root: torch.nn.Module, deferred: Mapping[str, torch.Tensor], seed: int) -> None:
+def made_by_initializers(
+    root: torch.nn.Module, deferred: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor], seed: int
+) -> None:
     """Fill the tensors of `deferred`, by whole name, by what their modules do to initialize them.
 
     The root's `init_weights()` comes first, where it has one. Each module that holds a tensor which isn't filled by
-    then is asked to `reset_parameters()`; of a tied tensor the first module that fills it does so. Raises
-    `ShardingError` with the names that nothing has filled.
+    then is asked to `reset_parameters()`; of a tied tensor the first module that fills it does so, and `others`, which
+    have values, keep them. Raises `ShardingError` with the names that nothing has filled.
     """
-    recorder = _Recorder(deferred, seed)
+    recorder = _Recorder({**others, **deferred}, frozenset(others), seed)
     with torch.no_grad(), recorder, recorder.aliases:
         whole = getattr(root, "init_weights", None)
         if callable(whole):
             whole()
         for module in _holders(root, (tensor for name, tensor in deferred.items() if name not in recorder.filled)):
-            reset = getattr(module, "reset_parameters", None)
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             if callable(reset):
-                recorder.closed = frozenset(recorder.filled)
+                recorder.closed = recorder.closed | recorder.filled
                 reset()
-    missing = [name for name in deferred if name not in recorder.filled]
+    missing = [name for name in deferred if name not in recorder.filled and not _taken_over(root, name, deferred[name])]
     if missing:
         raise ShardingError(
             f"no initializer makes  {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}\n"
             "the modules that hold them have no reset_parameters() that fills them, and the root no init_weights(); "
             "write one, or make the module on a device"
         )
+
+
+def _taken_over(root: torch.nn.Module, name: str, made: torch.Tensor) -> bool:
+    """Take the shard of a whole tensor that an initializer has put in the place of a deferred one, if it has."""
+    path, _, own = name.rpartition(".")
+    holder = root.get_submodule(path)
+    places: dict[str, Any] = holder._parameters if own in holder._parameters else holder._buffers
+    there = places.get(own)
+    if there is None or there is made or isinstance(there, DTensor) or there.is_meta or there.shape != made.shape:
+        return False
+    with torch.no_grad():
+        torch_private.local_of(made).copy_(take_shard(there.detach(), sharding_of(made)))
+    places[own] = made
+    return True
 
 
 def _holders(root: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
@@ -63,56 +80,75 @@ def _holders(root: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> list[tor
 class _Recorder(torch_private.DispatchMode):
     """Sees what is written into deferred tensors, and draws their random values by place."""
 
-    def __init__(self, deferred: Mapping[str, torch.Tensor], seed: int):
+    def __init__(self, named: Mapping[str, torch.Tensor], closed: frozenset[str], seed: int):
         super().__init__()
-        self.aliases = _Aliases({id(tensor): name for name, tensor in deferred.items()})
+        self.aliases = _Aliases({id(tensor): name for name, tensor in named.items()})
         self.parts: dict[int, _Written] = {}
-        self.draws = dict.fromkeys(deferred, 0)
+        self.draws: Counter[str] = Counter()
         self.filled: set[str] = set()
-        self.closed: frozenset[str] = frozenset()
+        self.closed = closed
         self.seed = seed
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = self.aliases.names.get(id(args[0])) if args else None
+        x = args[0] if args else None
+        if not isinstance(x, DTensor):
+            return func(*args, **kwargs)
+        name, part = self.aliases.names.get(id(x)), self.parts.get(id(x))
         word = func.__name__.partition(".")[0]
+        if word in _LIKE:
+            return self._drawn("", _LIKE[word], func(*args, **kwargs))
         if not word.endswith("_"):
             result = func(*args, **kwargs)
-            if name is not None and word in ("select", "slice"):
-                self.parts[id(result)] = _Written(name, args[0], _positions(word, *args), result)
+            if word in _VIEWS and (name is not None or part is not None):
+                self._note(result, name, part, word, args)
             return result
-        part = self.parts.get(id(args[0])) if args else None
-        if part is not None:
-            return self._written(part, word, *args, **kwargs)
-        if name is None:
-            return func(*args, **kwargs)
+        if name is None and part is not None:
+            return x if part.name in self.closed else self._written(part, word, *args, **kwargs)
         if name in self.closed:
-            return args[0]
-        self.filled.add(name)
+            return x
+        if name is not None:
+            self.filled.add(name)
         if word in _OTHER_DRAWS:
             raise ShardingError(
-                f"{word} of {name}: random values that are the same on every mesh are drawn by uniform_ and normal_"
+                f"{word} of {name or 'a tensor'}: random values that are the same on every mesh are drawn by uniform_ "
+                "and normal_"
             )
-        return self._drawn(name, word, *args, **kwargs) if word in _DRAWS else func(*args, **kwargs)
+        if word in _DRAWS:
+            return self._drawn(name or "", word, *args, **kwargs)
+        if word == "copy_" and not isinstance(args[1], DTensor) and args[1].shape == x.shape:
+            torch_private.local_of(x).copy_(take_shard(args[1], sharding_of(x)))
+            return x
+        return func(*args, **kwargs)
 
-    def _written(self, part: _Written, word: str, x: DTensor, value: float = 0.0) -> DTensor:
+    def _note(self, result: Any, name: str | None, part: _Written | None, word: str, args: tuple[Any, ...]) -> None:
+        """Remember what a view of a deferred tensor is a part of; positions where a number can be written there."""
+        where = None
+        if name is not None and word in ("select", "slice"):
+            where = _positions(word, *args)
+        whole = name or (part.name if part is not None else "")
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            self.parts[id(tensor)] = _Written(whole, args[0], where, tensor)
+
+    def _written(self, part: _Written, word: str, x: DTensor, value: Any = 0.0) -> DTensor:
         """`x.fill_(value)` where `x` is a part of a parameter, as torch writes the padding of an embedding.
 
         torch takes a part of what is split from a gathered copy, and loses what is written there.
         """
-        if word not in ("fill_", "zero_"):
+        if word not in ("fill_", "zero_") or part.positions is None:
             raise ShardingError(
-                f"{word} of a part of {part.name}: an initializer draws a whole parameter, and fills a part of one "
-                "with a number"
+                f"{word} of a part of {part.name}: an initializer draws and fills a whole parameter, or fills rows or "
+                "columns of one with a number"
             )
         dim, wanted = part.positions
         local, sharding = torch_private.local_of(part.whole), sharding_of(part.whole)
         if sharding.mesh.coordinate is not None:
             mine = positions(sharding.local_indices(tuple(part.whole.shape))[dim], local.device)
             at = torch.isin(mine, torch.tensor(list(wanted), device=local.device)).nonzero().view(-1)
-            local.index_fill_(dim, at, value)
+            local.index_fill_(dim, at, float(value))
+        self.filled.add(part.name)
         return x
 
     def _drawn(
@@ -131,11 +167,14 @@ class _Recorder(torch_private.DispatchMode):
 
 @dataclass(frozen=True)
 class _Written:
-    """A part of a deferred parameter: `(dim, positions)` of the whole. Its tensor is kept: it is found by identity."""
+    """A part of a deferred parameter: `(dim, positions)` of the whole, where it is rows or columns.
+
+    Its tensor is kept: it is found by identity.
+    """
 
     name: str
     whole: DTensor
-    positions: tuple[int, range]
+    positions: tuple[int, range] | None
     tensor: torch.Tensor
 
 
@@ -170,6 +209,29 @@ class _Aliases(TorchFunctionMode):
 
 
 _DRAWS: dict[str, Draw] = {"uniform_": uniform_at, "normal_": normal_at}
+_LIKE = {"rand_like": "uniform_", "randn_like": "normal_"}
+_VIEWS = frozenset(
+    [
+        "select",
+        "slice",
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "diagonal",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "as_strided",
+        "narrow",
+    ]
+)
 _OTHER_DRAWS = frozenset({"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "random_"})
 
 

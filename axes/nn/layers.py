@@ -58,6 +58,7 @@ class Einsum(torch.nn.Module):
         self.expression, self.sizes = expression, {**(sizes or {}), **keywords}
         self.input, weight, result = _two(expression, "Einsum")
         self.weight = _parameter(weight, self.sizes, expression, device, dtype)
+        annotate(self, {"weight": _without_places(weight, self.sizes)})
         names = _names(result)
         self.fan_in = math.prod(_size(name, self.sizes, weight, expression) for name in _names(weight) - names)
         self.bias, self.bias_expression = None, ""
@@ -68,7 +69,12 @@ class Einsum(torch.nn.Module):
                     f"the bias '{bias}' has a name that the result hasn't", expression, 0, len(expression)
                 )
             self.bias = _parameter(spec, self.sizes, expression, device, dtype)
-            ones = (dim if _names(Spec((dim,))) <= _names(spec) else "1" for dim in result.dims)
+            annotate(self, {"bias": _without_places(spec, self.sizes)})
+            behind = [str(dim) for dim in result.dims]
+            behind = (
+                behind[behind.index("...") + 1 :] if "..." in behind else behind
+            )  # a bias is broadcast over the rest
+            ones = (dim if _names(parse_spec(dim)) <= _names(spec) else "1" for dim in behind)
             self.bias_expression = f"{_without_places(spec)} -> {_without_places(parse_spec(' '.join(map(str, ones))))}"
         self.open = _open_sizes((self.input, weight), self.sizes)
         if not self.weight.is_meta:
@@ -101,6 +107,7 @@ class Embedding(torch.nn.Module):
         self.expression, self.sizes = expression, sizes
         _, table, _ = _two(expression, "Embedding")
         self.weight = _parameter(table, sizes, expression, device, dtype)
+        annotate(self, {"weight": _without_places(table, sizes)})
         self.split = {name: sizes[name] for name in _split_names(table) if name in sizes}
         if not self.weight.is_meta:
             self.reset_parameters()
@@ -130,6 +137,7 @@ class _Norm(torch.nn.Module):
         dims = [dim for dim in parse_spec(spec).dims if _names(Spec((dim,))) & set(names)]
         self.parameter = Spec(tuple(dims))
         self.weight = _parameter(self.parameter, sizes, spec, device, dtype)
+        annotate(self, {"weight": _without_places(self.parameter, sizes)})
         self.split = {name: sizes[name] for name in _split_names(self.parameter)}
 
     def reset_parameters(self) -> None:
@@ -183,6 +191,8 @@ class LayerNorm(_Norm):
         super().__init__(spec, over, sizes, device, dtype)
         self.eps = eps
         self.bias = _parameter(self.parameter, sizes, spec, device, dtype) if bias else None
+        if bias:
+            annotate(self, {"bias": _without_places(self.parameter, sizes)})
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -296,13 +306,12 @@ def _size(name: str, sizes: dict[str, int], spec: Spec, text: str) -> int:
 def _parameter(
     spec: Spec, sizes: dict[str, int], text: str, device: Any, dtype: torch.dtype | None
 ) -> torch.nn.Parameter:
-    """A parameter of these dims, without values, annotated with their names."""
+    """A parameter of these dims, without values."""
     shape = []
     for dim in spec.dims:
         numbers = [f.size or 1 if f.name is None else _size(f.name, sizes, spec, text) for f in dim.factors]
         shape.append(math.prod(numbers))
-    parameter = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    return annotate(parameter, _without_places(spec, sizes))
+    return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
 
 def _open_sizes(operands: Sequence[Spec], sizes: dict[str, int]) -> dict[str, int]:

@@ -110,16 +110,16 @@ def shard_module(
         print(_table(entries, mesh, rules))
         return module
     deferred: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for entry in entries:
             made = _made(entry)
             for name in entry.names:
                 owner, own = _holder(module, name)
                 (owner._parameters if own in owner._parameters else owner._buffers)[own] = made  # type: ignore[index]
-            if entry.tensor.is_meta:
-                deferred[entry.names[0]] = made
+            (deferred if entry.tensor.is_meta else others)[entry.names[0]] = made
     if deferred:
-        made_by_initializers(module, deferred, agreed_seed(mesh))
+        made_by_initializers(module, deferred, others, agreed_seed(mesh))
     for hook in hooks:
         hook()
     return module

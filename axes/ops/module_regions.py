@@ -29,7 +29,7 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import Spec
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import required_mesh
+from axes.algebra.scopes import required_mesh, use_mesh
 from axes.ops.regions import read_region
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global
@@ -68,17 +68,23 @@ class _Regions(threading.local):
 
 
 class _Home:
-    """What the modules of a region share: the mesh that it ran on last. A copy of the modules has one of its own."""
+    """What the modules of a region share: the mesh that it ran on last, and a lock, since one thread at a time has
+    its shards in the parameters' places. A copy of the modules has one of its own.
+    """
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
+        self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
         return _Home()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Home, ()
+
 
 _stack = _Regions()
-_REGION, _HOME, _PLACES = "_axes_region", "_axes_home", "_axes_places"
+_REGION, _HOME, _PLACES, _KIND = "_axes_region", "_axes_home", "_axes_places", "_axes_kind"
 """Where a module keeps its region and what it shares with others, and one inside what was in its parameters' places."""
 
 
@@ -94,9 +100,8 @@ def region_of_module(module: M, run: InRegion) -> M:
         return module
     if _REGION in module.__dict__:
         raise ShardingError(f"{type(module).__name__} is a region already, of '{module.__dict__[_REGION].expression}'")
-    kind = type(module)
     module.__dict__[_REGION] = run
-    module.__class__ = type(kind.__name__, (_Region, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    module.__class__ = _region_class(type(module))
     home = _Home()
     for inner in module.modules():
         inner.__dict__[_HOME] = home
@@ -106,17 +111,49 @@ def region_of_module(module: M, run: InRegion) -> M:
     return module
 
 
+def _region_class(kind: type) -> type:
+    """The class of a module of this kind whose `forward` is a region."""
+    return type(kind.__name__, (_Region, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__, _KIND: kind})
+
+
+def _unpickled(kind: type) -> torch.nn.Module:
+    made: Any = _region_class(kind)
+    return made.__new__(made)
+
+
 class _Region(torch.nn.Module):
     """A module whose `forward` runs in a region."""
 
+    @torch.compiler.disable(
+        reason="a module region puts shards in its parameters' places; compile the modules inside it"
+    )
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own `forward` on this rank's shards."""
         run: InRegion = self.__dict__[_REGION]
         own: list[torch.Tensor] = []
         inside = ModuleFunction(self, super().forward, run, own)
-        if _plain_tensors(args, kwargs):
-            return _on_plain(self, run, inside, args, kwargs, own)
-        return run(inside, args, kwargs, own)
+        if not _plain_tensors(args, kwargs):
+            return run(inside, args, kwargs, own)
+        if _stack.regions:
+            return _within(run, inside, args, kwargs)
+        return _on_plain(self, run, inside, args, kwargs, own)
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (getattr(type(self), _KIND),), self.__dict__
+
+
+def _within(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A region inside a region: its shards are those of the region around it, and so is what a gradient means."""
+    outer = _stack.regions[-1].same
+    same = _same_on_the_left(run.expression, run.mesh or ambient_mesh())
+    if {axis.layout for axis in same} != {axis.layout for axis in outer}:
+        mine, theirs = (" ".join(map(str, axes)) or "no axis" for axes in (same, outer))
+        raise ShardingError(
+            f"a region inside a region: its inputs are the same over {mine}, those of the region around it over {theirs}; "
+            f"write same@ in both or in neither\n  in  shard_map '{run.expression}'"
+        )
+    with use_mesh(required_mesh(run.mesh, f"shard_map '{run.expression}'")):
+        return inside(*args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,21 +170,26 @@ class ModuleFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results for these shards."""
-        mesh = self.module.__dict__[_HOME].mesh = ambient_mesh()
-        running = _Running(_same_on_the_left(self.run.expression, mesh), self.own)
-        _stack.regions.append(running)
-        places = _enter(self.module, running)
-        try:
-            return self.forward(*args, **kwargs)
-        finally:
-            _restore(places)
-            _stack.regions.pop()
+        home: _Home = self.module.__dict__[_HOME]
+        with home.lock:
+            mesh = home.mesh = ambient_mesh()
+            running = _Running(_same_on_the_left(self.run.expression, mesh), self.own)
+            _stack.regions.append(running)
+            places = _enter(self.module, running)
+            try:
+                return self.forward(*args, **kwargs)
+            finally:
+                _stack.regions.pop()
+                _restore(places)
 
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
     """Whether there are tensors among the arguments, all of them plain."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    return bool(tensors) and not any(isinstance(x, DTensor) for x in tensors)
+    found: list[bool] = []
+    torch_private.mapped(
+        lambda x: found.append(isinstance(x, DTensor)) if isinstance(x, torch.Tensor) else None, (args, kwargs)
+    )
+    return bool(found) and not any(found)
 
 
 def _on_plain(
@@ -169,7 +211,7 @@ def _on_plain(
         spec = next(specs, None) if isinstance(x, torch.Tensor) else None
         return x if spec is None else from_local(x, _without_same(spec), mesh=mesh, grad="whole")
 
-    args, kwargs = tuple(map(entering, args)), {name: entering(x) for name, x in kwargs.items()}
+    args, kwargs = torch_private.mapped(entering, (args, kwargs))
     result = run(inside, args, kwargs, own)
     return torch_private.mapped(lambda x: _left_as_plain(x, module) if isinstance(x, DTensor) else x, result)
 
@@ -201,7 +243,8 @@ def _same_on_the_left(expression: str, mesh: Mesh | None) -> tuple[NamedLayout, 
 # --- parameters
 
 
-_Places = list[tuple[dict[str, Any], str, torch.Tensor]]
+_Places = list[tuple[dict[str, Any], str, DTensor, torch.Tensor]]
+"""Where a shard was put: the module's parameters or buffers, the name, what was there, and the shard."""
 
 
 def _enter(module: torch.nn.Module, running: _Running) -> _Places:
@@ -215,17 +258,30 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
                 if isinstance(x, DTensor):
                     if id(x) not in shards:
                         shards[id(x)] = _shard(x, running.same, gathered)
-                    places.append((there, name, x))
+                    places.append((there, name, x, shards[id(x)]))
                 elif gathered and x is not None and x.requires_grad:
                     running.own.append(x)
-    for there, name, x in places:
-        there[name] = shards[id(x)]
+    for there, name, _, shard in places:
+        there[name] = shard
     return places
 
 
 def _restore(places: _Places) -> None:
-    for there, name, x in places:
-        there[name] = x
+    """Put back what was there; what `forward` has assigned to a buffer since is its new value.
+
+    Raises `ShardingError` for an assignment that can't be one.
+    """
+    wrong = ""
+    for there, name, x, shard in places:
+        found, there[name] = there[name], x
+        if found is shard:
+            continue
+        if isinstance(found, torch.nn.Parameter) or found is None or found.shape != shard.shape or x.requires_grad:
+            wrong = f"forward put another tensor in the place of '{name}', which isn't a shard like the one before"
+        else:
+            there[name] = torch_private.dtensor(found.detach(), torch_private.spec_of(x))
+    if wrong:
+        raise ShardingError(f"{wrong}; change a parameter in place, or outside of the region")
 
 
 def _held(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -258,22 +314,27 @@ def _shard(x: DTensor, same: Sequence[NamedLayout], gathered: bool) -> torch.Ten
 
 
 def _enter_inner(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a module of a region: what the region's start didn't find, or what runs once more after its end."""
+    """Before a module of a region: what the region's start didn't find, or what a checkpoint runs once more."""
     running = _stack.regions[-1] if _stack.regions else None
-    again = running is None and _plain_tensors(args, kwargs)
+    again = running is None and torch_private.backward_runs() and _plain_tensors(args, kwargs)
+    home: _Home = module.__dict__[_HOME]
     places: _Places = []
+    if again:
+        home.lock.acquire()
     if again or isinstance(module, FSDPModule):
         places = _enter(module, running or _Running(()))
-    mesh = module.__dict__[_HOME].mesh if again else None
+    mesh = home.mesh if again else None
     if mesh is not None:
         ambient.push(mesh)
-    module.__dict__.setdefault(_PLACES, []).append((places, mesh))
+    module.__dict__.setdefault(_PLACES, []).append((places, mesh, again))
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
     there = module.__dict__.get(_PLACES)
     if there:
-        places, mesh = there.pop()
-        _restore(places)
+        places, mesh, again = there.pop()
         if mesh is not None:
             ambient.pop()
+        if again:
+            module.__dict__[_HOME].lock.release()
+        _restore(places)

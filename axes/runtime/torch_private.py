@@ -739,6 +739,14 @@ def children_of(tree: object) -> list[Any] | None:
     return pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[0]
 
 
+def backward_runs() -> bool:
+    """Whether this thread is in a backward pass, as when a checkpoint computes once more.
+
+    Would be replaced by a public question of the autograd engine.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 def mapped(fn: Callable[[Any], Any], tree: object) -> Any:
     """The tree with `fn` of each of its leaves."""
     return pytree.tree_map(fn, tree)
