@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from axes.nn.layers import Rearrange as Rearrange
     from axes.nn.layers import Reduce as Reduce
     from axes.nn.layers import RMSNorm as RMSNorm
+    from axes.nn.verify import verify as verify
 
 _HOME = {
     "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
     "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
+    "axes.nn.verify": ("verify",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -89,6 +89,23 @@ def region_of_module(module: M, run: InRegion) -> M:
     return module
 
 
+def without_regions(module: M) -> dict[str, str]:
+    """Make the regions in a module, itself among them, plain modules again; returns their expressions, by name."""
+    found = {}
+    for name, each in module.named_modules():
+        run = each.__dict__.pop(_REGION, None)
+        if run is not None:
+            found[name] = run.expression
+            each.__class__ = next(kind for kind in type(each).__mro__ if not issubclass(kind, _Region))
+    for each in module.modules():
+        for hooks, own in ((each._forward_pre_hooks, _enter_inner), (each._forward_hooks, _leave_inner)):
+            for number in [number for number, hook in hooks.items() if hook is own]:
+                del hooks[number]
+                each._forward_pre_hooks_with_kwargs.pop(number, None)
+                each._forward_hooks_always_called.pop(number, None)
+    return found
+
+
 class _Region(torch.nn.Module):
     """A module whose `forward` runs in a region."""
 
@@ -129,14 +146,14 @@ def _on_plain(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any,
 
     def entering(x: Any) -> Any:
         spec = next(specs, None) if isinstance(x, torch.Tensor) else None
-        return x if spec is None else from_local(x, _without_same(spec), mesh=mesh, grad="whole")
+        return x if spec is None else from_local(x, without_same(spec), mesh=mesh, grad="whole")
 
     args, kwargs = tuple(map(entering, args)), {name: entering(x) for name, x in kwargs.items()}
     result = run(inside, args, kwargs, own)
     return torch_private.mapped(lambda x: to_local(x, grad="whole") if isinstance(x, DTensor) else x, result)
 
 
-def _without_same(spec: Spec) -> str:
+def without_same(spec: Spec) -> str:
     """A spec without what it says of gradients."""
     pending = tuple(p for p in spec.pending or () if p.op != "same")
     return str(replace(spec, pending=pending or None))
