@@ -193,7 +193,7 @@ class Named(nn.Module):
         super().__init__()
         self.norm = axes.nn.RMSNorm("b s embed", over="embed", embed=8)
         self.up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", embed=8, mlp=12)
-        self.down = axes.nn.Einsum("b s mlp@tp, embed mlp -> b s embed", embed=8, mlp=12)
+        self.down = axes.nn.Einsum("b s mlp@*, embed mlp@* -> b s embed", embed=8, mlp=12)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))

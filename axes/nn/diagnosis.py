@@ -439,7 +439,20 @@ def _whole_instead(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> Fin
     for piece in held.pieces.values():
         if piece.local.shape != whole.shape or not tolerance.allows(error_of(piece.local, whole), largest_of(whole)):
             return None
-    return Finding("whole", "whole where it should be split", held.axes if len(held.axes) == 1 else ())
+    axes = tuple(axis for axis in held.axes if axis not in held.unsaid and _is_cut(held, axis))
+    return Finding("whole", "whole where it should be split", axes)
+
+
+def _is_cut(held: Held, axis: str) -> bool:
+    """Whether a DTensor says that ranks along the axis have different parts."""
+    i = list(held.sizes).index(axis)
+    first: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
+    for place, piece in held.pieces.items():
+        index = piece.index or ()
+        other = first.setdefault((*place[:i], *place[i + 1 :]), index)
+        if any(not torch.equal(a, b) for a, b in zip(index, other, strict=True)):
+            return True
+    return False
 
 
 def _other_rows(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +50,8 @@ class Job:
     """What a rank runs.
 
     program: a function, or a module without its regions, whose expressions are `regions`. mesh: the declaration and
-    equations of `init_mesh`. plain: a module stays as it is, on one device. again: values of parameters, by
+    equations of `init_mesh`. plain: a module stays as it is, on one device. weighted: backward
+    starts from all outputs, not from scalars alone. again: values of parameters, by
     rank, to try instead of their own, a set at a time. uses: also note what each use of a parameter adds to its
     gradient.
     """
@@ -62,6 +64,7 @@ class Job:
     rules: Rules | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     plain: bool = False
+    weighted: bool = False
     double: bool = True
     uses: bool = False
     again: tuple[Mapping[str, Sequence[torch.Tensor]], ...] = ()
@@ -120,7 +123,7 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
         outputs = dict(tensors_in(result, "output"))
         roots = {"": module} if module is not None else watch.named_roots()
         if not any(x.grad is not None for root in roots.values() for x in root.parameters()):
-            _backward(outputs, by_weights=isinstance(job.program, torch.nn.Module))
+            _backward(outputs, job.weighted)
     seen = Observed(outputs={name: piece_of(x, mesh) for name, x in outputs.items()})
     _note_parameters(seen, roots, mesh)
     for name, leaf in leaves.items():
@@ -170,16 +173,17 @@ def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.T
         _make_plain(module)
     told = iter(read_region(job.regions[""]).inputs if "" in job.regions else ())
     leaves: dict[str, torch.Tensor] = {}
+    places = itertools.count()
 
     def entering(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        spec = next(told, None)
+        spec, place = next(told, None), next(places)
         x = x.detach().requires_grad_(x.requires_grad)
         if not job.plain:
             x = shard(x.detach(), "..." if spec is None else without_same(spec), mesh).requires_grad_(x.requires_grad)
         if x.requires_grad:
-            leaves[f"input {len(leaves)}"] = x
+            leaves[f"input {place}"] = x
         return x
 
     inputs = torch_private.mapped(entering, job.inputs)
@@ -205,20 +209,15 @@ def _backward(outputs: Mapping[str, torch.Tensor], by_weights: bool) -> None:
         if x.grad_fn is None or not x.is_floating_point() or not (by_weights or x.numel() == 1):
             continue
         roots.append(x)
-        cotangents.append(_weights(x) if x.ndim else torch.ones_like(x, memory_format=torch.preserve_format))
+        cotangents.append(_weights(x))
     if roots:
-        torch.autograd.backward(roots, [_resolved(x) for x in cotangents], retain_graph=True)
-
-
-def _resolved(x: torch.Tensor) -> torch.Tensor:
-    if isinstance(x, DTensor) and any(p.is_partial() for p in x.placements):
-        return shard(torch.ones((), dtype=x.dtype), "", sharding_of(x).mesh)
-    return x
+        torch.autograd.backward(roots, cotangents)
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
     """Numbers that tell the elements apart, the same for the whole tensor on every mesh."""
-    whole = torch.cos(torch.arange(x.numel(), dtype=torch.float64) * 1.7 + 0.3).view(x.shape).to(x.dtype)
+    numbers = torch.arange(x.numel(), dtype=torch.float64) * 1.7 + 0.3
+    whole = (torch.cos(numbers).view(x.shape) if x.ndim else torch.ones((), dtype=torch.float64)).to(x.dtype)
     if not isinstance(x, DTensor):
         return whole
     sharding = sharding_of(x)
