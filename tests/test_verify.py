@@ -6,8 +6,11 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 import axes
+from axes.nn.diagnosis import Held, Piece, Tolerance, diagnosed, fitting, times_text
+from axes.nn.verify import _call, shrunk
 from tests import verify_programs as programs
 from tests.test_module_regions import TOKENS
 from tests.verify_models import program, tokens_and_labels
@@ -150,3 +153,179 @@ def test_rows_of_a_region_in_the_wrong_order_are_found_and_named():
     assert str(result.differences[0]).startswith(
         "blocks.0.attention.qkv.weight has its rows in another order than forward takes them in: they lie as '_@tp _'"
     )
+
+
+def test_a_module_inside_a_region_is_named():
+    region = programs.region()
+    del region.blocks[1].down
+    region.blocks[1].down = programs.Scaled()
+    result = axes.verify(region, TOKENS, mesh="dp=2 tp=2", specs=programs.REGION_SPECS)
+    assert str(result.differences[0]).startswith(
+        "blocks.1.down (Scaled): its output is pending over tp, and its sum is 2"
+    )
+
+
+def test_a_report_names_the_whole_and_then_the_first_thing_to_look_at():
+    result = axes.verify(by_hand(program, bug="experts"), *tokens_and_labels(), mesh="tp=4 ep=2")
+    assert str(result).splitlines() == [
+        "not the same function on 'tp=2 ep=2': 2 differences, the first to look at first",
+        "  blocks.0.moe.up: its gradient is 2 times too large over tp",
+        "  blocks.0.moe.down: its gradient is 2 times too large over tp",
+    ]
+    assert repr(result).startswith("<Verification on 'tp=2 ep=2': 2 differences, first: blocks.0.moe.up: its gradient")
+    first = result.differences[0]
+    assert (first.name, first.what, first.axes, round(first.factor, 6)) == ("blocks.0.moe.up", "gradient", ("tp",), 2.0)
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "small", "call"),
+    [
+        (axes.Mesh("dp=8 tp=4"), [[2, 2]], ("dp=2 tp=2",)),
+        (axes.Mesh("dp=9 tp=1"), [[3, 1]], ("dp=3 tp=1",)),
+        (axes.Mesh("dp=4 cp=4 tp=2", "fsdp = dp cp"), [[2, 2, 2]], ("dp=2 cp=2 tp=2", "fsdp = dp cp")),
+        (
+            axes.Mesh("pp=2 dp=4 cp=4", "(dp cp) = edp=8 ep=2"),
+            [[2, 2, 2]],
+            ("pp=2 dp=2 cp=2", "(dp cp) = edp=2 ep=2"),
+        ),
+        (axes.Mesh("dp=8 tp=4")["tp"], [[2]], ("tp=2",)),
+        (axes.Mesh("a=2 b=2 c=2 d=2"), [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2]], ("a=2 b=2 c=2 d=1",)),
+    ],
+)
+def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
+    found = shrunk(mesh)
+    assert [list(each.values()) for each in found] == small
+    assert _call(mesh, found[0]) == call
+    made = axes.Mesh(*call)
+    assert {name: made.shape[name] for name in mesh.shape} == found[0]
+
+
+# Errors of use.
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: axes.verify(3, mesh="tp=2"),
+            "takes a module, or a function that builds, shards and runs one; found as program '3'",
+        ),
+        (
+            lambda: axes.verify(nn.Linear, mesh="tp=2"),
+            "takes a module, not its class: write axes.verify(Linear(...), ...)",
+        ),
+        (lambda: axes.verify(program, mesh=2), "mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found '2'"),
+        (lambda: axes.verify(program, mesh="tp"), "tp"),
+        (
+            lambda: axes.verify(program, mesh="tp=2", specs={"*": "..."}),
+            "specs= are for a module; a function shards what it makes by itself",
+        ),
+        (
+            lambda: axes.verify(program, mesh="tp=2", heads=4),
+            "sizes are for specs of a module; found 'heads' beside a function",
+        ),
+        (
+            lambda: axes.verify(program, mesh="tp=2", rtol=-1.0),
+            "rtol is a number that isn't negative, or None; found '-1.0'",
+        ),
+        (lambda: axes.verify(nn.Linear(2, 2), torch.ones(2, 2), mesh="tp=2"), "no pattern or annotation is about"),
+        (lambda: axes.verify(program, mesh="tp=2", reference=3), "found as reference '3'"),
+    ],
+)
+def test_what_cant_be_checked_is_said(call, text):
+    with pytest.raises(axes.AxesError) as error:
+        call()
+    assert text in str(error.value)
+
+
+# The diagnosis alone: tensors of ranks that never ran.
+
+
+WHOLE = torch.arange(1.0, 25.0, dtype=torch.float64).view(6, 4).sin()
+EXACT = Tolerance(1e-9, 0.0)
+
+
+def held(*parts: torch.Tensor) -> Held:
+    return Held({"tp": len(parts)}, {(i,): Piece(x) for i, x in enumerate(parts)})
+
+
+def said(*parts: torch.Tensor, index=None, pending="") -> Held:
+    """DTensors of shape 6 4: rows split over tp, or whole."""
+    runs = [((0, 3),), ((3, 6),)] if index is None else index
+    pieces = {(i,): Piece(x, (6, 4), (runs[i], ((0, 4),)), {"tp": pending}) for i, x in enumerate(parts)}
+    return Held({"tp": 2}, pieces)
+
+
+def four(make) -> Held:
+    """Ranks of dp=2 tp=2."""
+    return Held({"dp": 2, "tp": 2}, {(d, t): Piece(make(d, t)) for d in range(2) for t in range(2)})
+
+
+def test_every_layout_that_is_right_is_found():
+    assert [str(each) for each in fitting(held(WHOLE, WHOLE), WHOLE, EXACT)] == ["_ _"]
+    assert [str(each) for each in fitting(held(WHOLE[:3], WHOLE[3:]), WHOLE, EXACT)] == ["_@tp _"]
+    assert [str(each) for each in fitting(held(WHOLE[:4], WHOLE[4:]), WHOLE, EXACT)] == ["_@tp _"], "in any sizes"
+    reverse = four(lambda d, t: WHOLE[:4].chunk(2)[t].chunk(2)[d])
+    assert [str(each) for each in fitting(reverse, WHOLE[:4], EXACT)] == ["_@(tp dp) _"]
+    assert not fitting(held(WHOLE[3:], WHOLE[:3]), WHOLE, EXACT)
+
+
+def test_zeros_are_right_wherever_they_lie():
+    zeros = torch.zeros(4, 4)
+    assert [str(each) for each in fitting(held(zeros[:2], zeros[2:]), zeros, EXACT)] == ["_@tp _"]
+    assert [str(each) for each in fitting(held(zeros[:, :2], zeros[:, 2:]), zeros, EXACT)] == ["_ _@tp"]
+
+
+ROWS = WHOLE.view(3, 2, 4)
+DIAGNOSES = {
+    "pending over tp (its sum is right)": held(WHOLE * 0.25, WHOLE * 0.75),
+    "pending over tp (its mean is right)": held(WHOLE * 0.5, WHOLE * 1.5),
+    "pending over tp, and its sum is 3 times too large": held(WHOLE, WHOLE * 2),
+    "2 times too large": held(WHOLE * 2, WHOLE * 2),
+    "2 times too small": held(WHOLE[:3] / 2, WHOLE[3:] / 2),
+    "negative": held(-WHOLE, -WHOLE),
+    "5/4 of the right one": held(WHOLE * 1.25, WHOLE * 1.25),
+    "zero on every rank": held(WHOLE * 0, WHOLE * 0),
+    "not finite": held(WHOLE / 0, WHOLE / 0),
+    "rows in another order along dim 0 (as '(x=3 y@tp) _')": held(ROWS[:, 0], ROWS[:, 1]),
+    "whole where it should be split": said(WHOLE, WHOLE),
+    "of shape [5, 4] where it should be [6, 4], or parts of that": held(WHOLE[:5], WHOLE[:5]),
+}
+
+
+@pytest.mark.parametrize("text", DIAGNOSES)
+def test_a_tensor_is_told_what_it_is_instead(text):
+    assert diagnosed(DIAGNOSES[text], WHOLE, EXACT).text == text
+
+
+def test_a_dtensor_is_right_only_as_it_says():
+    assert fitting(said(WHOLE[:3], WHOLE[3:]), WHOLE, EXACT)
+    assert not fitting(said(WHOLE[3:], WHOLE[:3]), WHOLE, EXACT)
+    everywhere = [((0, 6),)] * 2
+    assert fitting(said(WHOLE * 0.5, WHOLE * 0.5, index=everywhere, pending="sum"), WHOLE, EXACT)
+    assert diagnosed(said(WHOLE / 4, WHOLE * 3 / 4, index=everywhere), WHOLE, EXACT).axes == ("tp",)
+    assert diagnosed(said(ROWS[:, 0], ROWS[:, 1]), WHOLE, EXACT).kind == "order"
+
+
+def test_a_difference_of_ranks_names_their_axis():
+    other = four(lambda d, t: WHOLE + 0.1 * t * WHOLE.cos())
+    found = diagnosed(other, WHOLE, EXACT)
+    assert (found.kind, found.axes) == ("differs", ("tp",))
+
+
+def test_both_at_once_are_told_both():
+    found = diagnosed(four(lambda d, t: WHOLE[3 * d : 3 * d + 3] * (1 + t)), WHOLE, EXACT)
+    assert found.text == "pending over tp, and its sum is 3 times too large"
+
+
+def test_factors_are_told_in_words():
+    assert [times_text(x) for x in (2, 0.25, 0.9375, 1.3333333333, -1)] == [
+        "2 times too large",
+        "4 times too small",
+        "15/16 of the right one",
+        "4/3 of the right one",
+        "negative",
+    ]

@@ -181,6 +181,16 @@ def region(checkpointed=False, expression="b@dp s@tp -> b@dp s@tp v"):
     return axes.shard_map(Model(parallel=True, checkpointed=checkpointed), expression)
 
 
+class Scaled(nn.Linear):
+    """A row-parallel layer whose output is multiplied by the size of tp."""
+
+    def __init__(self):
+        super().__init__(16, 8, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) * axes.axis_size("tp")
+
+
 def same_region():
     torch.manual_seed(1)
     return axes.shard_map(Loss(), "b@dp d | same@tp -> b@dp d | same@tp")

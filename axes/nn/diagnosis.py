@@ -21,8 +21,9 @@ from fractions import Fraction
 import torch
 
 Coordinate = tuple[int, ...]
+Runs = tuple[tuple[int, int], ...]
 
-MOST_FACTORS = 16
+MOST_FACTORS = 8
 """Rows are looked for in orders of at most so many pieces per rank."""
 
 
@@ -30,13 +31,13 @@ MOST_FACTORS = 16
 class Piece:
     """A tensor as one rank has it.
 
-    shape, index: for a DTensor the whole's shape, and the whole's indices that the rank has, per dim. known: of each
-    axis of the DTensor's mesh what is pending over it, "sum", "avg", ..., or "" for nothing.
+    shape, index: for a DTensor the whole's shape, and per dim the runs `(start, stop)` of it that the rank has. known:
+    of each axis of the DTensor's mesh what is pending over it, "sum", "avg", ..., or "" for nothing.
     """
 
     local: torch.Tensor
     shape: tuple[int, ...] | None = None
-    index: tuple[torch.Tensor, ...] | None = None
+    index: tuple[Runs, ...] | None = None
     known: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -140,8 +141,9 @@ class Held:
             if piece.index is not None and piece.shape is not None:
                 if tuple(x.shape) != piece.shape:
                     return None
-                for dim, rows in enumerate(piece.index):
-                    x = x if _is_all(rows, x.shape[dim]) else x.index_select(dim, rows)
+                for dim, runs in enumerate(piece.index):
+                    if runs != ((0, x.shape[dim]),):
+                        x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
             if x.shape != piece.local.shape:
                 return None
             parts.append(x.flatten())
@@ -386,7 +388,7 @@ def _scaled_sum(held: Held, pair: _Pair, tolerance: Tolerance, _: Clues) -> Find
         return None
     over = f"pending over {words(pair.pending)}"
     if abs(factor / math.prod(held.sizes[axis] for axis in pair.pending) - 1) < 1e-6:
-        return Finding("pending", f"{over} (its mean is right)", pair.pending)
+        return Finding("pending", f"{over} (its mean is right)", pair.pending, factor)
     if pair.whole.numel() == 1 and not axes_of_factor(factor, held.sizes):
         return None
     return Finding("pending", f"{over}, and its sum is {times_text(factor)}", pair.pending, factor)
@@ -406,6 +408,8 @@ def _plus(held: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Findin
         if added is None or more is None or not tolerance.allows(error_of(pair.x, pair.y + more * added), pair.largest):
             continue
         times = more + 1
+        if abs(times - round(times)) > 1e-6:
+            continue
         over = [axes for axes in _subsets(held.axes) if abs(math.prod(held.sizes[a] for a in axes) - times) < 1e-6]
         axes = pair.pending or (over[0] if len(over) == 1 else ())
         if pair.pending:
@@ -446,13 +450,11 @@ def _whole_instead(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> Fin
 def _is_cut(held: Held, axis: str) -> bool:
     """Whether a DTensor says that ranks along the axis have different parts."""
     i = list(held.sizes).index(axis)
-    first: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
-    for place, piece in held.pieces.items():
-        index = piece.index or ()
-        other = first.setdefault((*place[:i], *place[i + 1 :]), index)
-        if any(not torch.equal(a, b) for a, b in zip(index, other, strict=True)):
-            return True
-    return False
+    first: dict[Coordinate, tuple[Runs, ...] | None] = {}
+    return any(
+        piece.index != first.setdefault((*place[:i], *place[i + 1 :]), piece.index)
+        for place, piece in held.pieces.items()
+    )
 
 
 def _other_rows(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
-from axes.nn.diagnosis import Piece
+from axes.nn.diagnosis import Piece, Runs
 from axes.nn.shard_module import shard_module
 from axes.ops.module_regions import without_same
 from axes.ops.regions import read_region
@@ -102,7 +102,7 @@ def observe(job: Job) -> Observed:
             seen.dropped = _run(job, mesh, _Dropout(off=False)).modules
         for values in job.again:
             own = {name: by_rank[mesh.rank] for name, by_rank in values.items()}
-            seen.trials.append(_run(job, mesh, _Dropout(off=True), own))
+            seen.trials.append(Observed(modules=_run(job, mesh, _Dropout(off=True), own).modules))
     destroy_process_groups()
     return seen
 
@@ -282,13 +282,12 @@ def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
                 if placement.is_partial() and ranks & set(along.tolist()) - {mesh.rank}:
                     known[name] = str(getattr(placement, "reduce_op", "sum"))
     shape = tuple(x.shape)
-    index = tuple(_rows(each) for each in sharding_of(x).local_indices(shape))
+    index = tuple(_runs(each) for each in sharding_of(x).local_indices(shape))
     return Piece(local, shape, index, known)
 
 
-def _rows(indices: slice | tuple[slice, ...]) -> torch.Tensor:
-    runs = (indices,) if isinstance(indices, slice) else indices
-    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+def _runs(indices: slice | tuple[slice, ...]) -> Runs:
+    return tuple((run.start, run.stop) for run in ((indices,) if isinstance(indices, slice) else indices))
 
 
 # --- watching
