@@ -1,13 +1,13 @@
 """What a tensor of a parallel program is, where it isn't the tensor of one device.
 
-    held = Held({"tp": 2}, {(0,): Piece(x0), (1,): Piece(x1)})
+    held = Parts({"tp": 2}, {(0,): Piece(x0), (1,): Piece(x1)})
     diagnosed(held, whole, Tolerance(1e-9, 0.0))           # "pending over tp (its sum is right)"
 
-Nothing here runs a process. `Held` is a tensor as all ranks have it. A `Layout` says which part of the whole tensor
-each rank should have. Where a layout is assumed, what the ranks have (some axes summed) and what they should have
+Nothing here runs a process. `Parts` is a tensor as all ranks have it. A `Cut` says which part of the whole tensor
+each rank should have. Where a cut is assumed, what the ranks have (some axes summed) and what they should have
 are two vectors, and a diagnosis is a relation between them: equal, a multiple, off by a multiple of a bias.
 
-A DTensor says how it lies. Of a plain tensor nobody does: every layout that its shape allows is tried.
+A DTensor says how it lies. Of a plain tensor nobody does: every cut that its shape allows is tried.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Cut:
     """For each dim the axes that split it, major first, and the order of rows within (`blocks`, see `_rows`)."""
 
     dims: tuple[tuple[str, ...], ...]
@@ -77,7 +77,7 @@ _ZIGZAG = -1
 
 
 @dataclass(frozen=True)
-class Held:
+class Parts:
     """A tensor as all ranks have it, by coordinate on the axes of more than one rank. `sizes`: those axes."""
 
     sizes: Mapping[str, int]
@@ -106,9 +106,9 @@ class Held:
         """Whether it is no DTensor."""
         return all(piece.shape is None for piece in self.pieces.values())
 
-    def plain(self) -> Held:
+    def plain(self) -> Parts:
         """The same tensors, forgetting what they say of themselves."""
-        return Held(self.sizes, {place: Piece(piece.local) for place, piece in self.pieces.items()})
+        return Parts(self.sizes, {place: Piece(piece.local) for place, piece in self.pieces.items()})
 
     def vector(self, pending: Mapping[str, str]) -> torch.Tensor | None:
         """All ranks' elements, one rank after the other, each reduced over the axes of `pending`."""
@@ -124,8 +124,8 @@ class Held:
             parts.append(_reduced(group, set(pending.values())).flatten())
         return torch.cat(parts)
 
-    def expected(self, layout: Layout, whole: torch.Tensor, pending: Mapping[str, str]) -> torch.Tensor | None:
-        """The part of `whole` that each rank has in this layout, in the order of `vector`; None where it can't be."""
+    def expected(self, cut: Cut, whole: torch.Tensor, pending: Mapping[str, str]) -> torch.Tensor | None:
+        """The part of `whole` that each rank has in this cut, in the order of `vector`; None where it can't be."""
         names, seen, parts = list(self.sizes), set(), []
         for place, piece in self.pieces.items():
             key = tuple(-1 if name in pending else i for name, i in zip(names, place, strict=True))
@@ -133,7 +133,7 @@ class Held:
                 continue
             seen.add(key)
             x = whole
-            for dim, (axes, blocks) in enumerate(zip(layout.dims, layout.blocks, strict=True)):
+            for dim, (axes, blocks) in enumerate(zip(cut.dims, cut.blocks, strict=True)):
                 rows = self._rows(dim, axes, blocks, whole.shape[dim], place)
                 if rows is None:
                     return None
@@ -149,8 +149,8 @@ class Held:
             parts.append(x.flatten())
         return torch.cat(parts)
 
-    def layouts(self, shape: Sequence[int], orders: bool = False) -> Iterator[Layout]:
-        """The layouts that the shapes allow, over the axes of which nothing is said; the plainest come first.
+    def cuts(self, shape: Sequence[int], orders: bool = False) -> Iterator[Cut]:
+        """The cuts that the shapes allow, over the axes of which nothing is said; the plainest come first.
 
         With `orders` also rows that don't lie one after the other.
         """
@@ -161,7 +161,7 @@ class Held:
         for chosen in itertools.product(*ways):
             used = [axis for axes, _ in chosen for axis in axes]
             if len(used) == len(set(used)):
-                yield Layout(tuple(axes for axes, _ in chosen), tuple(blocks for _, blocks in chosen))
+                yield Cut(tuple(axes for axes, _ in chosen), tuple(blocks for _, blocks in chosen))
 
     def _ways(
         self, dim: int, extent: int, unsaid: Sequence[str], orders: bool
@@ -243,17 +243,17 @@ def largest_of(x: torch.Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def fitting(held: Held, whole: torch.Tensor, tolerance: Tolerance, orders: bool = False) -> list[Layout]:
-    """The layouts in which the tensor is right as it lies, pending only where it says so."""
+def fitting(held: Parts, whole: torch.Tensor, tolerance: Tolerance, orders: bool = False) -> list[Cut]:
+    """The cuts in which the tensor is right as it lies, pending only where it says so."""
     x, found = held.vector(held.pending), []
-    for layout in held.layouts(tuple(whole.shape), orders):
-        y = held.expected(layout, whole, held.pending)
+    for cut in held.cuts(tuple(whole.shape), orders):
+        y = held.expected(cut, whole, held.pending)
         if x is not None and y is not None and tolerance.allows(error_of(x, y), largest_of(y)):
-            found.append(layout)
+            found.append(cut)
     return found
 
 
-def is_share(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> bool:
+def is_share(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> bool:
     """Whether a plain scalar is a rank's share of a loss: the sum or the mean over some axes is right."""
     if whole.ndim or not held.is_plain:
         return False
@@ -293,23 +293,23 @@ class Clues:
     """What else a tensor could be made of.
 
     added: parameters that could have been added to it, by name. uses: the gradients by each use of a tied parameter.
-    counts: by a text the share of labels that count. layouts: the only ones allowed, those of a parameter's value.
+    counts: by a text the share of labels that count. cuts: the only ones allowed, those of a parameter's value.
     """
 
     added: Mapping[str, torch.Tensor] = field(default_factory=dict)
     uses: Mapping[str, torch.Tensor] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
-    layouts: Sequence[Layout] | None = None
+    cuts: Sequence[Cut] | None = None
 
 
-def diagnosed(held: Held, whole: torch.Tensor, tolerance: Tolerance, clues: Clues | None = None) -> Finding:
+def diagnosed(held: Parts, whole: torch.Tensor, tolerance: Tolerance, clues: Clues | None = None) -> Finding:
     """What a tensor is that isn't right: the simplest relation to the right one that holds."""
     clues = clues or Clues()
-    pairs = list(_pairs(held, whole, clues.layouts))
+    pairs = list(_pairs(held, whole, clues.cuts))
     error = min((_relative(x, y) for _, _, x, y in pairs), default=math.inf)
     for attempt in (_summed, _multiple, _scaled_sum, _plus, _some_uses):
-        for pending, layout, x, y in pairs:
-            found = attempt(held, _Pair(pending, layout, x, y, whole), tolerance, clues)
+        for pending, cut, x, y in pairs:
+            found = attempt(held, _Pair(pending, cut, x, y, whole), tolerance, clues)
             if found is not None:
                 return Finding(found.kind, found.text, found.axes, found.factor, error)
     return _whole_instead(held, whole, tolerance) or _other_rows(held, whole, tolerance) or _unknown(held, whole, error)
@@ -317,10 +317,10 @@ def diagnosed(held: Held, whole: torch.Tensor, tolerance: Tolerance, clues: Clue
 
 @dataclass(frozen=True)
 class _Pair:
-    """What the ranks have, reduced over `pending`, and what they should have in a layout."""
+    """What the ranks have, reduced over `pending`, and what they should have in a cut."""
 
     pending: tuple[str, ...]
-    layout: Layout
+    cut: Cut
     x: torch.Tensor
     y: torch.Tensor
     whole: torch.Tensor
@@ -330,27 +330,27 @@ class _Pair:
         return largest_of(self.y)
 
 
-_Pairs = Iterator[tuple[tuple[str, ...], Layout, torch.Tensor, torch.Tensor]]
+_Pairs = Iterator[tuple[tuple[str, ...], Cut, torch.Tensor, torch.Tensor]]
 
 
-def _pairs(held: Held, whole: torch.Tensor, allowed: Sequence[Layout] | None) -> _Pairs:
-    """Every layout with every set of axes that could be pending; fewest of them first."""
-    layouts = list(held.layouts(tuple(whole.shape)) if allowed is None else allowed)
+def _pairs(held: Parts, whole: torch.Tensor, allowed: Sequence[Cut] | None) -> _Pairs:
+    """Every cut with every set of axes that could be pending; fewest of them first."""
+    cuts = list(held.cuts(tuple(whole.shape)) if allowed is None else allowed)
     for axes in [(), *_subsets([axis for axis in held.axes if axis not in held.pending])]:
-        for layout in layouts:
-            if any(axis in axes for dim in layout.dims for axis in dim):
+        for cut in cuts:
+            if any(axis in axes for dim in cut.dims for axis in dim):
                 continue
             pending = held.pending | dict.fromkeys(axes, "sum")
-            x, y = held.vector(pending), held.expected(layout, whole, pending)
+            x, y = held.vector(pending), held.expected(cut, whole, pending)
             if x is not None and y is not None and x.shape == y.shape:
-                yield axes, layout, x, y
+                yield axes, cut, x, y
 
 
 def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
     return error_of(x, y) / (largest_of(y) or 1.0)
 
 
-def _summed(held: Held, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
+def _summed(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
     if not pair.pending or not tolerance.allows(error_of(pair.x, pair.y), pair.largest):
         return None
     if not set(pair.pending) <= set(differing(held)):  # the same on all: rather a part of the right one than summands
@@ -368,7 +368,7 @@ def factor_between(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> fl
     return factor if close and abs(factor) > 1e-6 else None
 
 
-def _multiple(held: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
+def _multiple(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
     factor = None if pair.pending else factor_between(pair.x, pair.y, tolerance)
     if factor is None:
         return None
@@ -382,7 +382,7 @@ def _multiple(held: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Fi
     return Finding("factor", times_text(factor), axes[0] if len(axes) == 1 else (), factor)
 
 
-def _scaled_sum(held: Held, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
+def _scaled_sum(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
     factor = factor_between(pair.x, pair.y, tolerance) if pair.pending else None
     if factor is None:
         return None
@@ -394,7 +394,7 @@ def _scaled_sum(held: Held, pair: _Pair, tolerance: Tolerance, _: Clues) -> Find
     return Finding("pending", f"{over}, and its sum is {times_text(factor)}", pair.pending, factor)
 
 
-def _plus(held: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
+def _plus(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
     for name, parameter in clues.added.items():
         if not pair.whole.ndim or parameter.ndim > pair.whole.ndim or not parameter.numel():
             continue
@@ -403,7 +403,7 @@ def _plus(held: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Findin
         except RuntimeError:  # of another shape
             continue
         pending = held.pending | dict.fromkeys(pair.pending, "sum")
-        added = held.expected(pair.layout, spread, pending)
+        added = held.expected(pair.cut, spread, pending)
         more = None if added is None else factor_between(pair.x - pair.y, added, tolerance)
         if added is None or more is None or not tolerance.allows(error_of(pair.x, pair.y + more * added), pair.largest):
             continue
@@ -420,12 +420,12 @@ def _plus(held: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Findin
     return None
 
 
-def _some_uses(_: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
+def _some_uses(_: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
     names = list(clues.uses)
     for kept in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names))):
         y = sum(clues.uses[name] for name in kept)
         assert isinstance(y, torch.Tensor)
-        expected = _.expected(pair.layout, y, _.pending | dict.fromkeys(pair.pending, "sum"))
+        expected = _.expected(pair.cut, y, _.pending | dict.fromkeys(pair.pending, "sum"))
         if expected is None or not tolerance.allows(error_of(pair.x, expected), pair.largest):
             continue
         missing = [name for name in names if name not in kept]
@@ -438,7 +438,7 @@ def _some_uses(_: Held, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Find
     return None
 
 
-def _whole_instead(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:
+def _whole_instead(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:
     """Whether every rank has all of a tensor that says it is split, or of whose value it has a part."""
     for piece in held.pieces.values():
         if piece.local.shape != whole.shape or not tolerance.allows(error_of(piece.local, whole), largest_of(whole)):
@@ -447,7 +447,7 @@ def _whole_instead(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> Fin
     return Finding("whole", "whole where it should be split", axes)
 
 
-def _is_cut(held: Held, axis: str) -> bool:
+def _is_cut(held: Parts, axis: str) -> bool:
     """Whether a DTensor says that ranks along the axis have different parts."""
     i = list(held.sizes).index(axis)
     first: dict[Coordinate, tuple[Runs, ...] | None] = {}
@@ -457,30 +457,28 @@ def _is_cut(held: Held, axis: str) -> bool:
     )
 
 
-def _other_rows(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:
+def _other_rows(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:
     """Rows that lie in another order than the tensor says, or than a plain one would."""
     plain = held.plain()
     if math.prod(1 + len(held.axes) for _ in whole.shape) > 256:
         return None
-    for layout in fitting(plain, whole, tolerance, orders=True):
-        split = [dim for dim, axes in enumerate(layout.dims) if axes]
+    for cut in fitting(plain, whole, tolerance, orders=True):
+        split = [dim for dim, axes in enumerate(cut.dims) if axes]
         if not split:
             continue
-        axes = tuple(axis for dim in split for axis in layout.dims[dim])
+        axes = tuple(axis for dim in split for axis in cut.dims[dim])
         dims = f"dim{'s' if len(split) > 1 else ''} {words(map(str, split))}"
-        return Finding("order", f"rows in another order along {dims} (as '{layout}')", axes)
+        return Finding("order", f"rows in another order along {dims} (as '{cut}')", axes)
     return None
 
 
-def _unknown(held: Held, whole: torch.Tensor, error: float) -> Finding:
+def _unknown(held: Parts, whole: torch.Tensor, error: float) -> Finding:
     shapes = {_outer(piece) for piece in held.pieces.values()}
+    if not all(bool(torch.isfinite(piece.local).all()) for piece in held.pieces.values()):
+        return Finding("none", "not finite", (), None, math.inf)
     if error == math.inf:
         found = words(str(list(shape)) for shape in sorted(shapes))
-        return Finding("shape", f"of shape {found} where it should be {list(whole.shape)}, or parts of that", (), None)
-    if any(not bool(torch.isfinite(piece.local).all()) for piece in held.pieces.values()) and bool(
-        torch.isfinite(whole).all()
-    ):
-        return Finding("none", "not finite", (), None, math.inf)
+        return Finding("shape", f"of shape {found} where it should be {list(whole.shape)}, or parts of that")
     if all(not largest_of(piece.local) for piece in held.pieces.values()):
         return Finding("zero", "zero on every rank", (), 0.0, error)
     differs = differing(held)
@@ -490,7 +488,7 @@ def _unknown(held: Held, whole: torch.Tensor, error: float) -> Finding:
     return Finding("none", f"none of these: largest relative difference {error:.0e}", (), None, error)
 
 
-def differing(held: Held) -> tuple[str, ...]:
+def differing(held: Parts) -> tuple[str, ...]:
     """The axes along which ranks have different values."""
     names, found = list(held.sizes), []
     for axis in held.axes:

@@ -18,9 +18,9 @@ import torch
 from axes.nn.diagnosis import (
     Clues,
     Coordinate,
+    Cut,
     Finding,
-    Held,
-    Layout,
+    Parts,
     Piece,
     Tolerance,
     diagnosed,
@@ -34,7 +34,7 @@ from axes.nn.observed import Observed
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """One tensor that isn't the one device's.
 
     name: of the parameter, module or output. what: "module", "gradient", "every gradient", "output", "value" or
@@ -95,16 +95,16 @@ def judged(
     one: Observed,
     limits: Limits,
     counts: Mapping[str, float] | None = None,
-) -> list[Difference]:
+) -> list[Mismatch]:
     """What differs, with what to look at first at the front.
 
     `sizes`: the mesh's axes of more than one rank, in order; ranks follow them row-major. `counts`: see `Clues`.
     """
     places = list(itertools.product(*(range(size) for size in sizes.values())))
     world = _World(sizes, dict(zip(places, ranks, strict=True)), one, limits, counts or {})
-    values, layouts = world.values()
+    values, cuts = world.values()
     outputs = list(world.outputs())
-    gradients = list(world.gradients(layouts, {each.name for each in values}))
+    gradients = list(world.gradients(cuts, {each.name for each in values}))
     modules = [each for _, each in world.first_wrong_module()] if outputs and not values else []
     known = [each for each in gradients if each.kind not in _UNKNOWN]
     unknown = [each for each in gradients if each.kind in _UNKNOWN]
@@ -128,46 +128,46 @@ class _World:
     limits: Limits
     counts: Mapping[str, float]
 
-    def held(self, kind: str, name: str) -> Held | None:
+    def held(self, kind: str, name: str) -> Parts | None:
         """A tensor as those ranks have it that have it at all; where a rank has no gradient, it is zero."""
         found = {place: getattr(seen, kind)[name] for place, seen in self.ranks.items() if name in getattr(seen, kind)}
         pieces = {place: piece for place, piece in found.items() if piece is not None}
         for place in found.keys() - pieces.keys():
             value = self.ranks[place].values[name]
             pieces[place] = dataclasses.replace(value, local=torch.zeros_like(value.local))
-        return Held(self.sizes, dict(sorted(pieces.items()))) if pieces else None
+        return Parts(self.sizes, dict(sorted(pieces.items()))) if pieces else None
 
-    def values(self) -> tuple[list[Difference], dict[str, list[Layout]]]:
+    def values(self) -> tuple[list[Mismatch], dict[str, list[Cut]]]:
         """Parameters that don't start out as on one device, and how those lie that do."""
-        wrong, layouts = [], {}
+        wrong, cuts = [], {}
         tolerance = self.limits.of(self.one.values)
         for name, whole in self.one.values.items():
             held = self.held("values", name)
             if held is None:
-                wrong.append(Difference(name, "value", "nowhere: no rank has a parameter of this name", kind="shape"))
+                wrong.append(Mismatch(name, "value", "nowhere: no rank has a parameter of this name", kind="shape"))
                 continue
             fits = fitting(held, whole.local, tolerance) or fitting(held, whole.local, tolerance, orders=True)
             if fits:
-                layouts[name] = fits
+                cuts[name] = fits
             else:
                 found = diagnosed(held, whole.local, tolerance)
                 text = f"not the one device's ({found.text}): give both the same, by one seed or parts of one tensor"
-                wrong.append(Difference(name, "value", text, found.axes, found.factor, found.error, found.kind))
+                wrong.append(Mismatch(name, "value", text, found.axes, found.factor, found.error, found.kind))
         extra = {name: None for seen in self.ranks.values() for name in seen.values if name not in self.one.values}
-        wrong += [Difference(name, "value", "of no parameter that one device has", kind="shape") for name in extra]
-        return wrong, layouts
+        wrong += [Mismatch(name, "value", "of no parameter that one device has", kind="shape") for name in extra]
+        return wrong, cuts
 
-    def outputs(self) -> Iterator[Difference]:
+    def outputs(self) -> Iterator[Mismatch]:
         """Outputs that differ."""
         tolerance = self.limits.of(self.one.outputs)
         for name, whole in self.one.outputs.items():
             held = self.held("outputs", name)
             if held is None:
-                yield Difference(name, "output", "missing on every rank", kind="shape")
+                yield Mismatch(name, "output", "missing on every rank", kind="shape")
             elif not is_right(held, whole.local, tolerance):
                 yield _difference(name, "output", diagnosed(held, whole.local, tolerance, Clues(counts=self.counts)))
 
-    def gradients(self, layouts: Mapping[str, list[Layout]], skipped: set[str]) -> Iterator[Difference]:
+    def gradients(self, cuts: Mapping[str, list[Cut]], skipped: set[str]) -> Iterator[Mismatch]:
         """Gradients that differ, the parameters that are used last first."""
         tolerance = self.limits.of(self.one.gradients)
         second = {name for tie in self.one.ties for name in tie[1:] if all(tie in r.ties for r in self.ranks.values())}
@@ -178,23 +178,23 @@ class _World:
             held = self.held("gradients", name)
             if whole is None:
                 if held is not None and any(largest_of(piece.local) for piece in held.pieces.values()):
-                    yield Difference(name, "gradient", "there, though on one device it has none", kind="shape")
+                    yield Mismatch(name, "gradient", "there, though on one device it has none", kind="shape")
                 continue
             if held is None:
                 if largest_of(whole.local) > tolerance.absolute:
-                    yield Difference(name, "gradient", "missing: no rank has one", factor=0.0, kind="zero")
+                    yield Mismatch(name, "gradient", "missing: no rank has one", factor=0.0, kind="zero")
                 continue
-            allowed = layouts.get(name) if held.is_plain else None
+            allowed = cuts.get(name) if held.is_plain else None
             fits = fitting(held, whole.local, tolerance) if allowed is None else self._fits(held, whole, allowed)
             if fits:
                 continue
-            clues = Clues(uses=self.one.uses.get(name, {}), counts=self.counts, layouts=allowed)
+            clues = Clues(uses=self.one.uses.get(name, {}), counts=self.counts, cuts=allowed)
             yield _difference(name, "gradient", diagnosed(held, whole.local, tolerance, clues))
 
-    def _fits(self, held: Held, whole: Piece, allowed: Sequence[Layout]) -> bool:
-        """Whether a plain gradient is right in one of the layouts that its parameter's value has."""
+    def _fits(self, held: Parts, whole: Piece, allowed: Sequence[Cut]) -> bool:
+        """Whether a plain gradient is right in one of the cuts that its parameter's value has."""
         tolerance, x = self.limits.of(self.one.gradients), held.vector({})
-        expected = [held.expected(layout, whole.local, {}) for layout in allowed]
+        expected = [held.expected(cut, whole.local, {}) for cut in allowed]
         return any(x is not None and y is not None and tolerance.allows(_error(x, y), largest_of(y)) for y in expected)
 
     def _order(self) -> dict[str, int]:
@@ -202,7 +202,7 @@ class _World:
         modules = {_module(name): i for i, name in enumerate(self.one.modules)}
         return {name: modules.get(name.rpartition(".")[0], -1) for name in self.one.values}
 
-    def every(self, gradients: Sequence[Difference]) -> list[Difference]:
+    def every(self, gradients: Sequence[Mismatch]) -> list[Mismatch]:
         """One line for all gradients, where all are the same multiple of the right ones: the loss is."""
         nonzero = [n for n, g in self.one.gradients.items() if g is not None and largest_of(g.local)]
         ties = sum(len(tie) - 1 for tie in self.one.ties)
@@ -215,9 +215,9 @@ class _World:
             return []
         kind = "every" if first.kind == "factor" else first.kind
         text = f"all {len(gradients)} are {first.text}"
-        return [Difference("every gradient", "every gradient", text, first.axes, first.factor, first.error, kind)]
+        return [Mismatch("every gradient", "every gradient", text, first.axes, first.factor, first.error, kind)]
 
-    def first_wrong_module(self) -> Iterator[tuple[int, Difference]]:
+    def first_wrong_module(self) -> Iterator[tuple[int, Mismatch]]:
         """The place of the first module whose output is wrong, and what that comes of."""
         before: list[tuple[str, Finding]] = []  # what is pending, just before
         for place, (name, whole) in enumerate(self.one.modules.items()):
@@ -249,7 +249,7 @@ class _World:
         added = {each: piece.local for each, piece in self.one.values.items() if each.startswith(prefix)}
         return added | {f"the output of {each}": self.one.modules[each].local for each, _ in before[-1:]}
 
-    def _missing(self, before: Sequence[tuple[str, Finding]], wrong: str) -> Difference:
+    def _missing(self, before: Sequence[tuple[str, Finding]], wrong: str) -> Mismatch:
         """That what is pending was used as if it were whole; of the modules of which it is the output the innermost."""
         name, found = before[-1]
         for inner, _ in reversed(before):
@@ -259,28 +259,28 @@ class _World:
         text = (
             f"{found.text}, and {wrong or 'the model'} after it is wrong: an all-reduce over {axes} is missing after it"
         )
-        return Difference(name, "module", text, found.axes, None, found.error, "missing")
+        return Mismatch(name, "module", text, found.axes, None, found.error, "missing")
 
-    def dropout(self) -> Iterator[Difference]:
+    def dropout(self) -> Iterator[Mismatch]:
         """The first module that ranks have the same output of without dropout, and different ones with it."""
         for name, whole in self.one.modules.items():
             held, dropped = self.held("modules", name), self.held("dropped", name)
             if held is None or dropped is None:
                 continue
             tolerance = self.limits.of({name: whole})
-            layouts = fitting(held, whole.local, tolerance)
-            split = {axis for layout in layouts[:1] for dim in layout.dims for axis in dim}
+            cuts = fitting(held, whole.local, tolerance)
+            split = {axis for cut in cuts[:1] for dim in cut.dims for axis in dim}
             same = set(held.axes) - set(differing(held)) - split
             differs = tuple(axis for axis in differing(dropped) if axis in same)
-            if layouts and differs:
+            if cuts and differs:
                 over = words(differs)
                 text = f"different between the ranks of {over}, where it should be the same: dropout draws differently"
                 title = f"{name or 'the model'} ({self.one.kinds.get(_module(name), 'module')})"
-                yield Difference(title, "module", text, differs, None, 1.0, "dropout")
+                yield Mismatch(title, "module", text, differs, None, 1.0, "dropout")
                 return
 
 
-def is_right(held: Held, whole: torch.Tensor, tolerance: Tolerance) -> bool:
+def is_right(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> bool:
     """Whether an output is the one device's. Nobody says of a plain one how it lies, nor in what order."""
     return bool(fitting(held, whole, tolerance, orders=held.is_plain)) or is_share(held, whole, tolerance)
 
@@ -294,5 +294,5 @@ def _module(name: str) -> str:
     return name.partition("[")[0].partition(" ")[0]
 
 
-def _difference(name: str, what: str, found: Finding) -> Difference:
-    return Difference(name, what, found.text, found.axes, found.factor, found.error, found.kind)
+def _difference(name: str, what: str, found: Finding) -> Mismatch:
+    return Mismatch(name, what, found.text, found.axes, found.factor, found.error, found.kind)

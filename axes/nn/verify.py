@@ -29,8 +29,8 @@ from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.nn.annotations import annotated
-from axes.nn.diagnosis import Held, Layout, Piece, Tolerance, axes_of_factor, fitting, words
-from axes.nn.judgement import Difference, Limits, first_wrong, judged
+from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
+from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
 from axes.nn.observed import Job, Observed, observe, tensors_in
 from axes.ops.module_regions import without_regions
 from axes.runtime import torch_private
@@ -54,7 +54,7 @@ class Verification:
     tensors were compared.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[Mismatch, ...]
     meshes: tuple[str, ...]
     compared: int
 
@@ -127,7 +127,7 @@ def verify(
     Each rank seeds torch alike before the program starts. Dropout is off while values are compared; where there is any,
     a second run tells whether ranks that should drop the same elements do.
 
-    DTensors say how they lie. For plain tensors every layout that their shapes allow is tried: replicated, split along
+    DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
     a dim by any axes; a plain scalar may also be a rank's share of a loss. Only a program's parameters and outputs are
     judged; what modules inside return tells where an output went wrong.
 
@@ -137,6 +137,7 @@ def verify(
     Raises `AxesError` for arguments that can't be checked, before a process starts, and what the program raises on a
     rank.
 
+    >>> import axes
     >>> axes.verify(torch.nn.Linear(4, 8), torch.ones(2, 4), mesh="dp=64 tp=8", specs={"*": "f@tp ..."})
     <Verification on 'dp=2 tp=2': ok>
 
@@ -298,7 +299,7 @@ class _Check:
     def run(self) -> Verification:
         sets = shrunk(self.mesh)
         one = self._one()
-        differences: dict[tuple[str, str], Difference] = {}
+        differences: dict[tuple[str, str], Mismatch] = {}
         for small in sets:
             for each in self._on(small, one):
                 differences.setdefault((each.name, each.what), each)
@@ -339,7 +340,7 @@ class _Check:
 
     # differences
 
-    def _on(self, small: dict[str, int], one: Observed) -> list[Difference]:
+    def _on(self, small: dict[str, int], one: Observed) -> list[Mismatch]:
         ranks = self._launched(self.job, small)
         found = self._judged(small, ranks, one)
         if not found:
@@ -350,7 +351,7 @@ class _Check:
         found = self._with_axes(found, small, one)
         return [*self._orders(found, ranks, small, one), *found]
 
-    def _judged(self, small: Mapping[str, int], ranks: Sequence[Observed], one: Observed) -> list[Difference]:
+    def _judged(self, small: Mapping[str, int], ranks: Sequence[Observed], one: Observed) -> list[Mismatch]:
         return judged(_large(small), ranks, one, self.limits, self._counts())
 
     def _counts(self) -> dict[str, float]:
@@ -374,7 +375,7 @@ class _Check:
         except Exception:  # a program that tells an alias from a parameter: the diagnosis goes without
             return {}
 
-    def _with_axes(self, found: list[Difference], small: dict[str, int], one: Observed) -> list[Difference]:
+    def _with_axes(self, found: list[Mismatch], small: dict[str, int], one: Observed) -> list[Mismatch]:
         """The differences with the axes without which each is gone, where these aren't known yet."""
         large = _large(small)
         forward = any(each.what in ("module", "value") for each in found)  # the rest follows from that
@@ -396,8 +397,8 @@ class _Check:
         return [_over(each, gone[each.name, each.what], large) for each in found]
 
     def _orders(
-        self, found: Sequence[Difference], ranks: Sequence[Observed], small: Mapping[str, int], one: Observed
-    ) -> Iterator[Difference]:
+        self, found: Sequence[Mismatch], ranks: Sequence[Observed], small: Mapping[str, int], one: Observed
+    ) -> Iterator[Mismatch]:
         """Parameters whose rows forward takes in another order: with that order, the outputs are right."""
         wrong = next((each for each in found if each.what == "module"), None)
         if wrong is None or wrong.kind not in ("none", "differs", "missing"):
@@ -416,16 +417,16 @@ class _Check:
                 axes = tuple(axis for dim in after.dims for axis in dim)
                 text = f"has its rows in another order than forward takes them in: they lie as '{before}', and as"
                 text += f" '{after}' {wrong.name} is right"
-                yield Difference(name, "order", text, axes, kind="order")
+                yield Mismatch(name, "order", text, axes, kind="order")
             return
 
 
-_Trial = dict[str, tuple[Layout, Layout, list[torch.Tensor]]]
-"""By parameter its layout, another one, and what each rank has in the other one."""
+_Trial = dict[str, tuple[Cut, Cut, list[torch.Tensor]]]
+"""By parameter its cut, another one, and what each rank has in the other one."""
 
 
 def _trials(
-    wrong: Difference, ranks: Mapping[tuple[int, ...], Observed], one: Observed, large: Mapping[str, int]
+    wrong: Mismatch, ranks: Mapping[tuple[int, ...], Observed], one: Observed, large: Mapping[str, int]
 ) -> Iterator[_Trial]:
     """Other orders of rows for the split parameters near a wrong module; those of one module change together."""
     module = wrong.name.partition(" ")[0]
@@ -439,10 +440,10 @@ def _trials(
             pieces = {place: seen.values[name] for place, seen in ranks.items() if name in seen.values}
             if name.rpartition(".")[0] != holder or len(pieces) < len(ranks):
                 continue
-            held = Held(large, {place: Piece(piece.local) for place, piece in pieces.items()})
+            held = Parts(large, {place: Piece(piece.local) for place, piece in pieces.items()})
             for before in fitting(held, whole.local, Tolerance(1e-6, 0.0), orders=True):
                 dim = next((dim for dim, axes in enumerate(before.dims) if axes), None)
-                for after in held.layouts(tuple(whole.local.shape), orders=True) if dim is not None else ():
+                for after in held.cuts(tuple(whole.local.shape), orders=True) if dim is not None else ():
                     alike = after.dims == before.dims and all(n == 1 for d, n in enumerate(after.blocks) if d != dim)
                     if alike and after.blocks != before.blocks:
                         vectors = held.expected(after, whole.local, {})
@@ -471,7 +472,7 @@ def _large(small: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in small.items() if size > 1}
 
 
-def _over(difference: Difference, gone: tuple[str, ...], sizes: Mapping[str, int]) -> Difference:
+def _over(difference: Mismatch, gone: tuple[str, ...], sizes: Mapping[str, int]) -> Mismatch:
     """The difference with its axes: those without which it is gone."""
     if difference.axes or difference.kind not in _OF_AXES or not gone:
         return difference
