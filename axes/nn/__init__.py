@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from axes.nn.layers import RMSNorm as RMSNorm
     from axes.nn.optimizers import local_optimizer as local_optimizer
     from axes.nn.scaler import GradScaler as GradScaler
+    from axes.nn.verify import verify as verify
 
 _HOME = {
     "axes.nn.clipping": ("clip_grad_norm_", "total_norm"),
@@ -37,6 +38,7 @@ _HOME = {
     "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
     "axes.nn.optimizers": ("local_optimizer",),
     "axes.nn.scaler": ("GradScaler",),
+    "axes.nn.verify": ("verify",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -121,6 +121,23 @@ def _unpickled(kind: type) -> torch.nn.Module:
     return made.__new__(made)
 
 
+def without_regions(module: M) -> dict[str, str]:
+    """Make the regions in a module, itself among them, plain modules again; returns their expressions, by name."""
+    found = {}
+    for name, each in module.named_modules():
+        run = each.__dict__.pop(_REGION, None)
+        if run is not None:
+            found[name] = run.expression
+            each.__class__ = next(kind for kind in type(each).__mro__ if not issubclass(kind, _Region))
+    for each in module.modules():
+        for hooks, own in ((each._forward_pre_hooks, _enter_inner), (each._forward_hooks, _leave_inner)):
+            for number in [number for number, hook in hooks.items() if hook is own]:
+                del hooks[number]
+                each._forward_pre_hooks_with_kwargs.pop(number, None)
+                each._forward_hooks_always_called.pop(number, None)
+    return found
+
+
 class _Region(torch.nn.Module):
     """A module whose `forward` runs in a region."""
 
@@ -149,8 +166,8 @@ def _within(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any) -
     if {axis.layout for axis in same} != {axis.layout for axis in outer}:
         mine, theirs = (" ".join(map(str, axes)) or "no axis" for axes in (same, outer))
         raise ShardingError(
-            f"a region inside a region: its inputs are the same over {mine}, those of the region around it over {theirs}; "
-            f"write same@ in both or in neither\n  in  shard_map '{run.expression}'"
+            f"a region inside a region: its inputs are the same over {mine}, those of the region around it over "
+            f"{theirs}; write same@ in both or in neither\n  in  shard_map '{run.expression}'"
         )
     with use_mesh(required_mesh(run.mesh, f"shard_map '{run.expression}'")):
         return inside(*args, **kwargs)
@@ -209,7 +226,7 @@ def _on_plain(
 
     def entering(x: Any) -> Any:
         spec = next(specs, None) if isinstance(x, torch.Tensor) else None
-        return x if spec is None else from_local(x, _without_same(spec), mesh=mesh, grad="whole")
+        return x if spec is None else from_local(x, without_same(spec), mesh=mesh, grad="whole")
 
     args, kwargs = torch_private.mapped(entering, (args, kwargs))
     result = run(inside, args, kwargs, own)
@@ -222,7 +239,7 @@ def _left_as_plain(x: DTensor, module: torch.nn.Module) -> torch.Tensor:
     return local.clone() if isinstance(module, FSDPModule) else local
 
 
-def _without_same(spec: Spec) -> str:
+def without_same(spec: Spec) -> str:
     """A spec without what it says of gradients."""
     pending = tuple(p for p in spec.pending or () if p.op != "same")
     return str(replace(spec, pending=pending or None))

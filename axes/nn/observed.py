@@ -1,0 +1,437 @@
+"""One rank's part of `axes.verify`: run a program, and note what came of it.
+
+    seen = observe(Job(program, (tokens,), mesh=("dp=2 tp=2",)))
+    seen.outputs, seen.gradients, seen.modules          # tensors as this rank has them
+
+The program is watched from outside: by hooks that torch calls around every module, and by the gradients that its
+parameters have in the end. Dropout is off while it is judged, since no two meshes draw the same numbers for the same
+places; where it would have been on, the program runs once more with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from axes.algebra.logical import Rules, use_rules
+from axes.algebra.mesh import Mesh
+from axes.nn.diagnosis import Piece, Runs
+from axes.nn.shard_module import shard_module
+from axes.ops.module_regions import without_same
+from axes.ops.regions import read_region
+from axes.ops.shard_map import shard_map
+from axes.runtime import torch_private
+from axes.runtime.groups import destroy_process_groups
+from axes.runtime.sharded import shard, sharding_of
+from axes.runtime.world import init_mesh
+
+_HOOKS = 1_000_000
+"""A module that comes from another process has hooks under that one's numbers, which new hooks mustn't get here."""
+
+SEED = 1234
+"""What every rank gives torch before the program makes its parameters."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank runs.
+
+    program: a function, or a module without its regions, whose expressions are `regions`. mesh: the declaration and
+    equations of `init_mesh`. plain: a module stays as it is, on one device. weighted: backward
+    starts from all outputs, not from scalars alone. again: values of parameters, by
+    rank, to try instead of their own, a set at a time. uses: also note what each use of a parameter adds to its
+    gradient.
+    """
+
+    program: Any
+    inputs: tuple[Any, ...]
+    mesh: tuple[str, ...]
+    regions: Mapping[str, str] = field(default_factory=dict)
+    specs: Mapping[str, str] | None = None
+    rules: Rules | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    plain: bool = False
+    weighted: bool = False
+    double: bool = True
+    uses: bool = False
+    again: tuple[Mapping[str, Sequence[torch.Tensor]], ...] = ()
+
+
+@dataclass
+class Observed:
+    """What one rank saw. Tensors are under names: of outputs, of parameters; of modules' outputs in order.
+
+    dropped: the modules' outputs with dropout, where there is any. ties: names of one parameter. kinds: classes of
+    modules. trials: the runs with other values.
+    """
+
+    outputs: dict[str, Piece] = field(default_factory=dict)
+    values: dict[str, Piece] = field(default_factory=dict)
+    gradients: dict[str, Piece | None] = field(default_factory=dict)
+    modules: dict[str, Piece] = field(default_factory=dict)
+    dropped: dict[str, Piece] = field(default_factory=dict)
+    ties: list[tuple[str, ...]] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
+    uses: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    trials: list[Observed] = field(default_factory=list)
+
+
+def observe(job: Job) -> Observed:
+    """Run a job on this rank, in a world as large as its mesh."""
+    RemovableHandle.next_id += _HOOKS
+    if job.double:
+        torch.set_default_dtype(torch.float64)
+    rules = contextlib.nullcontext() if job.rules is None else use_rules(job.rules)
+    with rules, init_mesh(*job.mesh, device_type="cpu") as mesh:
+        dropout = _Dropout(off=True)
+        seen = _run(job, mesh, dropout)
+        if dropout.met:
+            seen.dropped = _run(job, mesh, _Dropout(off=False)).modules
+        for values in job.again:
+            own = {name: by_rank[mesh.rank] for name, by_rank in values.items()}
+            seen.trials.append(Observed(modules=_run(job, mesh, _Dropout(off=True), own).modules))
+    destroy_process_groups()
+    return seen
+
+
+def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Tensor] | None = None) -> Observed:
+    torch.manual_seed(SEED)
+    watch = _Watch(mesh, values or {})
+    uses = _Uses(watch) if job.uses else contextlib.nullcontext()
+    with dropout, uses, watch:
+        module: torch.nn.Module | None
+        if isinstance(job.program, torch.nn.Module):
+            module, leaves, result = _module_on(job, mesh)
+        else:
+            leaves = {}
+            told = {"mesh": mesh} if _takes_mesh(job.program) else {}
+            result = job.program(*torch_private.mapped(_own, job.inputs), **told)
+            result, module = _told_apart(result)
+        outputs = dict(tensors_in(result, "output"))
+        roots = {"": module} if module is not None else watch.named_roots()
+        if not any(x.grad is not None for root in roots.values() for x in root.parameters()):
+            _backward(outputs, job.weighted)
+    seen = Observed(outputs={name: piece_of(x, mesh) for name, x in outputs.items()})
+    _note_parameters(seen, roots, mesh)
+    for name, leaf in leaves.items():
+        seen.values[name] = piece_of(leaf, mesh)
+        seen.gradients[name] = None if leaf.grad is None else piece_of(leaf.grad, mesh)
+    seen.modules = watch.named(roots)
+    if isinstance(uses, _Uses):
+        seen.uses = uses.gradients(roots)
+    seen.kinds = {name: type(each).__name__ for name, each in _modules(roots)}
+    return seen
+
+
+def _takes_mesh(program: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `mesh`."""
+    try:
+        return "mesh" in inspect.signature(program).parameters
+    except (TypeError, ValueError):  # what has no signature takes inputs alone
+        return False
+
+
+def _own(x: Any) -> Any:
+    """A tensor that a run may change or differentiate, without a trace in the next run."""
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+
+def _told_apart(result: Any) -> tuple[Any, torch.nn.Module | None]:
+    """What a program returned: outputs, or outputs and the module."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], torch.nn.Module):
+        return result
+    return result, None
+
+
+# --- modules
+
+
+def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Any]:
+    """A copy of the module, sharded unless it is to stay plain; its inputs that need gradients; its result."""
+    module: torch.nn.Module = copy.deepcopy(job.program)
+    if job.double:
+        module.double()
+    if not job.plain or any(x.is_meta for x in module.parameters()):
+        shard_module(module, job.specs, mesh, job.rules, sizes=job.sizes)
+    if not job.plain:
+        for name, expression in job.regions.items():
+            shard_map(module.get_submodule(name), expression)
+    else:
+        _make_plain(module)
+    told = iter(read_region(job.regions[""]).inputs if "" in job.regions else ())
+    leaves: dict[str, torch.Tensor] = {}
+    places = itertools.count()
+
+    def entering(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        spec, place = next(told, None), next(places)
+        x = x.detach().requires_grad_(x.requires_grad)
+        if not job.plain:
+            x = shard(x.detach(), "..." if spec is None else without_same(spec), mesh).requires_grad_(x.requires_grad)
+        if x.requires_grad:
+            leaves[f"input {place}"] = x
+        return x
+
+    inputs = torch_private.mapped(entering, job.inputs)
+    return module, leaves, module(*inputs)
+
+
+def _make_plain(module: torch.nn.Module) -> None:
+    """Replace DTensors, of a mesh of one rank, by plain parameters; one that is tied stays so."""
+    made: dict[int, torch.Tensor] = {}
+    for holder in module.modules():
+        for there in (holder._parameters, holder._buffers):
+            for name, x in there.items():
+                if isinstance(x, DTensor):
+                    local = x.to_local().detach()
+                    kept = torch.nn.Parameter(local, x.requires_grad) if isinstance(x, torch.nn.Parameter) else local
+                    there[name] = made.setdefault(id(x), kept)  # type: ignore[assignment]
+
+
+def _backward(outputs: Mapping[str, torch.Tensor], by_weights: bool) -> None:
+    """Backward from what needs it: a program's scalars; all outputs of a module, each element with its own weight."""
+    roots, cotangents = [], []
+    for x in outputs.values():
+        if x.grad_fn is None or not x.is_floating_point() or not (by_weights or x.numel() == 1):
+            continue
+        roots.append(x)
+        cotangents.append(_weights(x))
+    if roots:
+        torch.autograd.backward(roots, cotangents)
+
+
+def _weights(x: torch.Tensor) -> torch.Tensor:
+    """Numbers that tell the elements apart, the same for the whole tensor on every mesh."""
+    numbers = torch.arange(x.numel(), dtype=torch.float64) * 1.7 + 0.3
+    whole = (torch.cos(numbers).view(x.shape) if x.ndim else torch.ones((), dtype=torch.float64)).to(x.dtype)
+    if not isinstance(x, DTensor):
+        return whole
+    sharding = sharding_of(x)
+    return shard(whole, sharding.spec.partition("|")[0].strip(), sharding.mesh)
+
+
+def _note_parameters(seen: Observed, roots: Mapping[str, torch.nn.Module], mesh: Mesh) -> None:
+    names: dict[int, list[str]] = {}
+    for prefix, root in roots.items():
+        for name, x in root.named_parameters(remove_duplicate=False):
+            named = _joined(prefix, name)
+            names.setdefault(id(x), []).append(named)
+            seen.values[named] = piece_of(x, mesh)
+            if x.requires_grad:
+                seen.gradients[named] = None if x.grad is None else piece_of(x.grad, mesh)
+    seen.ties = [tuple(each) for each in names.values() if len(each) > 1]
+
+
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def _joined(prefix: str, name: str) -> str:
+    return _WRAPPERS.sub("", ".".join(filter(None, (prefix, name))))
+
+
+def _modules(roots: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    for prefix, root in roots.items():
+        for name, module in root.named_modules():
+            yield _joined(prefix, name), module
+
+
+# --- tensors
+
+
+def tensors_in(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a tree under names: `output`, `output[0]`, `output['loss']`."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, x in tree.items():
+            yield from tensors_in(x, f"{name}[{key!r}]")
+    else:
+        for i, x in enumerate(torch_private.children_of(tree) or ()):
+            yield from tensors_in(x, f"{name}[{i}]")
+
+
+def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
+    """A tensor as this rank has it now, for the launching process."""
+    if not isinstance(x, DTensor):
+        return Piece(x.detach().clone())
+    local = torch_private.waited(torch_private.local_of(x)).detach().clone()
+    there = x.device_mesh.mesh
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None
+    known: dict[str, str] = {}
+    for name in mesh.axis_names:
+        ranks = set(mesh.axis(name).ranks)
+        if len(ranks) > 1 and ranks <= set(there.flatten().tolist()):
+            known[name] = ""
+            for dim, placement in enumerate(x.placements):
+                along = there[tuple(slice(None) if i == dim else c for i, c in enumerate(coordinate))]
+                if placement.is_partial() and ranks & set(along.tolist()) - {mesh.rank}:
+                    known[name] = str(getattr(placement, "reduce_op", "sum"))
+    shape = tuple(x.shape)
+    index = tuple(_runs(each) for each in sharding_of(x).local_indices(shape))
+    return Piece(local, shape, index, known)
+
+
+def _runs(indices: slice | tuple[slice, ...]) -> Runs:
+    return tuple((run.start, run.stop) for run in ((indices,) if isinstance(indices, slice) else indices))
+
+
+# --- watching
+
+
+class _Watch:
+    """Notes the outputs of all modules that run, in the order in which they are done."""
+
+    def __init__(self, mesh: Mesh, values: Mapping[str, torch.Tensor]):
+        self.mesh, self._values = mesh, values
+        self.running: list[torch.nn.Module] = []
+        self.roots: list[torch.nn.Module] = []
+        self._notes: list[tuple[torch.nn.Module, str, Piece]] = []
+        self._handles: dict[int, Any] = {}
+
+    def __enter__(self) -> _Watch:
+        self._handle = register_module_forward_pre_hook(self._before)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+        for handle in self._handles.values():
+            handle.remove()
+
+    def _before(self, module: torch.nn.Module, *_: Any) -> None:
+        if id(module) not in self._handles:  # behind the hooks that the program itself has put there
+            self._handles[id(module)] = module.register_forward_hook(self._after)
+        if not self.running and not any(module is root for root in self.roots):
+            self.roots.append(module)
+            self._replace(module)
+        self.running.append(module)
+
+    def _replace(self, module: torch.nn.Module) -> None:
+        """Put other values into the parameters, which the program has made and not yet used."""
+        with torch.no_grad():
+            for name, x in module.named_parameters():
+                value = self._values.get(_joined("", name))
+                if value is not None:
+                    (torch_private.local_of(x) if isinstance(x, DTensor) else x).copy_(value)
+
+    def _after(self, module: torch.nn.Module, _: Any, result: Any) -> None:
+        while self.running and self.running.pop() is not module:  # one that raised has no end
+            pass
+        with torch.no_grad():
+            for name, x in tensors_in(result, ""):
+                if x.is_floating_point():
+                    self._notes.append((module, name, piece_of(x, self.mesh)))
+
+    def named_roots(self) -> dict[str, torch.nn.Module]:
+        """The modules that no other called: one has no name, several are named by their classes."""
+        inner = {id(x) for root in self.roots for x in root.modules() if x is not root}
+        roots = [root for root in self.roots if id(root) not in inner]
+        if len(roots) < 2:
+            return dict(zip([""], roots, strict=False))
+        named: dict[str, torch.nn.Module] = {}
+        for root in roots:
+            kind = type(root).__name__.removeprefix("FSDP")
+            named[kind if kind not in named else f"{kind}-{len(named)}"] = root
+        return named
+
+    def named(self, roots: Mapping[str, torch.nn.Module]) -> dict[str, Piece]:
+        """The outputs by the modules' names, with numbers for what runs several times."""
+        names = {id(module): name for name, module in reversed(list(_modules(roots)))}
+        found: dict[str, Piece] = {}
+        for module, inside, piece in self._notes:
+            if id(module) in names:
+                name, calls = names[id(module)] + inside, 1
+                while (key := name if calls == 1 else f"{name} (call {calls})") in found:
+                    calls += 1
+                found[key] = piece
+        return found
+
+
+_DROPOUTS: tuple[Callable[..., Any], ...] = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+)
+
+
+class _Dropout(TorchFunctionMode):
+    """Lets dropout pass its input where it is off; `met` tells whether anything would have been dropped."""
+
+    def __init__(self, off: bool):
+        super().__init__()
+        self.off, self.met = off, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            if p and training:
+                self.met = True
+                if self.off:
+                    return args[0] if args else kwargs["input"]
+        elif func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or any(args[4:5])):
+            self.met = True
+            if self.off:
+                kwargs.pop("dropout_p", None)
+                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **kwargs)
+
+
+class _Uses(TorchFunctionMode):
+    """Notes what each use of a parameter adds to its gradient: a function gets an alias of it, which has a hook."""
+
+    def __init__(self, watch: _Watch):
+        super().__init__()
+        self._watch = watch
+        self._notes: list[tuple[torch.Tensor, torch.nn.Module | None, list[torch.Tensor]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "__get__")
+        if torch.is_grad_enabled() and not name.startswith("__get") and not name.endswith("_") and name != "backward":
+            args, kwargs = torch_private.mapped(self._alias, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _alias(self, x: Any) -> Any:
+        if not (isinstance(x, torch.nn.Parameter) and x.is_leaf and x.requires_grad):
+            return x
+        noted: list[torch.Tensor] = []
+        alias = x.view_as(x)
+        alias.register_hook(noted.append)
+        self._notes.append((x, self._watch.running[-1] if self._watch.running else None, noted))
+        return alias
+
+    def gradients(self, roots: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, torch.Tensor]]:
+        """By parameter and module what the parameter's gradient is through the module."""
+        modules = {id(module): name for name, module in reversed(list(_modules(roots)))}
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for prefix, root in roots.items():
+            for name, parameter in root.named_parameters(remove_duplicate=False):
+                through: dict[str, torch.Tensor] = {}
+                for x, module, noted in self._notes:
+                    if x is parameter and noted:
+                        where = modules.get(id(module)) or "the model"
+                        while where in through:
+                            where += "'"
+                        through[where] = sum(noted).detach().clone()  # type: ignore[union-attr]
+                if len(through) > 1:
+                    found[_joined(prefix, name)] = through
+        return found

@@ -1,0 +1,486 @@
+"""Is a parallel model the same function? Run it on local ranks and on one, and say what differs.
+
+    result = axes.verify(model, tokens, mesh="dp=8 tp=4", specs={"*.up.weight": "f@tp e", "*": "..."})
+    assert result, result
+
+The program runs as it is, on small meshes of local processes: axes of two ranks stand for larger ones. Outputs and the
+gradient of every parameter are compared with those of the same program on one rank. What differs is named: the
+parameter, the axis, the factor. Where two axes could be meant, the program runs again with each of them of size one,
+which tells them apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import glob
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened
+from axes.algebra.logical import Rules
+from axes.algebra.mesh import Mesh
+from axes.algebra.sizes import written_sizes
+from axes.nn.annotations import annotated
+from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
+from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
+from axes.nn.observed import Job, Observed, observe, tensors_in
+from axes.ops.module_regions import without_regions
+from axes.runtime import torch_private
+from axes.runtime.launch import launch
+
+MOST_RANKS = 8
+"""As many local processes as a check starts at most."""
+
+PATIENCE = 300.0
+"""Seconds that a run may take where the caller sets no limit."""
+
+SHOWN = 20
+"""As many differences are listed at most."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `axes.verify` found; true where the parallel program is the same function.
+
+    `differences`: what to look at first comes first. `meshes`: those on which the program ran. `compared`: how many
+    tensors were compared.
+    """
+
+    differences: tuple[Mismatch, ...]
+    meshes: tuple[str, ...]
+    compared: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        """Whether nothing differs."""
+        return self.ok
+
+    def __str__(self) -> str:
+        """A line on the whole, and one for each difference."""
+        on = words([f"'{mesh}'" for mesh in self.meshes])
+        if self.ok:
+            return f"the same function on {on}: {self.compared} outputs and gradients"
+        lines = [f"not the same function on {on}: {len(self.differences)} differences, the first to look at first"]
+        follow = [each for each in self.differences if each.what == "gradient" and each.kind in ("none", "differs")]
+        if self.differences[0].what not in ("module", "order", "value"):
+            follow = []  # nothing that they could follow from
+        shown = [each for each in self.differences if each not in follow]
+        lines += [f"  {difference}" for difference in shown[:SHOWN]]
+        if len(shown) > SHOWN:
+            lines.append(f"  and {len(shown) - SHOWN} more")
+        if follow:
+            names = ", ".join(each.name for each in follow[:3]) + (", ..." if len(follow) > 3 else "")
+            lines.append(f"  and {len(follow)} gradients, which a wrong forward makes wrong: {names}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        state = "ok" if self.ok else f"{len(self.differences)} differences, first: {self.differences[0]}"
+        return f"<Verification on {words(map(repr, self.meshes))}: {state}>"
+
+
+def verify(
+    program: Callable[..., Any],
+    *inputs: Any,
+    mesh: Mesh | str,
+    specs: Mapping[str, str] | None = None,
+    rules: Rules | None = None,
+    reference: Callable[..., Any] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    timeout: float | None = None,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> Verification:
+    """Whether a parallel program computes what it computes on one device, and if not, what it computes instead.
+
+    `program` is a module, or a function that makes, shards and runs one.
+
+    - A module is sharded on each rank, by `axes.shard_module(module, specs, rules=rules, **sizes)`, and called with the
+      inputs, which are whole tensors: a region (`axes.shard_map(module, expression)`) gets them as its expression
+      declares, another module gets replicated DTensors. Backward starts from all outputs, each element with another
+      weight. One device runs the module as it was, without regions; where that is impossible since it needs DTensors,
+      the sharded module on a mesh of one rank.
+    - A function is called with the inputs on every rank. The small mesh is the ambient one, and the argument `mesh` of
+      a function that has one. It may use whatever it likes: `parallelize_module`, `fully_shard`, hooks, collectives. It
+      returns outputs, a tensor or a tree of tensors, or `(outputs, module)`. Where no backward was run, it is run from
+      the scalars that need one. One device runs the same function on a mesh whose axes have size one.
+
+    `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`); nothing has to be running. Its axes are shrunk to size 2, or 3
+    where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be needed, several smaller meshes are
+    used, which together have every two of the axes. `reference`: another function or module that computes the right
+    thing on one device, with parameters of the same names. `rtol`, `atol`: what may differ, relative to a tensor's
+    largest value, and at all; the defaults follow from the dtype, float64 where the program allows it. `timeout`:
+    seconds for one run, five minutes by default. Keywords are sizes for `specs`.
+
+    Each rank seeds torch alike before the program starts. Dropout is off while values are compared; where there is any,
+    a second run tells whether ranks that should drop the same elements do.
+
+    DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
+    a dim by any axes; a plain scalar may also be a rank's share of a loss. Only a program's parameters and outputs are
+    judged; what modules inside return tells where an output went wrong.
+
+    A program that computes in lower precision than it is given, like `fully_shard` with a `MixedPrecisionPolicy`,
+    needs an `rtol`. Buffers aren't compared.
+
+    Raises `AxesError` for arguments that can't be checked, before a process starts, and what the program raises on a
+    rank.
+
+    >>> import axes
+    >>> axes.verify(torch.nn.Linear(4, 8), torch.ones(2, 4), mesh="dp=64 tp=8", specs={"*": "f@tp ..."})
+    <Verification on 'dp=2 tp=2': ok>
+
+        def program(tokens, mesh):
+            model = parallelize_module(Model(), mesh["tp"].device_mesh, plan)
+            return model(tokens).square().mean(), model
+
+        print(axes.verify(program, tokens, mesh="tp=2"))
+    """
+    _check(program, inputs, reference, specs, rtol, atol)
+    wanted = _mesh_of(mesh)
+    sizes_of_specs = dict(written_sizes(keywords, sizes))
+    job = _job(program, inputs, specs, rules, sizes_of_specs)
+    check = _Check(wanted, job, Limits(rtol, atol), PATIENCE if timeout is None else timeout, reference)
+    return check.run()
+
+
+# --- arguments
+
+
+def _check(
+    program: object, inputs: Sequence[Any], reference: object, specs: object, rtol: object, atol: object
+) -> None:
+    for what, each in (("program", program), ("reference", reference)):
+        if not callable(each) and not (each is None and what == "reference"):
+            raise AxesError(
+                f"axes.verify takes a module, or a function that builds, shards and runs one; found as {what} "
+                f"{shortened(repr(each))}"
+            )
+    if isinstance(program, type):
+        raise AxesError(f"axes.verify takes a module, not its class: write axes.verify({program.__name__}(...), ...)")
+    if isinstance(program, torch.nn.Module):
+        sharded = [name for name, x in program.named_parameters() if isinstance(x, DTensor)]
+        if sharded:
+            raise ShardingError(
+                f"axes.verify shards the module itself, and {sharded[0]} is sharded already: pass the plain module and "
+                "specs=, or a function that makes and shards it"
+            )
+    elif specs is not None:
+        raise AxesError("specs= are for a module; a function shards what it makes by itself")
+    if any(isinstance(x, DTensor) for _, x in tensors_in(inputs, "")):
+        raise ShardingError("axes.verify takes whole, plain tensors as inputs and shards them itself; found a DTensor")
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise AxesError(f"{name} is a number that isn't negative, or None; found {shortened(repr(value))}")
+
+
+def _mesh_of(mesh: Mesh | str) -> Mesh:
+    if isinstance(mesh, str):
+        return Mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shortened(repr(mesh))}")
+    return mesh
+
+
+def _job(
+    program: Any, inputs: tuple[Any, ...], specs: Mapping[str, str] | None, rules: Rules | None, sizes: dict[str, int]
+) -> Job:
+    regions: dict[str, str] = {}
+    weighted = isinstance(program, torch.nn.Module)
+    if isinstance(program, torch.nn.Module):
+        specs = dict(specs or {})
+        for name, spec in annotated(program).items():  # a copy of a parameter doesn't have them
+            specs.setdefault(glob.escape(name), spec)
+        program = copy.deepcopy(program)
+        regions = without_regions(program)
+    elif sizes:
+        raise SizeError(f"sizes are for specs of a module; found {words(map(shortened, sizes))} beside a function")
+    return Job(program, inputs, (), regions, specs, rules, sizes, weighted=weighted)
+
+
+def _in_double(job: Job) -> Job:
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    def kept(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return double(x.detach()).requires_grad_(x.requires_grad)
+
+    return dataclasses.replace(job, inputs=torch_private.mapped(kept, job.inputs), double=True)
+
+
+# --- meshes
+
+
+def shrunk(mesh: Mesh) -> list[dict[str, int]]:
+    """Small sizes of the axes: one set where it takes at most eight ranks, else sets that have each pair of axes.
+
+    >>> shrunk(Mesh("dp=64 tp=8 ep=1")), [list(each.values()) for each in shrunk(Mesh("a=2 b=2 c=2 d=2"))]
+    ([{'dp': 2, 'tp': 2, 'ep': 1}], [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2]])
+    """
+    small = {name: _small(size) for name, size in mesh.shape.items()}
+    if math.prod(small.values()) <= MOST_RANKS:
+        return [small]
+    large = [name for name, size in small.items() if size > 1]
+    sets = [
+        chosen
+        for count in range(len(large), 0, -1)
+        for chosen in itertools.combinations(large, count)
+        if math.prod(small[name] for name in chosen) <= MOST_RANKS
+    ]
+    missing = {pair for each in sets for pair in itertools.combinations(each, 2)} | {(name, name) for name in large}
+    found = []
+    while missing:
+        best = max(sets, key=lambda each: len(missing & _pairs_in(each)))
+        if not missing & _pairs_in(best):
+            break
+        missing -= _pairs_in(best)
+        found.append({name: size if name in best else 1 for name, size in small.items()})
+    return found
+
+
+def _pairs_in(names: Sequence[str]) -> set[tuple[str, str]]:
+    return set(itertools.combinations(names, 2)) | {(name, name) for name in names}
+
+
+def _small(size: int) -> int:
+    return 1 if size == 1 else next((prime for prime in (2, 3, 5, 7) if size % prime == 0), 2)
+
+
+def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
+    """The declaration and equations that make the mesh with small axes."""
+    declared, *equations = re.findall(r"'([^']*)'", repr(mesh).partition("]")[0]) or [mesh.declaration]
+    names = [item.partition("=")[0] for item in declared.split()]
+    sizes = {name: small.get(name, 1) for name in names}
+    if set(sizes) != set(small):  # a sub-mesh, or one that no declaration makes: its axes alone
+        return (" ".join(f"{name}={size}" for name, size in small.items()),)
+    written = []
+    for equation in equations:
+        left, right = (side.strip() for side in re.split(r"(?<![\w])=|=(?=\s)", equation, maxsplit=1))
+        product = right if "=" not in right else left
+        total = math.prod(sizes[name] for name in re.findall(r"[^\s()]+", product))
+        if product is right:
+            sizes[left] = total
+            written.append(equation)
+            continue
+        parts = [item.split("=") for item in right.split()]
+        texts: list[str] = []
+        for i, (name, size) in reversed(list(enumerate(parts))):
+            sizes[name] = total if i == 0 else math.gcd(_small(int(size)), total)
+            total //= sizes[name]
+            texts.insert(0, f"{name}={sizes[name]}")
+        written.append(f"{left} = {' '.join(texts)}")
+    return (" ".join(f"{name}={sizes[name]}" for name in names), *written)
+
+
+# --- the check
+
+
+@dataclass
+class _Check:
+    mesh: Mesh
+    job: Job
+    limits: Limits
+    timeout: float
+    reference: Callable[..., Any] | None
+
+    def run(self) -> Verification:
+        sets = shrunk(self.mesh)
+        one = self._one()
+        differences: dict[tuple[str, str], Mismatch] = {}
+        for small in sets:
+            for each in self._on(small, one):
+                differences.setdefault((each.name, each.what), each)
+        meshes = tuple(" ".join(f"{name}={size}" for name, size in small.items()) for small in sets)
+        compared = len(one.outputs) + sum(gradient is not None for gradient in one.gradients.values())
+        return Verification(tuple(differences.values()), meshes, compared)
+
+    # runs
+
+    def _launched(self, job: Job, small: Mapping[str, int]) -> list[Observed]:
+        job = dataclasses.replace(job, mesh=_call(self.mesh, small))
+        return launch(observe, math.prod(small.values()), job, timeout=self.timeout)
+
+    def _one(self) -> Observed:
+        """The one device's run, in double precision where the program takes it. What works is remembered in the job."""
+        ones = dict.fromkeys(self.mesh.shape, 1)
+        given, reference = self.job, self._reference(self.job)
+        try:
+            self.job = _in_double(given)
+            return self._launched(_in_double(reference), ones)[0]
+        except RuntimeError as error:
+            if "dtype" not in str(error) and "type" not in str(error):
+                raise
+            self.job = dataclasses.replace(given, double=False)
+            return self._launched(dataclasses.replace(reference, double=False), ones)[0]
+        except AxesError:
+            if not reference.plain or self.reference is not None:
+                raise
+            return self._launched(self.job, ones)[0]
+
+    def _reference(self, job: Job) -> Job:
+        program, regions = job.program, job.regions
+        if self.reference is not None:
+            program = copy.deepcopy(self.reference)
+            if isinstance(program, torch.nn.Module):
+                regions = without_regions(program)
+        return dataclasses.replace(job, program=program, regions=regions, plain=isinstance(program, torch.nn.Module))
+
+    # differences
+
+    def _on(self, small: dict[str, int], one: Observed) -> list[Mismatch]:
+        ranks = self._launched(self.job, small)
+        found = self._judged(small, ranks, one)
+        if not found:
+            return []
+        if any(each.what == "gradient" and each.kind in ("none", "differs", "pending") for each in found):
+            one.uses = self._uses(one)
+            found = self._judged(small, ranks, one) if one.uses else found
+        found = self._with_axes(found, small, one)
+        return [*self._orders(found, ranks, small, one), *found]
+
+    def _judged(self, small: Mapping[str, int], ranks: Sequence[Observed], one: Observed) -> list[Mismatch]:
+        return judged(_large(small), ranks, one, self.limits, self._counts())
+
+    def _counts(self) -> dict[str, float]:
+        """For each input of labels of which some are ignored the share of those that count."""
+        found = {}
+        for name, given in tensors_in(self.job.inputs, "inputs"):
+            if given.is_floating_point() or given.dtype == torch.bool:
+                continue
+            for x, where in ((given, name), (given[..., 1:] if given.ndim else given, f"{name}[..., 1:]")):
+                ignored = int((x < 0).sum())
+                if 0 < ignored < x.numel():
+                    text = f"of the {x.numel()} labels in {where} {ignored} are ignored (negative), but counted"
+                    found[text] = (x.numel() - ignored) / x.numel()
+        return found
+
+    def _uses(self, one: Observed) -> dict[str, dict[str, torch.Tensor]]:
+        """What each use of a parameter adds to its gradient, of those used more than once."""
+        job = self._reference(self.job)
+        try:
+            return self._launched(dataclasses.replace(job, uses=True), dict.fromkeys(self.mesh.shape, 1))[0].uses
+        except Exception:  # a program that tells an alias from a parameter: the diagnosis goes without
+            return {}
+
+    def _with_axes(self, found: list[Mismatch], small: dict[str, int], one: Observed) -> list[Mismatch]:
+        """The differences with the axes without which each is gone, where these aren't known yet."""
+        large = _large(small)
+        forward = any(each.what in ("module", "value") for each in found)  # the rest follows from that
+        first = [each for each in found if not forward or each.what in ("module", "value")]
+        if not any(not each.axes and each.kind in _OF_AXES for each in first):
+            return found
+        gone: dict[tuple[str, str], tuple[str, ...]] = {(each.name, each.what): () for each in found}
+        for axis in large:
+            fewer = small | {axis: 1}
+            try:
+                left = self._judged(fewer, self._launched(self.job, fewer), one)
+            except Exception:  # a program that can't do without the axis: nothing is known of it then
+                continue
+            there = {(each.name, each.what): each.factor for each in left}
+            for each in found:
+                key = each.name, each.what
+                if key not in there or not _same_factor(each.factor, there[key]):
+                    gone[key] = (*gone[key], axis)
+        return [_over(each, gone[each.name, each.what], large) for each in found]
+
+    def _orders(
+        self, found: Sequence[Mismatch], ranks: Sequence[Observed], small: Mapping[str, int], one: Observed
+    ) -> Iterator[Mismatch]:
+        """Parameters whose rows forward takes in another order: with that order, the outputs are right."""
+        wrong = next((each for each in found if each.what == "module"), None)
+        if wrong is None or wrong.kind not in ("none", "differs", "missing"):
+            return
+        large = _large(small)
+        places = list(itertools.product(*(range(size) for size in large.values())))
+        trials = list(itertools.islice(_trials(wrong, dict(zip(places, ranks, strict=True)), one, large), MOST_TRIALS))
+        again = tuple({name: values for name, (_, _, values) in trial.items()} for trial in trials)
+        seen = self._launched(dataclasses.replace(self.job, again=again), small) if again else []
+        first = first_wrong(large, dict(zip(places, ranks, strict=True)), one, self.limits)
+        for i, trial in enumerate(trials):
+            tried = {place: rank.trials[i] for place, rank in zip(places, seen, strict=True)}
+            if first_wrong(large, tried, one, self.limits) <= first:
+                continue
+            for name, (before, after, _) in trial.items():
+                axes = tuple(axis for dim in after.dims for axis in dim)
+                text = f"has its rows in another order than forward takes them in: they lie as '{before}', and as"
+                text += f" '{after}' {wrong.name} is right"
+                yield Mismatch(name, "order", text, axes, kind="order")
+            return
+
+
+_Trial = dict[str, tuple[Cut, Cut, list[torch.Tensor]]]
+"""By parameter its cut, another one, and what each rank has in the other one."""
+
+
+def _trials(
+    wrong: Mismatch, ranks: Mapping[tuple[int, ...], Observed], one: Observed, large: Mapping[str, int]
+) -> Iterator[_Trial]:
+    """Other orders of rows for the split parameters near a wrong module; those of one module change together."""
+    module = wrong.name.partition(" ")[0]
+    near = [f"{module}.", f"{module.rpartition('.')[0]}."] if "." in module else [f"{module}.", ""]
+    holders = dict.fromkeys(
+        name.rpartition(".")[0] for prefix in near for name in one.values if name.startswith(prefix)
+    )
+    for holder in holders:
+        options: dict[int, _Trial] = {}
+        for name, whole in one.values.items():
+            pieces = {place: seen.values[name] for place, seen in ranks.items() if name in seen.values}
+            if name.rpartition(".")[0] != holder or len(pieces) < len(ranks):
+                continue
+            held = Parts(large, {place: Piece(piece.local) for place, piece in pieces.items()})
+            for before in fitting(held, whole.local, Tolerance(1e-6, 0.0), orders=True):
+                dim = next((dim for dim, axes in enumerate(before.dims) if axes), None)
+                for after in held.cuts(tuple(whole.local.shape), orders=True) if dim is not None else ():
+                    alike = after.dims == before.dims and all(n == 1 for d, n in enumerate(after.blocks) if d != dim)
+                    if alike and after.blocks != before.blocks:
+                        vectors = held.expected(after, whole.local, {})
+                        assert dim is not None
+                        assert vectors is not None
+                        shapes = [piece.local.shape for piece in pieces.values()]
+                        parts = vectors.split([shape.numel() for shape in shapes])
+                        values = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+                        options.setdefault(after.blocks[dim], {}).setdefault(name, (before, after, values))
+                break
+        yield from options.values()
+
+
+MOST_TRIALS = 24
+"""As many other orders of rows are tried at most."""
+
+
+def _same_factor(one: float | None, other: float | None) -> bool:
+    return one is None or (other is not None and math.isclose(one, other, rel_tol=1e-6))
+
+
+_OF_AXES = ("factor", "every", "added", "none", "differs", "order")
+
+
+def _large(small: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in small.items() if size > 1}
+
+
+def _over(difference: Mismatch, gone: tuple[str, ...], sizes: Mapping[str, int]) -> Mismatch:
+    """The difference with its axes: those without which it is gone."""
+    if difference.axes or difference.kind not in _OF_AXES or not gone:
+        return difference
+    if difference.kind in ("factor", "every", "added"):
+        possible = axes_of_factor(difference.factor or 1.0, sizes)
+        axes = next((each for each in possible if set(each) == set(gone)), None)
+        axes = axes or next((each for each in possible if set(each) <= set(gone)), ())
+        if not axes and difference.kind != "added":
+            return dataclasses.replace(difference, text=f"{difference.text} (right where {words(gone)} has size 1)")
+        return dataclasses.replace(difference, axes=axes)
+    return dataclasses.replace(difference, text=f"{difference.text}; right where {words(gone)} has size 1", axes=gone)

@@ -1,0 +1,329 @@
+"""`axes.verify` finds and names the bugs that people shipped, and raises no alarm on models that are right."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import axes
+from axes.nn.diagnosis import Parts, Piece, Tolerance, diagnosed, fitting, times_text
+from axes.nn.verify import _call, shrunk
+from tests import verify_programs as programs
+from tests.test_module_regions import TOKENS
+from tests.verify_models import program, tokens_and_labels
+
+by_hand = functools.partial
+
+
+RIGHT = {
+    "Megatron's way on dp, cp and tp": ("dp=2 cp=2 tp=2", program, tokens_and_labels(ignored=3)),
+    "with the sequence split over tp": ("cp=2 tp=2", by_hand(program, sequence=True), tokens_and_labels()),
+    "experts over ep": ("dp=2 tp=2 ep=2", program, tokens_and_labels()),
+    "experts over ep under sequence parallelism": (
+        "tp=2 ep=2",
+        by_hand(program, sequence=True),
+        tokens_and_labels(),
+    ),
+    "untied": ("dp=2 tp=2", by_hand(program, tied=False), tokens_and_labels()),
+    "dropout that is the same over tp": ("dp=2 tp=2", by_hand(program, dropout=0.3), tokens_and_labels()),
+    "dropout of parts of the sequence": ("tp=2", by_hand(program, dropout=0.3, sequence=True), tokens_and_labels()),
+    "a loss that is a rank's share": ("dp=2 cp=2", by_hand(program, local_loss=True), tokens_and_labels()),
+    "three ranks of dp": ("dp=3 tp=2", program, tokens_and_labels(rows=6)),
+    "FSDP2": ("dp=2", programs.fsdp, ()),
+    "FSDP2 with accumulation": ("dp=4", by_hand(programs.fsdp, reshard=False, accumulate=2), ()),
+    "HSDP": ("dp_replicate=2 dp_shard=2", programs.hsdp, ()),
+    "parallelize_module": ("tp=2", programs.torch_tp, ()),
+    "parallelize_module under FSDP2": ("dp=2 tp=2", by_hand(programs.torch_tp, dp=True), ()),
+    "parallelize_module with the sequence split": ("tp=2", programs.torch_sequence_parallel, ()),
+    "data parallelism by hand": ("dp=2", programs.data_parallel, ()),
+    "two stages": ("pp=2", programs.stages, ()),
+    "DTensors, one of them pending": ("dp=2 tp=2", programs.dtensors, ()),
+    "sizes that don't divide": ("dp=2 tp=2", programs.uneven, ()),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_alarm_on_a_right_program(name):
+    mesh, fn, inputs = RIGHT[name]
+    result = axes.verify(fn, *inputs, mesh=mesh, timeout=60)
+    assert result.ok, result
+
+
+def test_no_alarm_on_a_region():
+    for region in (programs.region(), programs.region(checkpointed=True)):
+        result = axes.verify(region, TOKENS, mesh="dp=2 tp=2", specs=programs.REGION_SPECS)
+        assert result.ok, result
+
+
+def test_no_alarm_on_a_region_that_is_the_same_over_an_axis():
+    x = torch.linspace(-2, 3, 32).view(4, 8).requires_grad_()
+    specs = {"up.*": "f@tp ...", "down.weight": "e f@tp", "*": "..."}
+    result = axes.verify(programs.same_region(), x, mesh="dp=2 tp=2", specs=specs)
+    assert result.ok, result
+    assert result.compared == 8, "an output, six parameters and an input"
+
+
+def test_no_alarm_on_a_plain_module_whose_parameters_alone_are_sharded():
+    specs = {"up.*": "f@tp ...", "down.weight": "e f@tp", "*": "..."}
+    result = axes.verify(programs.Feed(), TOKENS, mesh="dp=64 tp=8", specs=specs, timeout=60)
+    assert result.ok, result
+    assert str(result) == "the same function on 'dp=2 tp=2': 9 outputs and gradients"
+
+
+def test_no_alarm_on_layers_with_logical_names():
+    rules = axes.Rules(mlp="tp", embed=None)
+    result = axes.verify(programs.Named(), torch.randn(4, 3, 8, requires_grad=True), mesh="tp=2", rules=rules)
+    assert result.ok, result
+
+
+# Bugs: the program, what it needs, and what its first line says.
+WRONG = {
+    "missing all-reduce": (
+        "dp=2 tp=2",
+        {},
+        "blocks.0.mlp.down: its output is pending over tp (its sum is right), and blocks.0.mlp after it is wrong: an all-reduce over tp is missing after it",
+    ),
+    "doubled all-reduce": (
+        "dp=2 tp=2",
+        {},
+        "blocks.0.mlp (Mlp): its output is right but that the output of blocks.0.mlp.down is added 2 times over tp",
+    ),
+    "norm": (
+        "cp=2 tp=2",
+        {"sequence": True},
+        "blocks.1.norm1.weight: its gradient is pending over tp (its sum is right)",
+    ),
+    "gates": ("dp=2 tp=2", {}, "blocks.0.moe.router (Router): its output is 2 times too large over tp"),
+    "bias": (
+        "dp=2 tp=2",
+        {},
+        "blocks.0.mlp (Mlp): its output is right but that blocks.0.mlp.bias is added 2 times over tp",
+    ),
+    "loss": ("dp=2 cp=2", {}, "every gradient: all 29 are 2 times too large over cp: a mean over cp is missing"),
+    "experts": ("tp=2 ep=2", {}, "blocks.0.moe.up: its gradient is 2 times too large over tp"),
+    "rows": (
+        "tp=2",
+        {},
+        "blocks.0.attention.qkv.weight has its rows in another order than forward takes them in: they lie as '_@tp _', and as '(x=3 y@tp) _' blocks.0.attention.out (Linear) is right",
+    ),
+    "tie": (
+        "dp=2 tp=2",
+        {},
+        "head.weight: its gradient is that through head alone: the use in embedding isn't counted, though both are one tied weight",
+    ),
+    "dropout": (
+        "dp=2 tp=2",
+        {"dropout": 0.3},
+        "blocks.0.dropout (Dropout): its output is different between the ranks of tp, where it should be the same: dropout draws differently",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_bug_is_found_and_named(bug):
+    mesh, options, line = WRONG[bug]
+    result = axes.verify(by_hand(program, bug=bug, **options), *tokens_and_labels(), mesh=mesh, timeout=60)
+    assert not result
+    assert str(result).splitlines()[1].strip() == line
+
+
+def test_a_padding_token_that_is_counted_is_found_and_named():
+    result = axes.verify(
+        by_hand(program, bug="padding"), *tokens_and_labels(ignored=2), mesh="dp=2 cp=2", reference=program
+    )
+    assert str(result.differences[0]) == (
+        "every gradient: all 29 are 15/16 of the right one: of the 32 labels in inputs[1] 2 are ignored (negative), "
+        "but counted"
+    )
+
+
+def test_gradients_of_hsdp_that_are_averaged_twice_are_found_and_named():
+    result = axes.verify(by_hand(programs.hsdp, twice=True), mesh="dp_replicate=2 dp_shard=2")
+    assert str(result.differences[0]) == (
+        "every gradient: all 8 are 2 times too small over dp_replicate: divided by dp_replicate once too often"
+    )
+
+
+def test_rows_of_a_region_in_the_wrong_order_are_found_and_named():
+    specs = programs.REGION_SPECS | {"*.qkv.weight": "(three h k)@tp e"}
+    result = axes.verify(programs.region(), TOKENS, mesh="dp=2 tp=2", specs=specs)
+    assert str(result.differences[0]).startswith(
+        "blocks.0.attention.qkv.weight has its rows in another order than forward takes them in: they lie as '_@tp _'"
+    )
+
+
+def test_a_module_inside_a_region_is_named():
+    region = programs.region()
+    del region.blocks[1].down
+    region.blocks[1].down = programs.Scaled()
+    result = axes.verify(region, TOKENS, mesh="dp=2 tp=2", specs=programs.REGION_SPECS)
+    assert str(result.differences[0]) == "blocks.1.down (Scaled): its output is pending over tp (its mean is right)"
+
+
+def test_a_report_names_the_whole_and_then_the_first_thing_to_look_at():
+    result = axes.verify(by_hand(program, bug="experts"), *tokens_and_labels(), mesh="tp=4 ep=2")
+    assert str(result).splitlines() == [
+        "not the same function on 'tp=2 ep=2': 2 differences, the first to look at first",
+        "  blocks.0.moe.up: its gradient is 2 times too large over tp",
+        "  blocks.0.moe.down: its gradient is 2 times too large over tp",
+    ]
+    assert repr(result).startswith("<Verification on 'tp=2 ep=2': 2 differences, first: blocks.0.moe.up: its gradient")
+    first = result.differences[0]
+    assert (first.name, first.what, first.axes, round(first.factor, 6)) == ("blocks.0.moe.up", "gradient", ("tp",), 2.0)
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "small", "call"),
+    [
+        (axes.Mesh("dp=8 tp=4"), [[2, 2]], ("dp=2 tp=2",)),
+        (axes.Mesh("dp=9 tp=1"), [[3, 1]], ("dp=3 tp=1",)),
+        (axes.Mesh("dp=4 cp=4 tp=2", "fsdp = dp cp"), [[2, 2, 2]], ("dp=2 cp=2 tp=2", "fsdp = dp cp")),
+        (
+            axes.Mesh("pp=2 dp=4 cp=4", "(dp cp) = edp=8 ep=2"),
+            [[2, 2, 2]],
+            ("pp=2 dp=2 cp=2", "(dp cp) = edp=2 ep=2"),
+        ),
+        (axes.Mesh("dp=8 tp=4")["tp"], [[2]], ("tp=2",)),
+        (axes.Mesh("a=2 b=2 c=2 d=2"), [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2]], ("a=2 b=2 c=2 d=1",)),
+    ],
+)
+def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
+    found = shrunk(mesh)
+    assert [list(each.values()) for each in found] == small
+    assert _call(mesh, found[0]) == call
+    made = axes.Mesh(*call)
+    assert {name: made.shape[name] for name in mesh.shape} == found[0]
+
+
+# Errors of use.
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: axes.verify(3, mesh="tp=2"),
+            "takes a module, or a function that builds, shards and runs one; found as program '3'",
+        ),
+        (
+            lambda: axes.verify(nn.Linear, mesh="tp=2"),
+            "takes a module, not its class: write axes.verify(Linear(...), ...)",
+        ),
+        (lambda: axes.verify(program, mesh=2), "mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found '2'"),
+        (lambda: axes.verify(program, mesh="tp"), "tp"),
+        (
+            lambda: axes.verify(program, mesh="tp=2", specs={"*": "..."}),
+            "specs= are for a module; a function shards what it makes by itself",
+        ),
+        (
+            lambda: axes.verify(program, mesh="tp=2", heads=4),
+            "sizes are for specs of a module; found 'heads' beside a function",
+        ),
+        (
+            lambda: axes.verify(program, mesh="tp=2", rtol=-1.0),
+            "rtol is a number that isn't negative, or None; found '-1.0'",
+        ),
+        (lambda: axes.verify(nn.Linear(2, 2), torch.ones(2, 2), mesh="tp=2"), "no pattern or annotation is about"),
+        (lambda: axes.verify(program, mesh="tp=2", reference=3), "found as reference '3'"),
+    ],
+)
+def test_what_cant_be_checked_is_said(call, text):
+    with pytest.raises(axes.AxesError) as error:
+        call()
+    assert text in str(error.value)
+
+
+# The diagnosis alone: tensors of ranks that never ran.
+
+
+WHOLE = torch.arange(1.0, 25.0, dtype=torch.float64).view(6, 4).sin()
+EXACT = Tolerance(1e-9, 0.0)
+
+
+def held(*parts: torch.Tensor) -> Parts:
+    return Parts({"tp": len(parts)}, {(i,): Piece(x) for i, x in enumerate(parts)})
+
+
+def said(*parts: torch.Tensor, index=None, pending="") -> Parts:
+    """DTensors of shape 6 4: rows split over tp, or whole."""
+    runs = [((0, 3),), ((3, 6),)] if index is None else index
+    pieces = {(i,): Piece(x, (6, 4), (runs[i], ((0, 4),)), {"tp": pending}) for i, x in enumerate(parts)}
+    return Parts({"tp": 2}, pieces)
+
+
+def four(make) -> Parts:
+    """Ranks of dp=2 tp=2."""
+    return Parts({"dp": 2, "tp": 2}, {(d, t): Piece(make(d, t)) for d in range(2) for t in range(2)})
+
+
+def test_every_layout_that_is_right_is_found():
+    assert [str(each) for each in fitting(held(WHOLE, WHOLE), WHOLE, EXACT)] == ["_ _"]
+    assert [str(each) for each in fitting(held(WHOLE[:3], WHOLE[3:]), WHOLE, EXACT)] == ["_@tp _"]
+    assert [str(each) for each in fitting(held(WHOLE[:4], WHOLE[4:]), WHOLE, EXACT)] == ["_@tp _"], "in any sizes"
+    reverse = four(lambda d, t: WHOLE[:4].chunk(2)[t].chunk(2)[d])
+    assert [str(each) for each in fitting(reverse, WHOLE[:4], EXACT)] == ["_@(tp dp) _"]
+    assert not fitting(held(WHOLE[3:], WHOLE[:3]), WHOLE, EXACT)
+
+
+def test_zeros_are_right_wherever_they_lie():
+    zeros = torch.zeros(4, 4)
+    assert [str(each) for each in fitting(held(zeros[:2], zeros[2:]), zeros, EXACT)] == ["_@tp _"]
+    assert [str(each) for each in fitting(held(zeros[:, :2], zeros[:, 2:]), zeros, EXACT)] == ["_ _@tp"]
+
+
+ROWS = WHOLE.view(3, 2, 4)
+DIAGNOSES = {
+    "pending over tp (its sum is right)": held(WHOLE * 0.25, WHOLE * 0.75),
+    "pending over tp (its mean is right)": held(WHOLE * 0.5, WHOLE * 1.5),
+    "pending over tp, and its sum is 3 times too large": held(WHOLE, WHOLE * 2),
+    "2 times too large": held(WHOLE * 2, WHOLE * 2),
+    "2 times too small": held(WHOLE[:3] / 2, WHOLE[3:] / 2),
+    "negative": held(-WHOLE, -WHOLE),
+    "5/4 of the right one": held(WHOLE * 1.25, WHOLE * 1.25),
+    "zero on every rank": held(WHOLE * 0, WHOLE * 0),
+    "not finite": held(WHOLE / 0, WHOLE / 0),
+    "rows in another order along dim 0 (as '(x=3 y@tp) _')": held(ROWS[:, 0], ROWS[:, 1]),
+    "whole where it should be split": said(WHOLE, WHOLE),
+    "of shape [5, 4] where it should be [6, 4], or parts of that": held(WHOLE[:5], WHOLE[:5]),
+}
+
+
+@pytest.mark.parametrize("text", DIAGNOSES)
+def test_a_tensor_is_told_what_it_is_instead(text):
+    assert diagnosed(DIAGNOSES[text], WHOLE, EXACT).text == text
+
+
+def test_a_dtensor_is_right_only_as_it_says():
+    assert fitting(said(WHOLE[:3], WHOLE[3:]), WHOLE, EXACT)
+    assert not fitting(said(WHOLE[3:], WHOLE[:3]), WHOLE, EXACT)
+    everywhere = [((0, 6),)] * 2
+    assert fitting(said(WHOLE * 0.5, WHOLE * 0.5, index=everywhere, pending="sum"), WHOLE, EXACT)
+    assert diagnosed(said(WHOLE / 4, WHOLE * 3 / 4, index=everywhere), WHOLE, EXACT).axes == ("tp",)
+    assert diagnosed(said(ROWS[:, 0], ROWS[:, 1]), WHOLE, EXACT).kind == "order"
+
+
+def test_a_difference_of_ranks_names_their_axis():
+    other = four(lambda d, t: WHOLE + 0.1 * t * WHOLE.cos())
+    found = diagnosed(other, WHOLE, EXACT)
+    assert (found.kind, found.axes) == ("differs", ("tp",))
+
+
+def test_both_at_once_are_told_both():
+    found = diagnosed(four(lambda d, t: WHOLE[3 * d : 3 * d + 3] * (1 + t)), WHOLE, EXACT)
+    assert found.text == "pending over tp, and its sum is 3 times too large"
+
+
+def test_factors_are_told_in_words():
+    assert [times_text(x) for x in (2, 0.25, 0.9375, 1.3333333333, -1)] == [
+        "2 times too large",
+        "4 times too small",
+        "15/16 of the right one",
+        "4/3 of the right one",
+        "negative",
+    ]

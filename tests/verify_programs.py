@@ -1,0 +1,209 @@
+"""Models that are parallelized in other ways than by hand, right and wrong, for `axes.verify`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import axes
+from tests.test_module_regions import Loss, Model
+from tests.verify_models import tokens_and_labels
+
+TOKENS, LABELS = tokens_and_labels()
+
+
+class Feed(nn.Module):
+    """A model that knows nothing of meshes."""
+
+    def __init__(self, embed=8, mlp=12):
+        super().__init__()
+        self.embedding = nn.Embedding(16, embed)
+        self.norm = nn.LayerNorm(embed)
+        self.up, self.down = nn.Linear(embed, mlp), nn.Linear(mlp, embed)
+        self.head = nn.Linear(embed, 16, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def rows(mesh, *names):
+    """This rank's part of the batch over these axes."""
+    tokens, labels = TOKENS, LABELS
+    for name in names:
+        if mesh.shape.get(name, 1) > 1:
+            size, index = mesh.shape[name], mesh.coordinate[name]
+            tokens, labels = tokens.chunk(size)[index], labels.chunk(size)[index]
+    return tokens, labels
+
+
+def fsdp(mesh, reshard=True, accumulate=1):
+    model = Feed()
+    for each in (model.up, model.down, model):
+        fully_shard(each, mesh=mesh["dp"].device_mesh, reshard_after_forward=reshard)
+    tokens, labels = rows(mesh, "dp")
+    for _ in range(accumulate):
+        loss = loss_of(model(tokens), labels) / accumulate
+        loss.backward()
+    return loss * accumulate, model
+
+
+def hsdp(mesh, twice=False):
+    model = Feed()
+    fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"].device_mesh)
+    tokens, labels = rows(mesh, "dp_replicate", "dp_shard")
+    loss = loss_of(model(tokens), labels)
+    loss.backward()
+    if twice:
+        for p in model.parameters():
+            p.grad /= mesh.shape["dp_replicate"]
+    return loss, model
+
+
+def torch_tp(mesh, dp=False):
+    """torch's own tensor parallelism, and FSDP2 around it."""
+    model = Feed()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tp"].device_mesh, plan)
+    tokens, labels = rows(mesh, "dp") if dp else (TOKENS, LABELS)
+    if dp:
+        fully_shard(model, mesh=mesh["dp"].device_mesh)
+    loss = loss_of(model(tokens), labels)
+    loss.backward()
+    return loss, model
+
+
+def torch_sequence_parallel(mesh):
+    model = Feed()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=True),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"].device_mesh, plan)
+    loss = loss_of(model(TOKENS), LABELS)
+    loss.backward()
+    return loss, model
+
+
+def data_parallel(mesh):
+    """Gradients averaged by hand, the loss left as each rank's own."""
+    model = Feed()
+    tokens, labels = rows(mesh, "dp")
+    loss = loss_of(model(tokens), labels)
+    loss.backward()
+    for p in model.parameters():
+        if mesh.shape["dp"] > 1:
+            dist.all_reduce(p.grad, op=dist.ReduceOp.SUM, group=mesh.axis("dp").group)
+            p.grad /= mesh.shape["dp"]
+    return {"loss": loss, "logits": model(tokens)}, model
+
+
+def stages(mesh):
+    """A pipeline of two stages, each with its own parameters, that hand activations over."""
+    model = Feed()
+    pp = mesh.shape["pp"]
+    stage = mesh.coordinate["pp"] if pp > 1 else 0
+    if pp == 1:
+        loss = loss_of(model(TOKENS), LABELS)
+        loss.backward()
+        return {"loss": loss}, model
+    there = torch.empty(*TOKENS.shape, 8)
+    if stage == 0:
+        model.down = model.up = model.head = model.norm = None
+        x = model.embedding(TOKENS)
+        dist.send(x.detach(), 1)
+        dist.recv(there, 1)
+        x.backward(there)
+        return {}, model
+    model.embedding = None
+    dist.recv(there, 0)
+    x = there.requires_grad_()
+    loss = loss_of(model.head(x + model.down(F.gelu(model.up(model.norm(x))))), LABELS)
+    loss.backward()
+    dist.send(x.grad, 0)
+    return {"loss": loss}, model
+
+
+def dtensors(mesh):
+    """Operations by name on DTensors; the result is pending over tp."""
+    w = nn.Parameter(axes.shard(torch.randn(12, 8), "f@tp e"))
+    v = nn.Parameter(axes.shard(torch.randn(8, 12), "e f@tp"))
+    model = nn.Module()
+    model.w, model.v = w, v
+    x = axes.shard(torch.randn(4, 8), "b@dp e")
+    h = axes.einsum(x, w, "b@dp e, f@tp e -> b@dp f@tp")
+    y = axes.einsum(h, v, "b@dp f@tp, e f@tp -> b@dp e | sum@tp")
+    whole = axes.reshard(y, "b@dp e")
+    axes.unshard(whole).square().sum().backward()
+    return {"pending": y, "whole": whole}, model
+
+
+def uneven(mesh):
+    """Seven rows over dp, five columns over tp."""
+    torch.manual_seed(3)
+    model = nn.Linear(6, 5)
+    axes.shard_module(model, {"weight": "f@tp e", "bias": "f@tp"})
+    x = axes.shard(torch.randn(7, 6), "b@dp e")
+    y = model(x)
+    axes.unshard(y).square().mean().backward()
+    return y, model
+
+
+REGION_SPECS = {
+    "*.qkv.weight": "(three=3 h@tp k=2) e",
+    "*.out.weight": "e f@tp",
+    "*.up.weight": "f@tp e",
+    "*.up.bias": "f@tp",
+    "*.down.weight": "e f@tp",
+    "*": "...",
+}
+
+
+def region(checkpointed=False, expression="b@dp s@tp -> b@dp s@tp v"):
+    torch.manual_seed(5)
+    return axes.shard_map(Model(parallel=True, checkpointed=checkpointed), expression)
+
+
+class Scaled(nn.Linear):
+    """A row-parallel layer whose output is multiplied by the size of tp."""
+
+    def __init__(self):
+        super().__init__(16, 8, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) * axes.axis_size("tp")
+
+
+def same_region():
+    torch.manual_seed(1)
+    return axes.shard_map(Loss(), "b@dp d | same@tp -> b@dp d | same@tp")
+
+
+class Named(nn.Module):
+    """Layers of axes.nn on DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = axes.nn.RMSNorm("b s embed", over="embed", embed=8)
+        self.up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", embed=8, mlp=12)
+        self.down = axes.nn.Einsum("b s mlp@*, embed mlp@* -> b s embed", embed=8, mlp=12)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
