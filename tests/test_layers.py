@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 import axes
 from axes.algebra.errors import AxesError
+from axes.nn.annotations import annotated
 
 TOKENS = torch.arange(16).view(4, 4) * 5 % 12
 
@@ -167,6 +170,14 @@ def test_values_are_drawn_within_the_bounds_of_linear():
 def test_what_is_wrong_with_a_layer_is_said_when_it_is_made(make, says):
     with pytest.raises(AxesError, match=says.replace("[", r"\[")):
         make()
+
+
+def test_a_copy_of_a_layer_keeps_its_names_and_a_bias_is_broadcast_over_dots():
+    layer = copy.deepcopy(axes.nn.Einsum("... d, (h k) d -> ... h k", bias="h k", h=2, k=3, d=4))
+    assert annotated(layer) == {"weight": "(h=2 k=3) d", "bias": "h k"}
+    x = torch.randn(5, 2, 4)
+    expected = F.linear(x, layer.weight, layer.bias.view(-1)).view(5, 2, 2, 3)
+    assert torch.allclose(layer(x), expected)
 
 
 def test_a_layer_prints_its_expression_and_sizes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -248,3 +249,84 @@ def the_same() -> list[str]:
 
 def test_parameters_of_a_region_that_is_the_same_over_an_axis_are_so_as_well(world):
     assert world(the_same, 4) == [[]] * 4
+
+
+class Within(nn.Module):
+    """A region around a region, which takes a tuple of plain tensors, and a buffer that forward assigns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(8, 8), Attention(8, 4), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, pair):
+        x, y = pair
+        self.calls = self.calls + 1
+        return self.last(self.part(torch.tanh(self.first(x)))) + y
+
+
+def nested(plain: bool) -> list[str]:
+    wrong = []
+    torch.manual_seed(2)
+    whole = Within().double()
+    x = weights((4, 8, 8))
+    whole((x, x)).square().sum().backward()
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        model = shard_module(copy.deepcopy(whole), {"*": "..."})
+        axes.shard_map(model.part, "b@dp s e -> b@dp s e")
+        axes.shard_map(model, "b@dp s e, b@dp s e -> b@dp s e")
+        rows = slice(2 * mesh.coordinate["dp"], 2 * mesh.coordinate["dp"] + 2)
+        model.zero_grad()
+        shard = x[rows] if plain else axes.shard(x, "b@dp s e")
+        y = model((shard, shard))
+        (y * y).sum().backward()
+        for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+            # Of plain shards each rank has the loss of its rows.
+            if not torch.allclose(axes.unshard(p.grad), q.grad, rtol=1e-10, atol=1e-12):
+                wrong.append(f"{name}: {axes.unshard(p.grad).norm() / q.grad.norm():.3f} times")
+        if axes.spec_of(model.calls) != "" or axes.unshard(model.calls) != 2:
+            wrong.append(f"the buffer is {model.calls}")
+    return wrong
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_region_within_a_region_means_the_same_by_gradients_and_buffers_keep_what_is_assigned(world, plain):
+    assert world(nested, 4, plain) == [[]] * 4
+
+
+def refused() -> list[str]:
+    said = []
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        model = shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": "..."})
+        axes.shard_map(model[1], "b@dp d | same@tp -> b@dp d | same@tp")
+        axes.shard_map(model, "b@dp d -> b@dp d")
+        x = torch.ones(2, 4)
+        for call in (
+            lambda: model(x),
+            lambda: model[0](x),  # outside of its region its parameters are DTensors
+            lambda: axes.shard_map(model, "b d -> b d"),
+            lambda: axes.shard_map(nn.Linear(4, 4), "b@dp d -> b@dp d")(x),
+        ):
+            try:
+                call()
+                said.append("nothing")
+            except Exception as error:
+                said.append(str(error))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    return said
+
+
+def test_what_a_region_of_a_module_can_not_be_is_said(world):
+    for within, alone, twice, plain in world(refused, 4):
+        assert "a region inside a region: its inputs are the same over tp" in within
+        assert "mixed torch.Tensor and DTensor" in alone
+        assert "is a region already, of 'b@dp d -> b@dp d'" in twice
+        assert "axes.shard_module(module, {'weight': " in plain
+
+
+def test_a_region_can_be_pickled():
+    region = axes.shard_map(nn.Sequential(nn.Linear(2, 2)), "b d -> b d")
+    again = pickle.loads(pickle.dumps(region))
+    assert type(again).__mro__[2] is nn.Sequential
+    assert torch.equal(again[0].weight, region[0].weight)
+    assert axes.shard_map(again, "b d -> b d") is again

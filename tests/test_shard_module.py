@@ -349,3 +349,84 @@ def test_a_dry_run_prints_what_each_rank_would_hold_and_changes_nothing(capsys):
     )
     assert lines[-1] == "rules that no parameter uses: vocab=dp"
     assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+class Initialized(nn.Module):
+    """Initializers in all the ways that people write them."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut = nn.Parameter(torch.empty(64, 8))
+        self.added = nn.Parameter(torch.empty(6, 4))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.register_buffer("table", torch.empty(8, 4))
+        self.register_buffer("assigned", torch.empty(6))
+
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.cut, std=1.0, a=-0.5, b=0.5)
+        self.added.data.zero_()
+        self.added.add_(torch.randn_like(self.added))
+        self.table.copy_(torch.arange(32.0).view(8, 4))
+        self.assigned = torch.arange(6.0)
+
+
+def initialized(text: str, specs: dict[str, str]) -> dict[str, torch.Tensor]:
+    mesh = axes.init_mesh(text, device_type="cpu")
+    torch.manual_seed(11 if mesh.rank == 0 else 100 + mesh.rank)
+    with torch.device("meta"):
+        model = Initialized()
+    shard_module(model, specs, mesh)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert all(isinstance(x, DTensor) for _, x in tensors)
+    return {name: axes.unshard(x.detach()) for name, x in tensors}
+
+
+def test_initializers_of_all_kinds_give_the_same_values_on_every_rank_and_mesh(world):
+    (one,) = world(initialized, 1, "dp=1", {"*": "..."})
+    assert one["cut"].abs().max() <= 0.5
+    assert one["added"].std() > 0.5
+    assert torch.equal(one["table"], torch.arange(32.0).view(8, 4))
+    assert torch.equal(one["assigned"], torch.arange(6.0))
+    for text, specs in (
+        ("dp=2 tp=2", {"cut": "a@tp b@dp", "table": "a@tp b", "assigned": "a@tp", "*": "..."}),
+        ("tp=4", {"*": "..."}),
+    ):
+        for found in world(initialized, 4, text, specs):
+            assert [name for name in one if not torch.equal(found[name], one[name])] == []
+
+
+def lost() -> list[str]:
+    mesh = axes.init_mesh("tp=2", device_type="cpu")
+
+    def made(reset):
+        kind = type("Made", (nn.Module,), {"reset_parameters": reset})
+        with torch.device("meta"):
+            model = kind()
+            model.w = nn.Parameter(torch.empty(6, 4))
+        shard_module(model, {"w": "a@tp b"}, mesh)
+
+    writes = (
+        lambda self: [nn.init.xavier_uniform_(part) for part in self.w.chunk(3)],
+        lambda self: self.w.view(-1).normal_(),
+        lambda self: self.w[1:5][1:3].zero_(),
+        lambda self: self.w.T[2].zero_(),
+    )
+    return [said(lambda write=write: made(write)) for write in writes]
+
+
+def test_what_an_initializer_writes_to_a_part_of_a_parameter_is_refused_and_not_lost(world):
+    for found in world(lost, 2):
+        assert all("of a part of w: an initializer draws and fills a whole parameter" in text for text in found), found
+
+
+def with_values() -> bool:
+    mesh = axes.init_mesh("tp=2", device_type="cpu")
+    layer = nn.Linear(4, 4)
+    weight = layer.weight.detach().clone()
+    layer.bias = nn.Parameter(torch.empty(4, device="meta"))
+    shard_module(layer, {"*": "..."}, mesh)
+    return torch.equal(axes.unshard(layer.weight.detach()), weight)
+
+
+def test_a_parameter_with_values_keeps_them_beside_a_deferred_one(world):
+    assert world(with_values, 2) == [True, True]

@@ -87,6 +87,7 @@ class _Recorder(torch_private.DispatchMode):
         self.draws: Counter[str] = Counter()
         self.filled: set[str] = set()
         self.closed = closed
+        self.last = ""  # what is drawn beside a parameter counts from it: ranks may try again unequally often
         self.seed = seed
 
     def __torch_dispatch__(
@@ -99,7 +100,7 @@ class _Recorder(torch_private.DispatchMode):
         name, part = self.aliases.names.get(id(x)), self.parts.get(id(x))
         word = func.__name__.partition(".")[0]
         if word in _LIKE:
-            return self._drawn("", _LIKE[word], func(*args, **kwargs))
+            return self._drawn(f"~{name or self.last}", _LIKE[word], func(*args, **kwargs))
         if not word.endswith("_"):
             result = func(*args, **kwargs)
             if word in _VIEWS and (name is not None or part is not None):
@@ -111,13 +112,14 @@ class _Recorder(torch_private.DispatchMode):
             return x
         if name is not None:
             self.filled.add(name)
+            self.last = name
         if word in _OTHER_DRAWS:
             raise ShardingError(
                 f"{word} of {name or 'a tensor'}: random values that are the same on every mesh are drawn by uniform_ "
                 "and normal_"
             )
         if word in _DRAWS:
-            return self._drawn(name or "", word, *args, **kwargs)
+            return self._drawn(name or f"~{self.last}", word, *args, **kwargs)
         if word == "copy_" and not isinstance(args[1], DTensor) and args[1].shape == x.shape:
             torch_private.local_of(x).copy_(take_shard(args[1], sharding_of(x)))
             return x
@@ -132,7 +134,7 @@ class _Recorder(torch_private.DispatchMode):
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             self.parts[id(tensor)] = _Written(whole, args[0], where, tensor)
 
-    def _written(self, part: _Written, word: str, x: DTensor, value: Any = 0.0) -> DTensor:
+    def _written(self, part: _Written, word: str, x: DTensor, *given: Any, **_: Any) -> DTensor:
         """`x.fill_(value)` where `x` is a part of a parameter, as torch writes the padding of an embedding.
 
         torch takes a part of what is split from a gathered copy, and loses what is written there.
@@ -147,7 +149,7 @@ class _Recorder(torch_private.DispatchMode):
         if sharding.mesh.coordinate is not None:
             mine = positions(sharding.local_indices(tuple(part.whole.shape))[dim], local.device)
             at = torch.isin(mine, torch.tensor(list(wanted), device=local.device)).nonzero().view(-1)
-            local.index_fill_(dim, at, float(value))
+            local.index_fill_(dim, at, float(given[0]) if given else 0.0)
         self.filled.add(part.name)
         return x
 
