@@ -10,6 +10,7 @@ from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.ops.reshard import reshard
 from axes.runtime.sharded import sharding_of
+from axes.runtime.transforms import check_not_wrapped
 
 
 def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules | None = None, **sizes: int) -> DTensor:
@@ -26,6 +27,7 @@ def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules |
             x = axes.constrain(x, "batch seq embed")
     """
     if not isinstance(x, DTensor):
+        check_not_wrapped("axes.constrain", x)
         raise ShardingError(
             f"axes.constrain takes a DTensor; found {type(x).__name__}. Inside a region a shard stays as it is"
         )
