@@ -101,8 +101,17 @@ class Rules:
         as divisible. Raises `ShardingError` for a name without a rule and `MeshError` for an axis that the mesh
         doesn't have.
         """
-        tree, _ = self._applied(spec, mesh, shape, written_sizes(keywords, sizes))
-        return str(tree)
+        found = _choices(self, spec, required_mesh(mesh, "Rules.spec"), _shape(shape), written_sizes(keywords, sizes))
+        tree = parse_spec(spec)
+        wrong = next((each for each in found if each.error), None)
+        if wrong is not None:
+            factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
+            raise ShardingError(
+                f"{wrong.error}\n{pointed(spec, *factor.span)}\n"
+                f"write {wrong.name}=None for a dim that stays whole, or a last rule ('...', None) for all others"
+            )
+        axes = {each.name: each.axes for each in found if each.axes}
+        return str(replace(tree, dims=tuple([_placed(dim, axes) for dim in tree.dims])))
 
     def explain(
         self,
@@ -127,21 +136,6 @@ class Rules:
     def names(self) -> tuple[str, ...]:
         """The logical names that the table is about, in its order."""
         return tuple(dict.fromkeys(rule.name for rule in self.rules))
-
-    def _applied(
-        self, spec: str, mesh: Mesh | None, shape: Sequence[int] | None, sizes: tuple[tuple[str, Any], ...]
-    ) -> tuple[Spec, tuple[Choice, ...]]:
-        found = _choices(self, spec, required_mesh(mesh, "Rules.spec"), _shape(shape), sizes)
-        tree = parse_spec(spec)
-        wrong = next((each for each in found if each.error), None)
-        if wrong is not None:
-            factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
-            raise ShardingError(
-                f"{wrong.error}\n{pointed(spec, *factor.span)}\n"
-                f"write {wrong.name}=None for a dim that stays whole, or a last rule ('...', None) for all others"
-            )
-        axes = {each.name: each.axes for each in found if each.axes}
-        return replace(tree, dims=tuple([_placed(dim, axes) for dim in tree.dims])), found
 
     def __eq__(self, other: object) -> bool:
         return self.rules == other.rules if isinstance(other, Rules) else NotImplemented
