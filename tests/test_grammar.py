@@ -214,7 +214,7 @@ MALFORMED = {
         ("dp-tp", "  ^", "'-' has no meaning here"),
         ("dp.tp", "  ^", "'.' has no meaning here"),
         ("dp@tp", "  ^", "found '@'"),
-        ("dp+tp", "  ^", "'+' is reserved"),
+        ("dp+tp", "  ^", "expected an axis name or the end of the list, found '+'"),
         ("dp ~", "   ^", "'~' is reserved"),
         ("<dp", "^", "'<' is reserved"),
         ("dp>", "  ^", "'>' is reserved"),

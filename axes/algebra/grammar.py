@@ -11,12 +11,17 @@ product  item... | "(" item... ")"
 side     { item | [ NAME "=" ] "(" item... ")" | "..." }
 spec     { dim } [ "|" { pending } ]
 dim      ( NAME ["=" INT] | INT | "_" | "..." ) [ "@" place ]
-       | "(" { ( NAME ["=" INT] | INT | "..." ) ["@" place] } ")" [ "@" place ]
+       | "(" { factor | blocks } ")" [ "@" place ] | blocks
+factor   ( NAME ["=" INT] | INT | "..." ) ["@" place]
+blocks   "(" factor... "+" factor... { "+" factor... } ")"
 place    NAME | "*" | "(" { NAME | "*" } ")"
 pending  ( "sum" | "mean" | "max" | "min" | "same" ) "@" place  |  "*"
 ```
 
-The four `parse_*` functions turn text into small frozen trees and raise nothing but
+`(q + k)` is a dim that holds blocks, one behind the other. `parse_blocks` keeps them apart. To `parse_tensor` and
+`parse_spec` blocks are alike, `(f + f)`, and so a group of a number and the factors of one of them, `(2 f)`.
+
+The five `parse_*` functions turn text into small frozen trees and raise nothing but
 `ExpressionError`. They run once over the tokens without recursion and are cached by text.
 What a name means is not decided here.
 
@@ -30,9 +35,10 @@ The notation is that of einops (Rogozhnikov) with `@` for what JAX calls a parti
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, TypeVar
 
 from axes.algebra.errors import ExpressionError, shortened
@@ -127,15 +133,18 @@ class Place:
 class Factor:
     """One name, number, `_` or `...` of a dim, with its own place where it has one.
 
-    `name` is None for a number, whose `size` is given.
+    `name` is None for a number, whose `size` is given, and for `blocks`.
     """
 
     name: str | None
     size: int | None = None
     place: Place | None = None
     span: Span = field(default=(0, 0), compare=False)
+    blocks: tuple[tuple[Factor, ...], ...] = ()
 
     def __str__(self) -> str:
+        if self.blocks:
+            return f"({' + '.join(' '.join(map(str, block)) for block in self.blocks)})"
         text = str(self.size) if self.name is None else str(Item(self.name, self.size))
         return text if self.place is None else f"{text}@{self.place}"
 
@@ -151,7 +160,8 @@ class Dim:
 
     def __str__(self) -> str:
         text = " ".join(map(str, self.factors))
-        text = f"({text})" if self.grouped else text
+        is_blocks = len(self.factors) == 1 and bool(self.factors[0].blocks)  # which has parentheses of its own
+        text = f"({text})" if self.grouped and not is_blocks else text
         return text if self.place is None else f"{text}@{self.place}"
 
 
@@ -203,9 +213,9 @@ class _Token(NamedTuple):
 
 _TOKEN = re.compile(
     r"(?P<space>[ \t\r\n]+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<int>-?[0-9]+)"
-    r"|(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<sign>[()@|,=*])"
+    r"|(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<sign>[()@|,=*+])"
 )
-_RESERVED = "+~<>[]:;"
+_RESERVED = "~<>[]:;"
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -399,15 +409,59 @@ class _Parser:
         if not self.take("("):
             factor = self.factor(in_group=False)
             return Dim((factor,), span=factor.span)
+        if self.has_blocks():
+            return self.closed_dim([self.blocks(start)], start)
         factors: list[Factor] = []
-        while self.token.kind not in (")", "end", "("):
-            factors.append(self.factor(in_group=True))
+        while self.token.kind not in (")", "end"):
+            inner = self.token.start
+            if self.token.kind == "(" and self.has_blocks(ahead=1):
+                self.at += 1
+                factors.append(self.blocks(inner))
+            elif self.token.kind == "(":
+                break
+            else:
+                factors.append(self.factor(in_group=True))
         self.closing()
+        return self.closed_dim(factors, start)
+
+    def closed_dim(self, factors: list[Factor], start: int) -> Dim:
+        """The group of these factors, behind whose ')' a place may stand."""
         place = self.place()
         span = start, self.tokens[self.at - 1].stop
-        if place is not None and any(factor.place is not None for factor in factors):
+        inside = [each for factor in factors for each in (factor, *itertools.chain(*factor.blocks))]
+        if place is not None and any(each.place is not None for each in inside):
             self.wrong("a group has '@' inside or outside, not both", span)
         return Dim(tuple(factors), grouped=True, place=place, span=span)
+
+    def has_blocks(self, ahead: int = 0) -> bool:
+        """Whether a '+' stands in the group that is open here, or opens `ahead`."""
+        depth = 1
+        for token in self.tokens[self.at + ahead :]:
+            if token.kind == "+" and depth == 1:
+                return True
+            depth += (token.kind == "(") - (token.kind == ")")
+            if depth == 0:
+                return False
+        return False
+
+    def blocks(self, start: int) -> Factor:
+        """`q + k)`, behind the '(' at `start`."""
+        found: list[tuple[Factor, ...]] = []
+        while not found or self.take("+"):
+            block: list[Factor] = []
+            while self.token.kind not in ("+", ")", "end", "("):
+                block.append(self.factor(in_group=True))
+            if not block:
+                self.fail("a dim name or a number in each block")
+            for item, again in _repeated(tuple([Item(f.name, None, f.span) for f in block if f.name])):
+                self.wrong(f"{shortened(item.name)} stands twice in one block", again.span)
+            found.append(tuple(block))
+        self.closing()
+        span = start, self.tokens[self.at - 1].stop
+        dots = [factor for block in found for factor in block if factor.name == "..."]
+        if dots:
+            self.wrong("'...' has no place in blocks; name their dims", dots[0].span)
+        return Factor(None, None, None, span, tuple(found))
 
     def pending(self) -> Pending:
         token = self.token
@@ -431,6 +485,9 @@ class _Parser:
         dots = [f for d in dims for f in d.factors if f.name == "..."]
         if len(dots) > 1:
             self.wrong("'...' stands once in a spec", dots[1].span)
+        blocks = [f for d in dims for f in d.factors if f.blocks]
+        if len(blocks) > 1:
+            self.wrong("one dim of a tensor holds blocks; take the first ones apart before", blocks[1].span)
         if not self.take("|"):
             return Spec(tuple(dims))
         pending: list[Pending] = []
@@ -519,9 +576,49 @@ def parse_mesh(text: str) -> MeshExpression:
 def parse_tensor(text: str) -> TensorExpression:
     """`"b s@cp d, d f@tp -> b s@cp f@tp"`, or specs without an arrow.
 
+    >>> str(parse_tensor("(f@tp + f@tp) d").operands[0])
+    '(2 f@tp) d'
     >>> expression = parse_tensor("b s@tp d -> b s d")
     >>> str(expression.operands[0]), [str(spec) for spec in expression.results]
     ('b s@tp d', ['b s d'])
+    """
+    tree = parse_blocks(text)
+    if "+" not in tree.text:
+        return tree
+    operands, results = (
+        side and tuple([_with_alike_blocks(tree.text, spec) for spec in side]) for side in (tree.operands, tree.results)
+    )
+    return TensorExpression(tree.text, operands or (), results)
+
+
+def _with_alike_blocks(text: str, spec: Spec) -> Spec:
+    """The spec with its blocks, which are alike, as a number and the factors of one of them."""
+    dims = []
+    for dim in spec.dims:
+        opened: list[Factor] = []
+        for factor in dim.factors:
+            first, *others = factor.blocks or ((factor,),)
+            if any(each != first for each in others):
+                written = " + ".join([" ".join(map(str, first))] * len(factor.blocks))
+                message = (
+                    f"the blocks of {factor} aren't written alike, as those of ({written}) are. Blocks of unlike sizes "
+                    "are split as a whole or not at all: give them one name. axes.rearrange takes any apart"
+                )
+                raise ExpressionError(message, text, *factor.span)
+            if factor.blocks:
+                opened.append(Factor(None, len(factor.blocks), None, factor.span))
+            opened.extend(first)
+        dims.append(replace(dim, factors=tuple(opened), grouped=dim.grouped or len(opened) > 1))
+    return replace(spec, dims=tuple(dims))
+
+
+@_cached_by_text
+def parse_blocks(text: str) -> TensorExpression:
+    """As `parse_tensor`, with the blocks of a dim apart.
+
+    >>> (dim, _) = parse_blocks("(h k + g@tp) d").operands[0].dims
+    >>> [[str(factor) for factor in block] for block in dim.factors[0].blocks]
+    [['h', 'k'], ['g@tp']]
     """
     parser = _Parser(text)
     operands = parser.specs()

@@ -25,6 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError
+from axes.algebra.flow.reading import check_no_blocks
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
@@ -73,6 +74,7 @@ def einsum(
     *tensors, expression = tensors_and_expression or (None,)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if not any(distributed) and sizes is None and not keywords and is_einops(expression):
+        check_no_blocks("einsum", expression)
         if torch_private.functorch_is_active():
             for x in tensors:
                 check_not_wrapped("axes.einsum", x)

@@ -357,6 +357,34 @@ with axes.simulate(4):
         axes.spec_of(axes.reshard(x, spec))
 ```
 
+## Blocks
+
+A `+` in a group says that a dim holds several tensors, one behind the other, as the notation of einx has it. Each block
+becomes a tensor of its own, in their order, and several tensors become one:
+
+```python
+import torch
+qkv = torch.zeros(16, 5)                                # 4 query and 2 key heads of 2, 5 channels
+q, k, v = axes.rearrange(qkv, "(h k + g k + g k) d -> h k d, g k d, g k d", h=4, g=2)
+tuple(q.shape), tuple(v.shape)
+tuple(axes.rearrange((q, k, v), "h k d, g k d, g k d -> (h k + g k + g k) d").shape)
+```
+
+Each block has its own splits, and a rank holds its part of every block, so that nothing moves. On plain shards blocks
+may be of any sizes. A DTensor's have one size where they are split, `(f@tp + f@tp)`, which as a spec is the same as
+`(2 f@tp)`: DTensor has no placement for others. Queries and keys of one tensor lie together by key head instead:
+
+```python
+with axes.simulate(4):
+    mesh = axes.init_mesh("tp=4", device_type="cpu")
+    both = axes.zeros("(f@tp + f@tp) d", mesh=mesh, f=8, d=5)                    # gate and up: one product
+    gate, up = axes.rearrange(both, "(f@tp + f@tp) d -> f@tp d, f@tp d")
+    axes.spec_of(gate), tuple(gate.shape), tuple(gate.to_local().shape)
+    qkv = axes.zeros("(g@tp rest) d", mesh=mesh, g=4, rest=2 * 3 + 3 + 3, d=5)   # of each key head its queries
+    q, k, v = axes.rearrange(qkv, "(g@tp (r k + k + k)) d -> (g r)@tp k d, g@tp k d, g@tp k d", g=4, r=2)
+    axes.spec_of(q), tuple(q.shape), tuple(k.shape)
+```
+
 ## What moves
 
 Nine expressions, on four ranks. All tensors are {DTYPE}, with {", ".join(f"{n}={size}" for n, size in SIZES.items())}.

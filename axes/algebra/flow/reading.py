@@ -175,6 +175,7 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
     Raises `ExpressionError` where names stand where they can't, `SizeError` for another number of
     dims.
     """
+    check_no_blocks(kind, text)
     tree = parse_tensor(text)
     if tree.results is None:
         raise ExpressionError(f"{kind} needs '->' and the result behind it", text, len(text) - 1, len(text))
@@ -211,6 +212,14 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
     wholes = _wholes((*terms, result))
     merged = [_merged(term, wholes) for term in (*terms, result)]
     return Reading(kind, text, tuple(merged[:-1]), merged[-1], wholes, inline)
+
+
+def check_no_blocks(kind: str, text: object) -> None:
+    """`ExpressionError` for a text with '+', which stands in specs and in `rearrange`."""
+    if isinstance(text, str) and "+" in text:
+        at = text.index("+")
+        message = f"{kind} takes no blocks; axes.rearrange takes them apart and puts them together"
+        raise ExpressionError(message, text, at)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -90,7 +90,7 @@ def land(state: ShardedDim, extent: int, atoms: Sequence[tuple[str, int]]) -> li
         if before % front or atoms[at][1] % (before // front * axis.size):
             return None
         found[at].append((before // front, axis))
-    return [_of_cuts(name, extent, each) for (name, extent), each in zip(atoms, found, strict=True)]
+    return [of_cuts(name, extent, each) for (name, extent), each in zip(atoms, found, strict=True)]
 
 
 def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
@@ -103,7 +103,7 @@ def _atom_at(before: int, sizes: Sequence[int], size: int) -> int | None:
     return None
 
 
-def _of_cuts(name: str, extent: int, found: Sequence[Cut]) -> ShardedDim:
+def of_cuts(name: str, extent: int, found: Sequence[Cut]) -> ShardedDim:
     """The state of an atom with these cuts: one factor more wherever a cut leaves a gap."""
     factors: list[ShardedFactor] = []
     start, reach = 1, 1

@@ -1,0 +1,370 @@
+"""`rearrange` with blocks: a dim taken apart into several tensors, and several put together in one dim.
+
+    q, k, v = axes.rearrange(qkv, "b s (h@tp k + g@tp k + g@tp k) -> b s h@tp k, b s g@tp k, b s g@tp k", k=64, g=4)
+    qkv = axes.rearrange((q, k, v), "h k d, g k d, g k d -> (h k + g k + g k) d")
+
+Each block is an expression of its own (`axes.algebra.flow.blocks`). Between them a tensor is cut, or several are put
+together, along a dim of which every rank has its part of each block: that is local.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.ambient import ambient_mesh
+from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
+from axes.algebra.flow.blocks import Fused, names_of, read_blocks, sizes_of_blocks
+from axes.algebra.flow.states import cuts, of_cuts, split
+from axes.algebra.mesh import Mesh
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import ShardedDim, Sharding
+from axes.ops.global_view import Grad
+from axes.runtime import torch_private
+from axes.runtime.graphs import node_of_graph, read_once
+from axes.runtime.groups import of_world
+from axes.runtime.leaves import leave_pending, resolve_at_leaf
+from axes.runtime.packing import strides_of
+from axes.runtime.routes import resharded, settled
+from axes.runtime.symbols import hints
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
+from axes.runtime.transforms import check_shards, check_whole
+
+Sizes = tuple[tuple[str, int], ...]
+Rearrange = Callable[[Any, str, Sizes], Any]
+"""`rearrange` of one tensor without blocks."""
+
+
+def rearrange_blocks(
+    tensors: Sequence[Any], text: str, given: Sizes, mesh: Mesh | None, grad: Grad, one: Rearrange
+) -> Any:
+    """The tensors of the right side, in a tuple if there are several."""
+    needed = _check(text, tensors)
+    shapes = tuple([_needed(x, dims) for x, dims in zip(tensors, needed, strict=True)])
+    home = None if isinstance(tensors[0], DTensor) else ambient_mesh() if mesh is None else mesh
+    cuts_, expressions, joints = _steps(text, shapes, given, home)
+    parts: list[Any] = []
+    for x, cut in zip(tensors, cuts_, strict=True):
+        parts.extend((x,) if cut is None else _apart(x, text, cut, grad, one))
+    made = [_block(text, at, one, x, *expressions[at]) for at, x in enumerate(parts)]
+    results = [made[joint[0]] if len(joint) == 1 else _joined(text, made, joint, one) for joint in joints]
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _check(text: str, tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """For each tensor the dims whose sizes matter."""
+    needed = _needed_dims(text)
+    if len(tensors) != len(needed):
+        raise ExpressionError(
+            f"the left side is {len(needed)} tensors; found {len(tensors)}", text, 0, text.index("->")
+        )
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            raise ShardingError(f"axes.rearrange takes tensors; found {type(x).__name__}\nin  {text}")
+    if len({isinstance(x, DTensor) for x in tensors}) > 1:
+        raise ShardingError(
+            "axes.rearrange takes DTensors or plain tensors, not both; make all of them DTensors with axes.shard or "
+            f"axes.from_local\nin  {text}"
+        )
+    if len({x.dtype for x in tensors}) > 1:
+        found = ", ".join([str(x.dtype).removeprefix("torch.") for x in tensors])
+        raise ShardingError(f"tensors that are put together have one dtype; found {found}\nin  {text}")
+    if torch_private.transforms_are_on():
+        check = check_whole if isinstance(tensors[0], DTensor) else check_shards
+        check(f"axes.rearrange, '{text}',", tensors)
+    return needed
+
+
+@read_once
+def _needed_dims(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple([each.needed if isinstance(each, Fused) else () for each in read_blocks(text).left])
+
+
+def _needed(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with -1 for sizes that don't matter, which vary in a compiled graph."""
+    known = [dim % x.ndim for dim in dims if -x.ndim <= dim < x.ndim]
+    return tuple([operator.index(size) if dim in known else -1 for dim, size in enumerate(x.shape)])
+
+
+Cut = tuple[str, Sizes, int, tuple[int, ...]]
+"""How a tensor is taken apart: what opens the dim of the blocks ("" for nothing), this dim, and its blocks."""
+
+
+@read_once
+def _steps(
+    text: str, shapes: tuple[tuple[int, ...], ...], given: Sizes, mesh: Mesh | None
+) -> tuple[tuple[Cut | None, ...], tuple[tuple[str, Sizes], ...], tuple[tuple[Any, ...], ...]]:
+    """What `rearrange_blocks` does: the cuts of the left side, an expression for each block, the joints of the right.
+
+    On a `mesh` the shapes are those of plain shards.
+    """
+    pieces = {} if mesh is None else {name: layout.size for name, layout in mesh.namespace.items()}
+    found = read_blocks(text)
+    known = found.given(dict(given))
+    cuts_: list[Cut | None] = []
+    for fused, shape in zip(found.left, shapes, strict=True):
+        if isinstance(fused, Fused):
+            learned, counts = sizes_of_blocks(fused, text, shape, known, pieces)
+            known.update(learned)
+            opening = "" if fused.is_open else f"{fused.spec} -> {fused.opened}"
+            cuts_.append((opening, _of(opening, known), fused.dim, counts))
+        else:
+            cuts_.append(None)
+    expressions = [f"{one} -> {other}" for one, other in found.pairs]
+    at, joints = 0, list[tuple[Any, ...]]()
+    for fused in found.right:
+        if isinstance(fused, Fused):
+            closing = "" if fused.is_open else f"{fused.opened} -> {fused.spec}"
+            joints.append((at, at + len(fused.parts), fused.dim, closing, _of(closing, known)))
+            at += len(fused.parts)
+        else:
+            joints.append((at,))
+            at += 1
+    return tuple(cuts_), tuple([(each, _of(each, known)) for each in expressions]), tuple(joints)
+
+
+def _of(text: str, known: dict[str, int]) -> Sizes:
+    """The sizes of the names in an expression."""
+    names = names_of(text) if text else ()
+    return tuple([(name, size) for name, size in known.items() if name in names])
+
+
+def _apart(x: Any, text: str, cut: Cut, grad: Grad, one: Rearrange) -> Sequence[Any]:
+    """A tensor for each block."""
+    opening, sizes, dim, counts = cut
+    opened = one(x, opening, sizes) if opening else x
+    dim %= opened.ndim
+    if not isinstance(x, DTensor):
+        return opened.split(counts, dim)
+    return _taken_apart(opened, dim, counts, text, grad)
+
+
+def _block(text: str, number: int, one: Rearrange, x: Any, expression: str, sizes: Sizes) -> Any:
+    """What becomes of one block."""
+    if torch.compiler.is_compiling():
+        return one(x, expression, sizes)
+    try:
+        return one(x, expression, sizes)
+    except AxesError as error:
+        raise type(error)(f"{error}\nwhich is block {number + 1} of  {text}") from None
+
+
+def _joined(text: str, made: Sequence[Any], joint: tuple[Any, ...], one: Rearrange) -> Any:
+    """The tensor that holds some of what was made as blocks."""
+    first, last, dim, closing, sizes = joint
+    parts = tuple(made[first:last])
+    dim %= parts[0].ndim
+    others = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in parts]
+    if any(each != others[0] for each in others):
+        shapes = ", ".join(str(list(x.shape)) for x in parts)
+        raise SizeError(f"blocks have one size in every other dim; found {shapes}\nin  {text}")
+    opened = _put_together(parts, dim, text) if isinstance(parts[0], DTensor) else torch.cat(parts, dim)
+    return one(opened, closing, sizes) if closing else opened
+
+
+# --- DTensors
+
+
+def _taken_apart(x: DTensor, dim: int, counts: tuple[int, ...], text: str, grad: Grad) -> tuple[DTensor, ...]:
+    """The blocks of a dim, each a DTensor: views, of which every rank has its part."""
+    is_leaf = x.is_leaf and x.requires_grad and torch.is_grad_enabled()
+    if is_leaf and grad == "pending":
+        leave_pending(x)
+    if torch.compiler.is_compiling():
+        return _apart_node(dim, int(is_leaf and grad == "resolved"), *counts, x)
+    if is_leaf and grad == "resolved":
+        resolve_at_leaf(x)
+    return _run_apart(x, dim, counts, text)
+
+
+@node_of_graph
+def _apart_node(dim: int, settling: int, *counts_and_tensor: Any) -> tuple[DTensor, ...]:
+    """Taking apart as one node of a graph, where nothing is a leaf and no hook is reached."""
+    *counts, x = counts_and_tensor
+    return _run_apart(settled(x) if settling else x, dim, tuple(counts))
+
+
+def _run_apart(x: DTensor, dim: int, counts: tuple[int, ...], text: str = "") -> tuple[DTensor, ...]:
+    parts = _blocks_of(sharding_of_spec(torch_private.spec_of(x)), hints(tuple(x.shape)), dim, counts, text)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Apart.apply(x, dim, counts, parts)
+    return _views(x, dim, counts, parts)
+
+
+def _views(x: DTensor, dim: int, counts: tuple[int, ...], parts: tuple[Sharding, ...]) -> tuple[DTensor, ...]:
+    spec = torch_private.spec_of(x)
+    held = [count // part.dims[dim].pieces for count, part in zip(counts, parts, strict=True)]
+    locals_ = torch_private.local_of(x).split(held, dim)
+    return tuple(
+        [
+            _dtensor(local, spec.mesh, part, _with(x.shape, dim, count))
+            for local, part, count in zip(locals_, parts, counts, strict=True)
+        ]
+    )
+
+
+def _put_together(xs: Sequence[DTensor], dim: int, text: str = "") -> DTensor:
+    """The tensor of which one dim holds these, one behind the other."""
+    if torch.compiler.is_compiling():
+        return _together_node(dim, *xs)
+    return _run_together(xs, dim, text)
+
+
+@node_of_graph
+def _together_node(dim: int, *xs: DTensor) -> DTensor:
+    return _run_together(xs, dim)
+
+
+def _run_together(xs: Sequence[DTensor], dim: int, text: str = "") -> DTensor:
+    specs = [torch_private.spec_of(x) for x in xs]
+    if any(spec.mesh != specs[0].mesh for spec in specs):
+        raise MeshError(f"tensors that are put together are on one mesh; axes.reshard them before\nin  {text}")
+    shardings = tuple([sharding_of_spec(spec) for spec in specs])
+    whole = _whole_of(shardings, tuple([hints(tuple(x.shape)) for x in xs]), dim, text)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        return _Together.apply(dim, whole, *xs)
+    return _cat(xs, dim, whole)
+
+
+def _cat(xs: Sequence[DTensor], dim: int, whole: Sharding) -> DTensor:
+    local = torch.cat([torch_private.local_of(x) for x in xs], dim)
+    shape = _with(xs[0].shape, dim, sum(x.shape[dim] for x in xs))
+    return _dtensor(local, torch_private.spec_of(xs[0]).mesh, whole, shape)
+
+
+def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _dtensor(local: torch.Tensor, device_mesh: Any, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:
+    spec = torch_private.dtensor_spec(device_mesh, torch_placements(sharding), shape, strides_of(shape), local.dtype)
+    return torch_private.dtensor(local, spec)
+
+
+@of_world(4096)
+def _blocks_of(
+    sharding: Sharding, shape: tuple[int, ...], dim: int, counts: tuple[int, ...], text: str
+) -> tuple[Sharding, ...]:
+    """How each block lies; `ShardingError` where a rank doesn't have its part of every block."""
+    state, number = sharding.dims[dim], len(counts)
+    if state.pieces == 1:
+        dims = [split("_", *state.axes) for _ in counts]
+    else:
+        found = cuts(state, shape[dim])
+        alike = len(set(counts)) == 1
+        if not alike or any(before % number or counts[0] % (before // number * axis.size) for before, axis in found):
+            raise ShardingError(
+                f"a rank doesn't have its part of every block: {state} of {shape[dim]} is {number} blocks of "
+                f"{', '.join(map(str, counts))}\n  has   {sharding}\nin  {text}\n"
+                "axes.reshard it so that the dim isn't split, or to blocks that are, like (2 f@tp)"
+            )
+        inner = [(before // number, axis) for before, axis in found]
+        dims = [of_cuts(f"inner{dim}", count, inner) for count in counts]
+    made = tuple([replace(sharding, dims=_set(sharding.dims, dim, each)) for each in dims])
+    for part, count in zip(made, counts, strict=True):
+        check_torch_can(part, _with(shape, dim, count))
+    return made
+
+
+@of_world(4096)
+def _whole_of(shardings: tuple[Sharding, ...], shapes: tuple[tuple[int, ...], ...], dim: int, text: str) -> Sharding:
+    """How the tensor lies that holds these as blocks; `ShardingError` where they lie otherwise."""
+    first, counts = shardings[0], [shape[dim] for shape in shapes]
+    alike = all(
+        replace(other, dims=_set(other.dims, dim, first.dims[dim])).is_equivalent(first, shapes[0])
+        for other in shardings[1:]
+    )
+    is_split = any(each.dims[dim].pieces > 1 for each in shardings)
+    if is_split:
+        even = all(count % each.dims[dim].pieces == 0 for count, each in zip(counts, shardings, strict=True))
+        alike = alike and even and len(set(counts)) == 1
+        alike = alike and all(other.is_equivalent(first, shapes[0]) for other in shardings[1:])
+    if not alike:
+        lines = "\n".join(
+            f"  block {number}  {each}    {list(shape)}"
+            for number, (each, shape) in enumerate(zip(shardings, shapes, strict=True), 1)
+        )
+        raise ShardingError(
+            "blocks of a DTensor lie alike, and where they are split they have one size; DTensor has no placement for "
+            f"others\n{lines}\nin  {text}\naxes.reshard them so that the dim of the blocks isn't split; or put the "
+            "parts of each rank, or of each key head, together: (g@tp (r q + k + v))"
+        )
+    state = first.dims[dim]
+    if is_split:
+        inner = [(before * len(counts), axis) for before, axis in cuts(state, counts[0])]
+        state = of_cuts(f"inner{dim}", sum(counts), inner)
+    else:
+        state = split("_", *state.axes)
+    whole = replace(first, dims=_set(first.dims, dim, state))
+    check_torch_can(whole, _with(shapes[0], dim, sum(counts)))
+    return whole
+
+
+def _set(dims: tuple[ShardedDim, ...], at: int, dim: ShardedDim) -> tuple[ShardedDim, ...]:
+    return (*dims[:at], dim, *dims[at + 1 :])
+
+
+class _Apart(torch.autograd.Function):
+    """Taking apart; the gradient puts together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: DTensor, dim: int, counts: tuple[int, ...], parts: tuple[Sharding, ...]
+    ) -> tuple[DTensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.counts, ctx.parts = dim, counts, parts
+        ctx.spec = torch_private.spec_of(x)
+        return _views(x, dim, counts, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: DTensor | None) -> tuple[DTensor | None, None, None, None]:
+        if all(each is None for each in cotangents):
+            return None, None, None, None
+        plain = [replace(part, pending=()) for part in ctx.parts]
+        arrived = [None if each is None else sharding_of_spec(torch_private.spec_of(each)) for each in cotangents]
+        if len({*arrived}) > 1 or not _fits(arrived[0], ctx.parts[0], ctx.dim):
+            # They don't lie alike, so each is brought to where its block lies.
+            cotangents = tuple(
+                [
+                    _zeros(ctx.spec, part, _with(ctx.spec.shape, ctx.dim, count))
+                    if each is None
+                    else resharded(each, part)
+                    for each, part, count in zip(cotangents, plain, ctx.counts, strict=True)
+                ]
+            )
+        return _run_together(cotangents, ctx.dim), None, None, None  # type: ignore[arg-type]
+
+
+def _fits(arrived: Sharding | None, part: Sharding, dim: int) -> bool:
+    """Whether gradients that arrive so can be put together as they are."""
+    return arrived is not None and arrived.mesh == part.mesh and arrived.dims[dim].pieces == 1
+
+
+def _zeros(spec: Any, part: Sharding, shape: tuple[int, ...]) -> DTensor:
+    dtype = spec.tensor_meta.dtype
+    local = torch.zeros(part.local_shape(shape), dtype=dtype, device=spec.mesh.device_type)
+    return _dtensor(local, spec.mesh, part, shape)
+
+
+class _Together(torch.autograd.Function):
+    """Putting together; the gradient takes apart."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, whole: Sharding, *xs: DTensor) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.whole, ctx.counts = dim, whole, tuple([x.shape[dim] for x in xs])
+        return _cat(xs, dim, whole)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, ...]:
+        if cotangent is None:
+            return (None,) * (2 + len(ctx.counts))
+        arrived = sharding_of_spec(torch_private.spec_of(cotangent))
+        if not _fits(arrived, ctx.whole, ctx.dim):
+            cotangent = resharded(cotangent, replace(ctx.whole, pending=()))
+        return None, None, *_run_apart(cotangent, ctx.dim, ctx.counts)
