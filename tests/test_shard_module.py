@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import axes
-from axes.algebra.errors import AxesError
+from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.logical import Rules, use_rules
 from axes.nn.annotations import annotate, annotated
 from axes.nn.constrain import constrain
@@ -196,6 +196,11 @@ def constrained() -> list[str]:
             found.append(axes.spec_of(y))
         with use_rules(Rules(batch=("tp", "dp"), embed=None)):
             found.append(axes.spec_of(constrain(x, "batch embed")))
+        y = axes.shard(whole, "batch (heads k)", mesh=mesh, heads=2)
+        assert torch.equal(axes.unshard(y), whole)
+        found.append(axes.spec_of(y))
+        with pytest.raises(ShardingError, match="no rule is about 'model'"):
+            axes.shard(whole, "batch model", mesh=mesh)
         compiled = torch.compile(lambda x: constrain(x, "batch embed") * 2, backend="eager", fullgraph=True)
         assert torch.equal(axes.unshard(compiled(x)), 2 * whole)
         found.append(axes.spec_of(compiled(x)))
@@ -203,7 +208,7 @@ def constrained() -> list[str]:
 
 
 def test_a_constraint_is_where_the_rules_put_its_names(world):
-    assert world(constrained, 4) == [["_@dp _@tp", "_@dp _@tp", "_@dp _", "_@(tp dp) _", "_@dp _@tp"]] * 4
+    assert world(constrained, 4) == [["_@dp _@tp", "_@dp _@tp", "_@dp _", "_@(tp dp) _", "_@dp _@tp", "_@dp _@tp"]] * 4
 
 
 def around() -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+import operator
+
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.ops.reshard import reshard
-from axes.runtime.sharded import sharding_of
+from axes.runtime.sharded import sharding_of, spec_by_rules
 from axes.runtime.transforms import check_not_wrapped
 
 
@@ -34,12 +35,6 @@ def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules |
     rules = rules if rules is not None else ambient_rules()
     if rules is None:
         raise ShardingError(f"axes.constrain(x, '{spec}') needs rules: pass rules=, or write it inside axes.use_rules")
-    shape = tuple([int(size) for size in x.shape])
+    shape = tuple(map(operator.index, x.shape))
     where = mesh if mesh is not None else sharding_of(x).mesh
-    return reshard(x, _on_mesh(rules, spec, where, shape, tuple(sizes.items())), mesh=mesh, sizes=sizes)
-
-
-@torch.compiler.assume_constant_result
-def _on_mesh(rules: Rules, spec: str, mesh: Mesh, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> str:
-    """The spec on the mesh; to `torch.compile` a constant, so that a graph is for one shape."""
-    return rules.spec(spec, mesh, shape, sizes=dict(sizes))
+    return reshard(x, spec_by_rules(rules, spec, where, shape, tuple(sizes.items())), mesh=mesh, sizes=sizes)

@@ -35,7 +35,7 @@ from axes.ops.regions import read_region
 from axes.ops.shard_map import shard_map
 from axes.runtime import torch_private
 from axes.runtime.groups import destroy_process_groups
-from axes.runtime.sharded import shard, sharding_of
+from axes.runtime.sharded import shard_on_mesh, sharding_of
 from axes.runtime.world import init_mesh
 
 _HOOKS = 1_000_000
@@ -179,9 +179,9 @@ def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.T
         if not isinstance(x, torch.Tensor):
             return x
         spec, place = next(told, None), next(places)
-        x = x.detach().requires_grad_(x.requires_grad)
-        if not job.plain:
-            x = shard(x.detach(), "..." if spec is None else without_same(spec), mesh).requires_grad_(x.requires_grad)
+        whole = x.detach()
+        made = whole if job.plain else shard_on_mesh(whole, "..." if spec is None else without_same(spec), mesh)
+        x = made.requires_grad_(x.requires_grad)
         if x.requires_grad:
             leaves[f"input {place}"] = x
         return x
@@ -221,7 +221,7 @@ def _weights(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, DTensor):
         return whole
     sharding = sharding_of(x)
-    return shard(whole, sharding.spec.partition("|")[0].strip(), sharding.mesh)
+    return shard_on_mesh(whole, sharding.spec.partition("|")[0].strip(), sharding.mesh)
 
 
 def _note_parameters(seen: Observed, roots: Mapping[str, torch.nn.Module], mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ take these DTensors as they take their own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from axes.algebra import seam
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import checked_mesh, required_mesh
@@ -76,6 +78,8 @@ def shard(
     its own sharding. Inside a computation it is differentiable: every rank of the mesh gets the whole
     gradient, which is gathered.
 
+    Inside `axes.use_rules` a spec without an `@` is in logical names, which the rules put on the mesh.
+
     Raises `ShardingError` for a spec that doesn't fit the tensor, that has something pending, or
     that DTensor can't express for this shape; the same on every rank, before anything is sent.
 
@@ -84,6 +88,22 @@ def shard(
     mesh = required_mesh(mesh, "axes.shard")
     _plain(tensor, "axes.shard", "axes.reshard")
     given = written_sizes(keywords, sizes)
+    rules = ambient_rules()
+    if rules is not None and "@" not in spec:
+        spec = spec_by_rules(rules, spec, mesh, tuple(map(operator.index, tensor.shape)), given)
+    return shard_on_mesh(tensor, spec, mesh, source_rank, given)
+
+
+@torch.compiler.assume_constant_result
+def spec_by_rules(rules: Rules, spec: str, mesh: Mesh, shape: tuple[int, ...], sizes: Given) -> str:
+    """A spec in logical names on a mesh; to `torch.compile` a constant, so that a graph is for one shape."""
+    return rules.spec(spec, mesh, shape, sizes=dict(sizes))
+
+
+def shard_on_mesh(
+    tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | None = None, given: Given = ()
+) -> DTensor:
+    """`shard` by a spec in axes of the mesh, whatever rules there are."""
     if torch.compiler.is_compiling():
         if source_rank is not None or (tensor.is_leaf and tensor.requires_grad):
             return _shard_outside(tensor, spec, mesh, source_rank, given)
