@@ -79,8 +79,8 @@ def shard_module(
     `specs` maps patterns of whole names (as of `fnmatch`: `*` is any text) to specs; the first that matches applies,
     before annotations (`axes.annotate`). With rules, passed or ambient, specs are in logical names; without, in axes
     of the mesh (`"(heads head_dim)@tp embed"`). Keywords are sizes of names in groups. Every parameter has to be
-    covered; a buffer that isn't is replicated. Tied parameters stay tied, and so do shared modules. A pattern may be of a
-    parameter that the module has registered as None: a bias that it lacks, or what is on another pipeline stage.
+    covered; a buffer that isn't is replicated. Tied parameters stay tied, and so do shared modules. A pattern may be of
+    a parameter that the module has registered as None: a bias that it lacks, or what is on another pipeline stage.
 
     `mesh` is the ambient mesh by default. A model on several meshes, such as experts beside dense layers, gives
     patterns of names here as well, the first that matches applies: `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`.

@@ -258,7 +258,7 @@ def agreed_seed(mesh: Mesh) -> int:
 
 
 def agreed_seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
-    """For each mesh the seed of its first rank. A rank draws one: it is the same for all meshes whose first ranks agree."""
+    """For each mesh the seed of its first rank. A rank draws one number for all meshes."""
     # By the generator of the CPU, whatever torch.set_default_device says.
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
     return {mesh: _seed_of_first_rank(mesh, seed) for mesh in dict.fromkeys(meshes)}
