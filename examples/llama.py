@@ -193,7 +193,7 @@ class Options(Training):
     mesh: str = flag("dp=2 cp=2 tp=2", f"of the axes {', '.join(AXES)}, with their sizes")
 
 
-def what_is_wrong(options: Training, names: Sequence[str] = AXES) -> str | None:
+def what_is_wrong(options: Training, names: Sequence[str] = AXES, n: Size = Size()) -> str | None:
     """What can't be, as far as one process can tell."""
     try:
         mesh = axes.Mesh(declaration(options.mesh, names))
@@ -201,13 +201,13 @@ def what_is_wrong(options: Training, names: Sequence[str] = AXES) -> str | None:
         return f"--mesh {error}"
     sizes = {**mesh.names, "dp": math.prod(size for name, size in mesh.names.items() if name.startswith("dp"))}
     rows = sizes["dp"] * (options.microbatches if sizes["pp"] > 1 else 1)
-    if Size.g % sizes["tp"] or options.sequence % (sizes["cp"] * sizes["tp"]) or options.batch % rows:
+    if n.g % sizes["tp"] or options.sequence % (sizes["cp"] * sizes["tp"]) or options.batch % rows:
         return (
-            f"--mesh {options.mesh}: tp divides {Size.g} key heads, cp * tp the sequence, dp the batch, "
+            f"--mesh {options.mesh}: tp divides {n.g} key heads, cp * tp the sequence, dp the batch, "
             "and in a pipeline dp * microbatches"
         )
-    if Size.layers % sizes["pp"] or (sizes["pp"] > 1 and options.microbatches < sizes["pp"]):
-        return f"--mesh {options.mesh}: pp divides {Size.layers} layers, and there are as many microbatches"
+    if n.layers % sizes["pp"] or (sizes["pp"] > 1 and options.microbatches < sizes["pp"]):
+        return f"--mesh {options.mesh}: pp divides {n.layers} layers, and there are as many microbatches"
     return None
 
 
