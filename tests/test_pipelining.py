@@ -83,7 +83,7 @@ def on_one_device() -> tuple[float, dict[str, torch.Tensor], float]:
     loss = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
     loss.backward()
     gradients = {name: w.grad for name, w in weights.items()}
-    return float(loss), gradients, float(torch.cat([g.flatten() for g in gradients.values()]).norm())
+    return float(loss.detach()), gradients, float(torch.nn.utils.get_total_norm(gradients.values()))
 
 
 def in_stages(text: str, schedule: str, per_rank: int, stored: bool) -> list[str]:
@@ -132,7 +132,7 @@ def in_stages(text: str, schedule: str, per_rank: int, stored: bool) -> list[str
         ("pp=2 dp=2 tp=2", "Schedule1F1B", 1, True),
         ("pp=4 dp=1 tp=2", "Schedule1F1B", 1, False),
         ("dp=2 pp=2 tp=2", "ScheduleInterleaved1F1B", 2, True),
-        ("pp=2 dp=2 tp=2", "ScheduleInterleavedZeroBubble", 2, False),
+        ("pp=2 dp=2 tp=2", "ScheduleZBVZeroBubble", 2, True),
         ("pp=2 dp=2 tp=2", "ScheduleZBVZeroBubble", 2, False),
     ],
 )
