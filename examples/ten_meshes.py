@@ -1,6 +1,6 @@
 """The Llama with mixtures of experts on ten meshes of eight ranks, each against one device, as a table.
 
-    python examples/ten_meshes.py                  # a few minutes; the table of docs/ten-meshes.md
+    python examples/ten_meshes.py                  # a few minutes; the table of docs/examples.md
 
 Each mesh trains twice: 50 steps in float32 and 10 in float64, and so does one device. The table has the largest
 relative difference at any step, of the losses and of the norms of all gradients.
@@ -71,19 +71,19 @@ def quietly(options: Options) -> Curves:
         return train(options)
 
 
-def row(options: Options) -> str:
-    experts = f"ep={options.ep}" + (f" etp={options.etp}" if options.etp > 1 else "")
-    return f"`{options.mesh}`, `{experts}`"
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = read_options("ten_meshes.py", Lengths, lambda _: None, arguments)
     steps = {"float32": options.float32, "float64": options.float64}
-    print("| mesh |", " | ".join(f"{dtype}, {n} steps: losses | norms" for dtype, n in steps.items()), "|")
-    print("| --- | --- | --- | --- | --- |", flush=True)
+    heads = [head for dtype, count in steps.items() for head in (f"losses, {dtype}, {count} steps", "norms")]
+    print(row("mesh", "experts", *heads), row(*["---"] * 6), sep="\n", flush=True)
     found = []
     for each, numbers in zip(TEN, differences(TEN, steps), strict=True):
-        print(f"| {row(each)} |", " | ".join(f"{number:.1e}" for number in numbers), "|", flush=True)
+        experts = f"`ep={each.ep}`" if each.etp == 1 else f"`ep={each.ep} etp={each.etp}`"
+        print(row(f"`{each.mesh}`", experts, *(f"{number:.1e}" for number in numbers)), flush=True)
         found.append(numbers)
     limits = [limit for limit in LIMITS.values() for _ in range(2)]
     return 0 if all(n <= limit for numbers in found for n, limit in zip(numbers, limits, strict=True)) else 1
