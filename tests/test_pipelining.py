@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
 
 import axes
 
@@ -138,3 +139,29 @@ def in_stages(text: str, schedule: str, per_rank: int, stored: bool) -> list[str
 )
 def test_losses_gradients_and_norms_are_those_of_one_device(pool, text, schedule, per_rank, stored):
     assert pool.run(in_stages, text, schedule, per_rank, stored) == [[]] * 8
+
+
+def of_dtensors() -> list[str]:
+    """Stages that hand DTensors over: what a replicated activation gets back is pending, and is sent so."""
+    expected, gradients, _ = on_one_device()
+    mesh = axes.init_mesh("pp=2 dp=2 tp=2", device_type="cpu")
+    pp, here = mesh.axis("pp"), mesh["dp", "tp"]
+    model = made(mesh, pp.index, pp.size, stored=False)
+    loss = axes.shard_map(Loss(), "b@dp s v, b@dp s -> ", here)
+    device = torch.device("cpu")
+    stage = PipelineStage(model, pp.index, 2, device, group=pp.group, get_mesh=lambda *_: here.device_mesh)
+    tokens, labels = (axes.shard(x, "b@dp s", mesh=here) for x in (TOKENS, LABELS))
+    inputs, target = ([tokens], None) if pp.index == 0 else ([], labels)
+    losses: list[DTensor] = []
+    schedules.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss).step(*inputs, target=target, losses=losses)
+    wrong = [f"loss {x}" for x in losses if not isinstance(x, DTensor)]
+    if losses and not math.isclose(axes.unshard(torch.stack(losses).mean().detach()), expected, rel_tol=1e-12):
+        wrong.append(f"losses {losses}, expected {expected}")
+    for name, p in model.named_parameters():
+        if not torch.allclose(axes.unshard(p.grad), gradients[name], rtol=1e-10, atol=1e-13):
+            wrong.append(f"the gradient of {name}")
+    return wrong
+
+
+def test_stages_may_hand_dtensors_over(pool):
+    assert pool.run(of_dtensors) == [[]] * 8
