@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router sends each token to the experts that it prefers, wherever they are."""
+    """A router sends each token to the experts that it prefers, wherever they are; moe.py draws how."""
 
     def __init__(self, n: MoESize):
         super().__init__()
@@ -76,26 +76,28 @@ class MoE(nn.Module):
         share, expert = F.linear(tokens, self.router).softmax(-1).topk(self.n.choices)
         share = share / share.sum(-1, keepdim=True)
         expert, order = expert.flatten().sort(stable=True)
-        token = order // self.n.choices  # choices in the order of experts
+        token = order // self.n.choices  # of each choice, in the order of experts
 
-        # How many tokens of each expert go to each rank, and how many come from each.
-        ranks, parts = axes.axis_size("ep"), axes.axis_size("etp")
-        here = self.n.experts // ranks
-        leaving = expert.bincount(minlength=self.n.experts).view(ranks, here)
-        arriving = axes.all_to_all(leaving.repeat_interleave(parts, 0), ("ep", "etp"))
+        # How many tokens go to each expert, and how many come from each rank. All of etp have parts of an expert.
+        ranks, parts, everyone = axes.axis_size("ep"), axes.axis_size("etp"), ("ep", "etp")
+        leaving = expert.bincount(minlength=self.n.experts).view(ranks, -1)  # [to ep, expert there]
+        arriving = axes.all_to_all(leaving.repeat_interleave(parts, 0), everyone)  # [from, expert here]
         to, of = leaving.sum(1).tolist(), arriving.sum(1).tolist()
-        sent = [count for count in to for _ in range(parts)]  # each rank of etp has a part of the expert
+        sizes = {"send_sizes": [count for count in to for _ in range(parts)], "recv_sizes": of}
+        back = {"send_sizes": of, "recv_sizes": sizes["send_sizes"]}
 
-        leaving = torch.cat([some for some in tokens[token].split(to) for _ in range(parts)])
-        arrived = axes.all_to_all(leaving, ("ep", "etp"), send_sizes=sent, recv_sizes=of)  # dispatch
-        own = torch.arange(here, device=x.device).repeat(ranks * parts).repeat_interleave(arriving.flatten())
-        by_expert = own.argsort(stable=True)
+        copies = torch.cat([some for some in tokens[token].split(to) for _ in range(parts)])
+        arrived = axes.all_to_all(copies, everyone, **sizes)
+        here = torch.arange(arriving.shape[1], device=x.device).repeat(len(of)).repeat_interleave(arriving.flatten())
+        by_expert = here.argsort(stable=True)
         results = self.experts(arrived[by_expert], arriving.sum(0).tolist())
-        results = torch.empty_like(results).index_copy(0, by_expert, results)
-        results = axes.all_to_all(results, ("ep", "etp"), send_sizes=of, recv_sizes=sent)  # combine
-        summands = [some.view(parts, -1, some.shape[-1]) for some in results.split([count * parts for count in to])]
-        results = torch.cat([each.sum(0) for each in summands]) * share.flatten()[order][:, None]
-        return torch.zeros_like(tokens).index_add(0, token, results).view_as(x)
+        results = axes.all_to_all(results[by_expert.argsort()], everyone, **back)
+
+        # A choice has a summand of its result from each rank of etp.
+        summands = results.split([count * parts for count in to])
+        results = torch.cat([some.view(parts, -1, some.shape[-1]).sum(0) for some in summands])
+        weighed = results * share.flatten()[order][:, None]
+        return torch.zeros_like(tokens).index_add(0, token, weighed).view_as(x)
 
 
 class MoEBlock(Block):
@@ -117,9 +119,8 @@ def made(options: Options, mesh: axes.Mesh) -> nn.Module:
     axes.shard_map(model, model.expression, mesh["dp", "cp", "tp"])
     dense, sparse = (mesh["dp_replicate", names].device_mesh for names in ("fsdp", "efsdp"))
     for block in model.blocks.values():
-        fully_shard(
-            block.mlp.experts, mesh=sparse, shard_placement_fn=lambda _: Shard(2)
-        )  # its d; ep and etp have others
+        # Experts are stored by their last dim: ep and etp split the others.
+        fully_shard(block.mlp.experts, mesh=sparse, shard_placement_fn=lambda _: Shard(2))
         fully_shard(block, mesh=dense)
     return summed(fully_shard(model, mesh=dense))
 

@@ -163,5 +163,6 @@ def of_dtensors() -> list[str]:
     return wrong
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch before 2.13 sends plain tensors alone")
 def test_stages_may_hand_dtensors_over(pool):
     assert pool.run(of_dtensors) == [[]] * 8
