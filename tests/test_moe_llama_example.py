@@ -89,6 +89,20 @@ def test_on_three_meshes_losses_and_norms_are_those_of_plain_torch_on_one_device
                 assert largest_difference(many, one) < 1e-9, (options.mesh, many, one)
 
 
+def test_a_checkpoint_of_stages_and_experts_is_that_of_one_device_and_loads_on_another_mesh(pool, tmp_path):
+    def resumed(options: moe_llama.Options) -> moe_llama.Options:
+        return replace(options, **SHORT | {"steps": 1}, checkpoint=str(tmp_path / "many"), resume=1)
+
+    stages = ten_meshes.on("pp=2 dp_shard=2 tp=2", ep=4)
+    pool.run(ten_meshes.quietly, replace(resumed(stages), resume=0))
+    other = pool.run(ten_meshes.quietly, resumed(ten_meshes.on("dp_replicate=2 cp=2 tp=2", ep=2)))[0]
+    alone = resumed(ten_meshes.on("", ep=1))
+    axes.launch(ten_meshes.quietly, 1, replace(alone, checkpoint=str(tmp_path / "one"), resume=0))
+    one = axes.launch(ten_meshes.quietly, 1, replace(alone, checkpoint=str(tmp_path / "one")))[0]
+    for found, expected in zip(other, one, strict=True):
+        assert largest_difference(found, expected) < 1e-9, (found, expected)
+
+
 def test_the_script_compares_with_one_device(capsys):
     assert moe_llama.main(["--mesh", "dp_shard=2", "--ep", "2", "--steps", "2", "--sequence", "16"]) == 0
     assert "largest relative difference over 2 steps" in capsys.readouterr().out

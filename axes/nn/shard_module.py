@@ -83,7 +83,8 @@ def shard_module(
     a parameter that the module has registered as None: a bias that it lacks, or what is on another pipeline stage.
 
     `mesh` is the ambient mesh by default. A model on several meshes, such as experts beside dense layers, gives
-    patterns of names here as well, the first that matches applies: `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`.
+    patterns of names here as well, the first that matches applies: `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`;
+    `activations` are looked up in the ambient mesh then.
 
     Parameters with values: every rank has the whole module, and keeps a copy of its shards. Parameters on the device
     `meta`: each rank makes its shards, by the modules' `reset_parameters()` or the root's `init_weights()`; what
