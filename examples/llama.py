@@ -1,11 +1,13 @@
-"""A Llama on any mesh: grouped queries, rotary positions, SwiGLU; data, context and tensor parallel, FSDP2.
+"""A Llama on any mesh: grouped queries, rotary positions, SwiGLU; pipeline, data, context and tensor parallel, FSDP2.
 
     python examples/llama.py --mesh "dp=2 cp=2 tp=2"            # eight local processes, then one, and compares
+    python examples/llama.py --mesh "pp=2 dp=2 tp=2" --tied 1   # two pipeline stages, and a weight that both have
     torchrun --nproc-per-node 8 examples/llama.py --device cuda
 
 The model is plain PyTorch that runs in a region: it sees this rank's tensors, and says in each product how they
 lie and where the result goes. `SPECS` says what `tp` splits of the parameters; FSDP2 shards the rest over dp and cp.
-On a mesh of one rank the same lines are the model of one device.
+On a mesh of one rank the same lines are the model of one device. How it is cut into stages, and trained, is in
+pipelined.py.
 """
 
 from __future__ import annotations
@@ -13,18 +15,16 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
-import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed.checkpoint as dcp
-from support import Bar, flag, read_options, show_curves
+from pipelined import Curves, Training, compared, declaration, stage_of, summed, trained
+from support import flag, read_options
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from train_options import corpus
 
 import axes
 
@@ -40,6 +40,8 @@ SPECS = {
     "head": "v@tp d",
     "*": "...",  # norms: whole on every rank of tp
 }
+AXES = "pp", "dp", "cp", "tp"
+HIDDEN, LOGITS = "b@dp s@(cp tp) d", "b@dp s@cp v@tp"
 
 
 # ------------------------------------------------------------------------------------ the model
@@ -109,130 +111,109 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """From tokens and labels, `b@dp s@cp`, to the mean loss of all of them, the same on every rank."""
+    """From tokens to logits. A stage of a pipeline lacks some parts: then from what the stage before gives."""
 
-    def __init__(self, n: Size, recompute: bool = False):
+    def __init__(self, n: Size, block: type[Block] = Block, tied: bool = False, recompute: bool = False):
         super().__init__()
-        self.embedding, self.head = weight(n.v, n.d), weight(n.v, n.d)
-        self.blocks = nn.ModuleList(Block(n) for _ in range(n.layers))
-        self.norm, self.recompute = nn.RMSNorm(n.d), recompute
+        self.embedding = weight(n.v, n.d)
+        self.blocks = nn.ModuleDict({str(number): block(n) for number in range(n.layers)})
+        self.norm = nn.RMSNorm(n.d)
+        self.register_parameter("head", None if tied else weight(n.v, n.d))
+        self.first = self.last = True
+        self.tied, self.recompute = tied, recompute
+
+    @property
+    def expression(self) -> str:
+        """What this stage takes and gives."""
+        taken, given = ("b@dp s@cp" if self.first else HIDDEN), (LOGITS if self.last else HIDDEN)
+        return f"{taken} -> {given}"
 
     def init_weights(self) -> None:
         """Every value follows from the seed, its parameter's name and its place: it is the same on every mesh."""
         for name, parameter in self.named_parameters():
             small = name in ("embedding", "head")
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 if small else parameter.shape[1] ** -0.5)
+            if parameter.ndim >= 2:
+                nn.init.normal_(parameter, std=0.02 if small else parameter.shape[-1] ** -0.5)
             else:
                 nn.init.ones_(parameter)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = axes.embedding(tokens, self.embedding, "b@dp s@cp, v@tp d -> b@dp s@(cp tp) d")
-        for block in self.blocks:
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = axes.embedding(x, self.embedding, f"b@dp s@cp, v@tp d -> {HIDDEN}")
+        for block in self.blocks.values():
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        if not self.last:
+            return x
         x = axes.rearrange(self.norm(x), "b s@(cp tp) d -> b s@cp d")
-        return axes.cross_entropy(F.linear(x, self.head), labels, "b@dp s@cp v@tp, b@dp s@cp -> ")
+        return F.linear(x, self.embedding if self.tied else self.head)
+
+
+class Loss(nn.Module):
+    """The mean loss of all tokens, the same on every rank."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return axes.cross_entropy(logits, labels, f"{LOGITS}, b@dp s@cp -> ")
 
 
 # ----------------------------------------------------------------------------------- on a mesh
 
 
-def made(options: Options, mesh: axes.Mesh) -> nn.Module:
-    """The model, its shards made where they belong: no rank ever has a whole parameter."""
+def made(options: Training, mesh: axes.Mesh) -> nn.Module:
+    """This rank's stage, its shards made where they belong: no rank ever has a whole parameter."""
     with torch.device("meta"):
-        model = Llama(Size(), options.recompute)
+        model = Llama(Size(), tied=bool(options.tied), recompute=bool(options.recompute))
+    model = stage_of(model, mesh).to(getattr(torch, options.dtype))
     torch.manual_seed(options.seed)
     axes.shard_module(model, SPECS, mesh["tp"])
-    axes.shard_map(model, "b@dp s@cp, b@dp s@cp -> ", mesh)
-    for module in (*model.blocks, model):
+    axes.shard_map(model, model.expression, mesh["dp", "cp", "tp"])
+    for module in (*model.blocks.values(), model):
         fully_shard(module, mesh=mesh["fsdp"].device_mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # the loss is a mean already
-            module.set_force_sum_reduction_for_comms(True)
-    return model
+    return summed(model)
 
 
-def train(options: Options) -> list[float]:
-    """What each rank does; the losses."""
+def train(options: Options) -> Curves:
+    """What each rank does."""
     torch.set_num_threads(1)
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    mesh = axes.init_mesh(options.mesh, "fsdp = dp cp", device_type=options.device)
+    mesh = axes.init_mesh(declaration(options.mesh, AXES), "fsdp = dp cp", device_type=options.device)
     if mesh.rank == 0:
         print(f"{mesh}\n", flush=True)
-    model = made(options, mesh)
-    optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=options.lr)
-    if options.resume:
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=options.checkpoint)
-    rows, columns = mesh.sharding("b@dp s@cp").local_indices((options.batch, options.sequence))
-    text, losses, generator = corpus(), [], torch.Generator().manual_seed(options.seed)
-    bar = Bar(options.steps, options.batch * options.sequence, mesh)
-    for step in range(options.steps):
-        starts = torch.randint(len(text) - options.sequence, (options.batch, 1), generator=generator)
-        window = text[starts + torch.arange(options.sequence + 1)][rows].to(options.device)
-        loss = model(window[:, :-1][:, columns], window[:, 1:][:, columns])
-        loss.backward()
-        axes.nn.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        bar.show(step, losses[-1])
-    if options.checkpoint and not options.resume:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # meant so
-            dcp.save({"model": model.state_dict()}, checkpoint_id=options.checkpoint)
-    return losses
+    loss = axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh["dp", "cp", "tp"])
+    return trained(options, mesh, made(options, mesh), loss)
 
 
 # ------------------------------------------------------------------------------------ command line
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Training):
     """Train a Llama on a mesh, and on one device, and compare."""
 
-    mesh: str = flag("dp=2 cp=2 tp=2", "the axes dp, cp and tp with their sizes")
-    steps: int = flag(40, "optimizer steps")
-    batch: int = flag(8, "samples per step, over all ranks")
-    sequence: int = flag(64, "bytes per sample")
-    lr: float = flag(3e-3, "learning rate")
-    seed: int = flag(0, "of the weights and the samples", least=0)
-    recompute: int = flag(0, "1: recompute the blocks in backward", least=0)
-    device: str = flag("cpu", "what to train on", choices=["cpu", "cuda"])
-    checkpoint: str = flag("", "folder to write a checkpoint to")
-    resume: int = flag(0, "1: begin with the checkpoint, whatever mesh wrote it", least=0)
+    mesh: str = flag("dp=2 cp=2 tp=2", f"of the axes {', '.join(AXES)}, with their sizes")
 
 
-def what_is_wrong(options: Options) -> str | None:
+def what_is_wrong(options: Training, names: Sequence[str] = AXES, n: Size = Size()) -> str | None:
     """What can't be, as far as one process can tell."""
     try:
-        mesh = axes.Mesh(options.mesh)
+        mesh = axes.Mesh(declaration(options.mesh, names))
     except axes.AxesError as error:
         return f"--mesh {error}"
-    if set(mesh.axis_names) != {"dp", "cp", "tp"}:
-        return f"--mesh has the axes dp, cp and tp; found {options.mesh!r}"
-    parts = mesh.names["cp"] * mesh.names["tp"]
-    if Size.g % mesh.names["tp"] or options.sequence % parts or options.batch % mesh.names["dp"]:
-        return f"--mesh {options.mesh}: tp divides {Size.g} key heads, cp * tp the sequence, dp the batch"
+    sizes = {**mesh.names, "dp": math.prod(size for name, size in mesh.names.items() if name.startswith("dp"))}
+    rows = sizes["dp"] * (options.microbatches if sizes["pp"] > 1 else 1)
+    if n.g % sizes["tp"] or options.sequence % (sizes["cp"] * sizes["tp"]) or options.batch % rows:
+        return (
+            f"--mesh {options.mesh}: tp divides {n.g} key heads, cp * tp the sequence, dp the batch, "
+            "and in a pipeline dp * microbatches"
+        )
+    if n.layers % sizes["pp"] or (sizes["pp"] > 1 and options.microbatches < sizes["pp"]):
+        return f"--mesh {options.mesh}: pp divides {n.layers} layers, and there are as many microbatches"
     return None
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = read_options("llama.py", Options, what_is_wrong, arguments)
-    if "RANK" in os.environ:  # torchrun started this process and its siblings
-        losses = train(options)
-        axes.destroy_process_groups()
-        return 0 if all(map(math.isfinite, losses)) else 1
-    ranks, started = axes.Mesh(options.mesh).size, time.time()
-    many = axes.launch(train, ranks, options, device_type=options.device)[0]
-    checkpoint = options.checkpoint if options.resume else ""
-    alone = replace(options, mesh="dp=1 cp=1 tp=1", checkpoint=checkpoint)
-    one = axes.launch(train, 1, alone, device_type=options.device)[0]
-    worst = show_curves(many, one, ranks)
-    print(f"\nlargest relative difference over {len(one)} steps: {worst:.1e}    ({time.time() - started:.0f} s)")
-    return 0 if worst <= 1e-3 else 1
+    return compared(options, train, AXES)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from llama import main  # noqa: E402  (examples aren't a package)
 
 
 def llama(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,16 +44,29 @@ def test_it_has_the_losses_of_one_device_and_resumes_on_another_mesh(tmp_path):
     assert first_loss(again.stdout) < start - 0.2
 
 
+def test_pipeline_stages_have_the_losses_of_one_device_and_their_checkpoint_is_that_of_the_model(tmp_path):
+    options = "--tied", "1", "--checkpoint", str(tmp_path / "checkpoint")
+    done = llama("--mesh", "pp=2 tp=2", "--steps", "4", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = llama("--mesh", "dp=2", "--steps", "2", "--resume", "1", *options)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert first_loss(again.stdout) < first_loss(done.stdout) - 0.2
+
+
 @pytest.mark.parametrize(
     ("mesh", "says"),
     [
-        ("dp=2 cp=2", "--mesh has the axes dp, cp and tp; found 'dp=2 cp=2'"),
+        ("dp=2 ep=2", "--mesh has the axes pp, dp, cp, tp; found 'ep' in 'dp=2 ep=2'"),
+        ("pp=4", "pp divides 2 layers"),
+        ("pp=2 dp=8", "in a pipeline dp * microbatches"),
         ("dp=2 cp=2 tp=3", "tp divides 4 key heads"),
         ("dp=2 cp tp", "the sizes of"),
     ],
 )
-def test_a_mesh_that_can_not_be_is_one_line(mesh, says):
-    done = llama("--mesh", mesh)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_mesh_that_can_not_be_is_one_line(capsys, mesh, says):
+    with pytest.raises(SystemExit) as ended:
+        main(["--mesh", mesh])
+    assert ended.value.code == 2
+    found = capsys.readouterr().err
+    assert says in found
+    assert "Traceback" not in found

@@ -168,6 +168,48 @@ def test_deferred_parameters_have_the_same_values_on_every_mesh(world):
     assert not torch.equal(other["own"], one["own"])
 
 
+def on_two_meshes(text: str, equation: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    mesh = axes.init_mesh(text, equation, device_type="cpu", **sizes)
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        model = nn.ModuleDict({"dense": nn.Linear(8, 8), "experts": nn.Linear(8, 4, bias=False)})
+    dense, sparse = mesh["dp", "tp"], mesh["edp", "ep"]
+    specs = {"dense.weight": "f@tp e", "*.bias": "f@tp", "experts.*": "n@ep e@edp"}
+    shard_module(model, specs, {"experts.*": sparse, "*": dense})
+    assert axes.sharding_of(model["dense"].weight).mesh == dense
+    assert axes.sharding_of(model["experts"].weight).mesh == sparse
+    assert model["experts"].weight.placements == sparse.sharding("n@ep e@edp").placements
+    return {name: axes.unshard(p.detach()) for name, p in model.named_parameters()}
+
+
+def test_parameters_lie_on_the_meshes_of_their_names_with_values_of_one_device(world):
+    (one,) = world(on_two_meshes, 1, "dp=1 tp=1", "(dp tp) = edp ep", {"ep": 1})
+    for found in world(on_two_meshes, 4, "dp=2 tp=2", "(dp tp) = edp ep", {"ep": 4}):
+        assert all(torch.equal(found[name], one[name]) for name in one)
+    torch.manual_seed(5)
+    with axes.simulate(1), axes.init_mesh("dp=1"):
+        with torch.device("meta"):
+            model = nn.ModuleDict({"dense": nn.Linear(8, 8), "experts": nn.Linear(8, 4, bias=False)})
+        shard_module(model, {"*": "..."})
+        assert all(torch.equal(axes.unshard(p.detach()), one[name]) for name, p in model.named_parameters())
+
+
+def parts_of_a_model() -> None:
+    """A pipeline stage takes the specs of the whole model: what it lacks is registered as None."""
+    mesh = axes.init_mesh("pp=2 tp=2", device_type="cpu")
+    stage = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+    stage[mesh.axis("pp").index].weight = None
+    shard_module(stage, {"0.weight": "f@tp e", "1.weight": "f e@tp", "*.bias": "f@tp"}, mesh["tp"])
+    have = {name for name, _ in stage.named_parameters()}
+    assert have == {f"{1 - mesh.axis('pp').index}.weight", "1.bias"}
+    with pytest.raises(axes.ShardingError, match=r"no parameter or buffer matches\n  '2.weight'"):
+        shard_module(nn.Sequential(nn.Linear(8, 8, bias=False)), {"2.weight": "f@tp e", "*": "..."}, mesh["tp"])
+
+
+def test_a_pattern_may_be_of_what_a_module_has_registered_as_none(world):
+    world(parts_of_a_model, 4)
+
+
 def test_annotations_are_read_and_patterns_go_before_them(world):
     assert world(by_annotation, 2) == [["_@tp _", "_", "_ _@tp"]] * 2
 
@@ -290,6 +332,11 @@ def mistakes() -> dict[str, str]:
         "never made": said(never),
         "drawn otherwise": said(drawn),
         "no mesh": said(lambda: shard_module(linear, {"*": "..."})),
+        "no mesh for a name": said(lambda: shard_module(linear, {"*": "..."}, {"wei*": mesh["tp"]})),
+        "no name for a mesh": said(lambda: shard_module(linear, {"*": "..."}, {"wieght": mesh["tp"], "*": mesh})),
+        "no meshes": said(lambda: shard_module(linear, {"*": "..."}, {})),
+        "activations": said(lambda: shard_module(linear, {"*": "..."}, {"*": mesh}, activations={"": "a -> a"})),
+        "another's mesh": said(lambda: shard_module(linear, {"*": "..."}, {"*": mesh.device_mesh})),
         "no module": said(lambda: shard_module(linear.weight, {"*": "..."}, mesh)),
         "pending": said(lambda: shard_module(linear, {"bias": "a | sum@tp", "*": "..."}, mesh)),
         "no such module": said(lambda: shard_module(linear, {"*": "..."}, mesh, activations={"mlp": "a -> a"})),
@@ -317,6 +364,11 @@ SAYS = {
     "never made": r"no initializer makes  gain\n",
     "drawn otherwise": r"exponential_ of gain: random values",
     "no mesh": r"MeshError: axes.shard_module needs a mesh",
+    "no mesh for a name": r"no pattern of mesh= is about\n  bias  \[6\]\n.*'\*': mesh",
+    "no name for a mesh": r"no parameter or buffer matches\n  'wieght', did you mean 'weight'|; did you mean",
+    "no meshes": r"mesh={} names no mesh",
+    "activations": r"MeshError: axes.shard_module\(activations=...\) needs a mesh; pass mesh=... or write it inside",
+    "another's mesh": r"MeshError: a mesh is an axes mesh",
     "no module": r"axes.shard_module takes a module; found Parameter",
     "pending": r"bias \[6\].*a parameter has nothing pending",
     "no such module": r"no module matches 'mlp'",

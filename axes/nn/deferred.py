@@ -25,15 +25,18 @@ from axes.runtime.sharded import sharding_of, take_shard
 
 
 def made_by_initializers(
-    root: torch.nn.Module, deferred: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor], seed: int
+    root: torch.nn.Module,
+    deferred: Mapping[str, torch.Tensor],
+    others: Mapping[str, torch.Tensor],
+    seeds: Mapping[str, int],
 ) -> None:
     """Fill the tensors of `deferred`, by whole name, by what their modules do to initialize them.
 
     The root's `init_weights()` comes first, where it has one. Each module that holds a tensor which isn't filled by
     then is asked to `reset_parameters()`; of a tied tensor the first module that fills it does so, and `others`, which
-    have values, keep them. Raises `ShardingError` with the names that nothing has filled.
+    have values, keep them. `seeds` has all their names. Raises `ShardingError` with the names that nothing has filled.
     """
-    recorder = _Recorder({**others, **deferred}, frozenset(others), seed)
+    recorder = _Recorder({**others, **deferred}, frozenset(others), seeds)
     with torch.no_grad(), recorder, recorder.aliases:
         whole = getattr(root, "init_weights", None)
         if callable(whole):
@@ -80,7 +83,7 @@ def _holders(root: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> list[tor
 class _Recorder(torch_private.DispatchMode):
     """Sees what is written into deferred tensors, and draws their random values by place."""
 
-    def __init__(self, named: Mapping[str, torch.Tensor], closed: frozenset[str], seed: int):
+    def __init__(self, named: Mapping[str, torch.Tensor], closed: frozenset[str], seeds: Mapping[str, int]):
         super().__init__()
         self.aliases = _Aliases({id(tensor): name for name, tensor in named.items()})
         self.parts: dict[int, _Written] = {}
@@ -88,7 +91,7 @@ class _Recorder(torch_private.DispatchMode):
         self.filled: set[str] = set()
         self.closed = closed
         self.last = ""  # what is drawn beside a parameter counts from it: ranks may try again unequally often
-        self.seed = seed
+        self.seeds = seeds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -158,7 +161,8 @@ class _Recorder(torch_private.DispatchMode):
     ) -> DTensor:
         """`uniform_` or `normal_` of a parameter."""
         self.draws[name] += 1
-        text = f"{self.seed} {name} {self.draws[name]}".encode()
+        seed = self.seeds.get(name.lstrip("~"), next(iter(self.seeds.values())))
+        text = f"{seed} {name} {self.draws[name]}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         local, sharding = torch_private.local_of(x), sharding_of(x)
         if sharding.mesh.coordinate is not None:

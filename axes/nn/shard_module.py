@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,14 +21,14 @@ from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.scopes import required_mesh
+from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.nn.activations import reshard_around
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
-from axes.runtime.factories import agreed_seed
+from axes.runtime.factories import agreed_seeds
 from axes.runtime.leaves import resolving
 from axes.runtime.sharded import dtensor_of, take_shard
 
@@ -66,7 +66,7 @@ class _Placed:
 def shard_module(
     module: M,
     specs: Mapping[str, str] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Mapping[str, Mesh] | None = None,
     rules: Rules | None = None,
     activations: Mapping[str, str] | None = None,
     dry_run: bool = False,
@@ -79,7 +79,12 @@ def shard_module(
     `specs` maps patterns of whole names (as of `fnmatch`: `*` is any text) to specs; the first that matches applies,
     before annotations (`axes.annotate`). With rules, passed or ambient, specs are in logical names; without, in axes
     of the mesh (`"(heads head_dim)@tp embed"`). Keywords are sizes of names in groups. Every parameter has to be
-    covered; a buffer that isn't is replicated. Tied parameters stay tied, and so do shared modules.
+    covered; a buffer that isn't is replicated. Tied parameters stay tied, and so do shared modules. A pattern may be of
+    a parameter that the module has registered as None: a bias that it lacks, or what is on another pipeline stage.
+
+    `mesh` is the ambient mesh by default. A model on several meshes, such as experts beside dense layers, gives
+    patterns of names here as well, the first that matches applies: `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`;
+    `activations` are looked up in the ambient mesh then.
 
     Parameters with values: every rank has the whole module, and keeps a copy of its shards. Parameters on the device
     `meta`: each rank makes its shards, by the modules' `reset_parameters()` or the root's `init_weights()`; what
@@ -92,8 +97,8 @@ def shard_module(
     With `dry_run` nothing changes: a table is printed of parameters, specs, shapes and bytes on this rank.
 
     Raises `ShardingError` with the names of uncovered parameters, of patterns that match nothing, of tied names with
-    two specs, of parameters that are sharded already or that no initializer makes; before anything is changed, but for
-    the last.
+    two specs, of parameters that are sharded already, that have no mesh or that no initializer makes; before anything
+    is changed, but for the last.
 
         with torch.device("meta"):
             model = Transformer(config)
@@ -101,13 +106,16 @@ def shard_module(
     """
     if not isinstance(module, torch.nn.Module):
         raise ShardingError(f"axes.shard_module takes a module; found {type(module).__name__}")
-    mesh = required_mesh(mesh, "axes.shard_module")
+    meshes = _meshes(mesh)
     rules = rules if rules is not None else ambient_rules()
     given = dict(written_sizes(keywords, sizes))
-    entries = _entries(module, specs or {}, mesh, rules, given)
-    hooks = reshard_around(module, activations or {}, mesh, rules, given)
+    entries = _entries(module, specs or {}, meshes, rules, given)
+    hooks = []
+    if activations:
+        around = required_mesh(None if isinstance(mesh, Mapping) else mesh, "axes.shard_module(activations=...)")
+        hooks = reshard_around(module, activations, around, rules, given)
     if dry_run:
-        print(_table(entries, mesh, rules))
+        print(_table(entries, meshes, rules))
         return module
     deferred: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
@@ -119,14 +127,29 @@ def shard_module(
                 (owner._parameters if own in owner._parameters else owner._buffers)[own] = made  # type: ignore[index]
             (deferred if entry.tensor.is_meta else others)[entry.names[0]] = made
     if deferred:
-        made_by_initializers(module, deferred, others, agreed_seed(mesh))
+        seeds = agreed_seeds(meshes.values())
+        by_name = {entry.names[0]: seeds[entry.sharding.mesh] for entry in entries}
+        made_by_initializers(module, deferred, others, by_name)
     for hook in hooks:
         hook()
     return module
 
 
+def _meshes(mesh: Mesh | Mapping[str, Mesh] | None) -> dict[str, Mesh]:
+    """The mesh of each pattern of names; one mesh is that of all names."""
+    if not isinstance(mesh, Mapping):
+        return {_OTHERS: required_mesh(mesh, "axes.shard_module")}
+    if not mesh:
+        raise ShardingError("axes.shard_module: mesh={} names no mesh; write a mesh, or {'*': mesh}")
+    return {pattern: checked_mesh(each) for pattern, each in mesh.items()}
+
+
 def _entries(
-    module: torch.nn.Module, specs: Mapping[str, str], mesh: Mesh, rules: Rules | None, sizes: dict[str, int]
+    module: torch.nn.Module,
+    specs: Mapping[str, str],
+    meshes: Mapping[str, Mesh],
+    rules: Rules | None,
+    sizes: dict[str, int],
 ) -> list[_Placed]:
     """Every tensor of the module with what is said of it."""
     own = annotated(module)
@@ -136,6 +159,7 @@ def _entries(
     parameters = {id(p) for p in module.parameters()}
     used: set[str] = set()
     found, uncovered, needed = [], [], set()
+    without_mesh: list[str] = []
     for tensor, names in by_id.values():
         if isinstance(tensor, DTensor):
             raise ShardingError(f"{names[0]} is sharded already; shard_module takes a module of plain tensors")
@@ -151,15 +175,26 @@ def _entries(
         spec, who = next(iter(said.values()), (_WHOLE, ""))
         mine = {name: size for name, size in sizes.items() if name in _names(spec)}
         needed |= set(mine)
+        mesh = next((meshes[pattern] for pattern in meshes if fnmatch.fnmatchcase(names[0], pattern)), None)
+        if mesh is None:
+            without_mesh.append(f"  {' = '.join(names)}  {list(tensor.shape)}")
+            continue
         found.append(_Placed(tuple(names), tensor, spec, who, _sharding(names[0], tensor, spec, mesh, rules, mine)))
+    if without_mesh:
+        raise ShardingError(
+            "no pattern of mesh= is about\n" + "\n".join(without_mesh) + "\n"
+            "name them, or say where all others are: {..., '*': mesh}"
+        )
     if uncovered:
         raise ShardingError(
             "no pattern or annotation is about\n" + "\n".join(uncovered) + "\n"
             "name them, or say of all others that they are whole on every rank: {..., '*': '...'}"
         )
-    idle = [pattern for pattern in specs if pattern not in used and not _matches_any(pattern, by_id.values())]
+    known = [name for _, names in by_id.values() for name in names]
+    every = [*known, *_names_of_nothing(module)]
+    patterns = [*specs, *(pattern for pattern in meshes if pattern != _OTHERS)]
+    idle = [pattern for pattern in patterns if pattern not in used and not _matches_any(pattern, every)]
     if idle:
-        known = [name for _, names in by_id.values() for name in names]
         hints = "\n".join(f"  {pattern!r}{suggestion(pattern, known)}" for pattern in idle)
         raise ShardingError(f"no parameter or buffer matches\n{hints}")
     loose = [name for name in sizes if name not in needed]
@@ -184,8 +219,16 @@ def _said(names: Sequence[str], specs: Mapping[str, str], annotated: Mapping[str
     return certain or found
 
 
-def _matches_any(pattern: str, tensors: Any) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for _, names in tensors for name in names)
+def _matches_any(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _names_of_nothing(module: torch.nn.Module) -> Iterator[str]:
+    """The names under which modules have registered None in a parameter's or a buffer's place."""
+    for path, each in module.named_modules():
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):
+            if tensor is None:
+                yield f"{path}.{name}" if path else name
 
 
 def _names(spec: str) -> set[str]:
@@ -229,9 +272,10 @@ def _holder(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
     return module.get_submodule(path), own
 
 
-def _table(entries: Sequence[_Placed], mesh: Mesh, rules: Rules | None) -> str:
+def _table(entries: Sequence[_Placed], meshes: Mapping[str, Mesh], rules: Rules | None) -> str:
     """Names, specs, shapes and bytes on this rank, and what the rules passed over."""
-    heads = ("parameter", "spec", f"on {mesh!r}", "local shape", "bytes")
+    on = ", ".join(map(repr, dict.fromkeys(meshes.values())))
+    heads = ("parameter", "spec", f"on {on}", "local shape", "bytes")
     rows = [heads]
     for entry in entries:
         name = " = ".join(entry.names)

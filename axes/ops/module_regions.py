@@ -153,7 +153,7 @@ class _Region(torch.nn.Module):
             return run(inside, args, kwargs, own)
         if _stack.regions:
             return _within(run, inside, args, kwargs)
-        return _on_plain(self, run, inside, args, kwargs, own)
+        return _on_plain(run, inside, args, kwargs, own)
 
     def __reduce__(self) -> Any:
         return _unpickled, (getattr(type(self), _KIND),), self.__dict__
@@ -209,14 +209,7 @@ def _plain_tensors(args: Any, kwargs: Any) -> bool:
     return bool(found) and not any(found)
 
 
-def _on_plain(
-    module: torch.nn.Module,
-    run: InRegion,
-    inside: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    own: Sequence[torch.Tensor],
-) -> Any:
+def _on_plain(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
     """The region of plain shards, which are what the expression declares; its results are plain shards, too.
 
     Outside, every rank does the same with what is replicated: gradients are whole there.
@@ -230,13 +223,17 @@ def _on_plain(
 
     args, kwargs = torch_private.mapped(entering, (args, kwargs))
     result = run(inside, args, kwargs, own)
-    return torch_private.mapped(lambda x: _left_as_plain(x, module) if isinstance(x, DTensor) else x, result)
+    return torch_private.mapped(lambda x: _left_as_plain(x) if isinstance(x, DTensor) else x, result)
 
 
-def _left_as_plain(x: DTensor, module: torch.nn.Module) -> torch.Tensor:
-    """This rank's shard of a result. Of a view `fully_shard` couldn't see an in-place change: then it is a copy."""
+def _left_as_plain(x: DTensor) -> torch.Tensor:
+    """This rank's shard of a result. Where it has a gradient it is a copy and no view.
+
+    Of a view `fully_shard` couldn't see an in-place change, and torch's zero-bubble schedules detach what a pipeline
+    stage gives in place.
+    """
     local = to_local(x, grad="whole")
-    return local.clone() if isinstance(module, FSDPModule) else local
+    return local.clone() if local.requires_grad else local
 
 
 def without_same(spec: Spec) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -254,15 +254,25 @@ def draw_into(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], dra
 
 def agreed_seed(mesh: Mesh) -> int:
     """A seed from the default generator of the mesh's first rank, on all its ranks."""
+    return agreed_seeds([mesh])[mesh]
+
+
+def agreed_seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
+    """For each mesh the seed of its first rank. A rank draws one number for all meshes."""
     # By the generator of the CPU, whatever torch.set_default_device says.
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
+    return {mesh: _seed_of_first_rank(mesh, seed) for mesh in dict.fromkeys(meshes)}
+
+
+def _seed_of_first_rank(mesh: Mesh, seed: torch.Tensor) -> int:
+    """What the mesh's first rank has as seed."""
     if mesh.size > 1:
         layout = mesh.layout_of_all
         ranks = mesh.ranks_of(layout)
         if ranks is None:
             return int(seed)
         group = seam.runtime("axes.rand").group(mesh, layout, "seed")
-        seed = seed.to(mesh.binding.device_type)
+        seed = seed.to(mesh.binding.device_type, copy=True)
         dist.broadcast(seed, src=ranks[0], group=group)
     return int(seed)
 
