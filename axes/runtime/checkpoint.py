@@ -178,6 +178,9 @@ def _distributing(own: Callable[..., None]) -> Callable[..., None]:
         others = []
         for key in keys:
             x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
+            if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:
+                state[key] = x  # this rank isn't of its mesh, and has nothing to fill
+                continue
             boxes = boxes_of(x) if isinstance(x, DTensor) else None
             if boxes is None or x is None or whole is None:
                 others.append(key)
