@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from axes.nn.optimizers import local_optimizer as local_optimizer
     from axes.nn.scaler import GradScaler as GradScaler
     from axes.nn.verify import verify as verify
+    from axes.nn.weight_files import load_safetensors as load_safetensors
 
 _HOME = {
     "axes.nn.clipping": ("clip_grad_norm_", "total_norm"),
@@ -39,6 +40,7 @@ _HOME = {
     "axes.nn.optimizers": ("local_optimizer",),
     "axes.nn.scaler": ("GradScaler",),
     "axes.nn.verify": ("verify",),
+    "axes.nn.weight_files": ("load_safetensors",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
