@@ -63,12 +63,18 @@ class Case:
     dims: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
 
     @property
-    def spec(self) -> str:
+    def named(self) -> list[list[tuple[str, int]]]:
+        """The name and the size of each factor of each dim."""
         letters = iter("abcdefghijkl")
+        return [[(next(letters), size) for size, _ in dim] for dim in self.dims]
+
+    @property
+    def spec(self) -> str:
         texts = []
-        for dim in self.dims:
-            factors = [(f"{next(letters)}={size}" if len(dim) > 1 else next(letters), on) for size, on in dim]
-            text = " ".join(name + (f"@({' '.join(on)})" if on else "") for name, on in factors)
+        for dim, names in zip(self.dims, self.named, strict=True):
+            places = [f"@({' '.join(on)})" if on else "" for _, on in dim]
+            sizes = [f"={size}" if len(dim) > 1 else "" for _, size in names]
+            text = " ".join(name + size + on for (name, _), size, on in zip(names, sizes, places, strict=True))
             texts.append(f"({text})" if len(dim) > 1 else text)
         return " ".join(texts)
 

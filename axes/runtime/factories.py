@@ -294,13 +294,13 @@ def _blocks(
 def _hashed(counter: torch.Tensor) -> torch.Tensor:
     """splitmix64's output function: 64 well-mixed bits for each counter."""
     x = counter * -7046029254386353131  # 0x9E3779B97F4A7C15, the golden gamma
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ _shifted(x, 31)
+    x.bitwise_xor_(_shifted(x, 30)).mul_(-4658895280553007687)  # 0xBF58476D1CE4E5B9
+    x.bitwise_xor_(_shifted(x, 27)).mul_(-7723592293110705685)  # 0x94D049BB133111EB
+    return x.bitwise_xor_(_shifted(x, 31))
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _fraction(counter: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -312,6 +312,11 @@ def uniform_at(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Ten
     """Uniform values in [0, 1), a function of their places in the tensor and of the seed alone."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     return _fraction(places + seed, _BITS[dtype], exact)
+
+
+def kept_at(places: torch.Tensor, seed: int, threshold: int) -> torch.Tensor:
+    """Whether 63 random bits, a function of their places in the tensor and of the seed alone, reach the threshold."""
+    return _hashed(places + seed).bitwise_and_(2**63 - 1) >= threshold
 
 
 def normal_at(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
