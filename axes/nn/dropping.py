@@ -34,7 +34,7 @@ from axes.runtime.factories import draw_into, kept_at
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import used
 from axes.runtime.sharded import strides_like
-from axes.runtime.shards import whole_shape
+from axes.runtime.shards import shape_of_whole
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_one, check_whole
 
@@ -157,7 +157,7 @@ def _shard(
     if sharding.ndim != len(local):
         raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {len(local)}: {list(local)}")
     _check_linear(sharding)
-    whole = tuple(whole_shape(sharding, local))
+    whole = tuple(shape_of_whole(sharding, local))
     sharding = sharding.sized(whole)
     if sharding.local_shape(whole) != local:
         raise SizeError(
