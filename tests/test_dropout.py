@@ -185,6 +185,29 @@ def test_evaluation_and_no_probability_leave_the_tensor_as_it_is():
     assert repr(axes.nn.Dropout(0.1, "b s@tp", s=10)) == "Dropout(p=0.1, 'b s@tp', s=10)"
 
 
+def test_a_plain_tensor_has_a_tangent_and_second_derivatives():
+    x = torch.linspace(1, 2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: axes.nn.dropout(x, 0.5, seed=1) ** 2, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x: axes.nn.dropout(x, 0.5, seed=1) ** 2, x)
+    with pytest.raises(ShardingError, match="inside a transform"):
+        torch.func.grad(lambda x: axes.nn.dropout(x, 0.5).sum())(x)
+
+
+def second_derivatives():
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    found = []
+    for make in (lambda: WHOLE.clone(), lambda: axes.shard(WHOLE, "b@dp s d@tp", mesh=mesh)):
+        x = make().requires_grad_()
+        (gradient,) = torch.autograd.grad((axes.nn.dropout(x, 0.5, seed=1) ** 3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((gradient**2).sum(), x)
+        found.append(axes.unshard(second) if hasattr(second, "placements") else second)
+    return torch.equal(*found)
+
+
+def test_the_gradient_of_a_dtensor_is_differentiable(world):
+    assert world(second_derivatives, 4) == [True] * 4
+
+
 def test_everything_is_dropped_where_p_is_one_even_what_is_not_finite():
     x = torch.tensor([math.inf, math.nan, 1.0], requires_grad=True)
     y = axes.nn.dropout(x, 1.0)

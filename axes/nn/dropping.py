@@ -36,7 +36,7 @@ from axes.runtime.leaves import used
 from axes.runtime.sharded import strides_like
 from axes.runtime.shards import shape_of_whole
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import check_one, check_whole
+from axes.runtime.transforms import check_one, check_shards, check_whole
 
 _WIDE = 2**63
 """A random number is one of so many."""
@@ -86,7 +86,7 @@ def dropout(
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
         raise ShardingError(f"axes.nn.dropout: seed is a whole number; found {seed!r:.60}")
     if torch_private.transforms_are_on():
-        check_whole("axes.nn.dropout", (x,))
+        (check_whole if isinstance(x, DTensor) else check_shards)("axes.nn.dropout", (x,))
     sharding, whole = _held(x, spec, mesh, written_sizes(sizes, None))
     if not training or p == 0:
         return x

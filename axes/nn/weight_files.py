@@ -272,7 +272,8 @@ def _fill(tensor: torch.Tensor, there: Any) -> None:
         if 0 not in part.sizes:
             where = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
             part.within(local).copy_(there[where])
-    torch.autograd.graph.increment_version(tensor)
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 # --- the same on every rank
