@@ -275,8 +275,11 @@ def test_tensors_and_specs_that_do_not_fit_are_refused():
             axes.nn.dropout(torch.ones(3), 0.1, "s", seed=0.5)
     with pytest.raises(ShardingError, match="takes a tensor; found list"):
         axes.nn.dropout([1.0])
-    with pytest.raises(MeshError):
+    with pytest.raises(MeshError, match="needs a mesh; pass mesh="):
         axes.nn.dropout(torch.ones(3), 0.1, "s@tp")
+    with pytest.raises(MeshError, match="is algebra alone"):
+        axes.nn.dropout(torch.ones(3), 0.1, "s@tp", mesh=axes.Mesh("tp=2"))
+    assert torch.equal(axes.nn.dropout(WHOLE, 0.5, "b s d", seed=1), axes.nn.dropout(WHOLE, 0.5, seed=1))
 
 
 def differently_seeded():

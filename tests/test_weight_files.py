@@ -10,8 +10,10 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -176,6 +178,21 @@ def into_models(folder):
 
 def test_files_with_an_index_fill_tied_fused_and_fully_sharded_parameters(world, folder):
     assert world(into_models, 4, str(folder)) == [[]] * 4
+
+
+def by_torch(folder):
+    mesh, whole = axes.init_mesh("dp=2 tp=2", device_type="cpu"), HUGGING["model.qkv.weight"]
+    wrong = []
+    for spec in ("(three=3 h@tp) e", "h@(tp dp) e", "h (two=2 e@dp)"):
+        found = {name: torch.zeros_like(x) for name, x in HUGGING.items()}
+        found["model.qkv.weight"] = axes.shard(torch.zeros_like(whole), spec, mesh=mesh)
+        dcp.load(found, storage_reader=HuggingFaceStorageReader(folder))
+        wrong += [] if torch.equal(axes.unshard(found["model.qkv.weight"]), whole) else [spec]
+    return wrong
+
+
+def test_torchs_own_reader_of_such_files_fills_factors_too(world, folder):
+    assert world(by_torch, 4, str(folder)) == [[]] * 4
 
 
 def test_a_plain_module_in_one_process_is_filled(folder):

@@ -27,6 +27,7 @@ from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.algebra.specs import marked_sharding
+from axes.ops.local_view import ALONE
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
@@ -145,12 +146,17 @@ def _held(
                 "a spec, as in axes.nn.dropout(x, 0.1, 'b@dp s d')"
             )
         return None, tuple(x.shape)
-    return _shard(tuple(x.shape), spec, required_mesh(mesh, "axes.nn.dropout"), sizes)
+    around = mesh if mesh is not None else ambient_mesh()
+    if around is None and "@" not in spec:
+        around = ALONE
+    return _shard(tuple(x.shape), spec, required_mesh(around, "axes.nn.dropout"), sizes)
 
 
 def _shard(
     local: tuple[int, ...], spec: str, mesh: Mesh, sizes: tuple[tuple[str, int], ...]
 ) -> tuple[Sharding, tuple[int, ...]]:
+    if mesh.size > 1 and mesh.binding is None:
+        raise MeshError(f"{mesh!r} is algebra alone; axes.nn.dropout needs one made with axes.init_mesh(...)")
     if mesh.coordinate is None:
         raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {spec}")
     sharding, _ = marked_sharding(mesh, spec, sizes, len(local))
@@ -220,7 +226,7 @@ def _kept(x: torch.Tensor, sharding: Sharding | None, whole: tuple[int, ...], se
 
 @functools.cache
 def _everything(ndim: int) -> Sharding:
-    return marked_sharding(Mesh("rank=1"), " ".join("_" * ndim), (), ndim)[0]
+    return marked_sharding(ALONE, " ".join("_" * ndim), (), ndim)[0]
 
 
 def _without(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
