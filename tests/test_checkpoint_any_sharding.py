@@ -5,6 +5,7 @@ What a rank should have is told by the case itself (`Case.shard`), without the l
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import warnings
@@ -42,7 +43,7 @@ class Grid:
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def mesh(self) -> axes.Mesh:
         declaration = " ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
         return axes.init_mesh(declaration, device_type="cpu", ranks=list(self.ranks))
@@ -173,8 +174,8 @@ def rounds(folder: str) -> tuple[list[object], int, int]:
     return wrong, compared, factors
 
 
-def test_what_any_mesh_saves_any_other_loads(world, tmp_path):
-    for wrong, compared, factors in world(rounds, WORLD, str(tmp_path), timeout=240):
+def test_what_any_mesh_saves_any_other_loads(warm, tmp_path):
+    for wrong, compared, factors in warm(rounds, WORLD, str(tmp_path), timeout=240):
         assert wrong == []
         assert compared == 2 * ROUNDS * TENSORS
         assert factors > 50
@@ -209,8 +210,8 @@ def whole_dicts():
     return wrong
 
 
-def test_whole_state_dicts_go_into_any_sharding_and_come_back(world):
-    assert world(whole_dicts, WORLD) == [[]] * WORLD
+def test_whole_state_dicts_go_into_any_sharding_and_come_back(warm):
+    assert warm(whole_dicts, WORLD) == [[]] * WORLD
 
 
 # ------------------------------------------------------------------------ models and their optimizers
@@ -304,5 +305,5 @@ def resumed(folder):
     return wrong
 
 
-def test_training_goes_on_from_any_mesh_on_any_other(world, tmp_path):
-    assert world(resumed, WORLD, str(tmp_path)) == [[]] * WORLD
+def test_training_goes_on_from_any_mesh_on_any_other(warm, tmp_path):
+    assert warm(resumed, WORLD, str(tmp_path)) == [[]] * WORLD

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 import safetensors
@@ -89,8 +90,32 @@ def from_files_onto_any_mesh(folder):
     return wrong
 
 
-def test_a_rank_reads_the_bytes_of_its_shards_and_no_others_under_any_sharding(world, tmp_path):
-    assert world(from_files_onto_any_mesh, 4, str(tmp_path)) == [[]] * 4
+def test_a_rank_reads_the_bytes_of_its_shards_and_no_others_under_any_sharding(warm, tmp_path):
+    assert warm(from_files_onto_any_mesh, 4, str(tmp_path)) == [[]] * 4
+
+
+class Mapped(Counting):
+    """`safetensors.safe_open` that looks how much of the file has been read into this process when it is closed."""
+
+    resident = 0
+
+    def __exit__(self, *error):
+        maps = Path("/proc/self/smaps").read_text().split(" kB\n")
+        at = next(i for i, line in enumerate(maps) if "big.safetensors" in line)
+        lines = (line for line in maps[at:] if line.startswith("Rss:"))
+        Mapped.resident = int(next(lines).split()[1]) * 1024
+        super().__exit__(*error)
+
+
+def test_of_a_file_those_pages_are_read_that_a_shard_lies_in(tmp_path, monkeypatch):
+    save_file({"weight": torch.ones(4096, 4096)}, tmp_path / "big.safetensors")
+    monkeypatch.setattr(safetensors, "safe_open", Mapped)
+    with axes.simulate(4, rank=2), axes.init_mesh("tp=4", device_type="cpu"):
+        layer = axes.shard_module(nn.Linear(4096, 4096, bias=False), {"weight": "h@tp e"})
+        axes.nn.load_safetensors(layer, tmp_path)
+        assert layer.weight.to_local().eq(1).all()
+        shard = layer.weight.to_local().nbytes
+        assert shard <= Mapped.resident <= 1.5 * shard  # a quarter of the file, and the large pages at its ends
 
 
 # ------------------------------------------------------------------------------------- models
@@ -176,8 +201,8 @@ def into_models(folder):
     return wrong
 
 
-def test_files_with_an_index_fill_tied_fused_and_fully_sharded_parameters(world, folder):
-    assert world(into_models, 4, str(folder)) == [[]] * 4
+def test_files_with_an_index_fill_tied_fused_and_fully_sharded_parameters(warm, folder):
+    assert warm(into_models, 4, str(folder)) == [[]] * 4
 
 
 def by_torch(folder):
@@ -191,8 +216,8 @@ def by_torch(folder):
     return wrong
 
 
-def test_torchs_own_reader_of_such_files_fills_factors_too(world, folder):
-    assert world(by_torch, 4, str(folder)) == [[]] * 4
+def test_torchs_own_reader_of_such_files_fills_factors_too(warm, folder):
+    assert warm(by_torch, 4, str(folder)) == [[]] * 4
 
 
 def test_a_plain_module_in_one_process_is_filled(folder):
@@ -322,15 +347,15 @@ def refused(folder, others):
         return type(error).__name__, str(error), torch.equal(model.qkv.weight.to_local(), before)
 
 
-def test_a_file_that_one_rank_does_not_find_is_an_error_on_all(world, folder, tmp_path):
-    found = world(refused, 4, str(folder), str(tmp_path / "nothing"))
+def test_a_file_that_one_rank_does_not_find_is_an_error_on_all(warm, folder, tmp_path):
+    found = warm(refused, 4, str(folder), str(tmp_path / "nothing"))
     assert [kind for kind, _, _ in found] == ["DesyncError", "DesyncError", "ShardingError", "DesyncError"]
     assert all("nothing can't be read as a safetensors file" in text and same for _, text, same in found)
     assert "rank 2 can't take part in load_safetensors over ranks 0..3" in found[0][1]
 
 
-def test_names_that_no_file_has_are_the_same_error_on_all(world, folder):
-    found = world(
+def test_names_that_no_file_has_are_the_same_error_on_all(warm, folder):
+    found = warm(
         refused, 4, str(folder / "model-00001-of-00002.safetensors"), str(folder / "model-00001-of-00002.safetensors")
     )
     assert [kind for kind, _, _ in found] == ["ShardingError"] * 4
