@@ -15,6 +15,7 @@ import functools
 import hashlib
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,12 +47,15 @@ _WIDE = 2**63
 @torch.compiler.disable(reason="axes.nn.dropout draws its seed outside of the graph")
 def dropout(
     x: T,
+    /,
     p: float = 0.5,
     spec: str | None = None,
     training: bool = True,
     mesh: Mesh | None = None,
     seed: int | None = None,
-    **sizes: int,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
 ) -> T:
     """Zero each element with probability `p`, and multiply the others by `1 / (1 - p)`; the same on every mesh.
 
@@ -65,18 +69,21 @@ def dropout(
         `torch.utils.checkpoint` (with `preserve_rng_state`, its default) the same again. The generators of all ranks
         have to go together: seed them alike (`torch.manual_seed(0)`), and draw what ranks draw differently from
         generators of their own.
-    sizes: the whole sizes of names in the spec, where shards are uneven or factors don't follow.
+    sizes, keywords: the whole sizes of names in the spec, where shards are uneven or factors don't follow.
 
     The result is sharded as `x` is, nothing is sent, and the gradient is dropped where `x` was, however it arrives.
-    One device drops the same elements as any mesh does, on CPU as on CUDA. In `torch.compile` it breaks the graph.
+    One device drops the same elements as any mesh does; the generator is of integers, on any kind of device. In
+    `torch.compile` it breaks the graph.
 
     Raises `ShardingError` for a `p` that isn't from 0 to 1, a tensor that isn't of floats, a plain tensor in a region
     without a spec, and a spec that the tensor doesn't fit; `DesyncError` on all ranks of a mesh whose generators
     differ at its first call.
 
-    >>> dropout(torch.ones(2, 4), 0.5).unique().tolist()
-    [0.0, 2.0]
-    >>> torch.equal(dropout(torch.ones(64), seed=3), dropout(torch.ones(64), seed=3))
+    >>> import axes
+    >>> whole = dropout(torch.ones(4, 6), 0.5, seed=7)
+    >>> with axes.simulate(4, rank=3), axes.init_mesh("dp=2 tp=2"):
+    ...     shard = dropout(torch.ones(2, 3), 0.5, "b@dp d@tp", seed=7)
+    >>> torch.equal(shard, whole[2:, 3:])
     True
     """
     if not isinstance(x, torch.Tensor):
@@ -88,7 +95,7 @@ def dropout(
         raise ShardingError(f"axes.nn.dropout: seed is a whole number; found {seed!r:.60}")
     if torch_private.transforms_are_on():
         (check_whole if isinstance(x, DTensor) else check_shards)("axes.nn.dropout", (x,))
-    sharding, whole = _held(x, spec, mesh, written_sizes(sizes, None))
+    sharding, whole = _held(x, spec, mesh, written_sizes(keywords, sizes))
     if not training or p == 0:
         return x
     bits = _seed(sharding, seed)
@@ -110,7 +117,7 @@ class Dropout(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with some of its elements dropped."""
-        return dropout(x, self.p, self.spec, self.training, **self.sizes)
+        return dropout(x, self.p, self.spec, self.training, sizes=self.sizes)
 
     def extra_repr(self) -> str:
         """The probability, the spec and the sizes."""

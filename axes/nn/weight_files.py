@@ -86,10 +86,10 @@ def load_safetensors(
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
-    >>> folder = tempfile.mkdtemp()
-    >>> save_file({"w": torch.ones(4, 6), "b": torch.zeros(4)}, f"{folder}/model.safetensors")
     >>> layer = torch.nn.Linear(6, 4)
-    >>> load_safetensors(layer, folder, {"weight": "w", "bias": "b"}).weight.sum().item()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"w": torch.ones(4, 6), "b": torch.zeros(4)}, f"{folder}/model.safetensors")
+    ...     load_safetensors(layer, folder, {"weight": "w", "bias": "b"}).weight.sum().item()
     24.0
     """
     if not isinstance(module, torch.nn.Module):
