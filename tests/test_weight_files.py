@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors
@@ -62,7 +63,11 @@ class CountingSlice:
 
 def from_files_onto_any_mesh(folder):
     """What differs, and what a rank read beside its own bytes, over random meshes and shardings."""
-    safetensors.safe_open = Counting
+    with mock.patch.object(safetensors, "safe_open", Counting):
+        return counted(folder)
+
+
+def counted(folder):
     draw, rank, wrong = random.Random(2), dist.get_rank(), []
     for number in range(6):
         dtypes = [draw.choice([torch.float32, torch.bfloat16, torch.int32]) for _ in range(10)]
@@ -86,7 +91,6 @@ def from_files_onto_any_mesh(folder):
                     wrong.append((number, case))
         if Counting.taken != expected:
             wrong.append((number, f"read {Counting.taken} bytes of {expected}"))
-    safetensors.safe_open = Counting.real
     return wrong
 
 
