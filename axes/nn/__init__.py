@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from axes.nn.clipping import clip_grad_norm_ as clip_grad_norm_
     from axes.nn.clipping import total_norm as total_norm
+    from axes.nn.dropping import Dropout as Dropout
+    from axes.nn.dropping import dropout as dropout
     from axes.nn.functions import cross_entropy as cross_entropy
     from axes.nn.functions import embedding as embedding
     from axes.nn.functions import layer_norm as layer_norm
@@ -31,14 +33,17 @@ if TYPE_CHECKING:
     from axes.nn.optimizers import local_optimizer as local_optimizer
     from axes.nn.scaler import GradScaler as GradScaler
     from axes.nn.verify import verify as verify
+    from axes.nn.weight_files import load_safetensors as load_safetensors
 
 _HOME = {
     "axes.nn.clipping": ("clip_grad_norm_", "total_norm"),
+    "axes.nn.dropping": ("Dropout", "dropout"),
     "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
     "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
     "axes.nn.optimizers": ("local_optimizer",),
     "axes.nn.scaler": ("GradScaler",),
     "axes.nn.verify": ("verify",),
+    "axes.nn.weight_files": ("load_safetensors",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

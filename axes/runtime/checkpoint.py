@@ -66,6 +66,20 @@ def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
     return None if len(found) == 1 else found
 
 
+def parts_of(x: torch.Tensor) -> tuple[Box, ...]:
+    """The boxes of what this rank has of a tensor: all of a plain one, nothing outside of a DTensor's mesh."""
+    if not isinstance(x, DTensor):
+        nothing = (0,) * x.ndim
+        return (Box(nothing, tuple(x.shape), nothing),)
+    if x.device_mesh.get_coordinate() is None:
+        return ()
+    found = boxes_of(x)
+    if found is not None:
+        return found
+    chunks = torch_private.chunks_of(x)
+    return tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes), (0,) * x.ndim) for chunk in chunks)
+
+
 @functools.lru_cache(maxsize=1024)
 def _boxes(sharding: Sharding, shape: Shape, rank: int) -> tuple[Box, ...]:
     """The boxes of a rank's shard: one for each choice of a run in each dim.
@@ -178,6 +192,9 @@ def _distributing(own: Callable[..., None]) -> Callable[..., None]:
         others = []
         for key in keys:
             x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
+            if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:
+                state[key] = x  # this rank isn't of its mesh, and has nothing to fill
+                continue
             boxes = boxes_of(x) if isinstance(x, DTensor) else None
             if boxes is None or x is None or whole is None:
                 others.append(key)
@@ -233,4 +250,4 @@ def _refuse_files_with_one_part_of_a_tensor() -> None:
     Writer.prepare_local_plan = prepare_local_plan
 
 
-__all__ = ["Box", "boxes_of", "install"]
+__all__ = ["Box", "boxes_of", "install", "parts_of"]

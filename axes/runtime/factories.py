@@ -28,7 +28,11 @@ from axes.algebra.specs import parsed_sharding
 from axes.runtime.leaves import resolving
 from axes.runtime.sharded import Sizes, dtensor_of
 
-_BLOCK = 1 << 20
+_BLOCK = {"cpu": 1 << 16}
+_LARGE_BLOCK = 1 << 20
+"""How many elements are drawn at once, by the type of device: some 50 bytes each beside the shard. A CPU keeps few of
+them in its cache; elsewhere each block costs some twenty kernels."""
+
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 Draw = Callable[[torch.Tensor, int, torch.dtype], torch.Tensor]
@@ -284,33 +288,43 @@ def positions(indices: Indices, device: torch.device) -> torch.Tensor:
 
 
 def _blocks(
-    local: torch.Tensor, indices: Sequence[torch.Tensor], shape: Sequence[int]
+    local: torch.Tensor,
+    indices: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    before: torch.Tensor | int = 0,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of the shard, each with the place of its elements in the whole, counted row-major."""
+    """Parts of the shard, each with the place of its elements in the whole, counted row-major.
+
+    `before`: the place of the shard among those that differ from it in dims in front of these.
+    """
     if local.ndim == 0:
-        yield local, torch.zeros((), dtype=torch.int64, device=local.device)
+        yield local, torch.zeros((), dtype=torch.int64, device=local.device) + before
         return
+    most = _BLOCK.get(local.device.type, _LARGE_BLOCK)
     inner = max(1, math.prod(local.shape[1:]))
-    rows = max(1, _BLOCK // inner)
+    first = indices[0] + before * shape[0]
+    if inner > most and local.ndim > 1:
+        for row in range(local.shape[0]):
+            yield from _blocks(local[row], indices[1:], shape[1:], first[row])
+        return
+    rows = max(1, most // inner)
     for start in range(0, local.shape[0], rows):
-        block = local[start : start + rows]
-        parts = [indices[0][start : start + rows], *indices[1:]]
-        places = parts[0]
-        for extent, part in zip(shape[1:], parts[1:], strict=True):
+        places = first[start : start + rows]
+        for extent, part in zip(shape[1:], indices[1:], strict=True):
             places = places.unsqueeze(-1) * extent + part
-        yield block, places
+        yield local[start : start + rows], places
 
 
 def _hashed(counter: torch.Tensor) -> torch.Tensor:
     """splitmix64's output function: 64 well-mixed bits for each counter."""
     x = counter * -7046029254386353131  # 0x9E3779B97F4A7C15, the golden gamma
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ _shifted(x, 31)
+    x.bitwise_xor_(_shifted(x, 30)).mul_(-4658895280553007687)  # 0xBF58476D1CE4E5B9
+    x.bitwise_xor_(_shifted(x, 27)).mul_(-7723592293110705685)  # 0x94D049BB133111EB
+    return x.bitwise_xor_(_shifted(x, 31))
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _fraction(counter: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -322,6 +336,11 @@ def uniform_at(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Ten
     """Uniform values in [0, 1), a function of their places in the tensor and of the seed alone."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     return _fraction(places + seed, _BITS[dtype], exact)
+
+
+def kept_at(places: torch.Tensor, seed: int, threshold: int) -> torch.Tensor:
+    """Whether 63 random bits, a function of their places in the tensor and of the seed alone, reach the threshold."""
+    return _hashed(places + seed).bitwise_and_(2**63 - 1) >= threshold
 
 
 def normal_at(places: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:

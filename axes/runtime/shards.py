@@ -30,7 +30,7 @@ Described = tuple[tuple[Any, ...], Sequence[int], tuple[NamedLayout, ...]]
 def shard_of(mesh: Mesh, spec: str, local: Sequence[int], shape: Sequence[int] | None, given: Given) -> Described:
     """What a shard of this shape is; `shape` is that of the whole where it is given, `given` are sizes of names."""
     sharding, same = _described(mesh, spec, local, given)
-    whole = torch.Size(shape) if shape is not None else _whole_shape(sharding, local)
+    whole = torch.Size(shape) if shape is not None else shape_of_whole(sharding, local)
     sharding = sharding.sized(whole)
     check_torch_can(sharding, whole)
     if mesh.coordinate is not None and (expected := sharding.local_shape(whole)) != tuple(local):
@@ -56,7 +56,7 @@ def traced_shard_of(
         return shard_of(mesh, spec, local, shape, given)
     numbers = tuple([(name, fixed(size)) for name, size in given])
     sharding, same = _described(mesh, spec, local, numbers)
-    whole = tuple(shape) if shape is not None else tuple(_whole_shape(sharding, local))
+    whole = tuple(shape) if shape is not None else tuple(shape_of_whole(sharding, local))
     try:
         found = [_stand_ins(sharding.mesh, *each) for each in zip(sharding.dims, local, whole, strict=True)]
         placements, _, _ = shard_of(mesh, spec, [here for here, _ in found], [there for _, there in found], numbers)
@@ -75,7 +75,7 @@ def _stand_ins(mesh: Mesh, dim: ShardedDim, local: int, whole: int) -> tuple[int
     return here, here * count
 
 
-def _whole_shape(sharding: Sharding, local: Sequence[int]) -> torch.Size:
+def shape_of_whole(sharding: Sharding, local: Sequence[int]) -> torch.Size:
     """The whole shape of even shards, or of the sizes that the spec's names are given."""
     found = []
     for dim, extent in zip(sharding.dims, local, strict=True):

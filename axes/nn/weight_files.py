@@ -1,0 +1,318 @@
+"""Weights from safetensors files, each rank the part that it has.
+
+    axes.nn.load_safetensors(model, "Llama-3.2-1B", names=lambda name: "model." + name)
+
+A safetensors file begins with the name, dtype, shape and place of each tensor, and is mapped into memory: a
+rank copies from there what lies in its shards, box by box, and the rest of the file isn't read. Who has which
+boxes is what a checkpoint asks as well (`axes.runtime.checkpoint`), so that every sharding is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import ShardingError, suggestion
+from axes.algebra.universe import Universe
+from axes.nn.local_gradients import local_tensor
+from axes.runtime import torch_private
+from axes.runtime.agreement import agree, ranks_text, refuse
+from axes.runtime.checkpoint import parts_of
+from axes.runtime.groups import current_world
+
+M = TypeVar("M", bound=torch.nn.Module)
+Names = Mapping[str, str | None] | Callable[[str], str | None]
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_LINES = 8
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""What safetensors calls the dtypes of torch that a parameter or buffer may have."""
+
+
+def load_safetensors(
+    module: M,
+    path: str | PathLike[str],
+    names: Names | None = None,
+    ignore: str | Collection[str] = (),
+) -> M:
+    """Fill the parameters and persistent buffers of a module from safetensors files; returns the module.
+
+    module: sharded (`axes.shard_module`, `fully_shard`) or plain. Each rank reads what lies in its own shards.
+        Files are read page by page, so that rows of the first dim cost their bytes, and short pieces of the
+        last dim more.
+    path: a file; an index (`*.index.json`); or a folder with `model.safetensors.index.json`,
+        `model.safetensors`, or other files of which no two have the same tensor.
+    names: what the files call a parameter: a mapping from the module's names, in which names that are the same
+        may be left out, or a function of the module's name. None in the place of a name: the parameter keeps
+        its value.
+    ignore: patterns (as of `fnmatch`) of tensors in the files that no parameter takes.
+
+    A tied parameter may be in the files under any of its names; the first that is there is read. Floating point
+    values are converted to the parameter's dtype, other dtypes have to be the same.
+
+    Raises `ShardingError` with all that doesn't fit: parameters that aren't in the files, tensors in the files
+    that nobody takes, shapes and dtypes, files that are missing or aren't such files. It is raised before
+    anything is changed, on every rank that shares a mesh with the one that found it; if ranks find different
+    files, `DesyncError`. Needs the package safetensors (`pip install axes-torch[safetensors]`).
+
+    >>> import tempfile
+    >>> from safetensors.torch import save_file
+    >>> layer = torch.nn.Linear(6, 4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"w": torch.ones(4, 6), "b": torch.zeros(4)}, f"{folder}/model.safetensors")
+    ...     load_safetensors(layer, folder, {"weight": "w", "bias": "b"}).weight.sum().item()
+    24.0
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ShardingError(f"axes.nn.load_safetensors takes a module; found {type(module).__name__}")
+    slots = _slots(module)
+    left = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    with contextlib.ExitStack() as opened, torch.no_grad():
+        files = _Files(opened)
+        for slot, name in _agreed(slots, lambda: _matched(slots, files.find(path), names, left)):
+            _fill(slot.tensor, files.slice_of(name))
+    return module
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter or buffer to fill, with its names in the module: several where it is tied."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+
+
+_Found = list[tuple[_Slot, str]]
+"""Each slot with the name of the tensor in the files that it takes."""
+
+
+def _slots(module: torch.nn.Module) -> list[_Slot]:
+    """What a state dict has. It is asked for one, since FSDP2 then puts sharded parameters back."""
+    by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [_Slot(tuple(names), tensor) for tensor, names in by_id.values()]
+
+
+# --- the files
+
+
+class _Files:
+    """Tensors by name, in one file or several, which are opened when they are needed."""
+
+    def __init__(self, stack: contextlib.ExitStack):
+        self.where: dict[str, Path] = {}
+        self._stack, self._opened = stack, dict[Path, Any]()
+
+    def find(self, path: str | PathLike[str]) -> _Files:
+        """Look up where each tensor is."""
+        self.where = self._places(Path(path))
+        return self
+
+    def slice_of(self, name: str) -> Any:
+        """safetensors' slice of a tensor: its shape, its dtype, and by indices its values."""
+        file = self._file(self.where[name])
+        try:
+            return file.get_slice(name)
+        except _package().SafetensorError:
+            raise ShardingError(f"{self.where[name]} has no tensor '{name}', which the index says it has") from None
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._opened:
+            try:
+                self._opened[path] = self._stack.enter_context(_package().safe_open(path, framework="pt"))
+            except (OSError, _package().SafetensorError) as error:
+                raise ShardingError(f"{path} can't be read as a safetensors file: {error}") from error
+        return self._opened[path]
+
+    def _places(self, path: Path) -> dict[str, Path]:
+        """The file of each tensor."""
+        if path.is_dir():
+            if (path / _INDEX).is_file():
+                return _indexed(path / _INDEX)
+            files = [path / _WHOLE] if (path / _WHOLE).is_file() else sorted(path.glob("*.safetensors"))
+            if not files:
+                raise ShardingError(f"{path} has no safetensors file")
+        elif path.name.endswith(".json"):
+            return _indexed(path)
+        else:
+            files = [path]
+        places: dict[str, Path] = {}
+        for file in files:
+            for name in self._file(file).keys():  # noqa: SIM118, not a dict
+                if name in places:
+                    raise ShardingError(f"'{name}' is in two files, {places[name].name} and {file.name}; pass one")
+                places[name] = file
+        return places
+
+
+def _package() -> Any:
+    """The package safetensors, which those need who call this."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ShardingError(
+            "axes.nn.load_safetensors needs the package safetensors: pip install 'axes-torch[safetensors]'"
+        ) from error
+    return safetensors
+
+
+def _indexed(path: Path) -> dict[str, Path]:
+    """What an index says: `{"weight_map": {name of a tensor: name of a file beside the index}}`."""
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): path.parent / file for name, file in places.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShardingError(
+            f'{path} can\'t be read as an index, {{"weight_map": {{name: file}}}}: {type(error).__name__}: {error}'
+        ) from error
+
+
+# --- who takes what
+
+
+def _matched(slots: Sequence[_Slot], files: _Files, names: Names | None, ignore: Sequence[str]) -> _Found:
+    """Who takes what; `ShardingError` with all that doesn't fit."""
+    own = [name for slot in slots for name in slot.names]
+    if isinstance(names, Mapping):
+        unknown = [name for name in names if name not in own]
+        if unknown:
+            raise ShardingError(f"names: the module has no parameter {unknown[0]!r}{suggestion(unknown[0], own)}")
+    found, missing, wrong, taken = [], [], [], set()
+    for slot in slots:
+        wanted = [_name_in_files(names, name) for name in slot.names]
+        there = [name for name in wanted if name in files.where]
+        taken.update(there)
+        if None in wanted:
+            continue
+        if not there:
+            asked = dict.fromkeys(f"'{name}'" for name in wanted)
+            missing.append(f"  {' = '.join(slot.names)}  {list(slot.tensor.shape)}    asked for {' or '.join(asked)}")
+            continue
+        reason = _misfit(slot.tensor, files.slice_of(there[0]))
+        if reason:
+            wrong.append(f"  {slot.names[0]} = '{there[0]}': {reason}")
+        found.append((slot, there[0]))
+    left = [name for name in files.where if name not in taken]
+    unused = [f"  '{name}'" for name in left if not any(fnmatch.fnmatchcase(name, each) for each in ignore)]
+    problems = [
+        *_listed("in no file", missing),
+        *_listed("in the files, and nobody takes them (ignore=[...] leaves them)", unused),
+        *_listed("of another shape or dtype than the file's", wrong),
+    ]
+    if problems:
+        raise ShardingError("axes.nn.load_safetensors\n" + "\n".join(problems))
+    return found
+
+
+def _name_in_files(names: Names | None, name: str) -> str | None:
+    if names is None:
+        return name
+    found = names.get(name, name) if isinstance(names, Mapping) else names(name)
+    if found is not None and not isinstance(found, str):
+        raise ShardingError(f"names of {name!r} is the name of a tensor in the files, or None; found {found!r:.60}")
+    return found
+
+
+def _misfit(tensor: torch.Tensor, there: Any) -> str:
+    """Why a tensor can't take what a file has; nothing where it can."""
+    shape, dtype = list(there.get_shape()), _DTYPES.get(there.get_dtype())
+    if tensor.is_meta:
+        return "the parameter has no memory; shard the module (axes.shard_module), or module.to_empty(), before"
+    if shape != list(tensor.shape):
+        return f"the parameter is {list(tensor.shape)}, the file has {shape}"
+    if dtype is None:
+        return f"the file has {there.get_dtype()}, which torch has no plain dtype for"
+    if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+        return f"the parameter is {tensor.dtype}, the file has {dtype}; only floating point values are converted"
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        return f"a parameter has nothing pending; found {tensor.placements}"
+    return ""
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    more = [f"  and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    return [title, *lines[:_LINES], *more] if lines else []
+
+
+def _fill(tensor: torch.Tensor, there: Any) -> None:
+    """Copy what this rank has of a tensor."""
+    local = local_tensor(tensor)
+    for part in parts_of(tensor):
+        if 0 not in part.sizes:
+            where = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
+            part.within(local).copy_(there[where])
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+# --- the same on every rank
+
+
+def _agreed(slots: Sequence[_Slot], found: Callable[[], _Found]) -> _Found:
+    """What `found()` gives, once all ranks of the meshes of the parameters have found the same."""
+    world, waiting = current_world() if torch.distributed.is_initialized() else None, []
+    if world is None or world.fake:
+        return found()
+    for device_type, ranks in _meshes(slots):
+        subject = f"load_safetensors over {ranks_text(ranks)}"
+        barrier = world.barrier(
+            "load_safetensors", ranks, subject, "every rank of a mesh calls it with the same module"
+        )
+        waiting.append((barrier, torch_private.default_timeout(device_type)))
+    try:
+        here = found()
+        while waiting:
+            barrier, timeout = waiting.pop(0)
+            agree(world.member, barrier, _statement(here), timeout)
+    except Exception as error:
+        for barrier, _ in waiting:
+            refuse(world.member, barrier, error)
+        raise
+    return here
+
+
+def _meshes(slots: Sequence[_Slot]) -> dict[tuple[str, Sequence[int]], None]:
+    """The type of device and the ranks of each mesh that has parameters and this rank, each once."""
+    meshes = dict.fromkeys(slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor))
+    mine = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+    return dict.fromkeys((mesh.device_type, Universe.of(sorted(mesh.mesh.flatten().tolist())).ranks) for mesh in mine)
+
+
+def _statement(found: _Found) -> str:
+    """What ranks have to have in common."""
+    lines = [f"{slot.names[0]} {list(slot.tensor.shape)} {slot.tensor.dtype} {name}" for slot, name in found]
+    return f"{len(lines)} tensors, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+
+__all__ = ["load_safetensors"]
