@@ -17,8 +17,12 @@ from llama import main  # noqa: E402  (examples aren't a package)
 
 
 def llama(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return script("llama.py", *arguments)
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "examples/llama.py", *arguments],
+        [sys.executable, f"examples/{name}", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -70,3 +74,10 @@ def test_a_mesh_that_can_not_be_is_one_line(capsys, mesh, says):
     found = capsys.readouterr().err
     assert says in found
     assert "Traceback" not in found
+
+
+def test_the_same_by_hand_has_the_same_losses():
+    sizes = ("--steps", "3", "--width", "16", "--sequence", "16", "--batch", "2")
+    done = script("llama_by_hand.py", "--mesh", "dp=1 cp=2 tp=2", *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ratio" in done.stdout
