@@ -151,9 +151,6 @@ class LlamaByHand(nn.Module):
 # ------------------------------------------------------------------------------------ both in turns
 
 
-Step = Callable[[], float]
-
-
 def cut(name: str, whole: Tensor, tp: dist.ProcessGroup) -> Tensor:
     """This rank's part of a parameter."""
     if whole.ndim == 1:
@@ -161,7 +158,7 @@ def cut(name: str, whole: Tensor, tp: dist.ProcessGroup) -> Tensor:
     return whole.chunk(tp.size(), 1 if name.endswith(("wo", "down")) else 0)[tp.rank()]
 
 
-def by_hand(whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float) -> Step:
+def by_hand(whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float) -> Callable[[], float]:
     groups = Groups(mesh.axis("tp").group, mesh.axis("cp").group, mesh.axis("fsdp").group)
     model = LlamaByHand(n, groups)
     with torch.no_grad():
@@ -185,7 +182,7 @@ def by_hand(whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tens
     return step
 
 
-def with_axes(whole: Llama, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float) -> Step:
+def with_axes(whole: Llama, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float) -> Callable[[], float]:
     model = copy.deepcopy(whole)
     axes.shard_module(model, SPECS, mesh["tp"])
     axes.shard_map(model, model.expression, mesh)
@@ -241,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     apart = max(abs(one - other) / other for one, other in zip(losses["axes"], losses["by hand"], strict=True))
     ratio = median_ratio(seconds["axes"], seconds["by hand"], WARM_UP)
     for name, times in seconds.items():
-        print(f"{name:8} {statistics.median(times[WARM_UP:] or times) * 1e3:8.1f} ms a step")
+        print(f"{name}: {statistics.median(times[WARM_UP:] or times) * 1e3:.1f} ms a step")
     print(f"ratio {ratio:.3f}; largest relative difference of the losses {apart:.1e}")
     return 0 if apart <= 1e-4 else 1
 
