@@ -92,8 +92,10 @@ _stack = _Regions()
 _REGION, _HOME, _PLACES, _KIND = "_axes_region", "_axes_home", "_axes_places", "_axes_kind"
 """Where a module keeps its region and what it shares with others, and one inside what was in its parameters' places."""
 
-_HOOKS, _HOOKED = "_axes_hooks", "_axes_hooked"
-"""Where a region notes that the modules inside have hooks, and each of them that it has."""
+_MADE, _HOOKS, _HOOKED = "_axes_made", "_axes_hooks", "_axes_hooked"
+"""Where a region notes that all its parameters have values and that the modules inside have hooks; and each of them
+that it has.
+"""
 
 
 def region_of_module(module: M, run: InRegion) -> M:
@@ -164,6 +166,7 @@ def without_regions(module: M) -> dict[str, str]:
                 each._forward_hooks_always_called.pop(number, None)
         each.__dict__.pop(_HOOKED, None)
         each.__dict__.pop(_HOOKS, None)
+        each.__dict__.pop(_MADE, None)
     return found
 
 
@@ -222,6 +225,7 @@ class ModuleFunction:
         home: _Home = self.module.__dict__[_HOME]
         with home.lock:
             mesh = home.mesh = ambient_mesh()
+            _check_made(self.module, self.run.expression)
             if torch.is_grad_enabled() and _HOOKS not in self.module.__dict__:
                 _hook(self.module)
             running = _Running(_same_on_the_left(self.run.expression, mesh), self.own)
@@ -232,6 +236,19 @@ class ModuleFunction:
             finally:
                 _stack.regions.pop()
                 _restore(places)
+
+
+def _check_made(module: torch.nn.Module, expression: str) -> None:
+    """Refuses parameters that nobody has made, once for each region."""
+    if _MADE in module.__dict__:
+        return
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if x.is_meta:
+            raise ShardingError(
+                f"'{name}' has no values, it is on the device meta; axes.shard_module(module, ...) makes what was made "
+                f"there, each rank its shards\n  in  shard_map '{expression}'"
+            )
+    module.__dict__[_MADE] = True
 
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
