@@ -366,7 +366,7 @@ def test_a_module_takes_keywords_and_returns_what_it_was_given(world):
                 "the function returned a value of type tests.test_module_regions.Cache, in which a region can't see tensors; return tensors, numbers and text in tuples, lists, dicts"
             )
             assert "or make the Cache outside and pass it: an argument may be returned" in returned
-            assert missing.startswith("the function is called with 1 tensors, and the left side has 2 specs")
+            assert "called with 1 tensors, and the left side has 2 specs; one for each; found argument 0\n" in missing
             assert "has 3 dims, the tensor 2" in flat
 
 

@@ -68,7 +68,16 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
 from axes.ops.module_regions import ModuleFunction, region_of_module, without_same
 from axes.ops.region_sizes import Asked, traced_region, traced_results
-from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read_region, region_of
+from axes.ops.regions import (
+    Region,
+    RegionExpression,
+    check_count,
+    located,
+    mesh_of_names,
+    placed,
+    read_region,
+    region_of,
+)
 from axes.ops.trees import tensors_of_tree, with_tensors
 from axes.runtime import torch_private
 from axes.runtime.border import Changes, _Leave, enter_global, leave_global
@@ -222,14 +231,13 @@ def run_region(
         tensors = tensors_of_tree((args, kwargs), functools.partial(_check_argument, passed))
     except ShardingError as error:
         raise _in_region(error, expression) from None
+    if not torch.compiler.is_compiling():
+        _check_number(read_region(expression), tensors, args, kwargs)
     if plain:
-        mesh_of_shards = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
+        home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
         if not (torch.is_grad_enabled() or check or torch_private.transforms_are_on()):
-            region = _region_of_shards(expression, mesh_of_shards, tuple([tuple(x.shape) for x in tensors]))
-            results = _results(result := _inside(fn, region.mesh, args, kwargs, tensors), expression, passed)
-            placed(region, tuple([tuple(x.shape) for x in results]))
-            return with_tensors(result, iter(unshared(results, tensors)))
-        tensors = _declared(tensors, expression, mesh_of_shards)
+            return _run_without_gradient(fn, expression, home, args, kwargs, tensors, passed)
+        tensors = _declared(tensors, expression, home)
     for place, x in enumerate(tensors):
         _check_input(x, place, expression)
     if torch_private.transforms_are_on():
@@ -258,34 +266,55 @@ def run_region(
     return with_tensors(result, iter([to_local(y, grad="whole") for y in outputs] if plain else outputs))
 
 
+def _check_number(
+    reading: RegionExpression, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses another number of tensors than the left side has specs; says where they are, if some are keywords."""
+    try:
+        check_count("the function is called with", len(tensors), reading.inputs, "left")
+    except ShardingError as error:
+        places = [*((f"argument {at}", x) for at, x in enumerate(args)), *kwargs.items()]
+        names = [name for name, part in places for _ in tensors_of_tree(part, lambda part: None)]
+        listed = f"; found {', '.join(names)}" if kwargs else ""
+        raise located(ShardingError(f"{error}{listed}"), reading) from None
+
+
+def _run_without_gradient(
+    fn: Function,
+    expression: str,
+    mesh: Mesh,
+    args: Any,
+    kwargs: Any,
+    shards: Sequence[torch.Tensor],
+    passed: Sequence[object],
+) -> Any:
+    """The region of plain shards where no gradient is needed: no DTensor is made, as a token of a model is short."""
+    region = _region_of_shards(expression, mesh, tuple([tuple(x.shape) for x in shards]))
+    result = _inside(fn, region.mesh, args, kwargs, shards)
+    results = _results(result, expression, passed)
+    placed(region, tuple([tuple(x.shape) for x in results]))  # checks them
+    return with_tensors(result, iter([x.detach() if x.requires_grad else x for x in unshared(results, shards)]))
+
+
 def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> list[DTensor]:
     """Plain shards as the DTensors that the left side declares."""
-    specs = _specs_of_shards(expression, len(shards))
+    specs = map(without_same, read_region(expression).inputs)
     try:
         return [from_local(x, spec, mesh=mesh, grad="whole") for x, spec in zip(shards, specs, strict=False)]
     except ShardingError as error:
         raise _in_region(error, expression) from None
 
 
-def _specs_of_shards(expression: str, count: int) -> list[str]:
-    reading = read_region(expression)
-    try:
-        check_count("the function is called with", count, reading.inputs, "left")
-    except ShardingError as error:
-        raise located(error, reading) from None
-    return [without_same(spec) for spec in reading.inputs]
-
-
 @of_world(1024)
 def _region_of_shards(expression: str, mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Region:
     """The region of plain shards of these shapes."""
-    specs = []
-    for shape, spec in zip(shapes, _specs_of_shards(expression, len(shapes)), strict=False):
+    specs, dtype = [], torch.get_default_dtype()  # any dtype: a region doesn't look at it
+    for shape, spec in zip(shapes, map(without_same, read_region(expression).inputs), strict=False):
         try:
             placements, whole, _ = shard_of(mesh, spec, shape, None, ())
         except ShardingError as error:
             raise _in_region(error, expression) from None
-        whole, dtype = tuple(whole), torch.get_default_dtype()  # any: a region doesn't look at it
+        whole = tuple(whole)
         specs.append(torch_private.dtensor_spec(mesh.device_mesh, placements, whole, strides_of(whole), dtype))
     return region_of(expression, mesh, True, tuple(specs))
 
