@@ -17,7 +17,7 @@ PIP    := $(RUN) -m pip --disable-pip-version-check install --quiet --progress-b
 
 # Another torch brings its own dependencies, so then only the tools stay pinned.
 ifdef TORCH
-PINS   := sed -n -e 's/^torch==.*/torch==$(TORCH)/' -e '1,/^ruff==/p'
+PINS   := sed -n -e 's/^torch==.*/torch==$(TORCH)/' -e '1,/^transformers==/p'
 else
 PINS   := cat
 endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -292,6 +293,125 @@ def nested(plain: bool) -> list[str]:
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_region_within_a_region_means_the_same_by_gradients_and_buffers_keep_what_is_assigned(world, plain):
     assert world(nested, 4, plain) == [[]] * 4
+
+
+class Cache:
+    """What keeps tensors of this rank between calls, of which torch's pytree knows nothing."""
+
+    def __init__(self):
+        self.rows = []
+
+
+class Remembering(nn.Module):
+    """Takes tensors by keyword, and a cache, which it returns; and holds a module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.first = self.layers[0]
+
+    def forward(self, x, *, scale=None, cache=None, whole=False):
+        y = self.first(x) if scale is None else self.first(x) * scale
+        cache = Cache() if cache is None else cache
+        cache.rows.append(y)
+        return {"y": y if whole else self.layers[1](y)[:, -1:], "cache": cache, "none": None}
+
+
+def remembering() -> list[str]:
+    wrong = []
+    torch.manual_seed(3)
+    one = Remembering().double()
+    x, scale = weights((4, 8, 8)), weights((4, 8, 8)).cos()
+    wanted = one(x, scale=scale)["y"]
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        model = shard_module(copy.deepcopy(one), {"*": "..."})
+        axes.shard_map(model, "b@dp s e, b@dp s e -> b@dp t e")
+        rows = mesh.sharding("b@dp s e").local_indices((4, 8, 8))
+        plain = {"scale": scale[rows]}
+        for given, others, grad in (
+            (x[rows], plain, False),
+            (x[rows], plain, True),
+            (axes.shard(x, "b@dp s e"), {"scale": axes.shard(scale, "b@dp s e")}, False),
+        ):
+            cache = Cache()
+            with torch.set_grad_enabled(grad):
+                found = model(given, **others, cache=cache)
+            y = found["y"] if isinstance(found["y"], DTensor) else axes.from_local(found["y"].detach(), "b@dp t e")
+            if not torch.allclose(axes.unshard(y), wanted) or found["cache"] is not cache or found["none"] is not None:
+                wrong.append(f"{type(given).__name__}, grad={grad}")
+            if tuple(cache.rows[0].shape) != (2, 8, 8) or isinstance(cache.rows[0], DTensor):
+                wrong.append(f"a cache of {cache.rows[0].shape}")
+        for grad in (False, True):
+            for call in (
+                lambda: model(x[rows], scale=scale[rows]),
+                lambda: model(x[rows], cache=Cache()),
+                lambda: model(x[rows][0], scale=scale[rows][0], cache=Cache()),
+            ):
+                try:
+                    with torch.set_grad_enabled(grad):
+                        call()
+                    wrong.append("no error")
+                except axes.AxesError as error:
+                    wrong.append(str(error))
+        if any(not isinstance(p, DTensor) for p in model.parameters()):
+            wrong.append("a parameter stayed plain")
+    return wrong
+
+
+def test_a_module_takes_keywords_and_returns_what_it_was_given(world):
+    for said in world(remembering, 4):
+        assert len(said) == 6, said
+        for returned, missing, flat in (said[:3], said[3:]):
+            assert returned.startswith(
+                "the function returned a value of type tests.test_module_regions.Cache, in which a region can't see tensors; return tensors, numbers and text in tuples, lists, dicts"
+            )
+            assert "or make the Cache outside and pass it: an argument may be returned" in returned
+            assert "called with 1 tensors, and the left side has 2 specs; one for each; found argument 0\n" in missing
+            assert "has 3 dims, the tensor 2" in flat
+
+
+def generating() -> list[str]:
+    """Without gradients no hook is needed; what comes after, in a checkpoint or by fully_shard, has them."""
+    wrong: list[str] = []
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    torch.manual_seed(5)
+    model = shard_module(Model(parallel=True, checkpointed=True).double(), SPECS, mesh["tp"])
+    axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v", mesh)
+    tokens = axes.shard(TOKENS, "b@dp s@tp", mesh=mesh)
+    rows = mesh.sharding("b@dp s@tp").local_indices((4, 8))
+    expected, _ = reference()
+
+    def hooks():
+        return sum(len(each._forward_pre_hooks) for each in model.modules())
+
+    with torch.no_grad():
+        y, plain = model(tokens), model(TOKENS[rows])
+    if hooks() or not torch.allclose(axes.unshard(y), expected) or not torch.equal(plain, axes.to_local(y)):
+        wrong.append(f"{hooks()} hooks, or other values")
+    rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
+    for block in model.blocks:
+        fully_shard(block, **rows)
+    fully_shard(model, **rows)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    with torch.no_grad():
+        if not torch.allclose(axes.unshard(model(tokens)), expected):
+            wrong.append("without gradients, under fully_shard")
+    y = model(tokens)
+    (y * axes.shard(weights(y.shape), "b@dp s@tp v", mesh=mesh)).sum().backward()
+    compared(y, {name: p.grad.full_tensor() for name, p in model.named_parameters()}, model, wrong, "fsdp")
+    return wrong
+
+
+def test_generation_before_training_changes_nothing(world):
+    assert world(generating, 4) == [[]] * 4
+
+
+def test_a_region_has_the_signature_of_the_module():
+    model = axes.shard_map(Remembering(), "b s e -> b t e")
+    assert list(inspect.signature(model.forward).parameters) == ["x", "scale", "cache", "whole"]
+    assert list(inspect.signature(copy.deepcopy(model).forward).parameters) == ["x", "scale", "cache", "whole"]
 
 
 def refused() -> list[str]:

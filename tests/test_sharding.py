@@ -506,7 +506,12 @@ def test_placements_by_example(spec, placements):
         (
             Mesh("dp=4 tp=2", "(dp) = a b", a=2),
             "s@a t@b",
-            "use the sub-mesh that has these axes, like mesh['dp', 'tp']",
+            "use the sub-mesh that has these axes: mesh['a', 'b', 'tp']",
+        ),
+        (
+            Mesh("dp=2 tp=8", "(tp) = a b c", a=2, b=2),
+            "s@b",
+            "use the sub-mesh that has these axes: mesh['dp', 'a', 'b', 'c']",
         ),
         (Mesh("dp=4 tp=2", "(dp) = a b", a=2), "s | sum@b", "'b' isn't a product of whole axes"),
         (

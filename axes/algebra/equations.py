@@ -45,7 +45,14 @@ def declared(
     else:
         # Without a number of ranks, each axis has a size of its own or one from an equation.
         products.extend(Product((name,), (name,), 1, "each axis has a size") for name in names if name not in given)
-    solved = solve(products, given)
+    try:
+        solved = solve(products, given)
+    except SizeError as error:
+        if str(error).endswith(f"over the {world_size} ranks)"):
+            raise SizeError(
+                f"{error}\nthe sizes of the axes multiply to the number of ranks; one that is left out follows"
+            ) from None
+        raise
     layouts = row_major([solved[name] for name in names])
     return _with_equations(dict(zip(names, layouts, strict=True)), equations, solved)
 

@@ -96,9 +96,10 @@ def shard_module(
 
     With `dry_run` nothing changes: a table is printed of parameters, specs, shapes and bytes on this rank.
 
-    Raises `ShardingError` with the names of uncovered parameters, of patterns that match nothing, of tied names with
-    two specs, of parameters that are sharded already, that have no mesh or that no initializer makes; before anything
-    is changed, but for the last.
+    Raises `ShardingError` with the names of uncovered parameters, of patterns that match nothing or stand behind a
+    wider one, of a rule about no dim that is called nearly like one without a rule, of tied names with two specs, of
+    parameters that are sharded already, that have no mesh or that no initializer makes; before anything is changed,
+    but for the last.
 
         with torch.device("meta"):
             model = Transformer(config)
@@ -162,7 +163,10 @@ def _entries(
     without_mesh: list[str] = []
     for tensor, names in by_id.values():
         if isinstance(tensor, DTensor):
-            raise ShardingError(f"{names[0]} is sharded already; shard_module takes a module of plain tensors")
+            raise ShardingError(
+                f"{names[0]} is sharded already; shard_module takes a module of plain tensors. Say all specs in one "
+                "call, or make the module anew"
+            )
         said = _said(names, specs, own)
         used.update(pattern for _, pattern in said.values())
         texts = dict.fromkeys(spec for spec, _ in said.values())
@@ -197,10 +201,32 @@ def _entries(
     if idle:
         hints = "\n".join(f"  {pattern!r}{suggestion(pattern, known)}" for pattern in idle)
         raise ShardingError(f"no parameter or buffer matches\n{hints}")
+    for at, pattern in enumerate(specs):
+        wider = next((each for each in list(specs)[:at] if fnmatch.fnmatchcase(pattern, each)), None)
+        if pattern not in used and wider is not None:
+            raise ShardingError(
+                f"the pattern {pattern!r} never applies: {wider!r} stands before it and matches all that it does; "
+                f"the first that matches applies, so put {pattern!r} before {wider!r}"
+            )
+    if rules is not None:
+        _check_rules(rules, {name for each in found for name in _names(each.logical)})
     loose = [name for name in sizes if name not in needed]
     if loose:
         raise SizeError(f"a size is given for {shortened(loose[0])}, which is in no spec{suggestion(loose[0], needed)}")
     return found
+
+
+def _check_rules(rules: Rules, names: set[str]) -> None:
+    """Refuses a rule about no dim whose name is nearly that of one without a rule: `('...', None)` would hide it."""
+    without = sorted(names - {*rules.names, "_", _WHOLE})
+    for rule in rules.rules:
+        near = suggestion(rule.name, without)
+        if rule.axes and rule.name not in names and near.startswith("; did you mean"):
+            raise ShardingError(
+                f"the rule {rule} is about no dim of a parameter{near}\n{', '.join(without)} "
+                f"{'stays' if len(without) == 1 else 'stay'} whole by the last rule, ('...', None); where that is "
+                f"meant, write {without[0]}=None"
+            )
 
 
 def _said(names: Sequence[str], specs: Mapping[str, str], annotated: Mapping[str, str]) -> dict[str, tuple[str, str]]:

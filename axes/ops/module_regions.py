@@ -7,15 +7,19 @@ A parameter that is a DTensor enters with its own sharding: `forward` has its sh
 the border's rule, since every rank of an axis over which it is replicated contributes its summand. Axes that every
 input declares `same` are so for parameters as well: what the module computes has whole gradients there.
 
-While a module of the region runs, its parameters' places hold the shards. Modules inside are asked again when they are
-called with plain tensors: `fully_shard` puts its parameters there just before, and a checkpoint calls its module once
-more in backward, after the region has ended.
+While a module of the region runs, its parameters' places hold the shards. Once a gradient is needed, modules inside are
+asked again when they are called with plain tensors: `fully_shard` puts its parameters there just before, and a
+checkpoint calls its module once more in backward, after the region has ended.
+
+Plain shards that need no gradient, as in generation, go in and come out without ever being DTensors; their shapes are
+checked all the same.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -31,10 +35,11 @@ from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh, use_mesh
 from axes.ops.regions import read_region
+from axes.ops.trees import tensors_of_tree
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
-from axes.runtime.sharded import from_local, sharding_of, to_local
+from axes.runtime.sharded import sharding_of, to_local
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -50,8 +55,8 @@ class InRegion(Protocol):
     def mesh(self) -> Mesh | None:
         """Where names are looked up, if not in the ambient mesh."""
 
-    def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
-        """The function's results, as DTensors."""
+    def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor], plain: bool) -> Any:
+        """The function's results, as DTensors; `plain` shards of plain shards."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,11 @@ _stack = _Regions()
 _REGION, _HOME, _PLACES, _KIND = "_axes_region", "_axes_home", "_axes_places", "_axes_kind"
 """Where a module keeps its region and what it shares with others, and one inside what was in its parameters' places."""
 
+_MADE, _HOOKS, _HOOKED = "_axes_made", "_axes_hooks", "_axes_hooked"
+"""Where a region notes that all its parameters have values and that the modules inside have hooks; and each of them
+that it has.
+"""
+
 
 def region_of_module(module: M, run: InRegion) -> M:
     """Make `forward` of a module a region; returns the module.
@@ -105,15 +115,34 @@ def region_of_module(module: M, run: InRegion) -> M:
     home = _Home()
     for inner in module.modules():
         inner.__dict__[_HOME] = home
-        if inner is not module:
-            inner.register_forward_pre_hook(_enter_inner, with_kwargs=True)
-            inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
     return module
 
 
-def _region_class(kind: type) -> type:
+def _hook(module: torch.nn.Module) -> None:
+    """Have the modules in a region ask for their shards when they are called.
+
+    Only a checkpoint's second run and `fully_shard` need it, so generation goes without: two hooks cost each call of a
+    module five microseconds. A hook stands before those of others, which see shards, but behind that of `fully_shard`.
+    """
+    for inner in module.modules():
+        if inner is not module and _HOOKED not in inner.__dict__ and _HOME in inner.__dict__:
+            first = not isinstance(inner, FSDPModule)
+            inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first)
+            inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
+            inner.__dict__[_HOOKED] = True
+    module.__dict__[_HOOKS] = True
+
+
+def _region_class(kind: Any) -> type:
     """The class of a module of this kind whose `forward` is a region."""
-    return type(kind.__name__, (_Region, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__, _KIND: kind})
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _Region.forward(self, *args, **kwargs)
+
+    # Who asks for the signature, as transformers does before it generates, finds that of the module's own.
+    functools.update_wrapper(forward, kind.forward, updated=())
+    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward, _KIND: kind}
+    return type(kind.__name__, (_Region, kind), own)
 
 
 def _unpickled(kind: type) -> torch.nn.Module:
@@ -135,6 +164,9 @@ def without_regions(module: M) -> dict[str, str]:
                 del hooks[number]
                 each._forward_pre_hooks_with_kwargs.pop(number, None)
                 each._forward_hooks_always_called.pop(number, None)
+        each.__dict__.pop(_HOOKED, None)
+        each.__dict__.pop(_HOOKS, None)
+        each.__dict__.pop(_MADE, None)
     return found
 
 
@@ -149,11 +181,11 @@ class _Region(torch.nn.Module):
         run: InRegion = self.__dict__[_REGION]
         own: list[torch.Tensor] = []
         inside = ModuleFunction(self, super().forward, run, own)
-        if not _plain_tensors(args, kwargs):
-            return run(inside, args, kwargs, own)
-        if _stack.regions:
+        plain = _plain_tensors(args, kwargs)
+        if plain and _stack.regions:
             return _within(run, inside, args, kwargs)
-        return _on_plain(run, inside, args, kwargs, own)
+        result = run(inside, args, kwargs, own, plain)
+        return torch_private.mapped(_left_as_plain, result) if plain else result
 
     def __reduce__(self) -> Any:
         return _unpickled, (getattr(type(self), _KIND),), self.__dict__
@@ -190,6 +222,9 @@ class ModuleFunction:
         home: _Home = self.module.__dict__[_HOME]
         with home.lock:
             mesh = home.mesh = ambient_mesh()
+            _check_made(self.module, self.run.expression)
+            if torch.is_grad_enabled() and _HOOKS not in self.module.__dict__:
+                _hook(self.module)
             running = _Running(_same_on_the_left(self.run.expression, mesh), self.own)
             _stack.regions.append(running)
             places = _enter(self.module, running)
@@ -200,40 +235,36 @@ class ModuleFunction:
                 _restore(places)
 
 
+def _check_made(module: torch.nn.Module, expression: str) -> None:
+    """Refuses parameters that nobody has made, once for each region."""
+    if _MADE in module.__dict__:
+        return
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if x.is_meta:
+            raise ShardingError(
+                f"'{name}' has no values, it is on the device meta; axes.shard_module(module, ...) makes what was made "
+                f"there, each rank its shards\n  in  shard_map '{expression}'"
+            )
+    module.__dict__[_MADE] = True
+
+
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
     """Whether there are tensors among the arguments, all of them plain."""
-    found: list[bool] = []
-    torch_private.mapped(
-        lambda x: found.append(isinstance(x, DTensor)) if isinstance(x, torch.Tensor) else None, (args, kwargs)
-    )
-    return bool(found) and not any(found)
+    found = tensors_of_tree((args, kwargs), _any)
+    return bool(found) and not any(isinstance(x, DTensor) for x in found)
 
 
-def _on_plain(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
-    """The region of plain shards, which are what the expression declares; its results are plain shards, too.
-
-    Outside, every rank does the same with what is replicated: gradients are whole there.
-    """
-    mesh = required_mesh(run.mesh, f"shard_map of a module, '{run.expression}', on plain tensors")
-    specs = iter(read_region(run.expression).inputs)
-
-    def entering(x: Any) -> Any:
-        spec = next(specs, None) if isinstance(x, torch.Tensor) else None
-        return x if spec is None else from_local(x, without_same(spec), mesh=mesh, grad="whole")
-
-    args, kwargs = torch_private.mapped(entering, (args, kwargs))
-    result = run(inside, args, kwargs, own)
-    return torch_private.mapped(lambda x: _left_as_plain(x) if isinstance(x, DTensor) else x, result)
-
-
-def _left_as_plain(x: DTensor) -> torch.Tensor:
+def _left_as_plain(x: Any) -> Any:
     """This rank's shard of a result. Where it has a gradient it is a copy and no view.
 
     Of a view `fully_shard` couldn't see an in-place change, and torch's zero-bubble schedules detach what a pipeline
     stage gives in place.
     """
-    local = to_local(x, grad="whole")
-    return local.clone() if local.requires_grad else local
+    return x.clone() if isinstance(x, torch.Tensor) and x.requires_grad else x
+
+
+def _any(part: object) -> None:
+    """Takes every part of a tree: what a region refuses it says by itself."""
 
 
 def without_same(spec: Spec) -> str:
@@ -298,12 +329,19 @@ def _restore(places: _Places) -> None:
         raise ShardingError(f"{wrong}; change a parameter in place, or outside of the region")
 
 
-def _held(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
     """A module and those in it, but for what `fully_shard` gathers only when it is called."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from _held(child)
+    found, seen = [module], {id(module)}
+    for each in found:  # grows as it goes
+        for child in each._modules.values():
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
+            if not isinstance(child, FSDPModule):
+                found.append(child)
+            elif _HOOKED not in child.__dict__:
+                _hook(module)
+    return found
 
 
 def _shard(x: DTensor, same: Sequence[NamedLayout], gathered: bool) -> torch.Tensor:

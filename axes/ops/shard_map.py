@@ -14,7 +14,8 @@ Each tensor among the arguments, in order, takes a spec of the left side; each t
 function returns takes one of the right side. Trees are looked into as torch's pytree knows them:
 tuples, lists and dicts in their own order, and what is registered, like a dataclass by
 `torch.export.register_dataclass`; keyword arguments come last. What else holds tensors, like a set, is
-an error. Other arguments pass as they are; results are tensors, numbers, text or None.
+an error. Other arguments pass as they are; results are tensors, numbers, text, None, or one of these arguments,
+like a cache of keys and values that a model is given and gives back.
 
 The **left side** asserts how tensors are sharded, and moves nothing. A name that carries an `@`
 anywhere in the expression is explicit: where it has none it is unsplit. A name that never does
@@ -55,7 +56,7 @@ import functools
 import numbers
 import types
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
+from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -64,17 +65,30 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
-from axes.ops.module_regions import ModuleFunction, region_of_module
+from axes.algebra.scopes import required_mesh
+from axes.ops.module_regions import ModuleFunction, region_of_module, without_same
 from axes.ops.region_sizes import Asked, traced_region, traced_results
-from axes.ops.regions import Region, check_count, located, mesh_of_names, placed, read_region, region_of
+from axes.ops.regions import (
+    Region,
+    RegionExpression,
+    check_count,
+    located,
+    mesh_of_names,
+    placed,
+    read_region,
+    region_of,
+)
+from axes.ops.trees import tensors_of_tree, with_tensors
 from axes.runtime import torch_private
 from axes.runtime.border import Changes, _Leave, enter_global, leave_global
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.lines import Claim, disagreement
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import settled
-from axes.runtime.sharded import device_mesh_input, strides_like
+from axes.runtime.sharded import device_mesh_input, from_local, strides_like, to_local
+from axes.runtime.shards import shard_of
 from axes.runtime.symbols import is_symbolic
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
@@ -175,8 +189,8 @@ class _Run:
     mesh: Mesh | None
     check: Check
 
-    def __call__(self, fn: Function, args: Any, kwargs: Any, own: Sequence[torch.Tensor]) -> Any:
-        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, own)
+    def __call__(self, fn: Function, args: Any, kwargs: Any, own: Sequence[torch.Tensor], plain: bool) -> Any:
+        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, own, plain)
 
 
 def _check_check(check: Check) -> None:
@@ -204,22 +218,33 @@ def run_region(
     mesh: Mesh | None = None,
     check: Check = False,
     own: Sequence[torch.Tensor] = (),
+    plain: bool = False,
 ) -> Any:
     """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`.
 
     `own`: leaves that the function may use though they are no arguments; it may add to them as it runs.
+    `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
+    every rank does the same with what is replicated: gradients are whole there.
     """
+    passed: list[object] = []
     try:
-        tensors = _tensors((args, kwargs), _check_argument)
+        tensors = tensors_of_tree((args, kwargs), functools.partial(_check_argument, passed))
     except ShardingError as error:
         raise _in_region(error, expression) from None
+    if not torch.compiler.is_compiling():
+        _check_number(read_region(expression), tensors, args, kwargs)
+    if plain:
+        home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
+        if not (torch.is_grad_enabled() or check or torch_private.transforms_are_on()):
+            return _run_without_gradient(fn, expression, home, args, kwargs, tensors, passed)
+        tensors = _declared(tensors, expression, home)
     for place, x in enumerate(tensors):
         _check_input(x, place, expression)
     if torch_private.transforms_are_on():
         check_whole(f"shard_map '{expression}'", tensors)
     asked = expression, mesh if mesh is not None else ambient.ambient_mesh(), mesh is not None
     if torch.compiler.is_compiling():
-        return _run_in_graph(fn, asked, args, kwargs, tensors, check)
+        return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed)
     region = region_of(*asked, tuple([torch_private.spec_of(x) for x in tensors]))
     changes = Changes() if torch.is_grad_enabled() else None
     shards = _left(region, tensors, changes)
@@ -230,7 +255,7 @@ def run_region(
         result = _inside(fn, region.mesh, args, kwargs, shards)
     finally:
         _note_writes(tensors, shards, versions)
-    results = _results(result, expression)
+    results = _results(result, expression, passed)
     _check_closed(results, expression, fn, own)
     if changes is not None and any(x.requires_grad for x in results):
         for x, shard in zip(tensors, shards, strict=True):
@@ -238,12 +263,65 @@ def run_region(
     outputs = _entered(region, unshared(results, shards), changes)
     if check:
         _check_outputs(region, outputs, check)
-    return _replaced(result, iter(outputs))
+    return with_tensors(result, iter([to_local(y, grad="whole") for y in outputs] if plain else outputs))
+
+
+def _check_number(
+    reading: RegionExpression, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses another number of tensors than the left side has specs; says where they are, if some are keywords."""
+    try:
+        check_count("the function is called with", len(tensors), reading.inputs, "left")
+    except ShardingError as error:
+        places = [*((f"argument {at}", x) for at, x in enumerate(args)), *kwargs.items()]
+        names = [name for name, part in places for _ in tensors_of_tree(part, lambda part: None)]
+        listed = f"; found {', '.join(names)}" if kwargs else ""
+        raise located(ShardingError(f"{error}{listed}"), reading) from None
+
+
+def _run_without_gradient(
+    fn: Function,
+    expression: str,
+    mesh: Mesh,
+    args: Any,
+    kwargs: Any,
+    shards: Sequence[torch.Tensor],
+    passed: Sequence[object],
+) -> Any:
+    """The region of plain shards where no gradient is needed: no DTensor is made, as a token of a model is short."""
+    region = _region_of_shards(expression, mesh, tuple([tuple(x.shape) for x in shards]))
+    result = _inside(fn, region.mesh, args, kwargs, shards)
+    results = _results(result, expression, passed)
+    placed(region, tuple([tuple(x.shape) for x in results]))  # checks them
+    return with_tensors(result, iter([x.detach() if x.requires_grad else x for x in unshared(results, shards)]))
+
+
+def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> list[DTensor]:
+    """Plain shards as the DTensors that the left side declares."""
+    specs = map(without_same, read_region(expression).inputs)
+    try:
+        return [from_local(x, spec, mesh=mesh, grad="whole") for x, spec in zip(shards, specs, strict=False)]
+    except ShardingError as error:
+        raise _in_region(error, expression) from None
+
+
+@of_world(1024)
+def _region_of_shards(expression: str, mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Region:
+    """The region of plain shards of these shapes."""
+    specs, dtype = [], torch.get_default_dtype()  # any dtype: a region doesn't look at it
+    for shape, spec in zip(shapes, map(without_same, read_region(expression).inputs), strict=False):
+        try:
+            placements, whole, _ = shard_of(mesh, spec, shape, None, ())
+        except ShardingError as error:
+            raise _in_region(error, expression) from None
+        whole = tuple(whole)
+        specs.append(torch_private.dtensor_spec(mesh.device_mesh, placements, whole, strides_of(whole), dtype))
+    return region_of(expression, mesh, True, tuple(specs))
 
 
 def _inside(fn: Function, mesh: Mesh, args: Any, kwargs: Any, shards: Sequence[torch.Tensor]) -> Any:
     """What the function returns for the shards, with `mesh` as the ambient one."""
-    args, kwargs = _replaced((args, kwargs), iter(shards))
+    args, kwargs = with_tensors((args, kwargs), iter(shards))
     ambient.push(mesh)
     try:
         return fn(*args, **kwargs)
@@ -267,10 +345,10 @@ def _note_writes(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor], ver
             torch.autograd.graph.increment_version(x)
 
 
-def _results(result: Any, expression: str) -> list[torch.Tensor]:
-    """The tensors that the function has returned."""
+def _results(result: Any, expression: str, passed: Sequence[object]) -> list[torch.Tensor]:
+    """The tensors that the function has returned. `passed`: the arguments that hold none."""
     try:
-        results = _tensors(result, _check_result)
+        results = tensors_of_tree(result, functools.partial(_check_result, passed))
         if any(isinstance(x, DTensor) for x in results):
             raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
     except ShardingError as error:
@@ -304,7 +382,15 @@ def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes |
 # in torch.compile: two nodes of the graph, with the function between them
 
 
-def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: list[DTensor], check: Check) -> Any:
+def _run_in_graph(
+    fn: Function,
+    asked: Asked,
+    args: Any,
+    kwargs: Any,
+    tensors: list[DTensor],
+    check: Check,
+    passed: Sequence[object],
+) -> Any:
     """The same, traced. `asked` is what `region_of` is asked, beside the tensors."""
     if check:
         raise ShardingError(f"check=True compares ranks in each call; not in a graph\n  in  shard_map '{asked[0]}'")
@@ -313,11 +399,11 @@ def _run_in_graph(fn: Function, asked: Asked, args: Any, kwargs: Any, tensors: l
     shards = _leave_node(number, leaves, *tensors) if tensors else ()
     mesh = getattr(kept, _keep_mesh(number, tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, args, kwargs, shards)
-    results = _results(result, asked[0])
+    results = _results(result, asked[0], passed)
     _check_counts(number, len(results))
     home = None if tensors else device_mesh_input(mesh)
     outputs = _enter_node(number, home, len(tensors), *tensors, *shards, *results) if results else ()
-    return _replaced(result, iter(outputs))
+    return with_tensors(result, iter(outputs))
 
 
 @node_of_graph
@@ -366,42 +452,9 @@ def _check_counts(number: int, results: int) -> None:
         raise located(error, reading) from None
 
 
-# trees
+# what may be no part of a tree
 
 
-def _tensors(tree: Any, check: Callable[[Any], None]) -> list[torch.Tensor]:
-    """The tensors of a tree, in order. `check` refuses what may be no part of it."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    kind = type(tree)
-    if kind in _PASSES:
-        return []
-    inside = tree if kind in _ROWS else tree.values() if kind is dict else torch_private.children_of(tree)
-    if inside is None:
-        check(tree)
-        return []
-    return [x for item in inside for x in _tensors(item, check)]
-
-
-def _replaced(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The same tree with its tensors replaced, in order."""
-    if isinstance(tree, torch.Tensor):
-        return next(tensors)
-    kind = type(tree)
-    if kind in _PASSES:
-        return tree
-    if kind in _ROWS:
-        return kind([_replaced(item, tensors) for item in tree])
-    if kind is dict:
-        return {key: _replaced(item, tensors) for key, item in tree.items()}
-    children = torch_private.children_of(tree)
-    if children is None:
-        return tree
-    return torch_private.with_children(tree, [_replaced(item, tensors) for item in children])
-
-
-_ROWS = (tuple, list)
-_PASSES = (type(None), bool, int, float, str)
 _NO_TREES = (
     numbers.Number,
     bytes,
@@ -422,20 +475,22 @@ _TREES = (
 )
 
 
-def _check_result(part: Any) -> None:
-    if not isinstance(part, _NO_TREES):
+def _check_result(passed: Sequence[object], part: Any) -> None:
+    if not isinstance(part, _NO_TREES) and not any(part is each for each in passed):
         raise ShardingError(
             f"the function returned a value of type {_named(part)}, in which a region can't see tensors; return "
-            f"tensors, numbers and text in {_TREES}"
+            f"tensors, numbers and text in {_TREES}; or make the {type(part).__name__} outside and pass it: an "
+            "argument may be returned"
         )
 
 
-def _check_argument(part: Any) -> None:
+def _check_argument(passed: list[object], part: Any) -> None:
     if isinstance(part, _ONCE) or _holds_tensors(part, set()):
         raise ShardingError(
             f"among the arguments is a value of type {_named(part)}, in which a region can't see tensors; pass them in "
             f"{_TREES}"
         )
+    passed.append(part)
 
 
 def _named(part: object) -> str:
