@@ -3,7 +3,7 @@
 #   make test                the whole test suite
 #   make test TORCH=2.11.0   the same against another torch, in an environment of its own
 #   make test-exhaustive     the enumerations that are too slow for every run
-#   make demo                eight processes train a small transformer
+#   make demo                eight processes train a small Llama
 #   make bench               the table of docs/benchmarks.md, measured now
 #   make format              ruff's formatting and fixes
 #   make clean               removes what the above made
@@ -32,7 +32,7 @@ test-exhaustive: $(STAMP)
 	$(RUN) -m pytest -q -m exhaustive -o faulthandler_timeout=1800
 
 demo: $(STAMP)
-	$(RUN) examples/train.py
+	$(RUN) examples/llama.py
 
 bench: $(STAMP)
 	$(RUN) -m tests.bench
