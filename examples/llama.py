@@ -168,6 +168,9 @@ def made(options: Training, mesh: axes.Mesh) -> nn.Module:
     axes.shard_map(model, model.expression, mesh["dp", "cp", "tp"])
     for module in (*model.blocks.values(), model):
         fully_shard(module, mesh=mesh["fsdp"].device_mesh)
+    if options.compile:
+        for block in model.blocks.values():
+            block.compile()
     return summed(model)
 
 

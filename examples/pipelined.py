@@ -46,6 +46,7 @@ class Training:
     clip: float = flag(1.0, "largest norm of all gradients")
     seed: int = flag(0, "of the weights and the samples", least=0)
     recompute: int = flag(0, "1: recompute the blocks in backward", least=0)
+    compile: int = flag(0, "1: torch.compile of every block", least=0)
     dtype: str = flag("float32", "of weights and activations", choices=["float32", "float64"])
     device: str = flag("cpu", "what to train on", choices=["cpu", "cuda"])
     checkpoint: str = flag("", "folder to write a checkpoint to")

@@ -154,10 +154,10 @@ def other_dim(parameter):
     return Shard(1) if factored else None
 
 
-def under_fsdp(tp: int, checkpointed: bool) -> list[str]:
+def under_fsdp(tp: int, checkpointed: bool, compiled: bool = False) -> list[str]:
     """Tensor parallel parameters that fully_shard shards over dp, block by block and the rest."""
     wrong: list[str] = []
-    mesh = axes.init_mesh(f"dp={4 // tp} tp={tp}", device_type="cpu")
+    mesh = axes.init_mesh(f"dp tp={tp}", device_type="cpu")
     torch.manual_seed(5)
     model = Model(parallel=True, checkpointed=checkpointed).double()
     if tp > 1:
@@ -171,6 +171,8 @@ def under_fsdp(tp: int, checkpointed: bool) -> list[str]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+    for block in model.blocks if compiled else ():
+        block.compile(backend="aot_eager")
     for _ in range(2):
         model.zero_grad()
         y = model(axes.shard(TOKENS, "b@dp s@tp", mesh=mesh))
@@ -184,6 +186,29 @@ def under_fsdp(tp: int, checkpointed: bool) -> list[str]:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fully_shard_outside_gives_the_gradients_of_one_device(world, tp, checkpointed):
     assert world(under_fsdp, 4, tp, checkpointed) == [[]] * 4
+
+
+def compiled_inside(checkpointed: bool) -> list[str]:
+    wrong: list[str] = []
+    with axes.init_mesh("dp=1 tp=2", device_type="cpu"):
+        torch.manual_seed(5)
+        model = shard_module(Model(parallel=True, checkpointed=checkpointed).double(), SPECS)
+        axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        y = model(axes.shard(TOKENS, "b@dp s@tp"))
+        (y * axes.shard(weights(y.shape), "b@dp s@tp v")).sum().backward()
+        compared(y, {name: p.grad for name, p in model.named_parameters()}, model, wrong, "compiled")
+    return wrong
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("job", ["fully_shard", "alone"])
+def test_modules_inside_a_region_can_be_compiled(world, job, checkpointed):
+    if job == "alone":
+        assert world(compiled_inside, 2, checkpointed, timeout=240) == [[]] * 2
+    else:
+        assert world(under_fsdp, 2, 2, checkpointed, True, timeout=240) == [[]] * 2
 
 
 def on_plain() -> list[str]:

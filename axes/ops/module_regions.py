@@ -365,7 +365,22 @@ def _shard(x: DTensor, same: Sequence[NamedLayout], gathered: bool) -> torch.Ten
 # --- modules inside: their hooks are reached by whoever calls them
 
 
+_OUTSIDE = torch.compiler.disable(reason="parameters are put in place outside of a graph, which takes them as inputs")
+
+
+def _is_within_graph(module: torch.nn.Module) -> bool:
+    """Whether a graph is traced that the call of another module has begun, which has its parameters in place."""
+    begins = isinstance(module, FSDPModule) or module._compiled_call_impl is not None
+    return torch.compiler.is_compiling() and not begins
+
+
 def _enter_inner(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _is_within_graph(module):
+        _enter_called(module, args, kwargs)
+
+
+@_OUTSIDE
+def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a module of a region: what the region's start didn't find, or what a checkpoint runs once more."""
     running = _stack.regions[-1] if _stack.regions else None
     again = running is None and torch_private.backward_runs() and _plain_tensors(args, kwargs)
@@ -382,6 +397,12 @@ def _enter_inner(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
+    if not _is_within_graph(module):
+        _leave_called(module)
+
+
+@_OUTSIDE
+def _leave_called(module: torch.nn.Module) -> None:
     there = module.__dict__.get(_PLACES)
     if there:
         places, mesh, again = there.pop()
