@@ -19,7 +19,7 @@ import hf_llama  # noqa: E402  (examples aren't a package)
 
 
 def test_it_says_what_it_measured(capsys):
-    arguments = ["--mesh", "dp=2 tp=2", "--tokens", "6", "--rounds", "1"]
+    arguments = ["--mesh", "dp=1 tp=2", "--tokens", "6", "--rounds", "1"]
     assert hf_llama.main(arguments) == 0
     out = capsys.readouterr().out
     assert "6 tokens of 4 samples, the same as one device's: True" in out
