@@ -9,6 +9,8 @@ import re
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError
@@ -370,6 +372,82 @@ def test_what_can_not_be_taken_apart_is_said(pool):
         assert [text[: len(says)] for text, says in zip(found, SAYS, strict=True)] == SAYS
 
 
+def corners() -> list[str]:
+    """What an attack found: each against slices of the whole, in both views."""
+    mesh = axes.init_mesh("one=1 dp=4 tp=2", device_type="cpu")
+    wrong = []
+
+    def same(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        whole = axes.unshard(found) if isinstance(found, DTensor) else found
+        if not torch.equal(whole, expected):
+            wrong.append(what)
+
+    a, b = torch.arange(24.0).view(2, 3, 4), -torch.arange(18.0).view(2, 3, 3)
+    behind = torch.cat((a, b), 2)
+    for one, two in ((a, b), (axes.shard(a, "x y z", mesh=mesh), axes.shard(b, "x y z", mesh=mesh))):
+        same("dots in the group", axes.rearrange((one, two), "... q, ... k -> (... (q + k))"), behind.reshape(-1))
+        same("names in the group", axes.rearrange((one, two), "x y q, x y k -> (x y (q + k))"), behind.reshape(-1))
+        joined = axes.rearrange((one, two), "x y q, x y k -> (x y) (q + k)")
+        same("another group", joined, behind.reshape(6, 7))
+        q, empty = axes.rearrange(one, "x y (q + k) -> x y q, x y k", q=4)
+        same("an empty block", empty, a[:, :, :0])
+        same("what an empty block is beside", q, a)
+    both = axes.shard(torch.arange(16.0).view(8, 2), "(f@(one tp) + f@(one tp)) d", mesh=mesh).requires_grad_()
+    one, two = axes.rearrange(both, "(f@(one tp) + f@(one tp)) d -> f@(one tp) d, f@(one tp) d")
+    back = axes.rearrange((two, one), "f@(tp one) d, f@(tp one) d -> (f@(tp one) + f@(tp one)) d")
+    same("axes of size one", back, torch.arange(16.0).view(2, 4, 2).flip(0).reshape(8, 2))
+    (axes.unshard(back) * torch.arange(16.0).view(8, 2)).sum().backward()
+    same("a gradient with axes of size one", both.grad, torch.arange(16.0).view(2, 4, 2).flip(0).reshape(8, 2))
+    shard = torch.arange(6.0).view(6, 1)
+    h, whole = axes.rearrange(shard, "(h@tp + h) d -> h@tp d, h d", mesh, h=4)
+    same("one name, split in one block", h, shard[:2])
+    same("one name, whole in the other block", whole, shard[2:])
+    part = torch.arange(3.0) if mesh.axis("tp").index == 0 else torch.arange(3.0, 5.0)
+    q, k = axes.rearrange(part, "(q + k)@tp -> q, k", mesh, q=3, k=2)
+    same("an uneven dim", torch.cat((q, k)), torch.arange(5.0))
+    return wrong
+
+
+def test_corners_of_blocks(pool):
+    assert pool.run(corners) == [[]] * 8
+
+
+def unsent() -> list[tuple[str, int]]:
+    """What is refused, and how much was sent before."""
+    mesh = axes.init_mesh("dp=4 tp=2", device_type="cpu")
+    split, whole = axes.shard(torch.zeros(4, 2), "f@tp d", mesh=mesh), axes.shard(torch.zeros(4, 2), "f d", mesh=mesh)
+    wide, shards = axes.shard(torch.zeros(4, 3), "f@tp d", mesh=mesh), torch.zeros(2, 2)
+    both = axes.shard(torch.zeros(8), "(f@tp + f@tp)", mesh=mesh)
+    calls = [
+        lambda: axes.rearrange((split, whole), "f@tp d, f@tp d -> (f + f) d"),
+        lambda: axes.rearrange((split, wide), "f@tp d, g@tp d -> (f + g) d"),
+        lambda: axes.rearrange((split, whole), "f@tp d, g d -> (f + g@tp) d", g=4),
+        lambda: axes.rearrange((shards, torch.zeros(2, 3)), "f@tp d, g@tp e -> (f + g) d", mesh),
+        lambda: axes.rearrange(both, "(f@tp + f) -> f@tp, f"),
+        lambda: axes.rearrange(torch.zeros(3), "(q + k)@tp -> q, k", mesh, q=3),
+        lambda: axes.rearrange(shards, "(q + k) d -> q@tp d, k d", mesh="tp", q=1),
+    ]
+    found = []
+    for call in calls:
+        with CommDebugMode() as sent, pytest.raises(AxesError) as error:
+            call()
+        found.append((type(error.value).__name__, sent.get_total_counts()))
+    return found
+
+
+def test_what_is_refused_is_refused_before_anything_is_sent(pool):
+    kinds = [
+        "ShardingError",
+        "SizeError",
+        "ShardingError",
+        "ExpressionError",
+        "ShardingError",
+        "SizeError",
+        "MeshError",
+    ]
+    assert pool.run(unsent) == [[(kind, 0) for kind in kinds]] * 8
+
+
 def compiled() -> list[bool]:
     mesh = axes.init_mesh("dp=4 tp=2", device_type="cpu")
     whole = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -424,6 +502,7 @@ def test_texts_that_are_no_blocks(text, says):
 def test_functions_that_take_no_blocks_say_so():
     for call in (
         lambda: axes.reduce(torch.zeros(4, 4), "(a + b) d -> d", "sum"),
+        lambda: axes.einsum(torch.zeros(4, 4), torch.zeros(4, 4), "(a + b) d, d e -> e"),
         lambda: axes.repeat(torch.zeros(4, 4), "(a + b) d -> a d n", n=2),
     ):
         with pytest.raises(ExpressionError, match="takes no blocks"):

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from axes.algebra.errors import ExpressionError, SizeError, shortened
-from axes.algebra.grammar import Spec, parse_spec, parse_tensor
+from axes.algebra.grammar import Spec, parse_blocks, parse_spec, parse_tensor
 from axes.algebra.sizes import checked_size
 from axes.nn.annotations import annotate
 from axes.nn.functions import cross_entropy, embedding, layer_norm, rms_norm
@@ -212,7 +212,7 @@ class Rearrange(torch.nn.Module):
 
     def __init__(self, expression: str, /, **sizes: int):
         super().__init__()
-        parse_tensor(expression)
+        parse_blocks(expression)
         self.expression, self.sizes = expression, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

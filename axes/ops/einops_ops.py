@@ -113,8 +113,6 @@ def _rearrange_blocks(
     grad: Grad,
 ) -> Any:
     def one(x: Any, text: str, sizes: tuple[tuple[str, int], ...]) -> Any:
-        if not isinstance(x, DTensor) and is_einops(text):
-            return einops.rearrange(x, text, **dict(sizes))
         view = global_view.apply_global if isinstance(x, DTensor) else local_view.apply_local
         return view("rearrange", text, "", (x,), mesh, sizes, comm_dtype, async_op, grad)
 

@@ -9,6 +9,8 @@ together, along a dim of which every rank has its part of each block: that is lo
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,12 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
+from axes.algebra.flow import recipe
 from axes.algebra.flow.blocks import Fused, names_of, read_blocks, sizes_of_blocks
 from axes.algebra.flow.states import cuts, of_cuts, split
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
+from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.ops.global_view import Grad
+from axes.ops.local_view import ALONE
 from axes.runtime import torch_private
 from axes.runtime.graphs import node_of_graph, read_once
 from axes.runtime.groups import of_world
@@ -46,12 +51,17 @@ def rearrange_blocks(
     """The tensors of the right side, in a tuple if there are several."""
     needed = _check(text, tensors)
     shapes = tuple([_needed(x, dims) for x, dims in zip(tensors, needed, strict=True)])
-    home = None if isinstance(tensors[0], DTensor) else ambient_mesh() if mesh is None else mesh
-    cuts_, expressions, joints = _steps(text, shapes, given, home)
+    is_global = isinstance(tensors[0], DTensor)
+    home = ambient_mesh() if mesh is None else checked_mesh(mesh)
+    cuts_, expressions, joints = _steps(text, shapes, given, None if is_global else home)
+    if not torch.compiler.is_compiling():
+        ends = tuple([torch_private.spec_of(x) if is_global else tuple(x.shape) for x in tensors])
+        check = _check_all if is_global or (home is not None and home.binding is not None) else _check_alone
+        check(text, ends, shapes, given, home, mesh is not None)
     parts: list[Any] = []
     for x, cut in zip(tensors, cuts_, strict=True):
         parts.extend((x,) if cut is None else _apart(x, text, cut, grad, one))
-    made = [_block(text, at, one, x, *expressions[at]) for at, x in enumerate(parts)]
+    made = [_of_block(text, at, one, x, *expressions[at]) for at, x in enumerate(parts)]
     results = [made[joint[0]] if len(joint) == 1 else _joined(text, made, joint, one) for joint in joints]
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -83,6 +93,69 @@ def _check(text: str, tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 @read_once
 def _needed_dims(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple([each.needed if isinstance(each, Fused) else () for each in read_blocks(text).left])
+
+
+End = tuple[Sharding | None, tuple[int, ...]]
+"""How a tensor lies, and its whole shape; None and the shape of a plain shard."""
+
+
+@of_world(1024)
+def _check_all(
+    text: str, ends: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], given: Sizes, home: Mesh | None, said: bool
+) -> None:
+    """Refuses what some step of the expression would refuse, before any of them sends.
+
+    `ends` are DTensorSpecs, or shapes of plain shards. `home` is a mesh that is `said`, or the ambient one.
+    """
+    is_global = not isinstance(ends[0], tuple)
+    cuts_, expressions, joints = _steps(text, shapes, given, None if is_global else home)
+    made: list[End] = [(sharding_of_spec(e), tuple(e.shape)) if is_global else (None, e) for e in ends]
+
+    def after(end: End, expression: str, sizes: Sizes) -> End:
+        sharding, shape = end
+        where = home if home is not None else ALONE
+        if sharding is not None and not (home is not None and (said or home.universe == sharding.universe)):
+            where = sharding.mesh
+        result = recipe("rearrange", expression, "", (sharding,), (shape,), where, sizes).result
+        if sharding is None:
+            return None, result.output.local_shape(result.shape)
+        check_torch_can(result.output, result.shape)
+        return result.output, result.shape
+
+    parts: list[End] = []
+    for end, cut in zip(made, cuts_, strict=True):
+        if cut is None:
+            parts.append(end)
+            continue
+        opening, sizes, dim, counts = cut
+        sharding, shape = after(end, opening, sizes) if opening else end
+        dim %= len(shape)
+        held = (None,) * len(counts) if sharding is None else _blocks_of(sharding, shape, dim, counts, text)
+        parts += [(each, _with(shape, dim, count)) for each, count in zip(held, counts, strict=True)]
+    blocks = [_of_block(text, at, after, end, *expressions[at]) for at, end in enumerate(parts)]
+    for joint in joints:
+        if len(joint) == 1:
+            continue
+        first, last, dim, closing, sizes = joint
+        mine = blocks[first:last]
+        dim %= len(mine[0][1])
+        _check_joint([shape for _, shape in mine], dim, text)
+        shape = _with(mine[0][1], dim, sum(each[dim] for _, each in mine))
+        lying = tuple([each for each, _ in mine if each is not None])
+        whole = _whole_of(lying, tuple([each for _, each in mine]), dim, text) if lying else None
+        if closing:
+            after((whole, shape), closing, sizes)
+
+
+_check_alone = functools.lru_cache(maxsize=1024)(_check_all.__wrapped__)
+"""The same where nothing of a world is looked at."""
+
+
+def _check_joint(shapes: Sequence[Sequence[int]], dim: int, text: str) -> None:
+    others = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes]
+    if any(each != others[0] for each in others):
+        found = ", ".join(str(list(shape)) for shape in shapes)
+        raise SizeError(f"blocks have one size in every other dim; found {found}\nin  {text}")
 
 
 def _needed(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -131,7 +204,7 @@ def _steps(
 def _of(text: str, known: dict[str, int]) -> Sizes:
     """The sizes of the names in an expression."""
     names = names_of(text) if text else ()
-    return tuple([(name, size) for name, size in known.items() if name in names])
+    return tuple([(name, size) for name, size in known.items() if name in names and size])
 
 
 def _apart(x: Any, text: str, cut: Cut, grad: Grad, one: Rearrange) -> Sequence[Any]:
@@ -140,11 +213,12 @@ def _apart(x: Any, text: str, cut: Cut, grad: Grad, one: Rearrange) -> Sequence[
     opened = one(x, opening, sizes) if opening else x
     dim %= opened.ndim
     if not isinstance(x, DTensor):
-        return opened.split(counts, dim)
+        starts = itertools.accumulate(counts, initial=0)
+        return [opened.narrow(dim, start, count) for start, count in zip(starts, counts, strict=False)]
     return _taken_apart(opened, dim, counts, text, grad)
 
 
-def _block(text: str, number: int, one: Rearrange, x: Any, expression: str, sizes: Sizes) -> Any:
+def _of_block(text: str, number: int, one: Rearrange, x: Any, expression: str, sizes: Sizes) -> Any:
     """What becomes of one block."""
     if torch.compiler.is_compiling():
         return one(x, expression, sizes)
@@ -159,10 +233,6 @@ def _joined(text: str, made: Sequence[Any], joint: tuple[Any, ...], one: Rearran
     first, last, dim, closing, sizes = joint
     parts = tuple(made[first:last])
     dim %= parts[0].ndim
-    others = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in parts]
-    if any(each != others[0] for each in others):
-        shapes = ", ".join(str(list(x.shape)) for x in parts)
-        raise SizeError(f"blocks have one size in every other dim; found {shapes}\nin  {text}")
     opened = _put_together(parts, dim, text) if isinstance(parts[0], DTensor) else torch.cat(parts, dim)
     return one(opened, closing, sizes) if closing else opened
 
@@ -255,7 +325,7 @@ def _blocks_of(
     if state.pieces == 1:
         dims = [split("_", *state.axes) for _ in counts]
     else:
-        found = cuts(state, shape[dim])
+        found = [(before, axis) for before, axis in cuts(state, shape[dim]) if axis.size > 1]
         alike = len(set(counts)) == 1
         if not alike or any(before % number or counts[0] % (before // number * axis.size) for before, axis in found):
             raise ShardingError(

@@ -37,7 +37,7 @@ class Fused:
     spec: the tensor, the blocks as one name. opened: the same with that name as a dim of its own.
     dim: the number of this dim in `opened`, from the end where `...` stands before it.
     at: the number of the dim in `spec`, in the same way.
-    parts: for each block, the tensor that is cut out of `opened`.
+    parts: for each block, the tensor that is cut out of `opened`. name: what stands for the blocks.
     """
 
     spec: str
@@ -46,6 +46,7 @@ class Fused:
     at: int
     parts: tuple[str, ...]
     tree: Spec = field(repr=False)
+    name: str
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -109,9 +110,8 @@ def read_blocks(text: str) -> BlocksExpression:
     left, right = _trees(text)
     names = {f.name for spec in (*left, *right) for dim in spec.dims for f in _leaves(dim.factors)}
     name = next(each for each in _names_of_blocks() if each not in names)
-    found = BlocksExpression(
-        text, tuple([_fused(spec, name) for spec in left]), tuple([_fused(spec, name) for spec in right])
-    )
+    explicit = _explicit(text)
+    found = BlocksExpression(text, *(tuple([_fused(spec, name, explicit) for spec in side]) for side in (left, right)))
     counts = len(_parts(found.left)), len(_parts(found.right))
     if counts[0] != counts[1]:
         raise ExpressionError(
@@ -145,37 +145,68 @@ def _leaves(factors: Iterable[Factor]) -> list[Factor]:
     return [each for factor in factors for each in (itertools.chain(*factor.blocks) if factor.blocks else (factor,))]
 
 
-def _fused(spec: Spec, name: str) -> Fused | str:
+def _fused(spec: Spec, name: str, explicit: frozenset[str]) -> Fused | str:
     at = next((i for i, dim in enumerate(spec.dims) if any(f.blocks for f in dim.factors)), None)
     if at is None:
-        return str(spec)
+        return str(_with_bare_names_unsplit(spec, explicit))
     dim = spec.dims[at]
     number = next(i for i, f in enumerate(dim.factors) if f.blocks)
     before, blocks, behind = dim.factors[:number], dim.factors[number], dim.factors[number + 1 :]
     whole = replace(dim, factors=(*before, Factor(name), *behind), grouped=len(dim.factors) > 1)
 
-    def of(inner: Dim) -> Spec:
-        opened = (*_dim(before), inner, *_dim(behind))
-        return replace(spec, dims=(*spec.dims[:at], *opened, *spec.dims[at + 1 :]))
+    def of(inner: Iterable[Dim]) -> Spec:
+        dims = (*map(_alone, before), *inner, *map(_alone, behind))
+        opened = replace(spec, dims=(*_opened(spec.dims[:at]), *dims, *_opened(spec.dims[at + 1 :])))
+        return _with_bare_names_unsplit(opened, explicit)
 
-    opened = of(Dim((Factor(name),)))
-    parts = tuple([str(of(*_dim(block))) for block in blocks.blocks])
-    dots = any(f.name == "..." for each in spec.dims[:at] for f in each.factors)
+    opened = of([_alone(Factor(name))])
+    parts = tuple([str(of([Dim(block, grouped=len(block) > 1)])) for block in blocks.blocks])
     closed = replace(spec, dims=(*spec.dims[:at], whole, *spec.dims[at + 1 :]))
-    inside = at + bool(before)
+    inside = len(_opened(spec.dims[:at])) + len(before)
+    dots = _has_dots(spec.dims[:at]) or any(f.name == "..." for f in before)
     return Fused(
-        str(closed),
+        str(_with_bare_names_unsplit(closed, explicit)),
         str(opened),
         inside - len(opened.dims) if dots else inside,
-        at - len(closed.dims) if dots else at,
+        at - len(closed.dims) if _has_dots(spec.dims[:at]) else at,
         parts,
         spec,
+        name,
     )
 
 
-def _dim(factors: tuple[Factor, ...]) -> tuple[Dim, ...]:
-    """Factors as a dim, or no dim where there are none."""
-    return (Dim(factors, grouped=len(factors) > 1),) if factors else ()
+def _alone(factor: Factor) -> Dim:
+    return Dim((factor,))
+
+
+def _opened(dims: Iterable[Dim]) -> tuple[Dim, ...]:
+    """Each factor as a dim, so that no size is asked for; a group with a place of its own stays."""
+    return tuple([one for dim in dims for one in ((dim,) if dim.place is not None else map(_alone, dim.factors))])
+
+
+def _has_dots(dims: Iterable[Dim]) -> bool:
+    return any(factor.name == "..." for dim in dims for factor in dim.factors)
+
+
+def _explicit(text: str) -> frozenset[str]:
+    """The names that carry '@' anywhere in an expression, and nowhere a '*': where they are bare they are unsplit."""
+    placed: dict[str, set[str]] = {}
+    for dim in (dim for side in _trees(text) for spec in side for dim in spec.dims):
+        for factor in _leaves(dim.factors):
+            place = factor.place or dim.place
+            if factor.name and place is not None:
+                placed.setdefault(factor.name, set()).update(place.names)
+    return frozenset(name for name, axes in placed.items() if "*" not in axes)
+
+
+def _with_bare_names_unsplit(spec: Spec, explicit: frozenset[str]) -> Spec:
+    """The tensor with the empty place at bare names that another block or tensor of the expression splits."""
+
+    def marked(factor: Factor) -> Factor:
+        return replace(factor, place=Place(())) if factor.place is None and factor.name in explicit else factor
+
+    dims = [dim if dim.place else replace(dim, factors=tuple(map(marked, dim.factors))) for dim in spec.dims]
+    return replace(spec, dims=tuple(dims))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -202,42 +233,51 @@ def sizes_of_blocks(
     ({'h': 8, 'g': 4, 'k': 2}, (16, 8, 8))
     """
     known = dict(given)
-    dots = any(f.name == "..." for dim in fused.tree.dims for f in dim.factors)
     count, dim = len(fused.tree.dims), fused.tree.dims[fused.at]
-    places = {f.name: _split(f.place, pieces) for f in _leaves(dim.factors) if f.name}
-    if len(shape) != count and not (dots and len(shape) >= count - 1):
+    if len(shape) != count and not (_has_dots(fused.tree.dims) and len(shape) >= count - 1):
         raise SizeError(f"'{fused.tree}' has {count} dims; the tensor has {len(shape)}\nin  {text}")
     for number in fused.needed[1:]:
         (factor,) = fused.tree.dims[number].factors
         known.setdefault(str(factor.name), shape[number] * _split(factor.place, pieces))
-    total = shape[fused.at] * _split(dim.place, pieces)
     beside = [factor for factor in dim.factors if not factor.blocks]
     blocks = next(factor.blocks for factor in dim.factors if factor.blocks)
-    local = {name: _local(name, known[name], places[name], text) for name in places if name in known}
+    occurring = [factor for factor in _leaves(dim.factors) if factor.name]
+    names = dict.fromkeys(str(factor.name) for factor in occurring)
+    missing = [name for name in names if name not in known]
 
     def elements(factors: Iterable[Factor], sizes: Mapping[str, int]) -> int:
-        return math.prod([f.size or 1 if f.name is None else sizes[f.name] for f in factors])
+        """Of this rank, where `pieces` says what axes split."""
+        return math.prod(
+            [
+                f.size or 1 if f.name is None else _local(f.name, sizes[f.name], _split(f.place, pieces), text)
+                for f in factors
+            ]
+        )
 
     def whole(sizes: Mapping[str, int]) -> int:
-        return elements(beside, sizes) * sum(elements(block, sizes) for block in blocks)
+        return elements(beside, sizes) * sum([elements(block, sizes) for block in blocks])
 
-    missing = [name for name in places if name not in local]
-    if len(missing) > 1:
+    total, parts = shape[fused.at], _split(dim.place, pieces)
+    if missing and (len(missing) > 1 or parts > 1):
+        why = " is split, and a shard shows this rank's part alone" if parts > 1 else f" = {total}"
+        all_but = "" if parts > 1 else " all but one of"
         raise SizeError(
-            f"the sizes of {' and '.join(map(repr, missing))} don't follow from  {_shown(dim)} = {total}    "
-            f"(dim of {list(shape)})\ngive all but one of them, like {missing[0]}=2\nin  {text}"
+            f"the sizes of {' and '.join(map(repr, missing))} don't follow from  {_shown(dim)}{why}\n"
+            f"give{all_but} them, like {missing[0]}=2\nin  {text}"
         )
     if missing:
         # A name stands once in a block: how many elements there are grows evenly with its size.
         (name,) = missing
-        none, one = whole({**local, name: 0}), whole({**local, name: 1})
-        fits = one > none and total >= none and (total - none) % (one - none) == 0
-        local[name] = (total - none) // (one - none) if fits else -1
-        known[name] = local[name] * places[name]
-    if (missing and local[missing[0]] < 0) or whole(local) != total:
-        written = ", ".join(f"{name}={local[name]}" for name in places if local.get(name, -1) >= 0)
-        raise SizeError(f"{_shown(dim)} can't be {total}, with {written}    (dim of {list(shape)})\nin  {text}")
-    return known, tuple([elements(block, local) for block in blocks])
+        unit = math.lcm(*[_split(factor.place, pieces) for factor in occurring if factor.name == name])
+        none, one = whole({**known, name: 0}), whole({**known, name: unit})
+        if one > none and total >= none and (total - none) % (one - none) == 0:
+            known[name] = (total - none) // (one - none) * unit
+    if (missing and missing[0] not in known) or (parts == 1 and whole(known) != total):
+        written = ", ".join(f"{name}={known[name]}" for name in names if name in known)
+        raise SizeError(f"{_shown(dim)} can't be {total}{', with ' if written else ''}{written}\nin  {text}")
+    if parts > 1:
+        known[fused.name] = sum([elements(block, known) for block in blocks])
+    return known, tuple([elements(block, known) for block in blocks])
 
 
 def _split(place: Place | None, pieces: PiecesOf) -> int:
