@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ RIGHT = {
     "two stages": ("pp=2", programs.stages, ()),
     "DTensors, one of them pending": ("dp=2 tp=2", programs.dtensors, ()),
     "sizes that don't divide": ("dp=2 tp=2", programs.uneven, ()),
+    "a module that torch.compile has wrapped": ("dp=2", programs.compiled, ()),
+    "a step of an optimizer": ("dp=2", programs.stepped, ()),
 }
 
 
@@ -56,6 +59,26 @@ def test_no_alarm_on_a_region():
     for region in (programs.region(), programs.region(checkpointed=True)):
         result = axes.verify(region, TOKENS, mesh="dp=2 tp=2", specs=programs.REGION_SPECS)
         assert result.ok, result
+
+
+def test_no_alarm_on_what_a_program_of_double_precision_computes_in_float32():
+    x = torch.linspace(-1, 2, 48).view(6, 8)
+    region = axes.shard_map(programs.Narrow(), "b@dp e -> b@dp e")
+    result = axes.verify(region, x, mesh="dp=2 tp=2", specs=programs.NARROW_SPECS)
+    assert result.ok, result
+
+
+def test_an_output_in_a_dataclass_is_compared_as_any_other():
+    for answer in (False, True):
+        result = axes.verify(functools.partial(programs.narrow, answer=answer, reduced=False), mesh="tp=2")
+        assert not result.ok
+        assert any(each.what == "output" for each in result.differences)
+
+
+def test_what_a_step_of_an_optimizer_has_made_wrong_is_said_so():
+    result = axes.verify(functools.partial(programs.stepped, synchronized=False), mesh="dp=2")
+    assert [each.what for each in result.differences[:1]] == ["gradient"], result
+    assert "it began as that, so what stepped it isn't the same" in str(result)
 
 
 def test_no_alarm_on_a_region_that_is_the_same_over_an_axis():
@@ -231,6 +254,7 @@ def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
         ),
         (lambda: axes.verify(nn.Linear(2, 2), torch.ones(2, 2), mesh="tp=2"), "no pattern or annotation is about"),
         (lambda: axes.verify(program, mesh="tp=2", reference=3), "found as reference '3'"),
+        (lambda: axes.verify(math.sqrt, 4.0, mesh="tp=2"), "has nothing to compare: the program returned no tensor"),
     ],
 )
 def test_what_cant_be_checked_is_said(call, text):

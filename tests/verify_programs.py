@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -207,3 +209,75 @@ class Named(nn.Module):
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@dataclass
+class Answer:
+    """What a model of transformers returns is like this, too."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+def compiled(mesh):
+    """FSDP2 around a module that is compiled by a wrapper."""
+    model = Feed()
+    fully_shard(model, mesh=mesh["dp"].device_mesh)
+    tokens, labels = rows(mesh, "dp")
+    loss = loss_of(torch.compile(model, backend="aot_eager")(tokens), labels)
+    loss.backward()
+    return loss, model
+
+
+def stepped(mesh, synchronized=True):
+    """A program that steps its optimizer; unless `synchronized` with each rank's own gradients."""
+    model = Feed()
+    tokens, labels = rows(mesh, "dp")
+    loss = loss_of(model(tokens), labels)
+    loss.backward()
+    for p in model.parameters() if synchronized else ():
+        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
+
+
+class NarrowNorm(nn.Module):
+    """Llama's: it computes in float32 whatever comes."""
+
+    def __init__(self, embed=8):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, embed))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).type_as(x)
+
+
+class Narrow(nn.Module):
+    """A product that is split over tp between two norms that round; a wrong one without its all-reduce."""
+
+    def __init__(self, answer=False, reduced=True):
+        super().__init__()
+        self.norm1, self.norm2 = NarrowNorm(), NarrowNorm()
+        self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+        self.answer, self.reduced = answer, reduced
+
+    def forward(self, x):
+        y = torch.tanh(self.up(self.norm1(x)))
+        expression = "b f@tp, e f@tp -> b e"
+        y = axes.einsum(y, self.down.weight, expression) if self.reduced else self.down(y)
+        y = self.norm2(x + y)
+        return Answer(y, None) if self.answer else y
+
+
+NARROW_SPECS = {"up.weight": "f@tp e", "down.weight": "e f@tp", "*": "..."}
+
+
+def narrow(mesh, answer=False, reduced=True):
+    """`Narrow` as a function that takes shards out of its parameters by itself."""
+    model = Narrow(answer, reduced)
+    for name, dim in (("up", 0), ("down", 1)):
+        layer, tp = getattr(model, name), mesh.axis("tp")
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(tp.size, dim)[tp.index].clone())
+    with axes.use_mesh(mesh):
+        return model(torch.linspace(-1, 2, 48).view(6, 8)), model

@@ -37,9 +37,10 @@ from axes.nn.observed import Observed
 class Mismatch:
     """One tensor that isn't the one device's.
 
-    name: of the parameter, module or output. what: "module", "gradient", "every gradient", "output", "value" or
-    "order". text: what the tensor is instead. axes, factor: over which mesh axes, and how many times the right one,
-    where that is known. error: the largest difference, relative to the largest value. kind: of the relation, in a word.
+    name: of the parameter, module or output. what: "module", "gradient", "every gradient", "output", "value",
+    "stepped" (a value that began right) or "order". text: what the tensor is instead. axes, factor: over which mesh
+    axes, and how many times the right one, where that is known. error: the largest difference, relative to the largest
+    value. kind: of the relation, in a word.
     """
 
     name: str
@@ -65,6 +66,8 @@ class Mismatch:
             return f"{self.name}: its gradient is {text}"
         if self.what == "order":
             return f"{self.name} {text}"
+        if self.what == "stepped":
+            return f"{self.name}: its value, after the program, is {text}"
         if self.what == "value":
             return f"{self.name}: its value, before anything was trained, is {text}"
         return f"{self.name}: {text}"
@@ -76,17 +79,23 @@ class Limits:
 
     relative: float | None = None
     absolute: float | None = None
+    least: float = 0.0  # that rounding inside the program allows
 
     def of(self, tensors: Mapping[str, Piece | None]) -> Tolerance:
         """The tolerance of tensors of one kind, the absolute one after the largest value of them all."""
         pieces = [piece.local for piece in tensors.values() if piece is not None]
         precision = max((_PRECISION.get(x.dtype, 1e-9) for x in pieces), default=1e-9)
-        relative = precision if self.relative is None else self.relative
+        relative = max(precision, self.least) if self.relative is None else self.relative
         largest = max((largest_of(x) for x in pieces if x.is_floating_point()), default=0.0)
         return Tolerance(relative, 1e-3 * relative * largest if self.absolute is None else self.absolute)
 
 
 _PRECISION = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def rounding(narrow: torch.dtype | None) -> float:
+    """What may differ, relatively, where a program of double precision computes something in a narrower dtype."""
+    return 0.0 if narrow is None else 1e-5 if narrow == torch.float32 else _PRECISION.get(narrow, 3e-2)
 
 
 def judged(
@@ -102,14 +111,15 @@ def judged(
     """
     places = list(itertools.product(*(range(size) for size in sizes.values())))
     world = _World(sizes, dict(zip(places, ranks, strict=True)), one, limits, counts or {})
-    values, cuts = world.values()
+    wrong, cuts = world.values()
+    values, stepped = ([each for each in wrong if each.what == what] for what in ("value", "stepped"))
     outputs = list(world.outputs())
     gradients = list(world.gradients(cuts, {each.name for each in values}))
     modules = [each for _, each in world.first_wrong_module()] if outputs and not values else []
     known = [each for each in gradients if each.kind not in _UNKNOWN]
     unknown = [each for each in gradients if each.kind in _UNKNOWN]
     every = world.every(gradients)
-    return [*world.dropout(), *values, *modules, *every, *outputs, *known, *unknown]
+    return [*world.dropout(), *values, *modules, *every, *outputs, *known, *unknown, *stepped]
 
 
 _UNKNOWN = ("none", "differs", "shape")
@@ -152,6 +162,11 @@ class _World:
             else:
                 found = diagnosed(held, whole.local, tolerance)
                 text = f"not the one device's ({found.text}): give both the same, by one seed or parts of one tensor"
+                first, begun = self.one.begun.get(name), self.held("begun", name)
+                if first and begun and fitting(begun, first.local, tolerance):
+                    text = f"not the one device's ({found.text}); it began as that, so what stepped it isn't the same"
+                    wrong.append(Mismatch(name, "stepped", text, found.axes, found.factor, found.error, found.kind))
+                    continue
                 wrong.append(Mismatch(name, "value", text, found.axes, found.factor, found.error, found.kind))
         extra = {name: None for seen in self.ranks.values() for name in seen.values if name not in self.one.values}
         wrong += [Mismatch(name, "value", "of no parameter that one device has", kind="shape") for name in extra]

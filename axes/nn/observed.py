@@ -16,7 +16,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ class Observed:
     """What one rank saw. Tensors are under names: of outputs, of parameters; of modules' outputs in order.
 
     dropped: the modules' outputs with dropout, where there is any. ties: names of one parameter. kinds: classes of
-    modules. trials: the runs with other values.
+    modules. trials: the runs with other values. begun: parameters where the model is first called. narrow: a dtype
+    narrower than double precision in which something was computed.
     """
 
     outputs: dict[str, Piece] = field(default_factory=dict)
@@ -87,6 +88,8 @@ class Observed:
     kinds: dict[str, str] = field(default_factory=dict)
     uses: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     trials: list[Observed] = field(default_factory=list)
+    begun: dict[str, Piece] = field(default_factory=dict)
+    narrow: torch.dtype | None = None
 
 
 def observe(job: Job) -> Observed:
@@ -129,7 +132,7 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
     for name, leaf in leaves.items():
         seen.values[name] = piece_of(leaf, mesh)
         seen.gradients[name] = None if leaf.grad is None else piece_of(leaf.grad, mesh)
-    seen.modules = watch.named(roots)
+    seen.modules, seen.begun, seen.narrow = watch.named(roots), watch.begun(roots), dropout.narrow
     if isinstance(uses, _Uses):
         seen.uses = uses.gradients(roots)
     seen.kinds = {name: type(each).__name__ for name, each in _modules(roots)}
@@ -259,9 +262,12 @@ def tensors_in(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(tree, Mapping):
         for key, x in tree.items():
             yield from tensors_in(x, f"{name}[{key!r}]")
-    else:
-        for i, x in enumerate(torch_private.children_of(tree) or ()):
+    elif (children := torch_private.children_of(tree)) is not None:
+        for i, x in enumerate(children):
             yield from tensors_in(x, f"{name}[{i}]")
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for each in fields(tree):
+            yield from tensors_in(getattr(tree, each.name), f"{name}.{each.name}")
 
 
 def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
@@ -302,6 +308,7 @@ class _Watch:
         self.roots: list[torch.nn.Module] = []
         self._notes: list[tuple[torch.nn.Module, str, Piece]] = []
         self._handles: dict[int, Any] = {}
+        self._begun: dict[int, Piece] = {}
 
     def __enter__(self) -> _Watch:
         self._handle = register_module_forward_pre_hook(self._before)
@@ -313,11 +320,15 @@ class _Watch:
             handle.remove()
 
     def _before(self, module: torch.nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what a graph computes inside isn't seen
         if id(module) not in self._handles:  # behind the hooks that the program itself has put there
             self._handles[id(module)] = module.register_forward_hook(self._after)
         if not self.running and not any(module is root for root in self.roots):
             self.roots.append(module)
             self._replace(module)
+            for x in module.parameters():
+                self._begun.setdefault(id(x), piece_of(x, self.mesh))
         self.running.append(module)
 
     def _replace(self, module: torch.nn.Module) -> None:
@@ -329,6 +340,8 @@ class _Watch:
                     (torch_private.local_of(x) if isinstance(x, DTensor) else x).copy_(value)
 
     def _after(self, module: torch.nn.Module, _: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         while self.running and self.running.pop() is not module:  # one that raised has no end
             pass
         with torch.no_grad():
@@ -347,6 +360,11 @@ class _Watch:
             kind = type(root).__name__.removeprefix("FSDP")
             named[kind if kind not in named else f"{kind}-{len(named)}"] = root
         return named
+
+    def begun(self, roots: Mapping[str, torch.nn.Module]) -> dict[str, Piece]:
+        """The parameters as they were where a root was first called."""
+        named = [(_joined(prefix, name), x) for prefix, root in roots.items() for name, x in root.named_parameters()]
+        return {name: self._begun[id(x)] for name, x in named if id(x) in self._begun}
 
     def named(self, roots: Mapping[str, torch.nn.Module]) -> dict[str, Piece]:
         """The outputs by the modules' names, with numbers for what runs several times."""
@@ -373,11 +391,15 @@ _DROPOUTS: tuple[Callable[..., Any], ...] = (
 
 
 class _Dropout(TorchFunctionMode):
-    """Lets dropout pass its input where it is off; `met` tells whether anything would have been dropped."""
+    """Lets dropout pass its input where it is off; `met` tells whether anything would have been dropped.
+
+    narrow: the narrowest dtype of what was computed, where that is narrower than double precision.
+    """
 
     def __init__(self, off: bool):
         super().__init__()
         self.off, self.met = off, False
+        self.narrow: torch.dtype | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -393,7 +415,11 @@ class _Dropout(TorchFunctionMode):
             if self.off:
                 kwargs.pop("dropout_p", None)
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if isinstance(found, torch.Tensor) and found.is_floating_point() and found.itemsize < 8:
+            narrow = self.narrow
+            self.narrow = found.dtype if narrow is None or found.itemsize < narrow.itemsize else narrow
+        return found
 
 
 class _Uses(TorchFunctionMode):

@@ -30,7 +30,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
-from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
+from axes.nn.judgement import Limits, Mismatch, first_wrong, judged, rounding
 from axes.nn.observed import Job, Observed, observe, tensors_in
 from axes.ops.module_regions import without_regions
 from axes.runtime import torch_private
@@ -131,8 +131,9 @@ def verify(
     a dim by any axes; a plain scalar may also be a rank's share of a loss. Only a program's parameters and outputs are
     judged; what modules inside return tells where an output went wrong.
 
-    A program that computes in lower precision than it is given, like `fully_shard` with a `MixedPrecisionPolicy`,
-    needs an `rtol`. Buffers aren't compared.
+    Where a program of double precision computes a part in float32 by itself, as the norms of Llama do, 1e-5 may differ.
+    One that does so where it can't be seen, like `fully_shard` with a `MixedPrecisionPolicy`, needs an `rtol`. Buffers
+    aren't compared, and of plain outputs neither the order of their rows.
 
     Raises `AxesError` for arguments that can't be checked, before a process starts, and what the program raises on a
     rank.
@@ -299,12 +300,19 @@ class _Check:
     def run(self) -> Verification:
         sets = shrunk(self.mesh)
         one = self._one()
+        if self.job.double:
+            self.limits = dataclasses.replace(self.limits, least=rounding(one.narrow))
         differences: dict[tuple[str, str], Mismatch] = {}
         for small in sets:
             for each in self._on(small, one):
                 differences.setdefault((each.name, each.what), each)
         meshes = tuple(" ".join(f"{name}={size}" for name, size in small.items()) for small in sets)
         compared = len(one.outputs) + sum(gradient is not None for gradient in one.gradients.values())
+        if not compared:
+            raise AxesError(
+                "axes.verify has nothing to compare: the program returned no tensor, and no parameter got a gradient; "
+                "return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or (outputs, module)"
+            )
         return Verification(tuple(differences.values()), meshes, compared)
 
     # runs
