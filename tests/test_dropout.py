@@ -307,3 +307,9 @@ def test_a_compiled_function_breaks_its_graph_there_and_drops_the_same():
     torch.compiler.reset()
     with pytest.raises(Exception, match="draws its seed outside of the graph"):
         torch.compile(step, backend="eager", fullgraph=True)(torch.ones(64))
+
+
+def test_a_layer_refuses_what_no_call_could_take():
+    for make in (lambda: axes.nn.Dropout(0.5, inplace=True), lambda: axes.nn.Dropout(0.5, "a@@ b")):
+        with pytest.raises(axes.AxesError):
+            make()

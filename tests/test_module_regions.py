@@ -188,6 +188,92 @@ def test_fully_shard_outside_gives_the_gradients_of_one_device(world, tp, checkp
     assert world(under_fsdp, 4, tp, checkpointed) == [[]] * 4
 
 
+def changed(how: str) -> str:
+    """What is said of a parameter that is changed between the forward and the backward pass, or in the forward one."""
+    with axes.init_mesh("tp=2", device_type="cpu"):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        inner = model[2]
+
+        class Assigning(nn.Linear):
+            def forward(self, x):
+                if how == "data":
+                    self.weight.data = self.weight.data + 1
+                if how == "del":
+                    del self.weight
+                    return x
+                return super().forward(x)
+
+        if how in ("data", "del"):
+            inner.__class__ = Assigning
+        shard_module(model, {"0.weight": "f@tp e", "2.weight": "e f@tp"})
+
+        class Reduced(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.model = model
+
+            def forward(self, x):
+                return axes.psum(self.model(x), "tp")
+
+        region = axes.shard_map(Reduced(), "b e -> b e")
+        x = axes.shard(torch.linspace(-1, 1, 16).view(2, 8), "b e")
+        optimizer = axes.nn.local_optimizer(torch.optim.SGD, region.parameters(), lr=0.1)
+        try:
+            (axes.unshard(region(x))).sum().backward()
+            y = region(x)
+            if how == "step":
+                optimizer.step()
+            if how == "in place":
+                with torch.no_grad():
+                    inner.weight.mul_(2)
+            if how == "load":
+                region.load_state_dict({name: p.detach() + 1 for name, p in region.state_dict().items()})
+            axes.unshard(y).sum().backward()
+        except (RuntimeError, axes.AxesError) as error:
+            kept = all(isinstance(p, DTensor) for p in region.parameters())
+            return f"{'' if kept else 'lost '}{error}"
+        return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("step", "modified inplace"),
+        ("in place", "modified inplace"),
+        ("load", "modified inplace"),
+        ("data", "forward assigned to the data of 'weight'"),
+        ("del", "forward put another tensor in the place of 'weight'"),
+    ],
+)
+def test_a_parameter_that_is_changed_where_it_can_not_be_is_refused(world, how, says):
+    for said in world(changed, 2, how):
+        assert says in said
+        assert not said.startswith("lost")
+
+
+def graphs_of_layers() -> int:
+    """How many graphs there are of five compiled layers that are alike, in a region."""
+    frames: list[object] = []
+
+    def counting(graph, inputs):
+        frames.append(graph)
+        return graph.forward
+
+    with axes.init_mesh("tp=2", device_type="cpu"):
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)]
+        model = shard_module(nn.Sequential(*layers), {"*": "..."})
+        region = axes.shard_map(model, "b@tp e -> b@tp e")
+        for layer in model:
+            layer.compile(backend=counting)
+        for _ in range(2):
+            axes.unshard(region(axes.shard(torch.ones(2, 8), "b@tp e"))).sum().backward()
+    return len(frames)
+
+
+def test_compiled_layers_that_are_alike_share_a_graph(world):
+    assert world(graphs_of_layers, 2, timeout=120) == [2, 2]  # the first layer's input needs no gradient
+
+
 def compiled_inside(checkpointed: bool) -> list[str]:
     wrong: list[str] = []
     with axes.init_mesh("dp=1 tp=2", device_type="cpu"):

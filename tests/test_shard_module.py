@@ -487,3 +487,15 @@ def with_values() -> bool:
 
 def test_a_parameter_with_values_keeps_them_beside_a_deferred_one(world):
     assert world(with_values, 2) == [True, True]
+
+
+def test_patterns_of_meshes_that_never_apply_or_disagree_are_refused():
+    with axes.simulate(4):
+        mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        with pytest.raises(ShardingError, match=r"the pattern '0\.\*' never applies: '\*' stands before it"):
+            shard_module(model, {"*": "..."}, {"*": mesh["tp"], "0.*": mesh["dp"]})
+        model[1].weight = model[0].weight
+        with pytest.raises(ShardingError, match="tied, has two meshes"):
+            shard_module(model, {"*": "..."}, {"0.*": mesh["tp"], "*": mesh["dp"]})
+        assert not any(isinstance(p, DTensor) for p in model.parameters())

@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, SizeError
+from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import written_sizes
+from axes.algebra.sizes import given_sizes, written_sizes
 from axes.algebra.specs import marked_sharding
 from axes.ops.local_view import ALONE
 from axes.ops.typed import T
@@ -113,6 +114,8 @@ class Dropout(torch.nn.Module):
     def __init__(self, p: float = 0.5, spec: str | None = None, **sizes: int):
         super().__init__()
         _check_probability(p)
+        dims = () if spec is None else parse_spec(spec).dims
+        given_sizes(sizes, None, (), [str(factor.name) for dim in dims for factor in dim.factors if factor.name])
         self.p, self.spec, self.sizes = p, spec, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -179,7 +179,12 @@ def _entries(
         spec, who = next(iter(said.values()), (_WHOLE, ""))
         mine = {name: size for name, size in sizes.items() if name in _names(spec)}
         needed |= set(mine)
-        mesh = next((meshes[pattern] for pattern in meshes if fnmatch.fnmatchcase(names[0], pattern)), None)
+        homes = {name: pattern for name in names if (pattern := _first(meshes, name)) is not None}
+        used.update(homes.values())
+        if len({meshes[pattern] for pattern in homes.values()}) > 1:
+            each = "\n".join(f"  {name}  {meshes[pattern]!r}" for name, pattern in homes.items())
+            raise ShardingError(f"one tensor under {len(names)} names, tied, has two meshes:\n{each}\ngive it one")
+        mesh = next((meshes[pattern] for pattern in homes.values()), None)
         if mesh is None:
             without_mesh.append(f"  {' = '.join(names)}  {list(tensor.shape)}")
             continue
@@ -201,13 +206,14 @@ def _entries(
     if idle:
         hints = "\n".join(f"  {pattern!r}{suggestion(pattern, known)}" for pattern in idle)
         raise ShardingError(f"no parameter or buffer matches\n{hints}")
-    for at, pattern in enumerate(specs):
-        wider = next((each for each in list(specs)[:at] if fnmatch.fnmatchcase(pattern, each)), None)
-        if pattern not in used and wider is not None:
-            raise ShardingError(
-                f"the pattern {pattern!r} never applies: {wider!r} stands before it and matches all that it does; "
-                f"the first that matches applies, so put {pattern!r} before {wider!r}"
-            )
+    for table in (list(specs), list(meshes)):
+        for at, pattern in enumerate(table):
+            wider = _first(table[:at], pattern)
+            if pattern not in used and wider is not None:
+                raise ShardingError(
+                    f"the pattern {pattern!r} never applies: {wider!r} stands before it and matches all that it does; "
+                    f"the first that matches applies, so put {pattern!r} before {wider!r}"
+                )
     if rules is not None:
         _check_rules(rules, {name for each in found for name in _names(each.logical)})
     loose = [name for name in sizes if name not in needed]
@@ -243,6 +249,11 @@ def _said(names: Sequence[str], specs: Mapping[str, str], annotated: Mapping[str
             found[name] = annotated[name], "annotation"
     certain = {name: each for name, each in found.items() if each[1] != _OTHERS}
     return certain or found
+
+
+def _first(patterns: Iterable[str], name: str) -> str | None:
+    """The first pattern that matches a name."""
+    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def _matches_any(pattern: str, names: Iterable[str]) -> bool:

@@ -17,15 +17,17 @@ checked all the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from axes.algebra import ambient
 from axes.algebra.ambient import ambient_mesh
@@ -45,7 +47,10 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class InRegion(Protocol):
-    """Runs a function in the region of an expression. `own`: leaves that it may use though they are no arguments."""
+    """Runs a function in the region of an expression. `own`: leaves that it may use though they are no arguments.
+
+    `used`: DTensors of which it uses the shards.
+    """
 
     @property
     def expression(self) -> str:
@@ -55,16 +60,27 @@ class InRegion(Protocol):
     def mesh(self) -> Mesh | None:
         """Where names are looked up, if not in the ambient mesh."""
 
-    def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, own: Sequence[torch.Tensor], plain: bool) -> Any:
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        own: Sequence[torch.Tensor],
+        plain: bool,
+        used: Sequence[tuple[DTensor, torch.Tensor]],
+    ) -> Any:
         """The function's results, as DTensors; `plain` shards of plain shards."""
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A region that runs: the axes that are `same`, and the plain parameters that `fully_shard` has put in."""
+    """A region that runs: the axes that are `same`, the plain parameters that `fully_shard` has put in, and the
+    parameters of which it uses a shard, each with that.
+    """
 
     same: tuple[NamedLayout, ...]
     own: list[torch.Tensor] = field(default_factory=list)
+    used: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
 
 
 class _Regions(threading.local):
@@ -127,10 +143,26 @@ def _hook(module: torch.nn.Module) -> None:
     for inner in module.modules():
         if inner is not module and _HOOKED not in inner.__dict__ and _HOME in inner.__dict__:
             first = not isinstance(inner, FSDPModule)
-            inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first)
-            inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
+            with _one_number_for_all():
+                inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first)
+                inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
             inner.__dict__[_HOOKED] = True
     module.__dict__[_HOOKS] = True
+
+
+@contextlib.contextmanager
+def _one_number_for_all() -> Iterator[None]:
+    """Hooks of every module get the same numbers: dynamo guards on them, and equal layers are to share a graph."""
+    with _NUMBERING:
+        after = RemovableHandle.next_id
+        RemovableHandle.next_id = _HOOK_NUMBER
+        try:
+            yield
+        finally:
+            RemovableHandle.next_id = after
+
+
+_NUMBERING, _HOOK_NUMBER = threading.Lock(), 2**48  # more than any other hook's
 
 
 def _region_class(kind: Any) -> type:
@@ -180,11 +212,12 @@ class _Region(torch.nn.Module):
         """The module's own `forward` on this rank's shards."""
         run: InRegion = self.__dict__[_REGION]
         own: list[torch.Tensor] = []
-        inside = ModuleFunction(self, super().forward, run, own)
+        used: list[tuple[DTensor, torch.Tensor]] = []
+        inside = ModuleFunction(self, super().forward, run, own, used)
         plain = _plain_tensors(args, kwargs)
         if plain and _stack.regions:
             return _within(run, inside, args, kwargs)
-        result = run(inside, args, kwargs, own, plain)
+        result = run(inside, args, kwargs, own, plain, used)
         return torch_private.mapped(_left_as_plain, result) if plain else result
 
     def __reduce__(self) -> Any:
@@ -209,13 +242,14 @@ def _within(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any) -
 class ModuleFunction:
     """What a region runs of a module: its `forward`, with shards in the places of its parameters.
 
-    own: the plain parameters that `fully_shard` has put in, as they are met.
+    own: the plain parameters that `fully_shard` has put in, as they are met. used: the others, with their shards.
     """
 
     module: torch.nn.Module
     forward: Callable[..., Any]
     run: InRegion
     own: list[torch.Tensor]
+    used: list[tuple[DTensor, torch.Tensor]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results for these shards."""
@@ -225,7 +259,7 @@ class ModuleFunction:
             _check_made(self.module, self.run.expression)
             if torch.is_grad_enabled() and _HOOKS not in self.module.__dict__:
                 _hook(self.module)
-            running = _Running(_same_on_the_left(self.run.expression, mesh), self.own)
+            running = _Running(_same_on_the_left(self.run.expression, mesh), self.own, self.used)
             _stack.regions.append(running)
             places = _enter(self.module, running)
             try:
@@ -303,6 +337,8 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
                 if isinstance(x, DTensor):
                     if id(x) not in shards:
                         shards[id(x)] = _shard(x, running.same, gathered)
+                        if not gathered and shards[id(x)].requires_grad:
+                            running.used.append((x, shards[id(x)]))
                     places.append((there, name, x, shards[id(x)]))
                 elif gathered and x is not None and x.requires_grad:
                     running.own.append(x)
@@ -318,8 +354,10 @@ def _restore(places: _Places) -> None:
     """
     wrong = ""
     for there, name, x, shard in places:
-        found, there[name] = there[name], x
-        if found is shard:
+        found, there[name] = there.get(name), x
+        if found is not None and found is shard:
+            if type(shard) is torch.Tensor and shard.numel() and not _is_part_of(shard, x):
+                wrong = f"forward assigned to the data of '{name}', which is a shard here and not the parameter"
             continue
         if isinstance(found, torch.nn.Parameter) or found is None or found.shape != shard.shape or x.requires_grad:
             wrong = f"forward put another tensor in the place of '{name}', which isn't a shard like the one before"
@@ -327,6 +365,10 @@ def _restore(places: _Places) -> None:
             there[name] = torch_private.dtensor(found.detach(), torch_private.spec_of(x))
     if wrong:
         raise ShardingError(f"{wrong}; change a parameter in place, or outside of the region")
+
+
+def _is_part_of(shard: torch.Tensor, x: DTensor) -> bool:
+    return torch_private.share_memory(shard, torch_private.local_of(x))
 
 
 def _held(module: torch.nn.Module) -> list[torch.nn.Module]:

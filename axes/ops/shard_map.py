@@ -189,8 +189,16 @@ class _Run:
     mesh: Mesh | None
     check: Check
 
-    def __call__(self, fn: Function, args: Any, kwargs: Any, own: Sequence[torch.Tensor], plain: bool) -> Any:
-        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, own, plain)
+    def __call__(
+        self,
+        fn: Function,
+        args: Any,
+        kwargs: Any,
+        own: Sequence[torch.Tensor],
+        plain: bool,
+        used: Sequence[tuple[DTensor, torch.Tensor]],
+    ) -> Any:
+        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, own, plain, used)
 
 
 def _check_check(check: Check) -> None:
@@ -219,10 +227,12 @@ def run_region(
     check: Check = False,
     own: Sequence[torch.Tensor] = (),
     plain: bool = False,
+    used: Sequence[tuple[DTensor, torch.Tensor]] = (),
 ) -> Any:
     """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`.
 
     `own`: leaves that the function may use though they are no arguments; it may add to them as it runs.
+    `used`: DTensors that aren't arguments either, with the shards that the function uses; it adds to them as it runs.
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
     """
@@ -258,7 +268,7 @@ def run_region(
     results = _results(result, expression, passed)
     _check_closed(results, expression, fn, own)
     if changes is not None and any(x.requires_grad for x in results):
-        for x, shard in zip(tensors, shards, strict=True):
+        for x, shard in (*zip(tensors, shards, strict=True), *used):
             changes.watch(x, shard)
     outputs = _entered(region, unshared(results, shards), changes)
     if check:
