@@ -234,7 +234,7 @@ def _kept(x: torch.Tensor, sharding: Sharding | None, whole: tuple[int, ...], se
     return kept
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _everything(ndim: int) -> Sharding:
     return marked_sharding(ALONE, " ".join("_" * ndim), (), ndim)[0]
 
