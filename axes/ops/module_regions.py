@@ -47,10 +47,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class InRegion(Protocol):
-    """Runs a function in the region of an expression. `own`: leaves that it may use though they are no arguments.
-
-    `used`: DTensors of which it uses the shards.
-    """
+    """Runs a function in the region of an expression. `used`: what it uses beside its arguments, as it finds it."""
 
     @property
     def expression(self) -> str:
@@ -60,27 +57,27 @@ class InRegion(Protocol):
     def mesh(self) -> Mesh | None:
         """Where names are looked up, if not in the ambient mesh."""
 
-    def __call__(
-        self,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        own: Sequence[torch.Tensor],
-        plain: bool,
-        used: Sequence[tuple[DTensor, torch.Tensor]],
-    ) -> Any:
+    def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, used: Used, plain: bool) -> Any:
         """The function's results, as DTensors; `plain` shards of plain shards."""
 
 
 @dataclass(frozen=True)
-class _Running:
-    """A region that runs: the axes that are `same`, the plain parameters that `fully_shard` has put in, and the
-    parameters of which it uses a shard, each with that.
+class Used:
+    """What a region uses that isn't an argument, noted as it is met.
+
+    own: leaves that are plain: parameters that `fully_shard` has put in. shards: DTensors, each with its shard.
     """
 
-    same: tuple[NamedLayout, ...]
     own: list[torch.Tensor] = field(default_factory=list)
-    used: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
+    shards: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A region that runs: the axes that are `same`, and what it uses."""
+
+    same: tuple[NamedLayout, ...]
+    used: Used = field(default_factory=Used)
 
 
 class _Regions(threading.local):
@@ -211,13 +208,12 @@ class _Region(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own `forward` on this rank's shards."""
         run: InRegion = self.__dict__[_REGION]
-        own: list[torch.Tensor] = []
-        used: list[tuple[DTensor, torch.Tensor]] = []
-        inside = ModuleFunction(self, super().forward, run, own, used)
+        used = Used()
+        inside = ModuleFunction(self, super().forward, run, used)
         plain = _plain_tensors(args, kwargs)
         if plain and _stack.regions:
             return _within(run, inside, args, kwargs)
-        result = run(inside, args, kwargs, own, plain, used)
+        result = run(inside, args, kwargs, used, plain)
         return torch_private.mapped(_left_as_plain, result) if plain else result
 
     def __reduce__(self) -> Any:
@@ -240,16 +236,12 @@ def _within(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any) -
 
 @dataclass(frozen=True, eq=False)
 class ModuleFunction:
-    """What a region runs of a module: its `forward`, with shards in the places of its parameters.
-
-    own: the plain parameters that `fully_shard` has put in, as they are met. used: the others, with their shards.
-    """
+    """What a region runs of a module: its `forward`, with shards in the places of its parameters."""
 
     module: torch.nn.Module
     forward: Callable[..., Any]
     run: InRegion
-    own: list[torch.Tensor]
-    used: list[tuple[DTensor, torch.Tensor]]
+    used: Used
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results for these shards."""
@@ -259,7 +251,7 @@ class ModuleFunction:
             _check_made(self.module, self.run.expression)
             if torch.is_grad_enabled() and _HOOKS not in self.module.__dict__:
                 _hook(self.module)
-            running = _Running(_same_on_the_left(self.run.expression, mesh), self.own, self.used)
+            running = _Running(_same_on_the_left(self.run.expression, mesh), self.used)
             _stack.regions.append(running)
             places = _enter(self.module, running)
             try:
@@ -338,10 +330,10 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
                     if id(x) not in shards:
                         shards[id(x)] = _shard(x, running.same, gathered)
                         if not gathered and shards[id(x)].requires_grad:
-                            running.used.append((x, shards[id(x)]))
+                            running.used.shards.append((x, shards[id(x)]))
                     places.append((there, name, x, shards[id(x)]))
                 elif gathered and x is not None and x.requires_grad:
-                    running.own.append(x)
+                    running.used.own.append(x)
     for there, name, _, shard in places:
         there[name] = shard
     return places

@@ -66,7 +66,7 @@ from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
-from axes.ops.module_regions import ModuleFunction, region_of_module, without_same
+from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
     Region,
@@ -189,16 +189,8 @@ class _Run:
     mesh: Mesh | None
     check: Check
 
-    def __call__(
-        self,
-        fn: Function,
-        args: Any,
-        kwargs: Any,
-        own: Sequence[torch.Tensor],
-        plain: bool,
-        used: Sequence[tuple[DTensor, torch.Tensor]],
-    ) -> Any:
-        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, own, plain, used)
+    def __call__(self, fn: Function, args: Any, kwargs: Any, used: Used, plain: bool) -> Any:
+        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, used, plain)
 
 
 def _check_check(check: Check) -> None:
@@ -225,14 +217,12 @@ def run_region(
     kwargs: Mapping[str, Any],
     mesh: Mesh | None = None,
     check: Check = False,
-    own: Sequence[torch.Tensor] = (),
+    used: Used | None = None,
     plain: bool = False,
-    used: Sequence[tuple[DTensor, torch.Tensor]] = (),
 ) -> Any:
     """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`.
 
-    `own`: leaves that the function may use though they are no arguments; it may add to them as it runs.
-    `used`: DTensors that aren't arguments either, with the shards that the function uses; it adds to them as it runs.
+    `used`: what the function may use though it isn't an argument; it adds to that as it runs.
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
     """
@@ -266,9 +256,10 @@ def run_region(
     finally:
         _note_writes(tensors, shards, versions)
     results = _results(result, expression, passed)
-    _check_closed(results, expression, fn, own)
+    used = used or Used()
+    _check_closed(results, expression, fn, used.own)
     if changes is not None and any(x.requires_grad for x in results):
-        for x, shard in (*zip(tensors, shards, strict=True), *used):
+        for x, shard in (*zip(tensors, shards, strict=True), *used.shards):
             changes.watch(x, shard)
     outputs = _entered(region, unshared(results, shards), changes)
     if check:
