@@ -13,13 +13,12 @@ pipelined.py.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pipelined import Curves, Training, compared, declaration, stage_of, summed, trained
+from pipelined import Curves, Training, compared, declaration, mesh_of, stage_of, summed, trained
 from support import flag, read_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -174,16 +173,14 @@ def made(options: Training, mesh: axes.Mesh) -> nn.Module:
     return summed(model)
 
 
+def loss_on(mesh: axes.Mesh) -> nn.Module:
+    return axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh["dp", "cp", "tp"])
+
+
 def train(options: Options) -> Curves:
     """What each rank does."""
-    torch.set_num_threads(1)
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    mesh = axes.init_mesh(declaration(options.mesh, AXES), "fsdp = dp cp", device_type=options.device)
-    if mesh.rank == 0:
-        print(f"{mesh}\n", flush=True)
-    loss = axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh["dp", "cp", "tp"])
-    return trained(options, mesh, made(options, mesh), loss)
+    mesh = mesh_of(options, AXES, "fsdp = dp cp")
+    return trained(options, mesh, made(options, mesh), loss_on(mesh))
 
 
 # ------------------------------------------------------------------------------------ command line

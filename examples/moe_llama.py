@@ -13,15 +13,14 @@ A rank has the experts of its `ep`, and of their hidden dim the part of its `etp
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 
 import torch
-from llama import LOGITS, Block, Llama, Loss, Size, weight
 from llama import SPECS as DENSE
+from llama import Block, Llama, Size, loss_on, weight
 from llama import what_is_wrong as what_is_wrong_with_the_dense
-from pipelined import Curves, Training, compared, declaration, stage_of, summed, trained
+from pipelined import Curves, Training, compared, declaration, mesh_of, stage_of, summed, trained
 from support import flag, read_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -127,15 +126,9 @@ def made(options: Options, mesh: axes.Mesh) -> nn.Module:
 
 def train(options: Options) -> Curves:
     """What each rank does."""
-    torch.set_num_threads(1)
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     sizes = {"ep": options.ep, "etp": options.etp} if options.mesh else {"ep": 1, "etp": 1}
-    mesh = axes.init_mesh(declaration(options.mesh, AXES), *READINGS, device_type=options.device, **sizes)
-    if mesh.rank == 0:
-        print(f"{mesh}\n", flush=True)
-    loss = axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh["dp", "cp", "tp"])
-    return trained(options, mesh, made(options, mesh), loss)
+    mesh = mesh_of(options, AXES, *READINGS, **sizes)
+    return trained(options, mesh, made(options, mesh), loss_on(mesh))
 
 
 # ------------------------------------------------------------------------------------ command line

@@ -16,12 +16,18 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from support import Bar, flag, show_curves
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from train_options import corpus
@@ -72,6 +78,17 @@ def declaration(text: str, names: Sequence[str]) -> str:
     if extra := set(written) - set(names):
         raise axes.MeshError(f"has the axes {', '.join(names)}; found {min(extra)!r} in {text!r}")
     return " ".join([text, *(f"{name}=1" for name in names if name not in written)])
+
+
+def mesh_of(options: Training, names: Sequence[str], *equations: str, **sizes: int) -> axes.Mesh:
+    """The mesh of the running job, printed by its first rank; this rank's device and threads are set."""
+    torch.set_num_threads(1)
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    mesh = axes.init_mesh(declaration(options.mesh, names), *equations, device_type=options.device, **sizes)
+    if mesh.rank == 0:
+        print(f"{mesh}\n", flush=True)
+    return mesh
 
 
 def summed(model: nn.Module) -> nn.Module:
@@ -148,6 +165,29 @@ class Tied:
             gradient.copy_(axes.psum(gradient, "ends", mesh=self.ends))
 
 
+# ----------------------------------------------------------------------------------- checkpoints
+
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Each state and each setting of the optimizer under the name of its parameter: stages have other parameters."""
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """What a checkpoint has, under the names of the whole model, so that any mesh can go on with it."""
+    return {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=BY_NAME),
+        "step": step,
+    }
+
+
+def resumed(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
+    """Go on with what a checkpoint has; the steps that were done."""
+    state = state_of(model, optimizer, 0)
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=BY_NAME)
+    return state["step"]
+
+
 # ------------------------------------------------------------------------------------- training
 
 
@@ -156,14 +196,15 @@ def trained(options: Training, mesh: axes.Mesh, model: nn.Module, loss: nn.Modul
     optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=options.lr)
     run = forward_backward(model, loss, mesh, options.microbatches, options.schedule)
     tied = Tied(model, mesh, options.device)
-    if options.resume:
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=options.checkpoint)
+    done = resumed(model, optimizer, options.checkpoint) if options.resume else 0
     rows, columns = mesh.sharding("b@dp s@cp").local_indices((options.batch, options.sequence))
     text, found, generator = corpus(), Curves([], []), torch.Generator().manual_seed(options.seed)
+    draw = partial(torch.randint, len(text) - options.sequence, (options.batch, 1), generator=generator)
+    for _ in range(done):
+        draw()  # the samples of the steps that were done
     bar = Bar(options.steps, options.batch * options.sequence, mesh)
     for step in range(options.steps):
-        starts = torch.randint(len(text) - options.sequence, (options.batch, 1), generator=generator)
+        starts = draw()
         window = text[starts + torch.arange(options.sequence + 1)][rows].to(options.device)
         mean = run(window[:, :-1][:, columns], window[:, 1:][:, columns])
         tied.add()
@@ -176,7 +217,7 @@ def trained(options: Training, mesh: axes.Mesh, model: nn.Module, loss: nn.Modul
     if options.checkpoint and not options.resume:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # meant so
-            dcp.save({"model": model.state_dict()}, checkpoint_id=options.checkpoint)
+            dcp.save(state_of(model, optimizer, done + options.steps), checkpoint_id=options.checkpoint)
     return found
 
 
