@@ -81,7 +81,7 @@ MISTAKES = {
     ),
     "an unknown axis": (
         lambda: axes.shard_module(MLP(), {**SPECS, "up.weight": "hidden@tpp embed"}, mesh()),
-        "ShardingError: up.weight [16, 8], 'hidden@tpp embed': the mesh has no axis 'tpp'; did you mean 'tp'?",
+        "MeshError: up.weight [16, 8], 'hidden@tpp embed': the mesh has no axis 'tpp'; did you mean 'tp'?",
     ),
     "heads that don't divide": (
         lambda: axes.shard_module(layer(12), {"weight": "(heads@tp k) embed"}, mesh("dp tp=4"), heads=6),
@@ -93,7 +93,7 @@ MISTAKES = {
     ),
     "another number of ranks": (
         lambda: mesh("dp=2 tp=4"),
-        "SizeError: 8 isn't 4:  dp=2 * tp=4 = 4    (the axes over the 4 ranks)\nthe sizes of the axes multiply to the number of ranks; one that is left out follows",
+        "SizeError: the mesh needs 8 ranks, dp=2 * tp=4; this job has 4\nstart as many: torchrun --nproc-per-node 8 ..., axes.launch(fn, 8)",
     ),
     "a size that doesn't divide the ranks": (
         lambda: mesh("dp tp=3"),
@@ -111,7 +111,7 @@ MISTAKES = {
     ),
     "an axis that the mesh hasn't": (
         lambda: axes.shard_module(MLP(), SPECS, mesh("dp=4")),
-        "ShardingError: up.weight [16, 8], 'hidden@tp embed': the mesh has no axis 'tp'; known: dp",
+        "MeshError: up.weight [16, 8], 'hidden@tp embed': the mesh has no axis 'tp'; known: dp",
     ),
     "an axis of a rule that the mesh hasn't": (
         lambda: axes.shard_module(MLP(), NAMES, mesh("dp=4"), axes.Rules(hidden="tp", embed=None)),
@@ -119,7 +119,7 @@ MISTAKES = {
     ),
     "an axis inside of a region that the mesh hasn't": (
         lambda: called(axes.shard_module(MLP(), {"*": "..."}, mesh("dp=4")), mesh("dp=4")),
-        "ExpressionError: the mesh has no axis 'tp'; known: dp\n  b s hidden@tp, embed hidden@tp -> b s embed\n",
+        "MeshError: the mesh has no axis 'tp'; known: dp\n  b s hidden@tp, embed hidden@tp -> b s embed\n",
     ),
     "sharded twice": (
         lambda: axes.shard_module(axes.shard_module(MLP(), SPECS, mesh()), SPECS, mesh()),

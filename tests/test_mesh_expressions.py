@@ -338,7 +338,7 @@ def test_an_expression_that_is_not_about_this_mesh_is_an_error_under_its_place(e
             "dp tp -> dp=(dp tp)",
             "'dp' already is the layout 8:2, not 16:1; take another name\n  dp tp -> dp=(dp tp)\n           ^^^^^^^^^^",
         ),
-        (DP8, "(dp x=2) tp -> dp x tp", "16 isn't 8:  dp=8 * x=2 = 8"),
+        (DP8, "(dp x=2) tp -> dp x tp", "dp=8 * x=2 is 16, not 8"),
         (THREE, "dp cp tp -> fsdp=(cp dp) tp", "'fsdp' already is the layout 6:4, not (3:4, 2:12)"),
         (DP8.define("p = dp"), "(p=2 q) tp -> p q tp", "'p' has size 8 in the mesh; found p=2"),
         (DP8.define("(dp) = p q", p=2), "(q p) tp -> p q tp", "'q' already is the layout 4:2, not 4:4"),
@@ -357,7 +357,7 @@ def test_a_name_that_means_other_ranks_already_is_an_error(mesh, expression, mes
     [
         ("(a b) tp -> a b tp", {}, "the sizes of 'a' and 'b' don't follow from  a * b = 8"),
         ("(a b) tp -> a b tp", {"a": 3}, "8 doesn't divide by 3:  a=3 * b = 8    (axis 'dp' has size 8)"),
-        ("(a=2 b=2) tp -> a b tp", {}, "4 isn't 8:  a=2 * b=2 = 8    (axis 'dp' has size 8)"),
+        ("(a=2 b=2) tp -> a b tp", {}, "a=2 * b=2 is 4, not 8    (axis 'dp' has size 8)"),
         ("dp tp -> x=(dp tp)", {"x": 8}, "8 isn't 16:  x=8 = dp=8 * tp=2    (x=(dp tp))"),
         ("(a b) tp -> a b tp", {"c": 3}, "a size is given for 'c', which isn't in the expression"),
         (

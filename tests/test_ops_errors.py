@@ -48,7 +48,7 @@ MISTAKES = [
     mistake(
         "a typo in an axis",
         lambda m: rearrange(D(m, "b s@tp d", 8, 16, 32), "b s@pt d -> b s d"),
-        ExpressionError,
+        MeshError,
         """
         the mesh has no axis 'pt'; did you mean 'tp'?
           b s@pt d -> b s d
@@ -58,7 +58,7 @@ MISTAKES = [
     mistake(
         "an axis of another mesh",
         lambda m: rearrange(D(m, "b s@tp d", 8, 16, 32), "b s@expert d -> b s d"),
-        ExpressionError,
+        MeshError,
         """
         the mesh has no axis 'expert'; known: dp, cp, tp, cptp
           b s@expert d -> b s d
@@ -68,7 +68,7 @@ MISTAKES = [
     mistake(
         "a dim name in place of an axis",
         lambda m: rearrange(D(m, "b s d", 8, 16, 32), "b s@d d -> b s d"),
-        ExpressionError,
+        MeshError,
         """
         the mesh has no axis 'd', but a dim of this name; axes: dp, cp, tp
           b s@d d -> b s d
@@ -671,7 +671,7 @@ MISTAKES = [
         lambda m: einsum("b d, d f@tp -> b f@tp", D(m, "b d", 8, 32), D(m, "d f@tp", 32, 64)),
         ExpressionError,
         """
-        the last argument of einsum is the expression; found DTensor
+        einsum takes tensors and, last, the expression, like axes.einsum(x, w, 'b d, d f -> b f'); found str, DTensor, DTensor
         """,
     ),
     mistake(
@@ -679,7 +679,7 @@ MISTAKES = [
         lambda m: einsum(D(m, "b d", 8, 32), D(m["tp"], "d f@tp", 32, 64), "b d, d f@tp -> b f@tp"),
         MeshError,
         """
-        the tensors are on two meshes, Mesh('dp=2 cp=2 tp=2', 'cptp = cp tp') and Mesh('dp=2 cp=2 tp=2', 'cptp = cp tp')['tp']; declare one on the other's mesh with axes.lift(x, mesh)
+        the tensors are on two meshes, Mesh('dp=2 cp=2 tp=2', 'cptp = cp tp') and Mesh('dp=2 cp=2 tp=2', 'cptp = cp tp')['tp']; declare one on the other's mesh, which has more axes, with axes.lift(x, mesh)
         in  b d, d f@tp -> b f@tp
         """,
     ),

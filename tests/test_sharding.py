@@ -609,7 +609,7 @@ CUT = Mesh("a=2 b=3", "(a b) = c d", c=3)
 @pytest.mark.parametrize(
     ("mesh", "spec", "error", "message"),
     [
-        (MESH, "b@ddp", ShardingError, "the mesh has no axis 'ddp'; did you mean 'dp'?"),
+        (MESH, "b@ddp", MeshError, "the mesh has no axis 'ddp'; did you mean 'dp'?"),
         (
             MESH,
             "b@dp s@dp",

@@ -12,6 +12,7 @@ one whose names are all known asserts that both sides are the same layout. One n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, SizeError, shortened, suggestion
@@ -39,6 +40,7 @@ def declared(
     names = tuple(item.name for item in items)
     _check_sides(names, equations)
     given = given_sizes(keywords, sizes, every, [item.name for item in every])
+    _check_taken({name: size for name, size in given.items() if name in names}, equations, given)
     products = [_as_product(equation) for equation in equations]
     if world_size is not None:
         products.insert(0, Product(names, (), world_size, f"the axes over the {world_size} ranks"))
@@ -70,6 +72,7 @@ def defined(
     for name, size in given_sizes(keywords, sizes, items, [item.name for item in items]).items():
         if known.setdefault(name, size) != size:
             raise MeshError(f"'{name}' has size {known[name]} in the mesh; found {name}={size}")
+    _check_taken(known, equations, known)
     solved = solve([_as_product(equation) for equation in equations], known)
     return _with_equations(dict(namespace), equations, solved)
 
@@ -130,6 +133,20 @@ def _check_sides(known: Collection[str], equations: Sequence[Equation]) -> None:
     for equation in equations:
         _new_side(seen, equation)
         seen.update(item.name for item in (*equation.left, *equation.right))
+
+
+def _check_taken(axes: Sizes, equations: Sequence[Equation], sizes: Sizes) -> None:
+    """No equation gives a name that is there already to other ranks."""
+    for equation in equations:
+        for one, other in ((equation.left, equation.right), (equation.right, equation.left)):
+            names = [item.name for item in other]
+            if len(one) == 1 and one[0].name in axes and all(name in sizes for name in names):
+                name, size = one[0].name, math.prod(sizes[name] for name in names)
+                if axes[name] != size:
+                    raise MeshError(
+                        f"'{name}' is a name of the mesh already, of size {axes[name]}; {' * '.join(names)} is {size}. "
+                        f"Give it another name\nin the equation  {equation.text}"
+                    )
 
 
 def _new_side(known: Collection[str], equation: Equation) -> int | None:

@@ -12,10 +12,18 @@ from typing import Any
 
 _EXCERPT = 72
 _LONGEST_NAME = 60
+_LONGEST_MESSAGE = 2_000
 
 
 class AxesError(Exception):
-    """What all errors of `axes` derive from."""
+    """What all errors of `axes` derive from. A message is text that can be printed, of at most 2,000 characters.
+
+    >>> len(str(AxesError("a" * 10**6))), str(AxesError("of '\\ud800'"))
+    (2000, "of '\\\\ud800'")
+    """
+
+    def __init__(self, *args: object):
+        super().__init__(*(_fitting(each) if isinstance(each, str) else each for each in args))
 
 
 class SizeError(AxesError):
@@ -47,6 +55,24 @@ class ExpressionError(AxesError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.text, self.start, self.stop), self.__dict__
+
+
+def unknown_axis(name: object, known: Iterable[str], hint: str | None = None) -> MeshError:
+    """The error for an axis that a mesh doesn't have, the same wherever it is named.
+
+    >>> unknown_axis("tpp", ["dp", "tp"])
+    MeshError("the mesh has no axis 'tpp'; did you mean 'tp'?")
+    """
+    return MeshError(f"the mesh has no axis {shortened(name)}{suggestion(str(name), known) if hint is None else hint}")
+
+
+def _fitting(message: str) -> str:
+    """A message without its middle where it is too long, and with lone surrogates escaped."""
+    text = message if message.isascii() else message.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= _LONGEST_MESSAGE:
+        return text
+    gap, first = " ... ", _LONGEST_MESSAGE * 3 // 4
+    return text[:first] + gap + text[len(text) - (_LONGEST_MESSAGE - first - len(gap)) :]
 
 
 def printable(text: str) -> str:

@@ -250,6 +250,20 @@ def checked_text(text: object) -> str:
     return text
 
 
+def checked_spec(spec: object) -> str:
+    """`spec` where it is a string; else `ExpressionError`, which knows what torch takes in its place.
+
+    >>> checked_spec("b@dp d")
+    'b@dp d'
+    """
+    if isinstance(spec, list | tuple):
+        raise ExpressionError(
+            f"an expression is text; found {type(spec).__name__}. Where placements are meant, "
+            "axes.Sharding.from_placements(mesh, placements, ndim).spec is their text"
+        )
+    return checked_text(spec)
+
+
 class _Parser:
     """A cursor over the tokens of one text."""
 

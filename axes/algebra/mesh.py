@@ -32,9 +32,8 @@ from axes.algebra import ambient, mesh_expression, mesh_text, seam
 from axes.algebra.equations import Namespace, declared, defined
 from axes.algebra.errors import (
     MeshError,
-    shortened,
     shown,
-    suggestion,
+    unknown_axis,
 )
 from axes.algebra.explanation import Explanation
 from axes.algebra.grammar import (
@@ -208,7 +207,7 @@ class Mesh:
         try:
             return self.namespace[name]
         except (KeyError, TypeError):
-            raise MeshError(f"the mesh has no axis {shortened(name)}{suggestion(str(name), self.namespace)}") from None
+            raise unknown_axis(name, self.namespace) from None
 
     def axis(self, name: str) -> Axis:
         """The axis of a name, seen from this mesh's rank.
@@ -345,7 +344,7 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").sharding("b@dp (h@tp d)", h=8).local_shape((4, 64))
         (2, 16)
         """
-        return parsed_sharding(self, checked_text(spec), written_sizes(keywords, sizes))
+        return parsed_sharding(self, spec, written_sizes(keywords, sizes))
 
     # the running job
 

@@ -113,15 +113,16 @@ def retargeted(
     axes of the dim, or what is pending; `...` stands for dims with `@*`. Axes are looked up in `where`, the
     source's mesh by default. The result lies on `mesh`, the source's by default.
 
-    Raises `ExpressionError` for text outside the grammar and `ShardingError`, with both specs, for
-    anything else.
+    Raises `ExpressionError` for text outside the grammar; with both specs `MeshError` for an axis that isn't
+    there, and `ShardingError` for anything else.
     """
     try:
         return _meant(source.sized(shape), spec, where or mesh or source.mesh, mesh or source.mesh, sizes).sized(shape)
     except ExpressionError:
         raise
     except AxesError as error:
-        raise ShardingError(f"{error}\n  source  {source}\n  target  {spec}") from None
+        kind = MeshError if isinstance(error, MeshError) else ShardingError
+        raise kind(f"{error}\n  source  {source}\n  target  {spec}") from None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -299,12 +299,19 @@ class Sharding:
     def on(self, mesh: Mesh) -> Sharding:
         """The same in the names of another mesh, whose axes have the same layouts in the same order.
 
+        Raises `ShardingError` for a mesh whose axes have others.
+
         >>> from axes.algebra.mesh import Mesh
         >>> Mesh("dp=2 tp=2").sharding("b@tp | sum@dp").on(Mesh("a=2 b=2")).spec
         'b@b | sum@a'
         """
         if mesh == self.mesh:
             return self if mesh is self.mesh else replace(self, mesh=mesh)
+        if mesh.layouts != self.mesh.layouts:
+            raise ShardingError(
+                f"'{self}' is on {self.mesh!r}; on {mesh!r}, whose axes have other layouts, it can't be the same. "
+                "Moving a tensor there is axes.reshard(x, spec, mesh=mesh)"
+            )
         mine = self.mesh.named(self.mesh.axis_names)
         names = dict(zip(mine, mesh.axis_names, strict=True))
 
@@ -456,8 +463,20 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
             if size % count:
                 raise ShardingError(
                     f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled()}"
+                    f"{_fewer(factor, size)}"
                 )
     return sizes
+
+
+def _fewer(factor: ShardedFactor, size: int) -> str:
+    """What to write where an axis has more ranks than a factor has parts."""
+    if len(factor.axes) != 1 or factor.pieces % size or size == 1:
+        return ""
+    axis = factor.axes[0]
+    return (
+        f"\nsplit the axis first, ({axis}) = kv={size} rep in the declaration of the mesh, and then "
+        f"{factor.name or 'the factor'} over kv alone: ranks along rep have the same"
+    )
 
 
 def _same_pending(one: Sharding, two: Sharding) -> bool:

@@ -199,16 +199,21 @@ def solve(products: Iterable[Product], known: Mapping[str, int]) -> dict[str, in
 def filled(product: Product, sizes: Mapping[str, int]) -> str:
     """The equation with its numbers: `dp_shard * cp=2 = 8`."""
 
-    def side(names: tuple[str, ...], factor: int) -> str:
-        texts = [f"{name}={sizes[name]}" if name in sizes else name for name in names[:_SHOWN]]
-        texts += ["..."] if len(names) > _SHOWN else []
-        return " * ".join([*texts, *([str(factor)] if factor != 1 or not texts else [])])
+    left, right = _product(product.left, sizes), _product(product.right, sizes, product.factor)
+    return f"{left} = {right}    ({product.text})"
 
-    return f"{side(product.left, 1)} = {side(product.right, product.factor)}    ({product.text})"
+
+def _product(names: tuple[str, ...], sizes: Mapping[str, int], factor: int = 1) -> str:
+    """One side of an equation with its numbers."""
+    texts = [f"{name}={sizes[name]}" if name in sizes else name for name in names[:_SHOWN]]
+    texts += ["..."] if len(names) > _SHOWN else []
+    return " * ".join([*texts, *([str(factor)] if factor != 1 or not texts else [])])
 
 
 def _check(product: Product, sizes: Mapping[str, int]) -> None:
     left, right = _sides(product, sizes)
+    if left != right and not product.right:
+        raise SizeError(f"{_product(product.left, sizes)} is {left}, not {right}    ({product.text})")
     if left != right:
         raise SizeError(f"{left} isn't {right}:  {filled(product, sizes)}")
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, suggestion
-from axes.algebra.grammar import parse_spec
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, suggestion, unknown_axis
+from axes.algebra.grammar import checked_spec, parse_spec
 from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import checked_size
@@ -28,6 +28,7 @@ def parsed_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
 ) -> Sharding:
     """The sharding of a spec on a mesh; `...` stands for what is missing to `ndim` dims. Cached."""
+    checked_spec(spec)
     if mesh._view is None:
         return _parsed(mesh, spec, sizes, ndim)
     return replace(_parsed(mesh._with(view=None), spec, sizes, ndim), mesh=mesh)
@@ -53,11 +54,17 @@ def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int
         raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(tree)[:200]}") from None
 
 
-@functools.lru_cache(maxsize=4096)
 def marked_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
 ) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
+    return _marked(mesh, checked_spec(spec), sizes, ndim)
+
+
+@functools.lru_cache(maxsize=4096)
+def _marked(
+    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None
+) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     tree = parse_spec(spec)
     marks = [p for p in tree.pending or () if p.op == "same" and p.place is not None]
     if not marks:
@@ -111,7 +118,7 @@ def _named(mesh: Mesh, name: str) -> NamedLayout:
     """Where names end: an axis of the text as its digits."""
     layout = mesh.namespace.get(name)
     if layout is None:
-        raise ShardingError(f"the mesh has no axis {shortened(name)}{suggestion(name, mesh.namespace)}")
+        raise unknown_axis(name, mesh.namespace)
     return NamedLayout(layout, name)
 
 

@@ -30,10 +30,15 @@ def distinct(tensors: torch.Tensor | Iterable[torch.Tensor], function: str) -> l
 
     Raises `ShardingError` for what is no tensor; `function` is the name that the error gives to the caller.
     """
+    if isinstance(tensors, torch.nn.Module):
+        raise ShardingError(f"{function} takes tensors; found a module, so pass its module.parameters()")
+    if not isinstance(tensors, Iterable):
+        raise ShardingError(f"{function} takes tensors, like module.parameters(); found {type(tensors).__name__}")
     found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     for tensor in found:
         if not isinstance(tensor, torch.Tensor):
-            raise ShardingError(f"{function} takes tensors; found {type(tensor).__name__}")
+            hint = "; pass module.parameters(), without names" if isinstance(tensor, tuple | str) else ""
+            raise ShardingError(f"{function} takes tensors; found {type(tensor).__name__}{hint}")
     return list({id(tensor): tensor for tensor in found}.values())
 
 

@@ -73,6 +73,8 @@ def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> t
             f"axes.nn.local_optimizer takes a class of optimizers, such as torch.optim.AdamW; found {shown(optimizer)}"
         )
     made: Any = _on_shards(optimizer)
+    if isinstance(parameters, torch.nn.Module):
+        raise ShardingError("axes.nn.local_optimizer takes parameters; found a module, so pass its module.parameters()")
     return made(parameters, **options)
 
 

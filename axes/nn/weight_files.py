@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError, suggestion
+from axes.algebra.errors import ShardingError, shown, suggestion
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
 from axes.runtime import torch_private
@@ -94,6 +94,7 @@ def load_safetensors(
     """
     if not isinstance(module, torch.nn.Module):
         raise ShardingError(f"axes.nn.load_safetensors takes a module; found {type(module).__name__}")
+    _check_arguments(path, names, ignore)
     slots = _slots(module)
     left = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     with contextlib.ExitStack() as opened, torch.no_grad():
@@ -101,6 +102,19 @@ def load_safetensors(
         for slot, name in _agreed(slots, lambda: _matched(slots, files.find(path), names, left)):
             _fill(slot.tensor, files.slice_of(name))
     return module
+
+
+def _check_arguments(path: object, names: object, ignore: object) -> None:
+    if not isinstance(path, str | PathLike):
+        raise ShardingError(f"path is a file or a folder with safetensors files; found {type(path).__name__}")
+    if not (names is None or isinstance(names, Mapping) or callable(names)):
+        raise ShardingError(
+            "names is a mapping from the module's names to those in the files, like {'weight': 'w'}, or a function "
+            f"of the module's name; found {type(names).__name__}"
+        )
+    patterns = (ignore,) if isinstance(ignore, str) else ignore
+    if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):
+        raise ShardingError(f"ignore is patterns of names in the files, like ['*.inv_freq']; found {shown(ignore)}")
 
 
 @dataclass(frozen=True)

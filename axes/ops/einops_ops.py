@@ -31,7 +31,9 @@ from axes.algebra.flow.blocks import has_blocks
 from axes.algebra.flow.reading import check_no_blocks
 from axes.algebra.flow.recipe import Op
 from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import checked_mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import fused, global_view, local_view
 from axes.ops.global_view import Grad, check_grad_of_leaves
@@ -94,7 +96,7 @@ def rearrange(
         x = _stacked("rearrange", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_einops(expression) and sizes is None:
+    elif is_einops(expression, mesh) and sizes is None:
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.rearrange", x)
         return einops.rearrange(x, expression, **dict(given))
@@ -154,7 +156,7 @@ def reduce(
         x = _stacked("reduce", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_einops(expression) and sizes is None:
+    elif is_einops(expression, mesh) and sizes is None:
         check_no_blocks("reduce", expression)
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.reduce", x)
@@ -191,7 +193,7 @@ def repeat(
         x = _stacked("repeat", x, expression)
     if isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_einops(expression) and sizes is None:
+    elif is_einops(expression, mesh) and sizes is None:
         check_no_blocks("repeat", expression)
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.repeat", x)
@@ -201,14 +203,17 @@ def repeat(
     return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
 
 
-def is_einops(expression: object) -> bool:
-    """Whether an expression has nothing that einops doesn't know."""
-    return not isinstance(expression, str) or not ("@" in expression or "|" in expression or "=" in expression)
+def is_einops(expression: object, mesh: Mesh | None = None) -> bool:
+    """Whether an expression has nothing that einops doesn't know; errors for what is no text, or no mesh."""
+    text = checked_text(expression)
+    if mesh is not None:
+        checked_mesh(mesh)
+    return not ("@" in text or "|" in text or "=" in text)
 
 
 def _check_op(op: Op, x: Any) -> None:
     if not callable(op) and op not in REDUCTIONS:
-        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {op!r}")
+        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {op!r:.60}")
     if not isinstance(x, torch.Tensor):
         return
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):

@@ -72,19 +72,26 @@ def einsum(
         check_grad_of_leaves(grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     *tensors, expression = tensors_and_expression or (None,)
+    if not isinstance(expression, str) or not tensors:
+        raise _wrong_arguments(tensors_and_expression)
     distributed = [isinstance(x, DTensor) for x in tensors]
-    if not any(distributed) and sizes is None and not keywords and is_einops(expression):
+    if not any(distributed) and sizes is None and not keywords and is_einops(expression, mesh):
         check_no_blocks("einsum", expression)
         if torch_private.functorch_is_active():
             for x in tensors:
                 check_not_wrapped("axes.einsum", x)
         return einops.einsum(*tensors_and_expression)
-    if not isinstance(expression, str):
-        raise ExpressionError(f"the last argument of einsum is the expression; found {type(expression).__name__}")
-    if tensors and all(distributed):
+    if all(distributed):
         return global_view.apply_global("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
     _check_plain(tensors, distributed)
     return local_view.apply_local("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
+
+
+def _wrong_arguments(found: tuple[object, ...]) -> ExpressionError:
+    kinds = ", ".join(type(each).__name__ for each in found[:8]) or "nothing"
+    return ExpressionError(
+        f"einsum takes tensors and, last, the expression, like axes.einsum(x, w, 'b d, d f -> b f'); found {kinds}"
+    )
 
 
 def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:

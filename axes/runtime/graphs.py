@@ -34,6 +34,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 import torch
 
 from axes.algebra import ambient
+from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
@@ -91,6 +92,9 @@ def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
     @torch.compiler.assume_constant_result
     @functools.wraps(read)
     def reading(*texts: Hashable) -> Read:
+        for text in texts:
+            if not isinstance(text, Hashable):
+                checked_text(text)
         return cached(*texts)
 
     return reading

@@ -158,7 +158,8 @@ def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None)
         ):
             raise ShardingError(
                 f"{wire} isn't reduced by every backend: a {step.op} over '{' '.join(step.axes)}' needs "
-                f"comm_dtype={_wider(wire)}\n  source  {plan.source}\n  target  {plan.target}"
+                f"comm_dtype={_wider(wire)}, as axes.reshard(x, {str(plan.target)!r}, comm_dtype={_wider(wire)})\n"
+                f"  source  {plan.source}\n  target  {plan.target}"
             )
 
 

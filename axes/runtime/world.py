@@ -13,7 +13,7 @@ ranks of the mesh then compare what they declared: one that differs makes each o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError
+from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
@@ -95,22 +95,39 @@ def init_mesh(
         ranks = range(world.size)
     elif isinstance(ranks, Iterable) and not isinstance(ranks, range):
         ranks = tuple(ranks)
+
+    def on(ranks: Sequence[int] | None) -> Mesh:
+        return Mesh(declaration, *equations, ranks=ranks, ranks_per_node=ranks_per_node, sizes=sizes, **keywords)
+
     try:
         universe = _checked_universe(ranks, world)
-        algebra = Mesh(
-            declaration,
-            *equations,
-            ranks=universe.ranks,
-            ranks_per_node=ranks_per_node,
-            sizes=sizes,
-            **keywords,
-        )
+        try:
+            algebra = on(universe.ranks)
+        except SizeError as error:
+            raise _of_another_size(on, universe, world) or error from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options, waits))
     except Exception as error:
         _refuse(world, ranks, error)
         raise
     _agree(world, mesh)
     return mesh
+
+
+def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: World) -> SizeError | None:
+    """The error for a mesh that says all of its sizes, and needs another number of ranks than there are."""
+    try:
+        mesh = on(None)
+    except AxesError:
+        return None
+    if mesh.size == universe.size:
+        return None
+    sizes = " * ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    there = f"this job has {world.size}" if universe.size == world.size else f"`ranks` are {universe.size}"
+    return SizeError(
+        f"the mesh needs {mesh.size} ranks, {sizes}; {there}\n"
+        f"start as many: torchrun --nproc-per-node {mesh.size} ..., axes.launch(fn, {mesh.size}), or try it in one "
+        f"process with axes.simulate({mesh.size}); one size that is left out follows from the ranks"
+    )
 
 
 def _start(device_type: str, timeout: timedelta | None) -> None:

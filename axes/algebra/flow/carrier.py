@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from axes.algebra.errors import MeshError, shortened, suggestion
+from axes.algebra.errors import MeshError, pointed, suggestion, unknown_axis
 from axes.algebra.flow.reading import Reading, Slot, Term
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
@@ -19,19 +19,30 @@ def carrier_of(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None
     meshes = list(dict.fromkeys(s.mesh for s in shardings if s is not None))
     for name in reading.axes:
         if name not in mesh.namespace and not any(name in m.namespace for m in meshes):
-            reading.fail(f"the mesh has no axis {shortened(name)}{_hint(name, mesh, reading)}", reading.span_of(name))
+            shown = pointed(reading.text, *reading.span_of(name))
+            raise MeshError(f"{unknown_axis(name, mesh.namespace, _hint(name, mesh, reading))}\n{shown}")
     if not meshes:
         return mesh
     home = meshes[0]
     other = next((m for m in meshes[1:] if m.universe != home.universe or m.layouts != home.layouts), None)
     if other is not None:
         raise MeshError(
-            f"the tensors are on two meshes, {home!r} and {other!r}; "
-            f"declare one on the other's mesh with axes.lift(x, mesh)\nin  {reading.text}"
+            f"the tensors are on two meshes, {home!r} and {other!r}; {_both(home, other)}\nin  {reading.text}"
         )
     if mesh.universe != home.universe:
         raise MeshError(f"the tensor is on {home!r}, which has other ranks than {mesh!r}\nin  {reading.text}")
     return _knowing(reading, home, mesh)
+
+
+def _both(home: Mesh, other: Mesh) -> str:
+    """What to write where tensors of two meshes meet."""
+    if home.universe != other.universe:
+        return "they have other ranks: axes.reshard(x, spec, mesh=other) moves a tensor from one to the other"
+    one, two = home.layout_of_all, other.layout_of_all
+    if one.contains(two) or two.contains(one):
+        return "declare one on the other's mesh, which has more axes, with axes.lift(x, mesh)"
+    names = ", ".join(repr(name) for name in dict.fromkeys((*home.axis_names, *other.axis_names)))
+    return f"declare both on a mesh with the axes of both: axes.lift(x, mesh[{names}])"
 
 
 def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:

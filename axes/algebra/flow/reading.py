@@ -15,6 +15,7 @@ repeat adds some, einsum repeats them between operands. A `1` is a dim without a
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -230,6 +231,18 @@ def _is_dots(factor: grammar.Factor) -> bool:
     return factor.name == "..."
 
 
+def _spaced(text: str, operand: str, rank: int) -> str:
+    """What to write where names of one letter stand together, as in `torch.einsum`."""
+    if len(operand) != rank or not operand.isalpha():
+        return ""
+    if re.fullmatch(r"[A-Za-z, >-]*", text):
+        letters = re.sub(r"[A-Za-z](?=[A-Za-z])", r"\g<0> ", text)
+        operand = re.sub(r" *-> *", " -> ", re.sub(r" *, *", ", ", letters)).strip()
+    else:
+        operand = " ".join(operand)
+    return f"\nnames are separated by spaces: '{operand}'"
+
+
 def _check_factors(kind: str, text: str, spec: grammar.Spec) -> None:
     """Refuses what the grammar has and operations don't."""
     for dim in spec.dims:
@@ -253,7 +266,8 @@ def _dots(text: str, spec: grammar.Spec, rank: int, index: int) -> int | None:
     if rank < others or (not has and rank != others):
         which = f"operand {index + 1}, '{spec}'," if "," in text.split("->")[0] else f"'{spec}'"
         least = "at least " if has else ""
-        raise SizeError(f"{which} has {least}{_counted(others, 'dim')}; the tensor has {rank}\nin  {text}")
+        counts = f"{which} has {least}{_counted(others, 'dim')}; the tensor has {rank}"
+        raise SizeError(f"{counts}\nin  {text}{_spaced(text, str(spec), rank)}")
     return rank - others if has else None
 
 

@@ -1,0 +1,268 @@
+"""Mistakes in arguments: each gets one message of axes' own classes, the same on every rank, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import axes
+from axes import ExpressionError, Mesh, MeshError, ShardingError, SizeError
+
+
+def layer() -> nn.Module:
+    return nn.Linear(8, 16, bias=False)
+
+
+def plain(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+def made(spec: str, mesh: Mesh | None = None, **sizes: int) -> torch.Tensor:
+    return axes.ones(spec, mesh=mesh, **sizes)
+
+
+SPEC = (
+    "an expression is text; found list. Where placements are meant, axes.Sharding.from_placements(mesh, placements, "
+    "ndim).spec is their text"
+)
+EINSUM = "einsum takes tensors and, last, the expression, like axes.einsum(x, w, 'b d, d f -> b f'); found "
+MESH = "a mesh is an axes mesh, made by axes.init_mesh; found int: 3"
+UNKNOWN = "the mesh has no axis 'tpp'; did you mean 'tp'?"
+
+MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] = {
+    "names of weights as a list": (
+        lambda mesh: axes.nn.load_safetensors(layer(), "weights", names=["a"]),
+        ShardingError,
+        "names is a mapping from the module's names to those in the files, like {'weight': 'w'}, or a function of the "
+        "module's name; found list",
+    ),
+    "a path that is a number": (
+        lambda mesh: axes.nn.load_safetensors(layer(), path=5),
+        ShardingError,
+        "path is a file or a folder with safetensors files; found int",
+    ),
+    "ignored names that are a number": (
+        lambda mesh: axes.nn.load_safetensors(layer(), "weights", ignore=5),
+        ShardingError,
+        "ignore is patterns of names in the files, like ['*.inv_freq']; found '5'",
+    ),
+    "clipping a module": (
+        lambda mesh: axes.nn.clip_grad_norm_(layer(), 1.0),
+        ShardingError,
+        "axes.nn.clip_grad_norm_ takes tensors; found a module, so pass its module.parameters()",
+    ),
+    "clipping named parameters": (
+        lambda mesh: axes.nn.clip_grad_norm_(layer().named_parameters(), 1.0),
+        ShardingError,
+        "axes.nn.clip_grad_norm_ takes tensors; found tuple; pass module.parameters(), without names",
+    ),
+    "clipping a number": (
+        lambda mesh: axes.nn.clip_grad_norm_(3, 1.0),
+        ShardingError,
+        "axes.nn.clip_grad_norm_ takes tensors, like module.parameters(); found int",
+    ),
+    "an optimizer of a module": (
+        lambda mesh: axes.nn.local_optimizer(torch.optim.AdamW, layer()),
+        ShardingError,
+        "axes.nn.local_optimizer takes parameters; found a module, so pass its module.parameters()",
+    ),
+    "a sharding on a mesh of another number of axes": (
+        lambda mesh: Mesh("a=2 b=2").sharding("n@a").on(Mesh("a=4")),
+        ShardingError,
+        "'n@a' is on Mesh('a=2 b=2'); on Mesh('a=4'), whose axes have other layouts, it can't be the same. "
+        "Moving a tensor there is axes.reshard(x, spec, mesh=mesh)",
+    ),
+    "no expression": (
+        lambda mesh: axes.rearrange(plain(2, 2), None),
+        ExpressionError,
+        "an expression is text; found NoneType",
+    ),
+    "no expression for a DTensor": (
+        lambda mesh: axes.rearrange(made("a", a=2), None),
+        ExpressionError,
+        "an expression is text; found NoneType",
+    ),
+    "arguments in the wrong order": (
+        lambda mesh: axes.repeat("a -> a", plain(2)),
+        ExpressionError,
+        "an expression is text; found Tensor",
+    ),
+    "an einsum of nothing": (lambda mesh: axes.einsum(), ExpressionError, EINSUM + "nothing"),
+    "an einsum without an expression": (
+        lambda mesh: axes.einsum(plain(2), plain(2)),
+        ExpressionError,
+        EINSUM + "Tensor, Tensor",
+    ),
+    "an einsum without tensors": (lambda mesh: axes.einsum("a, a ->"), ExpressionError, EINSUM + "str"),
+    "a reduction that is a long text": (
+        lambda mesh: axes.reduce(made("a b", a=2, b=2), "a b -> a", "q" * 10**6),
+        ShardingError,
+        "reduce knows sum, mean, max, min, prod, any, all and functions; found 'qqqq",
+    ),
+    "a norm over a dim that isn't there": (
+        lambda mesh: axes.rms_norm(plain(2, 2), "b d", over="e"),
+        ExpressionError,
+        "rms_norm is over dims of the spec by name; found 'e'; known: b, d\n  b d\n",
+    ),
+    "a norm over nothing": (
+        lambda mesh: axes.layer_norm(plain(2, 2), "b d", over=None),
+        ShardingError,
+        "over names dims, like 'd' or 'h d'; found None",
+    ),
+    "a norm of a list": (
+        lambda mesh: axes.layer_norm(plain(2, 2), ["b", "d"], over="d"),
+        ExpressionError,
+        "an expression is text; found list",
+    ),
+    "a large epsilon": (
+        lambda mesh: axes.rms_norm(plain(2, 2), "b d", over="d", eps=2**64),
+        ShardingError,
+        "eps is a number from 0, like 1e-5; found 18446744073709551616",
+    ),
+    "lifting to nothing": (
+        lambda mesh: axes.lift(made("a", a=2), None),
+        MeshError,
+        "a mesh is an axes mesh, made by axes.init_mesh; found NoneType: None",
+    ),
+    "a number for a mesh": (lambda mesh: axes.shard(plain(2), "a", mesh=3), MeshError, MESH),
+    "a number for a mesh, on plain tensors": (
+        lambda mesh: axes.rearrange(plain(2, 2), "a b -> b a", mesh=3),
+        MeshError,
+        MESH,
+    ),
+    "a dtype as text": (
+        lambda mesh: axes.reshard(made("a@tp", a=8), "a", comm_dtype="float16"),
+        ShardingError,
+        "comm_dtype is a torch.dtype, or two: for values and gradients; found 'float16'",
+    ),
+    "placements for a spec": (lambda mesh: axes.shard(plain(8), [Shard(0)]), ExpressionError, SPEC),
+    "placements for the spec of a shard": (lambda mesh: axes.from_local(plain(8), [Shard(0)]), ExpressionError, SPEC),
+    "placements for the spec of zeros": (lambda mesh: axes.zeros([Shard(0)], a=8), ExpressionError, SPEC),
+    "a pending truth value": (
+        lambda mesh: axes.unshard((made("a@tp", a=8) > 0).any()),
+        ShardingError,
+        "torch.bool isn't reduced by every backend: a sum over 'tp' needs comm_dtype=torch.int64, as "
+        "axes.reshard(x, '', comm_dtype=torch.int64)\n",
+    ),
+    "a lone surrogate": (
+        lambda mesh: axes.rearrange(made("a", a=2), "a \ud800 -> a"),
+        ExpressionError,
+        "'\\ud800' has no meaning here\n  a \\ud800 -> a\n",
+    ),
+    "a mesh of another size": (
+        lambda mesh: axes.init_mesh("dp=3 tp=2", device_type="cpu"),
+        SizeError,
+        "the mesh needs 6 ranks, dp=3 * tp=2; this job has 8\nstart as many: torchrun --nproc-per-node 6 ..., "
+        "axes.launch(fn, 6), or try it in one process with axes.simulate(6); one size that is left out follows",
+    ),
+    "a name that is taken": (
+        lambda mesh: Mesh("dp=2 cp=2 tp=2").define("dp = cp tp"),
+        MeshError,
+        "'dp' is a name of the mesh already, of size 2; cp * tp is 4. Give it another name\nin the equation  dp = cp tp",
+    ),
+    "a name that is taken, in a declaration": (
+        lambda mesh: Mesh("dp=2 cp=2 tp=2", "(cp tp) = dp"),
+        MeshError,
+        "'dp' is a name of the mesh already, of size 2; cp * tp is 4. Give it another name\n",
+    ),
+    "tensors on two axes": (
+        lambda mesh: axes.einsum(
+            made("a b@tp", mesh["tp"], a=4, b=4), made("b c@dp", mesh["dp"], b=4, c=4), "a b, b c -> a c"
+        ),
+        MeshError,
+        "the tensors are on two meshes, Mesh('dp=2 tp=4')['tp'] and Mesh('dp=2 tp=4')['dp']; declare both on a mesh "
+        "with the axes of both: axes.lift(x, mesh['tp', 'dp'])\nin  a b, b c -> a c",
+    ),
+    "names without spaces": (
+        lambda mesh: axes.einsum(made("a b c", a=2, b=3, c=4), made("a b", a=4, b=5), "bsd,df->bsf"),
+        SizeError,
+        "operand 1, 'bsd', has 1 dim; the tensor has 3\nin  bsd,df->bsf\n"
+        "names are separated by spaces: 'b s d, d f -> b s f'",
+    ),
+    "one name without spaces": (
+        lambda mesh: axes.rearrange(plain(2, 3, 4), "bsd -> b@tp s d", mesh=mesh),
+        SizeError,
+        "'bsd' has 1 dim; the tensor has 3\nin  bsd -> b@tp s d\nnames are separated by spaces: 'b s d'",
+    ),
+    "fewer heads than ranks": (
+        lambda mesh: axes.shard(plain(16, 8), "(h@tp k) d", h=2),
+        ShardingError,
+        "2 doesn't divide into 4 parts: h=2@tp is split inside a group:  (h=2@tp k) = 16    (dim of [16, 8] in "
+        "'(h=2@tp k) d')\nsplit the axis first, (tp) = kv=2 rep in the declaration of the mesh, and then h over kv "
+        "alone: ranks along rep have the same",
+    ),
+}
+UNKNOWN_AXES: dict[str, Callable[[Mesh], object]] = {
+    "axis": lambda mesh: mesh.axis("tpp"),
+    "sub-mesh": lambda mesh: mesh["tpp"],
+    "sharding": lambda mesh: mesh.sharding("a@tpp"),
+    "pending": lambda mesh: mesh.sharding("a | sum@tpp"),
+    "shard": lambda mesh: axes.shard(plain(8), "a@tpp"),
+    "from_local": lambda mesh: axes.from_local(plain(8), "a@tpp"),
+    "ones": lambda mesh: made("a@tpp", a=8),
+    "rearrange": lambda mesh: axes.rearrange(made("a", a=8), "a -> a@tpp"),
+    "rearrange of a shard": lambda mesh: axes.rearrange(plain(8), "a@tpp -> a"),
+    "einsum": lambda mesh: axes.einsum(plain(8), plain(8), "a@tpp, a@tpp -> "),
+    "reshard": lambda mesh: axes.reshard(made("a", a=8), "a@tpp"),
+    "reshard of a shard": lambda mesh: axes.reshard(plain(8), "a@tpp -> a"),
+    "plan": lambda mesh: axes.plan("a@tpp", "a", (8,)),
+    "psum": lambda mesh: axes.psum(plain(8), "tpp"),
+    "axis_size": lambda mesh: axes.axis_size("tpp"),
+    "embedding": lambda mesh: axes.embedding(torch.ones(2).long(), plain(2, 2), "b, v@tpp d -> b d"),
+    "dropout": lambda mesh: axes.nn.dropout(plain(8), 0.5, "a@tpp", seed=1),
+    "clipping": lambda mesh: axes.nn.clip_grad_norm_(layer().parameters(), 1.0, stages="tpp"),
+    "groups": lambda mesh: mesh.create_groups("tpp"),
+    "module": lambda mesh: axes.shard_module(layer(), {"*": "a@tpp b"}, mesh),
+    "region": lambda mesh: axes.shard_map(lambda x: x, "a@tpp -> a@tpp")(made("a", a=8)),
+}
+"""An axis that the mesh doesn't have, wherever one is named: one class and one sentence."""
+
+
+def raised(program: Callable[[Mesh], object], rank: int) -> Exception:
+    """What a program raises on a rank of eight, which has sent nothing by then."""
+    with axes.simulate(8, rank=rank), axes.init_mesh("dp=2 tp=4", device_type="cpu") as mesh, CommDebugMode() as sent:
+        with pytest.raises(Exception) as found:  # noqa: PT011, the caller compares class and message
+            program(mesh)
+        assert not sent.get_total_counts()
+    return found.value
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_message_of_axes_own_on_every_rank(mistake):
+    program, kind, message = MISTAKES[mistake]
+    first, last = (raised(program, rank) for rank in (0, 7))
+    assert type(first) is kind
+    assert str(first).startswith(message)
+    assert len(str(first)) <= 2_000
+    assert (type(last), str(last)) == (type(first), str(first))
+
+
+@pytest.mark.parametrize("where", UNKNOWN_AXES)
+def test_an_unknown_axis_is_one_error_wherever_it_is_named(where):
+    found = raised(UNKNOWN_AXES[where], 0)
+    assert type(found) is MeshError
+    assert UNKNOWN in str(found)
+
+
+def test_a_script_without_a_launcher_is_told_how_many_processes_it_needs():
+    with pytest.raises(
+        SizeError, match=r"^the mesh needs 4 ranks, dp=2 \* tp=2; this job has 1\nstart as many: "
+    ) as found:
+        axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    axes.destroy_process_groups()
+    assert "torchrun --nproc-per-node 4 ..., axes.launch(fn, 4), or try it in one process" in str(found.value)
+
+
+@pytest.mark.parametrize("kind", [MeshError, SizeError, ExpressionError])
+def test_a_message_is_short_and_can_be_printed(kind):
+    text = str(kind("begins " + "\ud800" * 10**6 + " ends"))
+    assert len(text.encode()) == 2_000
+    assert text.startswith("begins \\ud800")
+    assert text.endswith(" ends")
+    assert len(str(kind("b" * 10**6))) == 2_000
+    assert str(kind("ä: all of it")) == "ä: all of it"
