@@ -6,6 +6,7 @@ import functools
 import math
 import random
 import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -135,122 +136,116 @@ def coefficients(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 # --- DTensors ---------------------------------------------------------------------------------------
 
 
-def global_cases(first: int, count: int) -> list[str]:
+def failures(check: Callable[[random.Random, axes.Mesh], Iterator[str]], first: int, count: int) -> list[str]:
+    """What a check says of random cases, with the seed of each."""
     mesh, wrong = cube(), []
     for seed in range(first, first + count):
-        draw = random.Random(seed)
-        case = Case(draw, alike=True)
-        fused, parts = case.fused(placed=True), [case.part(n, placed=True) for n in range(len(case.blocks))]
-        apart, together = f"{fused} -> {', '.join(parts)}", f"{', '.join(parts)} -> {fused}"
-        whole = case.whole()
-        opened = case.open(whole)
         try:
-            pieces = [axes.shard(x, s, mesh=mesh).requires_grad_() for x, s in zip(opened, parts, strict=True)]
-            sizes = {name: size for name, size in case.given.items() if name in re.findall(r"\w+", case.spec())}
-            try:
-                placed = axes.shard(whole, case.spec(), mesh=mesh, sizes=sizes)
-            except ShardingError:
-                placed = None  # DTensor can't say it, so that no expression may make it
-            try:
-                made = axes.rearrange(pieces, together, sizes=case.given)
-            except ShardingError as error:
-                if placed is not None or "DTensor can't" not in str(error):
-                    wrong.append(f"{seed}: {together}: {error}")
-                continue
-            if placed is None or not axes.sharding_of(made).is_equivalent(axes.sharding_of(placed), whole.shape):
-                wrong.append(f"{seed}: {together}: {axes.spec_of(made)}")
-                continue
-            got = axes.unshard(made)
-            if not torch.equal(got, whole):
-                wrong.append(f"{seed}: {together}")
-            factor = coefficients([whole])[0]
-            (got * factor).sum().backward()
-            for piece, expected in zip(pieces, case.open(factor), strict=True):
-                if axes.spec_of(piece.grad) != axes.spec_of(piece) or not torch.equal(
-                    axes.unshard(piece.grad), expected
-                ):
-                    wrong.append(f"{seed}: gradient of {together}")
-            kept = [piece.grad.to_local().clone() for piece in pieces]
-            pieces[0].grad.to_local().mul_(2)
-            if any(not torch.equal(p.grad.to_local(), k) for p, k in zip(pieces[1:], kept[1:], strict=True)):
-                wrong.append(f"{seed}: gradients share memory in {together}")
-            x = axes.shard(whole.clone(), axes.spec_of(made), mesh=mesh).requires_grad_()
-            found = axes.rearrange(x, apart, sizes=case.given)
-            loss = 0.0
-            for piece, expected, factor in zip(found, opened, coefficients(opened), strict=True):
-                if not torch.equal(axes.unshard(piece), expected):
-                    wrong.append(f"{seed}: {apart}")
-                if draw.random() < 0.8:
-                    moved = axes.reshard(piece, " ".join(["_"] * piece.ndim)) if draw.random() < 0.5 else piece
-                    loss = loss + (axes.unshard(moved) * factor).sum()
-                else:
-                    factor.zero_()
-                    loss = loss + 0 * axes.unshard(piece).sum() if draw.random() < 0.5 else loss
-                expected.copy_(factor)
-            if isinstance(loss, torch.Tensor):
-                loss.backward()
-                if not torch.equal(axes.unshard(x.grad), whole):  # the views of `whole` hold the factors now
-                    wrong.append(f"{seed}: gradient of {apart}")
-            with torch.no_grad():
-                before = axes.to_local(x).clone()
-                for piece in found:
-                    axes.to_local(piece).mul_(3)
-                if not torch.equal(axes.to_local(x), before):
-                    wrong.append(f"{seed}: a result of {apart} shares memory")
+            wrong += [f"{seed}: {each}" for each in check(random.Random(seed), mesh)]
         except AxesError as error:
-            wrong.append(f"{seed}: {apart}: {error}")
+            wrong.append(f"{seed}: {error}")
     return wrong
+
+
+def global_case(draw: random.Random, mesh: axes.Mesh) -> Iterator[str]:
+    case = Case(draw, alike=True)
+    fused, parts = case.fused(placed=True), [case.part(n, placed=True) for n in range(len(case.blocks))]
+    apart, together = f"{fused} -> {', '.join(parts)}", f"{', '.join(parts)} -> {fused}"
+    whole = case.whole()
+    opened = case.open(whole)
+    pieces = [axes.shard(x, s, mesh=mesh).requires_grad_() for x, s in zip(opened, parts, strict=True)]
+    sizes = {name: size for name, size in case.given.items() if name in re.findall(r"\w+", case.spec())}
+    try:
+        placed = axes.shard(whole, case.spec(), mesh=mesh, sizes=sizes)
+    except ShardingError:
+        placed = None  # DTensor can't say it, so that no expression may make it
+    try:
+        made = axes.rearrange(pieces, together, sizes=case.given)
+    except ShardingError as error:
+        if placed is not None or "DTensor can't" not in str(error):
+            yield f"{together}: {error}"
+        return
+    if placed is None or not axes.sharding_of(made).is_equivalent(axes.sharding_of(placed), whole.shape):
+        yield f"{together}: {axes.spec_of(made)}"
+        return
+    got = axes.unshard(made)
+    if not torch.equal(got, whole):
+        yield together
+    factor = coefficients([whole])[0]
+    (got * factor).sum().backward()
+    for piece, expected in zip(pieces, case.open(factor), strict=True):
+        if axes.spec_of(piece.grad) != axes.spec_of(piece) or not torch.equal(axes.unshard(piece.grad), expected):
+            yield f"gradient of {together}"
+    kept = [piece.grad.to_local().clone() for piece in pieces]
+    pieces[0].grad.to_local().mul_(2)
+    if any(not torch.equal(p.grad.to_local(), k) for p, k in zip(pieces[1:], kept[1:], strict=True)):
+        yield f"gradients share memory in {together}"
+    x = axes.shard(whole.clone(), axes.spec_of(made), mesh=mesh).requires_grad_()
+    found = axes.rearrange(x, apart, sizes=case.given)
+    loss = 0.0
+    for piece, expected, factor in zip(found, opened, coefficients(opened), strict=True):
+        if not torch.equal(axes.unshard(piece), expected):
+            yield apart
+        if draw.random() < 0.8:
+            moved = axes.reshard(piece, " ".join(["_"] * piece.ndim)) if draw.random() < 0.5 else piece
+            loss = loss + (axes.unshard(moved) * factor).sum()
+        else:
+            factor.zero_()
+            loss = loss + 0 * axes.unshard(piece).sum() if draw.random() < 0.5 else loss
+        expected.copy_(factor)
+    if isinstance(loss, torch.Tensor):
+        loss.backward()
+        if not torch.equal(axes.unshard(x.grad), whole):  # the views of `whole` hold the factors now
+            yield f"gradient of {apart}"
+    with torch.no_grad():
+        before = axes.to_local(x).clone()
+        for piece in found:
+            axes.to_local(piece).mul_(3)
+        if not torch.equal(axes.to_local(x), before):
+            yield f"a result of {apart} shares memory"
 
 
 @pytest.mark.parametrize("first", range(0, 240, 80))
 def test_blocks_of_dtensors_are_those_of_the_whole(pool, first):
-    assert pool.run(global_cases, first, 80) == [[]] * 8
+    assert pool.run(failures, global_case, first, 80) == [[]] * 8
 
 
 # --- plain shards -----------------------------------------------------------------------------------
 
 
-def local_cases(first: int, count: int) -> list[str]:
-    mesh, wrong = cube(), []
-    for seed in range(first, first + count):
-        case = Case(random.Random(seed), alike=False)
-        fused, parts = case.fused(placed=True), [case.part(n, placed=True) for n in range(len(case.blocks))]
-        whole = case.whole()
-        mine = [
-            axes.to_local(axes.shard(x, spec, mesh=mesh)).clone()
-            for x, spec in zip(case.open(whole), parts, strict=True)
-        ]
-        try:
-            pieces = [x.clone().requires_grad_() for x in mine]
-            made = axes.rearrange(pieces, f"{', '.join(parts)} -> {fused}", mesh, sizes=case.given)
-            beside = [len(case.lead), len(case.lead) + len(case.before)]
-            shape, at = list(mine[0].shape), beside[1]
-            inner = [math.prod(x.shape[at : at + len(b)]) for x, b in zip(mine, case.blocks, strict=True)]
-            flat = [
-                x.reshape(*shape[:at], n, *x.shape[at + len(b) :])
-                for x, n, b in zip(mine, inner, case.blocks, strict=True)
-            ]
-            expected = torch.cat(flat, at)
-            tail = expected.shape[at + 1 + len(case.behind) :]
-            expected = expected.reshape(*shape[: beside[0]], -1, *tail)
-            if not torch.equal(made, expected):
-                wrong.append(f"{seed}: {fused}")
-            (made * torch.arange(made.numel()).view(made.shape)).sum().backward()
-            x = made.detach().requires_grad_()
-            found = axes.rearrange(x, f"{fused} -> {', '.join(parts)}", mesh, sizes=case.given)
-            if not all(map(torch.equal, found, mine)):
-                wrong.append(f"{seed}: {fused} ->")
-            sum((y * p.grad).sum() for y, p in zip(found, pieces, strict=True)).backward()
-            if not torch.equal(x.grad, torch.arange(made.numel()).view(made.shape).to(x.dtype)):
-                wrong.append(f"{seed}: gradient of {fused}")
-        except AxesError as error:
-            wrong.append(f"{seed}: {fused}: {error}")
-    return wrong
+def local_case(draw: random.Random, mesh: axes.Mesh) -> Iterator[str]:
+    case = Case(draw, alike=False)
+    fused, parts = case.fused(placed=True), [case.part(n, placed=True) for n in range(len(case.blocks))]
+    whole = case.whole()
+    mine = [
+        axes.to_local(axes.shard(x, spec, mesh=mesh)).clone() for x, spec in zip(case.open(whole), parts, strict=True)
+    ]
+    pieces = [x.clone().requires_grad_() for x in mine]
+    made = axes.rearrange(pieces, f"{', '.join(parts)} -> {fused}", mesh, sizes=case.given)
+    beside = [len(case.lead), len(case.lead) + len(case.before)]
+    shape, at = list(mine[0].shape), beside[1]
+    inner = [math.prod(x.shape[at : at + len(b)]) for x, b in zip(mine, case.blocks, strict=True)]
+    flat = [
+        x.reshape(*shape[:at], n, *x.shape[at + len(b) :]) for x, n, b in zip(mine, inner, case.blocks, strict=True)
+    ]
+    expected = torch.cat(flat, at)
+    tail = expected.shape[at + 1 + len(case.behind) :]
+    expected = expected.reshape(*shape[: beside[0]], -1, *tail)
+    if not torch.equal(made, expected):
+        yield fused
+    (made * torch.arange(made.numel()).view(made.shape)).sum().backward()
+    x = made.detach().requires_grad_()
+    found = axes.rearrange(x, f"{fused} -> {', '.join(parts)}", mesh, sizes=case.given)
+    if not all(map(torch.equal, found, mine)):
+        yield f"{fused} ->"
+    sum((y * p.grad).sum() for y, p in zip(found, pieces, strict=True)).backward()
+    if not torch.equal(x.grad, torch.arange(made.numel()).view(made.shape).to(x.dtype)):
+        yield f"gradient of {fused}"
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
 def test_blocks_of_plain_shards_are_this_ranks_part_of_each(pool, first):
-    assert pool.run(local_cases, first, 100) == [[]] * 8
+    assert pool.run(failures, local_case, first, 100) == [[]] * 8
 
 
 # --- one at a time ----------------------------------------------------------------------------------

@@ -154,6 +154,17 @@ def other_dim(parameter):
     return Shard(1) if factored else None
 
 
+def fully_sharded(model: nn.Module, mesh: axes.Mesh) -> None:
+    """FSDP2 over dp, block by block and the rest, with gradients that are summands of the whole one already."""
+    # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
+    rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
+    for module in (*model.blocks, model):
+        fully_shard(module, **rows)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
 def under_fsdp(tp: int, checkpointed: bool, compiled: bool = False) -> list[str]:
     """Tensor parallel parameters that fully_shard shards over dp, block by block and the rest."""
     wrong: list[str] = []
@@ -163,14 +174,7 @@ def under_fsdp(tp: int, checkpointed: bool, compiled: bool = False) -> list[str]
     if tp > 1:
         shard_module(model, SPECS, mesh["tp"])
     axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v", mesh)  # no ambient one, in backward neither
-    # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
-    rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
-    for block in model.blocks:
-        fully_shard(block, **rows)
-    fully_shard(model, **rows)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+    fully_sharded(model, mesh)
     for block in model.blocks if compiled else ():
         block.compile(backend="aot_eager")
     for _ in range(2):
@@ -499,13 +503,7 @@ def generating() -> list[str]:
         y, plain = model(tokens), model(TOKENS[rows])
     if hooks() or not torch.allclose(axes.unshard(y), expected) or not torch.equal(plain, axes.to_local(y)):
         wrong.append(f"{hooks()} hooks, or other values")
-    rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
-    for block in model.blocks:
-        fully_shard(block, **rows)
-    fully_shard(model, **rows)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+    fully_sharded(model, mesh)
     with torch.no_grad():
         if not torch.allclose(axes.unshard(model(tokens)), expected):
             wrong.append("without gradients, under fully_shard")

@@ -22,8 +22,8 @@ class AxesError(Exception):
     (2000, "of '\\\\ud800'")
     """
 
-    def __init__(self, *args: object):
-        super().__init__(*(_fitting(each) if isinstance(each, str) else each for each in args))
+    def __str__(self) -> str:
+        return _fitting(super().__str__())
 
 
 class SizeError(AxesError):

@@ -191,6 +191,26 @@ class Spec:
         return " ".join(filter(None, (text, "|", *map(str, self.pending))))
 
 
+_ONE = Dim((Factor("_"),))
+
+
+def without_dots(tree: Spec, ndim: int, stands_for: Dim = _ONE) -> Spec:
+    """The spec of a tensor of `ndim` dims, with a dim like `stands_for` for each that its `...` stands for.
+
+    >>> print(without_dots(parse_spec("b ... d@tp"), 4))
+    b _ _ d@tp
+    """
+    dims: list[Dim] = []
+    for dim in tree.dims:
+        dims.extend([stands_for] * (ndim + 1 - len(tree.dims)) if has_dots(dim) else [dim])
+    return replace(tree, dims=tuple(dims))
+
+
+def has_dots(dim: Dim) -> bool:
+    """Whether a dim of a spec is `...`, or has it among its factors."""
+    return any(factor.name == "..." for factor in dim.factors)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorExpression:
     """`operands -> results`; `results` is None where there is no arrow."""

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from axes.algebra import ambient
 from axes.algebra.errors import MeshError, ShardingError, pointed, shortened, suggestion
-from axes.algebra.grammar import Dim, Factor, Place, Spec, parse_spec, place_text
+from axes.algebra.grammar import Dim, Place, Spec, parse_spec, place_text, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
@@ -246,8 +246,7 @@ def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[s
     known = given_sizes(sizes, None, inline, [str(factor.name) for factor in factors])  # type: ignore[arg-type]
     if shape is None:
         return known
-    if any(factor.name == EVERYTHING for dim in tree.dims for factor in dim.factors):
-        tree = _without_dots(tree, len(shape))
+    tree = without_dots(tree, len(shape))
     if len(tree.dims) != len(shape):
         raise ShardingError(f"the spec '{spec}' has {len(tree.dims)} dims, the tensor {len(shape)}: {list(shape)}")
     products = []
@@ -258,15 +257,6 @@ def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[s
         if extent:
             products.append(Product(tuple(names), (), extent, f"dim {number} of {list(shape)} in '{spec}'"))
     return {name: size for name, size in solve(products, known).items() if name.isidentifier()}
-
-
-def _without_dots(tree: Spec, ndim: int) -> Spec:
-    """The spec with `_` for each dim that its `...` stands for."""
-    dims: list[Dim] = []
-    for dim in tree.dims:
-        dots = any(factor.name == EVERYTHING for factor in dim.factors)
-        dims.extend([Dim((Factor("_"),))] * (ndim + 1 - len(tree.dims)) if dots else [dim])
-    return replace(tree, dims=tuple(dims))
 
 
 def _placed(dim: Dim, axes: Mapping[str, tuple[str, ...]]) -> Dim:

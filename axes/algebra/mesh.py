@@ -339,7 +339,7 @@ class Mesh:
         """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
 
         `sizes` and keywords are the sizes of factors of grouped dims, where they can't be left open.
-        Raises `ShardingError` for an axis that the mesh doesn't have or that is used twice.
+        Raises `MeshError` for an axis that the mesh doesn't have, `ShardingError` for one that is used twice.
 
         >>> Mesh("dp=2 tp=4").sharding("b@dp (h@tp d)", h=8).local_shape((4, 64))
         (2, 16)

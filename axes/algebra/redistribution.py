@@ -21,7 +21,7 @@ from typing import Any
 from axes.algebra import plan as planning
 from axes.algebra.cost import CostModel, Model
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, shortened, suggestion
-from axes.algebra.grammar import Dim, Place, Spec, parse_spec
+from axes.algebra.grammar import Dim, Factor, Place, Spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
@@ -135,22 +135,20 @@ def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: Sizes) -
     return _exact(source, tree, mesh, dict(sizes))
 
 
+_KEPT = Dim((Factor("_", place=Place(("*",))),))
+
+
 def _expanded(spec: str, ndim: int) -> Spec:
     """The tree of a spec with `...` as the dims that it stands for, each split over what it has."""
     tree = parse_spec(spec)
-    dims: list[Dim] = []
-    for dim in tree.dims:
-        if not any(factor.name == "..." for factor in dim.factors):
-            dims.append(dim)
-            continue
-        (factor, *others), place = dim.factors, dim.factors[0].place or dim.place
-        if others or (place is not None and place.names != ("*",)):
+    for dim in filter(has_dots, tree.dims):
+        place = dim.factors[0].place or dim.place
+        if len(dim.factors) > 1 or (place is not None and place.names != ("*",)):
             raise ShardingError("'...' stands for whole dims that stay as they are; name the dim that is split")
-        kept = replace(dim, factors=(replace(factor, name="_", place=Place(("*",))),), place=None, grouped=False)
-        dims.extend([kept] * (ndim + 1 - len(tree.dims)))
-    if len(dims) != ndim:
-        raise ShardingError(f"the spec has {len(dims)} dims, the tensor {ndim}")
-    return replace(tree, dims=tuple(dims))
+    tree = without_dots(tree, ndim, _KEPT)
+    if len(tree.dims) != ndim:
+        raise ShardingError(f"the spec has {len(tree.dims)} dims, the tensor {ndim}")
+    return tree
 
 
 def _places(dim: Dim) -> list[Place]:

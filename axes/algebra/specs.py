@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, suggestion, unknown_axis
-from axes.algebra.grammar import checked_spec, parse_spec
+from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import checked_size
@@ -38,13 +38,8 @@ def parsed_sharding(
 def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None) -> Sharding:
     tree = parse_spec(spec)
     given = _given(tree, dict(sizes))
-    dims: list[ShardedDim] = []
     try:
-        for dim in tree.dims:
-            if any(f.name == "..." for f in dim.factors):
-                dims.extend(_ellipsis(spec, tree, dim, ndim))
-            else:
-                dims.append(_dim(mesh, spec, dim, given))
+        dims = [_dim(mesh, spec, dim, given) for dim in _opened(spec, tree, ndim).dims]
         pending = tuple(_pending(mesh, spec, p) for p in tree.pending or ())
         _check_names(spec, tree)
         return Sharding(mesh, tuple(dims), pending)
@@ -122,16 +117,18 @@ def _named(mesh: Mesh, name: str) -> NamedLayout:
     return NamedLayout(layout, name)
 
 
-def _ellipsis(spec: str, tree: grammar.Spec, dim: grammar.Dim, ndim: int | None) -> list[ShardedDim]:
-    factor = dim.factors[0]
-    if dim.grouped or factor.place is not None:
-        _wrong("'...' stands for whole dims that aren't split; name the dim that is", spec, dim.span)
+def _opened(spec: str, tree: grammar.Spec, ndim: int | None) -> grammar.Spec:
+    """The spec without `...`, which stands for whole dims."""
+    dots = next(filter(has_dots, tree.dims), None)
+    if dots is None:
+        return tree
+    if dots.grouped or dots.factors[0].place is not None:
+        _wrong("'...' stands for whole dims that aren't split; name the dim that is", spec, dots.span)
     if ndim is None:
-        _wrong("'...' stands for dims of a tensor; without one, write every dim (or '_')", spec, dim.span)
-    missing = ndim - (len(tree.dims) - 1)
-    if missing < 0:
+        _wrong("'...' stands for dims of a tensor; without one, write every dim (or '_')", spec, dots.span)
+    if ndim < len(tree.dims) - 1:
         _wrong(f"the spec has {len(tree.dims) - 1} dims beside '...', the tensor has {ndim}", spec, (0, len(spec)))
-    return [ShardedDim((ShardedFactor("_"),)) for _ in range(missing)]
+    return without_dots(tree, ndim)
 
 
 def _pending(mesh: Mesh, spec: str, pending: grammar.Pending) -> PendingReduction:

@@ -20,17 +20,15 @@ from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, 
 from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
-from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
-from axes.algebra.specs import parsed_sharding
 from axes.nn.activations import reshard_around
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
 from axes.runtime.factories import agreed_seeds
 from axes.runtime.leaves import resolving
-from axes.runtime.sharded import dtensor_of, take_shard
+from axes.runtime.sharded import dtensor_of, sharding_in_torch, take_shard
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -278,10 +276,9 @@ def _sharding(
     shape = tuple(tensor.shape)
     try:
         text = spec if rules is None else rules.spec(spec, mesh, shape, sizes=sizes)
-        sharding = parsed_sharding(mesh, text, tuple(sorted(sizes.items())), len(shape)).sized(shape)
+        sharding = sharding_in_torch(mesh, text, shape, tuple(sorted(sizes.items())))
         if sharding.pending:
             raise ShardingError(f"a parameter has nothing pending; found '{sharding}'")
-        check_torch_can(sharding, shape)
     except AxesError as error:
         raise type(error)(f"{name} {list(shape)}, '{spec}': {error}") from None if len(error.args) == 1 else error
     return sharding

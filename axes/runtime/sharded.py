@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from axes.algebra import seam
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.grammar import checked_spec
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -89,7 +90,7 @@ def shard(
     _plain(tensor, "axes.shard", "axes.reshard")
     given = written_sizes(keywords, sizes)
     rules = ambient_rules()
-    if rules is not None and "@" not in spec:
+    if rules is not None and "@" not in checked_spec(spec):
         spec = spec_by_rules(rules, spec, mesh, tuple(map(operator.index, tensor.shape)), given)
     return shard_on_mesh(tensor, spec, mesh, source_rank, given)
 
@@ -113,7 +114,7 @@ def shard_on_mesh(
 
 
 def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | None, sizes: Given) -> DTensor:
-    sharding = _whole_spec(mesh, spec, tensor.ndim, tensor.shape, sizes)
+    sharding = sharding_in_torch(mesh, spec, tensor.shape, sizes)
     _check_whole(sharding)
     source = None if source_rank is None else _source(mesh, source_rank)
     device_mesh, device_type = mesh.device_mesh, mesh.binding.device_type
@@ -452,8 +453,9 @@ def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(by_dim[dim] for dim in range(local.ndim))
 
 
-def _whole_spec(mesh: Mesh, spec: str, ndim: int, shape: Sequence[int], sizes: Given) -> Sharding:
-    sharding = parsed_sharding(mesh, spec, sizes, ndim).sized(shape)
+def sharding_in_torch(mesh: Mesh, spec: str, shape: Sequence[int], sizes: Given = ()) -> Sharding:
+    """The sharding of a spec for a tensor of this shape; `ShardingError` where DTensor can't express it."""
+    sharding = parsed_sharding(mesh, spec, sizes, len(shape)).sized(shape)
     check_torch_can(sharding, shape)
     return sharding
 
