@@ -242,6 +242,11 @@ def test_a_mistake_gets_one_message_of_axes_own_on_every_rank(mistake):
     assert (type(last), str(last)) == (type(first), str(first))
 
 
+def test_an_axis_that_is_split_as_the_message_says_takes_fewer_heads():
+    mesh = Mesh("dp=2 tp=4", "(tp) = kv=2 rep")
+    assert mesh.sharding("(h@kv k) d", h=2).local_shape((16, 8)) == (8, 8)
+
+
 @pytest.mark.parametrize("where", UNKNOWN_AXES)
 def test_an_unknown_axis_is_one_error_wherever_it_is_named(where):
     found = raised(UNKNOWN_AXES[where], 0)
