@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from axes.algebra import plan as planner
 from axes.algebra.cost import CostModel
 from axes.algebra.layout import Layout
-from axes.algebra.plan import Plan, choices, plan, small_alike
+from axes.algebra.plan import Plan, choices, even_ways, plan
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
 from axes.runtime.programs import Program, task_of
@@ -224,8 +224,9 @@ def test_the_steps_of_a_small_tensor_are_those_of_any_that_is_cut_alike(case, mo
     source, target, shape = case
     shape = tuple(size * data.draw(st.sampled_from((1, 2, 3, 5, 6))) for size in shape)
     rank = data.draw(st.sampled_from(list(source.universe.ranks)))
-    small = small_alike(source, target, shape, "float64", model, rank)
-    assert small is not None
+    ways = even_ways(source, target, shape, "float64", model)
+    assert ways is not None
+    small = ways.plan(ways.cheapest(shape), ways.shape, rank)
     assert math.prod(small.shape) <= math.prod(shape)
     own = plan(source, target, shape, "float64", model, rank)
     one, two = (Program(made, torch.float64, lambda _: None, "cpu") for made in (small, own))
@@ -233,8 +234,12 @@ def test_the_steps_of_a_small_tensor_are_those_of_any_that_is_cut_alike(case, mo
     for at, step in enumerate(own.steps):
         assert (small.steps[at].kind, small.steps[at].layout) == (step.kind, step.layout)
         found, wanted = task_of(alike, at, None), task_of(two, at, None)
-        for name in ("tile", "shape", "merged", "exchange", "padded"):
+        for name in ("tile", "shape", "merged", "padded", "copies"):
             assert getattr(found, name) == getattr(wanted, name)
+        padded = () if found.padded == 0 else ("padded_sends", "padded_receives")
+        for name in ("sends", "receives", "sends_all", "receives_all", *padded):
+            one_side, two_side = (task.at_sizes(getattr(task.unit, name)) for task in (found, wanted))
+            assert one_side == two_side
 
 
 @examples(60)
@@ -242,7 +247,7 @@ def test_the_steps_of_a_small_tensor_are_those_of_any_that_is_cut_alike(case, mo
 def test_no_other_size_has_the_steps_of_a_tensor_that_is_cut_unevenly(case, model):
     source, target, shape = case
     if not (source.divides(shape) and target.divides(shape)):
-        assert small_alike(source, target, shape, "float64", model, 0) is None
+        assert even_ways(source, target, shape, "float64", model) is None
 
 
 @examples(60)

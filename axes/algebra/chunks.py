@@ -94,9 +94,9 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def count(runs: Runs) -> int:
     """How many indices the runs hold."""
-    return sum(stop - start for start, stop in runs)
+    return sum([stop - start for start, stop in runs])
 
 
 def tile_shape(held: Tile) -> tuple[int, ...]:
     """The shape of the local tensor that holds a tile."""
-    return tuple(count(runs) for runs in held)
+    return tuple([count(runs) for runs in held])

@@ -45,7 +45,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, plan, small_alike
+from axes.algebra.plan import Plan, even_ways, plan
 from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -248,13 +248,32 @@ def program(
             f"rank {world.rank} is neither among the ranks of the source nor among those of the target\n"
             f"  source  {source}  on  {source.mesh!r}\n  target  {target}  on  {target.mesh!r}"
         )
-    how = source, target, shape, name_of(dtype), model_of(source.mesh), world.rank
-    if not _plans_are_shown():
-        small = small_alike(*how)
-        if small is not None:
-            base = _program_of(small, dtype, comm_dtype)
-            return base if small.shape == shape else base.alike(shape)
-    return _program_of(plan(*how), dtype, comm_dtype)
+    even = programs_alike(source, target, shape, dtype, comm_dtype)
+    if even is not None:
+        return even(shape)
+    made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), world.rank)
+    return _program_of(made, dtype, comm_dtype)
+
+
+def programs_alike(
+    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
+) -> Callable[[Shape], Program] | None:
+    """The programs by shape, for all shapes that are cut as this one is; None where a tile isn't even.
+
+    Where plans are logged or compared, each is made for its own sizes: then there are none either.
+    """
+    if plans_are_shown():
+        return None
+    ways = even_ways(source, target, shape, name_of(dtype), model_of(source.mesh))
+    if ways is None:
+        return None
+    rank = current_world().rank
+
+    @functools.lru_cache(maxsize=16)
+    def base(way: int) -> Program:
+        return _program_of(ways.plan(way, ways.shape, rank), dtype, comm_dtype)
+
+    return lambda shape: base(ways.cheapest(shape)).alike(shape)
 
 
 @of_world(4096)
@@ -269,8 +288,8 @@ def _program_of(made: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) 
     return Program(made, dtype, group_of_step, binding.device_type, comm_dtype, _check(made, comm_dtype))
 
 
-def _plans_are_shown() -> bool:
-    """Whether plans are logged or compared: then each is made for its own sizes."""
+def plans_are_shown() -> bool:
+    """Whether plans are logged or compared."""
     return os.environ.get("AXES_LOG") == "plan" or os.environ.get("AXES_CHECK") == "1"
 
 

@@ -39,7 +39,7 @@ from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Program
-from axes.runtime.redistribute import Dtypes, both, carried, program
+from axes.runtime.redistribute import Dtypes, both, carried, plans_are_shown, program, programs_alike
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
@@ -61,20 +61,20 @@ class Route:
     stays: bool
 
     @cached_property
-    def is_even(self) -> bool:
-        """Whether it is the same one for all sizes that are cut alike."""
-        ends, shape = (self.source, self.target), self.program.shape or self.program.plan.shape
-        even = all(end.is_plain and end.divides(shape) for end in ends)
-        return even and ends[0].universe == ends[1].universe
+    def programs(self) -> Callable[[Shape], Program] | None:
+        """Those for all shapes that are cut alike, where all tiles are even."""
+        ends, plan = (self.source, self.target), self.program.plan
+        if not all(end.is_plain for end in ends) or ends[0].universe != ends[1].universe:
+            return None
+        return programs_alike(plan.source, plan.target, plan.shape, self.program.dtype, self.comm_dtypes[0])
 
-    def at(self, spec: Spec) -> Route:
-        """The route of tensors with a spec of other sizes, which are cut alike."""
-        shape, meta = tuple(spec.shape), spec.tensor_meta
-        plan = self.program.plan
-        made = program(plan.source, plan.target, shape, meta.dtype, self.comm_dtypes[0])
-        strides = tuple(meta.stride) if made.idle else contiguous_strides(shape)
-        result = torch_private.dtensor_spec(self.spec.mesh, self.spec.placements, shape, strides, meta.dtype)
-        return Route(self.source, self.target, made, result, self.comm_dtypes, self.stays)
+    def at(self, shape: Shape, strides: Shape) -> Route:
+        """The route of tensors of another shape, which is cut alike: one of `programs`."""
+        assert self.programs is not None, "a tile isn't even"
+        made = self.programs(shape)
+        strides = contiguous_strides(shape) if made.plan.steps else strides
+        spec = torch_private.resized_spec(self.spec, shape, strides)
+        return Route(self.source, self.target, made, spec, self.comm_dtypes, self.stays)
 
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -145,17 +145,18 @@ def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
             found = find(spec, *how)
         except AxesError:
             return None  # what is refused is refused with its own sizes
-        return found if found.is_even else None
+        return None if found.programs is None else found
 
     @of_world(8192)
     @functools.wraps(find)
     def found(spec: Spec, *how: Any) -> Route:
-        shape = tuple(spec.shape)
+        meta = spec.tensor_meta
+        shape = tuple(meta.shape)
         smaller = alike(shape, _ranks(spec.mesh))
-        if smaller == shape:
+        if smaller == shape or plans_are_shown():
             return find(spec, *how)
-        there = base(spec.mesh, spec.placements, smaller, spec.tensor_meta.dtype, *how)
-        return find(spec, *how) if there is None else there.at(spec)
+        there = base(spec.mesh, spec.placements, smaller, meta.dtype, *how)
+        return find(spec, *how) if there is None else there.at(shape, meta.stride)
 
     return found
 

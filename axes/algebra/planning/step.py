@@ -117,7 +117,8 @@ class Step:
 
     def takes_part(self, rank: int) -> bool:
         """Whether a rank does anything in this step."""
-        return any(end.universe.position(rank) is not None for end in (self.source, self.target))
+        one, two = self.source.mesh.universe, self.target.mesh.universe
+        return one.position(rank) is not None or two.position(rank) is not None
 
     def input_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
         """The shape of the tile that a rank comes with, or None where it has none."""
