@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from axes.algebra import plan as planner
 from axes.algebra.cost import CostModel
 from axes.algebra.layout import Layout
-from axes.algebra.plan import Plan, choices, even_ways, plan
+from axes.algebra.mesh import Mesh
+from axes.algebra.plan import Plan, choices, even_ways, only_way, plan
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
 from axes.runtime.programs import Program, task_of
@@ -248,6 +249,29 @@ def test_no_other_size_has_the_steps_of_a_tensor_that_is_cut_unevenly(case, mode
     source, target, shape = case
     if not (source.divides(shape) and target.divides(shape)):
         assert even_ways(source, target, shape, "float64", model) is None
+
+
+@st.composite
+def chunked(draw, mesh: Mesh, ndim: int) -> Sharding:
+    """No dim split by more than one axis."""
+    axes = draw(st.permutations([*mesh.axis_names, *[""] * ndim]))[:ndim]
+    return mesh.sharding(" ".join(f"{dim}@{axis}" if axis else dim for dim, axis in zip("xyz", axes, strict=False)))
+
+
+@examples(150)
+@given(st.sampled_from(("a=4", "a=2 b=3", "a=2 b=2 c=2")), st.integers(1, 3), models, st.data())
+def test_the_only_way_at_a_size_is_that_of_all_that_leave_the_same_rests(axes, ndim, model, data):
+    mesh = Mesh(axes)
+    source, target = (data.draw(chunked(mesh, ndim)) for _ in range(2))
+    shape = tuple(data.draw(st.integers(1, 40)) for _ in range(ndim))
+    ways = only_way(source, target, shape, "float64", model)
+    if ways is None:
+        return
+    rank = data.draw(st.sampled_from(list(source.universe.ranks)))
+    found, own = ways.uncosted(shape, rank), plan(source, target, shape, "float64", model, rank)
+    unpriced = dict.fromkeys(("bytes_in", "bytes_out", "send_bytes", "receive_bytes", "output_bytes"), 0)
+    assert [step.exchange() for step in found.steps] == [step.exchange() for step in own.steps]
+    assert found == replace(own, cost=0.0, steps=tuple(replace(step, cost=0.0, **unpriced) for step in own.steps))
 
 
 @examples(60)

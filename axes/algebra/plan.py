@@ -192,6 +192,35 @@ def even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype:
     return ways if ways.are_even else None
 
 
+def only_way(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways | None:
+    """The one way between two shardings for all shapes that leave the rests of `shape`, however these are cut.
+
+    None where there are several: then sizes decide. None as well where a dim is split by anything but one axis of
+    the mesh: DTensor can carry that at some sizes alone. Source and target are as planning sees them (`Sharding.at`).
+    """
+    if 0 in shape or not (_is_chunked(source) and _is_chunked(target)):
+        return None
+    ways = _ways(source, target, congruent(shape, source.universe.size), dtype, model)
+    plain = len(ways.legs) == 1 and all(leg.outside is None for leg in ways.legs[0])
+    return ways if plain and source.universe == target.universe else None
+
+
+def _is_chunked(end: Sharding) -> bool:
+    """Whether nothing is pending and no dim is split by more than one axis of the mesh."""
+    axes = [dim.axes for dim in end.dims]
+    single = all(len(by) < 2 and {axis.layout for axis in by} <= {*end.mesh.layouts} for by in axes)
+    return end.is_plain and not end.pending and single
+
+
+def congruent(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Small sizes that leave the same rest, divided by the number of `ranks`, and are larger where these are.
+
+    >>> congruent((401, 8, 3, 0), 4)
+    (5, 8, 3, 0)
+    """
+    return tuple([size if size <= ranks else ranks + (size % ranks or ranks) for size in shape])
+
+
 def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
     """A small shape that every step cuts as it cuts `shape`, if it cuts it evenly. Factors have one size."""
     found = alike(shape, math.lcm(source.universe.size, target.universe.size))
@@ -291,6 +320,12 @@ class Ways:
             return 0
         more = math.prod(shape), math.prod(self.shape)
         return min(range(len(self.legs)), key=lambda at: self.weight(at, more))
+
+    def uncosted(self, shape: tuple[int, ...], rank: int) -> Plan:
+        """The only way as a plan for another shape that leaves the same rests, without what it costs."""
+        small = self.plan(0, self.shape, rank)
+        steps = tuple([step.at_shape(shape) for step in small.steps])
+        return Plan(self.source, self.target, shape, self.dtype, steps, 0.0, rank)
 
     def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""

@@ -215,8 +215,8 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
     """
     if isinstance(places, Run):
         start, stop = places.start, places.stop
-        if (start, stop) == (0, math.prod(shape)):
-            return _lengthened(lambda tile: tile.view(-1), stop - start, size)
+        if shape and (start, stop) == (0, math.prod(shape)):
+            return _lengthened(lambda tile: tile, stop - start, size)
         return _lengthened(lambda tile: tile.view(-1)[start:stop], stop - start, size)
     if isinstance(places, Grid):
         return _lengthened(_strided(places), math.prod(places.sizes), size)

@@ -89,6 +89,10 @@ class Program:
         how = self.device_type, self.comm_dtype, self.before
         return Program(self.plan, self.dtype, self.group_of, *how, self, shape)
 
+    def by(self, plan: Plan) -> Program:
+        """The same by a plan with these steps at another shape."""
+        return Program(plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self.before)
+
     @property
     def own(self) -> Program:
         """The program for the plan's own shape, which has what doesn't depend on sizes."""
@@ -150,7 +154,7 @@ class Program:
             return task.step.flat or math.prod(task.tile) == task.padded
         return task.step.kind != "all_reduce" and isinstance(task.at_sizes(task.unit.sends).places, packing.Run)
 
-    @property
+    @cached_property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.plan.steps and self.before is None

@@ -45,7 +45,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, even_ways, plan
+from axes.algebra.plan import Plan, even_ways, only_way, plan
 from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -248,9 +248,10 @@ def program(
             f"rank {world.rank} is neither among the ranks of the source nor among those of the target\n"
             f"  source  {source}  on  {source.mesh!r}\n  target  {target}  on  {target.mesh!r}"
         )
-    even = programs_alike(source, target, shape, dtype, comm_dtype)
-    if even is not None:
-        return even(shape)
+    how = source, target, shape, dtype, comm_dtype
+    found = programs_alike(*how) or programs_congruent(*how)
+    if found is not None:
+        return found(shape)
     made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), world.rank)
     return _program_of(made, dtype, comm_dtype)
 
@@ -264,16 +265,28 @@ def programs_alike(
     """
     if plans_are_shown():
         return None
-    ways = even_ways(source, target, shape, name_of(dtype), model_of(source.mesh))
+    rank, ways = current_world().rank, even_ways(source, target, shape, name_of(dtype), model_of(source.mesh))
     if ways is None:
         return None
-    rank = current_world().rank
 
     @functools.lru_cache(maxsize=16)
     def base(way: int) -> Program:
         return _program_of(ways.plan(way, ways.shape, rank), dtype, comm_dtype)
 
     return lambda shape: base(ways.cheapest(shape)).alike(shape)
+
+
+def programs_congruent(
+    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
+) -> Callable[[Shape], Program] | None:
+    """The programs by shape, for all shapes that leave the same rests; None where sizes decide about the steps."""
+    if plans_are_shown():
+        return None
+    rank, ways = current_world().rank, only_way(source, target, shape, name_of(dtype), model_of(source.mesh))
+    if ways is None:
+        return None
+    base = _program_of(ways.plan(0, ways.shape, rank), dtype, comm_dtype)
+    return lambda shape: base.by(ways.uncosted(shape, rank))
 
 
 @of_world(4096)
@@ -382,7 +395,7 @@ class Way:
             y = self.frame.around(y)
         return y if self.divisor == 1 else y / self.divisor
 
-    @property
+    @cached_property
     def idle(self) -> bool:
         """Whether nothing changes."""
         return self.program.idle and self.frame is None and self.divisor == 1
