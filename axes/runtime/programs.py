@@ -264,7 +264,7 @@ def _run(
         return _reduce_scatter(task, link)
     if step.kind == "reduce_move":
         return _reduce_move(task, link)
-    if step.kind == "permute" and program.own.backend == "gloo" and eager and _is_large(step, dtype):
+    if step.kind == "permute" and program.own.backend == "gloo" and eager and _is_large(program, step, dtype):
         return _permute(task, group)
     return _exchanged(task, link)
 
@@ -576,9 +576,9 @@ def _local_reduction(step: Step, layers: int) -> Run:
     return mean
 
 
-def _is_large(step: Step, dtype: torch.dtype) -> bool:
+def _is_large(program: Program, step: Step, dtype: torch.dtype) -> bool:
     """Whether the largest tile is, which is the same on every rank."""
-    return step.source.largest_tile(step.shape) * dtype.itemsize >= PASSED_ON
+    return step.source.largest_tile(program.shape or step.shape) * dtype.itemsize >= PASSED_ON
 
 
 def _permute(task: Task, group: dist.ProcessGroup) -> Run:
