@@ -432,6 +432,13 @@ def in_rounds() -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_says_that_an_exchange_reads_the_tile_where_it_lies(rank):
+    with axes.simulate(4, rank=rank):
+        mesh = axes.init_mesh("tp=4", device_type="cpu")
+        assert engine.program(mesh.sharding("b d@tp"), mesh.sharding("b@tp d"), (8, 16), torch.float32).lends
+
+
 def passed_on(rows: int) -> bool:
     """Whether a permuted tile of so many rows is sent and received, not exchanged."""
     mesh, sent = axes.init_mesh("a=2 b=4", device_type="cpu"), list[int]()

@@ -68,7 +68,7 @@ class Boxes:
         parts = tuple([(start * more, times(box, multiples)) for start, box in self.parts])
         if not parts:
             return Run(0, 0)
-        at, counts = [_place(box, shape) for _, box in parts], [volume(box) for _, box in parts]
+        at, counts = [_place(box, shape) for _, box in parts], [elements_of(box) for _, box in parts]
         dense = parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
         if dense and _adjoin(at, counts) and all(_is_run(box, shape) for _, box in parts):
             return Run(at[0], at[-1] + counts[-1])
@@ -110,19 +110,19 @@ def places_of(parts: Sequence[Part], shape: Shape) -> Places:
     Boxes are in the order of the buffer and hold at least one element each; a tile that has a `Run`
     or a `Grid` fills the buffer without gaps.
     """
-    return boxes_of(parts).within(shape, (1,) * len(shape))
+    return arranged(parts).within(shape, (1,) * len(shape))
 
 
-def boxes_of(parts: Sequence[Part]) -> Lattice | Boxes:
+def arranged(parts: Sequence[Part]) -> Lattice | Boxes:
     """The boxes as a lattice where they are one, which needs no look at every box."""
-    boxes, counts = [box for _, box in parts], [volume(box) for _, box in parts]
+    boxes, counts = [box for _, box in parts], [elements_of(box) for _, box in parts]
     shapes = {tuple([stop - start for start, stop in box]) for box in boxes}
     dense = len(shapes) == 1 and parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
     steps = _nested([tuple([start for start, _ in box]) for box in boxes]) if dense else None
     return Boxes(tuple(parts)) if steps is None else Lattice(boxes[0], tuple(steps))
 
 
-def volume(box: Region) -> int:
+def elements_of(box: Region) -> int:
     """Elements of a box."""
     return math.prod([stop - start for start, stop in box])
 

@@ -48,13 +48,13 @@ from axes.runtime.packing import (
     Part,
     Places,
     Shape,
-    boxes_of,
+    arranged,
+    elements_of,
     filler,
     packer,
     slices_of,
     times,
     unpacker,
-    volume,
 )
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -152,7 +152,9 @@ class Program:
         task = task_of(self, parts[0], None)
         if task.step.kind == "all_gather":
             return task.step.flat or math.prod(task.tile) == task.padded
-        return task.step.kind != "all_reduce" and isinstance(task.at_sizes(task.unit.sends).places, packing.Run)
+        sides = (task.unit.sends, task.unit.sends_all)  # what the rank keeps may go through the collective as well
+        views = [isinstance(task.at_sizes(side).places, packing.Run) for side in sides]
+        return task.step.kind != "all_reduce" and any(views)
 
     @cached_property
     def idle(self) -> bool:
@@ -304,9 +306,9 @@ def _side(boxed: Sequence[Boxed], shape: Shape, size: int, padded: int | None = 
         start = start if padded is None else peer * padded
         for box in boxes:
             parts.append((start, box))
-            start += volume(box)
-            counts[peer] += volume(box)
-    return Side(boxes_of(parts) if parts else Boxes(()), shape, counts)
+            start += elements_of(box)
+            counts[peer] += elements_of(box)
+    return Side(arranged(parts) if parts else Boxes(()), shape, counts)
 
 
 @dataclass(frozen=True, eq=False)
