@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from axes.algebra import plan as planner
 from axes.algebra.cost import CostModel
 from axes.algebra.layout import Layout
-from axes.algebra.plan import Plan, choices, plan, small_alike
+from axes.algebra.mesh import Mesh
+from axes.algebra.plan import Plan, choices, even_ways, only_way, plan
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
 from axes.runtime.programs import Program, task_of
@@ -224,8 +225,9 @@ def test_the_steps_of_a_small_tensor_are_those_of_any_that_is_cut_alike(case, mo
     source, target, shape = case
     shape = tuple(size * data.draw(st.sampled_from((1, 2, 3, 5, 6))) for size in shape)
     rank = data.draw(st.sampled_from(list(source.universe.ranks)))
-    small = small_alike(source, target, shape, "float64", model, rank)
-    assert small is not None
+    ways = even_ways(source, target, shape, "float64", model)
+    assert ways is not None
+    small = ways.plan(ways.cheapest(shape), ways.shape, rank)
     assert math.prod(small.shape) <= math.prod(shape)
     own = plan(source, target, shape, "float64", model, rank)
     one, two = (Program(made, torch.float64, lambda _: None, "cpu") for made in (small, own))
@@ -233,8 +235,12 @@ def test_the_steps_of_a_small_tensor_are_those_of_any_that_is_cut_alike(case, mo
     for at, step in enumerate(own.steps):
         assert (small.steps[at].kind, small.steps[at].layout) == (step.kind, step.layout)
         found, wanted = task_of(alike, at, None), task_of(two, at, None)
-        for name in ("tile", "shape", "merged", "exchange", "padded"):
+        for name in ("tile", "shape", "merged", "padded", "copies"):
             assert getattr(found, name) == getattr(wanted, name)
+        padded = () if found.padded == 0 else ("padded_sends", "padded_receives")
+        for name in ("sends", "receives", "sends_all", "receives_all", *padded):
+            one_side, two_side = (task.at_sizes(getattr(task.unit, name)) for task in (found, wanted))
+            assert one_side == two_side
 
 
 @examples(60)
@@ -242,7 +248,30 @@ def test_the_steps_of_a_small_tensor_are_those_of_any_that_is_cut_alike(case, mo
 def test_no_other_size_has_the_steps_of_a_tensor_that_is_cut_unevenly(case, model):
     source, target, shape = case
     if not (source.divides(shape) and target.divides(shape)):
-        assert small_alike(source, target, shape, "float64", model, 0) is None
+        assert even_ways(source, target, shape, "float64", model) is None
+
+
+@st.composite
+def chunked(draw, mesh: Mesh, ndim: int) -> Sharding:
+    """No dim split by more than one axis."""
+    axes = draw(st.permutations([*mesh.axis_names, *[""] * ndim]))[:ndim]
+    return mesh.sharding(" ".join(f"{dim}@{axis}" if axis else dim for dim, axis in zip("xyz", axes, strict=False)))
+
+
+@examples(150)
+@given(st.sampled_from(("a=4", "a=2 b=3", "a=2 b=2 c=2")), st.integers(1, 3), models, st.data())
+def test_the_only_way_at_a_size_is_that_of_all_that_leave_the_same_rests(axes, ndim, model, data):
+    mesh = Mesh(axes)
+    source, target = (data.draw(chunked(mesh, ndim)) for _ in range(2))
+    shape = tuple(data.draw(st.integers(1, 40)) for _ in range(ndim))
+    ways = only_way(source, target, shape, "float64", model)
+    if ways is None:
+        return
+    rank = data.draw(st.sampled_from(list(source.universe.ranks)))
+    found, own = ways.uncosted(shape, rank), plan(source, target, shape, "float64", model, rank)
+    unpriced = dict.fromkeys(("bytes_in", "bytes_out", "send_bytes", "receive_bytes", "output_bytes"), 0)
+    assert [step.exchange() for step in found.steps] == [step.exchange() for step in own.steps]
+    assert found == replace(own, cost=0.0, steps=tuple(replace(step, cost=0.0, **unpriced) for step in own.steps))
 
 
 @examples(60)

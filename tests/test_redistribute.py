@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes.algebra.errors import DesyncError, ShardingError
-from axes.runtime import programs
+from axes.runtime import programs, torch_private
 from axes.runtime import redistribute as engine
 from axes.runtime.groups import current_world
 from axes.runtime.redistribute import redistribute
@@ -430,6 +430,32 @@ def in_rounds() -> list[bool]:
     programs.WHOLE, programs.STAGED, programs.PASSED_ON = limits
     current_world().caches.clear()
     return found
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_says_that_an_exchange_reads_the_tile_where_it_lies(rank):
+    with axes.simulate(4, rank=rank):
+        mesh = axes.init_mesh("tp=4", device_type="cpu")
+        assert engine.program(mesh.sharding("b d@tp"), mesh.sharding("b@tp d"), (8, 16), torch.float32).lends
+
+
+def passed_on(rows: int) -> bool:
+    """Whether a permuted tile of so many rows is sent and received, not exchanged."""
+    mesh, sent = axes.init_mesh("a=2 b=4", device_type="cpu"), list[int]()
+    whole = torch.arange(rows * 24.0).view(rows, 24)
+    original = torch_private.pass_on
+    torch_private.pass_on = lambda group, *how: sent.append(rows) or original(group, *how)
+    try:
+        found = axes.reshard(axes.shard(whole, "m@(a b) n", mesh=mesh), "m@(b a) n")
+    finally:
+        torch_private.pass_on = original
+    assert torch.equal(axes.unshard(found), whole)
+    return bool(sent)
+
+
+@pytest.mark.parametrize(("rows", "is_large"), [(64, False), (8192, True)])
+def test_by_the_size_of_the_tensor_and_not_of_its_plan_a_tile_is_passed_on(pool, rows, is_large):
+    assert any(pool.run(passed_on, rows)) == is_large
 
 
 LARGE = [

@@ -94,9 +94,11 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def count(runs: Runs) -> int:
     """How many indices the runs hold."""
-    return sum(stop - start for start, stop in runs)
+    if len(runs) == 1:
+        return runs[0][1] - runs[0][0]
+    return sum([stop - start for start, stop in runs])
 
 
 def tile_shape(held: Tile) -> tuple[int, ...]:
     """The shape of the local tensor that holds a tile."""
-    return tuple(count(runs) for runs in held)
+    return tuple(map(count, held))

@@ -168,36 +168,57 @@ def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str
         check_pair(source, target, shape, dtype)
         empty = Step("slice", source, target, shape, Layout(), 1, rank)
         return Plan(source, target, shape, dtype, (empty,), 0.0, rank)
-    ways = _even_ways(source, target, shape, dtype, model) or _ways(source, target, shape, dtype, model)
+    ways = even_ways(source, target, shape, dtype, model) or _ways(source, target, shape, dtype, model)
     return ways.plan(ways.cheapest(shape), shape, rank)
 
 
-def small_alike(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model, rank: int
-) -> Plan | None:
-    """The plan for a small tensor that has the steps of `plan(source, target, shape)`, all of them even.
+def even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways | None:
+    """The ways between two shardings for all shapes that are cut as `shape` is; None where a tile on one isn't even.
 
-    At `shape` every box of a step is a multiple of what it is at the step's `unit`. None where a tile is uneven on
-    the way: then no other size has these steps. Source and target are as planning sees them (`Sharding.at`).
+    Source and target are as planning sees them (`Sharding.at`).
 
     >>> from axes.algebra.mesh import Mesh
     >>> mesh = Mesh("tp=4")
     >>> split, whole = mesh.sharding("s@tp d"), mesh.sharding("s d")
-    >>> small_alike(split, whole, (4096, 100), "float32", _DEFAULT, 0)
+    >>> ways = even_ways(split, whole, (4096, 100), "float32", _DEFAULT)
+    >>> ways.plan(ways.cheapest((4096, 100)), ways.shape, 0)
     s@tp d -> s d     [8, 8] float32
       1  all_gather  tp  4 ranks, stride 1  192 B in, 192 B out
-    >>> small_alike(split, whole, (4097, 100), "float32", _DEFAULT, 0)
+    >>> even_ways(split, whole, (4097, 100), "float32", _DEFAULT)
     """
-    ways = None if 0 in shape else _even_ways(source, target, shape, dtype, model)
-    return None if ways is None else ways.plan(ways.cheapest(shape), ways.shape, rank)
-
-
-def _even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> _Ways | None:
-    """The ways of a small shape that is cut as `shape` is; None where a tile isn't even."""
-    if not (source.divides(shape) and target.divides(shape)):
+    if 0 in shape or not (source.divides(shape) and target.divides(shape)):
         return None
     ways = _ways(source, target, _representative(source, target, shape), dtype, model)
     return ways if ways.are_even else None
+
+
+def only_way(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways | None:
+    """The one way between two shardings for all shapes that leave the rests of `shape`, however these are cut.
+
+    None where there are several: then sizes decide. None as well where a dim is split by anything but one axis of
+    the mesh: DTensor can carry that at some sizes alone. Source and target are as planning sees them (`Sharding.at`).
+    """
+    if 0 in shape or not (_is_chunked(source) and _is_chunked(target)):
+        return None
+    ways = _ways(source, target, congruent(shape, source.universe.size), dtype, model)
+    plain = len(ways.legs) == 1 and all(leg.outside is None for leg in ways.legs[0])
+    return ways if plain and source.universe == target.universe else None
+
+
+def _is_chunked(end: Sharding) -> bool:
+    """Whether nothing is pending and no dim is split by more than one axis of the mesh."""
+    axes = [dim.axes for dim in end.dims]
+    single = all(len(by) < 2 and {axis.layout for axis in by} <= {*end.mesh.layouts} for by in axes)
+    return end.is_plain and not end.pending and single
+
+
+def congruent(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Small sizes that leave the same rest, divided by the number of `ranks`, and are larger where these are.
+
+    >>> congruent((401, 8, 3, 0), 4)
+    (5, 8, 3, 0)
+    """
+    return tuple([size if size <= ranks else ranks + (size % ranks or ranks) for size in shape])
 
 
 def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -208,7 +229,6 @@ def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) 
     return tuple(size if whole else small for size, small, whole in zip(shape, found, factored, strict=True))
 
 
-@lru_cache(maxsize=8192)
 def alike(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """Small sizes that divide into the same numbers of parts, where these divide the number of `ranks`.
 
@@ -217,18 +237,19 @@ def alike(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     >>> alike((4096, 100, 8, 0), 8)
     (16, 12, 8, 0)
     """
-    found = []
-    for size in shape:
-        shared = math.gcd(size, ranks)
-        more = next(number for number in count(2) if math.gcd(number * shared, ranks) == shared) if size else 0
-        found.append(size if size == shared else more * shared)
-    return tuple(found)
+    return tuple([size if ranks % (size or 1) == 0 else _next_alike(math.gcd(size, ranks), ranks) for size in shape])
 
 
 @lru_cache(maxsize=4096)
-def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> _Ways:
+def _next_alike(parts: int, ranks: int) -> int:
+    """The smallest size above `parts` that shares just these with the number of ranks."""
+    return next(size for size in count(2 * parts, parts) if math.gcd(size, ranks) == parts)
+
+
+@lru_cache(maxsize=4096)
+def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways:
     check_pair(source, target, shape, dtype)
-    return _Ways(source, target, shape, dtype, model)
+    return Ways(source, target, shape, dtype, model)
 
 
 def choices(
@@ -267,7 +288,7 @@ def _times(elements: int, more: Ratio, shares: int = 1) -> int:
     return -(-elements * more[0] // (more[1] * shares))
 
 
-class _Ways:
+class Ways:
     """The sequences of legs worth weighing between two shardings, for `shape` and, where all tiles are even, its like.
 
     Every number of a leg is then proportional to the elements of the tensor: for another shape that is cut
@@ -299,6 +320,12 @@ class _Ways:
             return 0
         more = math.prod(shape), math.prod(self.shape)
         return min(range(len(self.legs)), key=lambda at: self.weight(at, more))
+
+    def uncosted(self, shape: tuple[int, ...], rank: int) -> Plan:
+        """The only way as a plan for another shape that leaves the same rests, without what it costs."""
+        small = self.plan(0, self.shape, rank)
+        steps = tuple([step.at_shape(shape) for step in small.steps])
+        return Plan(self.source, self.target, shape, self.dtype, steps, 0.0, rank)
 
     def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""

@@ -178,7 +178,7 @@ class Sharding:
         >>> Mesh("tp=2").sharding("(three heads@tp) d", three=3).tile((12, 5), 1)
         (((2, 4), (6, 8), (10, 12)), ((0, 5),))
         """
-        position = self.universe.position(rank)
+        position = self.mesh.universe.position(rank)
         return None if position is None else self._tile_at(shape, position)
 
     def largest_tile(self, shape: Sequence[int]) -> int:
@@ -330,8 +330,7 @@ class Sharding:
     # inside
 
     def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
-        pairs = zip(_extents(self, tuple(shape)), self._cuts(position), strict=True)
-        return tuple([_runs(*pair) for pair in pairs])
+        return tuple(map(_kept_runs, _extents(self, tuple(shape)), self._cuts(position)))
 
     @functools.cached_property
     def _cuts(self) -> Callable[[int], tuple[Cuts, ...]]:
@@ -365,6 +364,10 @@ def _runs(extents: Sequence[int], cuts: Cuts) -> Runs:
     """The runs of a dim that the cuts leave."""
     parts = _parts(extents, cuts)
     return parts if len(parts) == 1 else factor_runs(tuple(extents), parts)
+
+
+_kept_runs = functools.lru_cache(maxsize=8192)(_runs)
+"""The same, kept: most ranks and steps have most of their runs in common."""
 
 
 def _size(layout: Layout) -> int:

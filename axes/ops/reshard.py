@@ -29,7 +29,7 @@ from axes.runtime import torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.routes import Route, of_sizes, route, routed, same_axes, settled
+from axes.runtime.routes import ALL, Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_not_wrapped, check_whole
@@ -124,7 +124,7 @@ def _reshard(
     return found.take(x, async_op)
 
 
-@of_sizes
+@of_sizes(ALL)
 def _route(
     spec: Any,
     target: str | Sharding,

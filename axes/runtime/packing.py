@@ -24,6 +24,7 @@ Sizes may be symbolic while a graph is traced; nothing here asks more of them th
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,44 @@ class Boxes:
 
     parts: tuple[Part, ...]
 
+    def within(self, shape: Shape, multiples: Shape) -> Run | Boxes:
+        """Where they lie in a row-major tile of `shape`, in which their sizes are so many times larger."""
+        more = math.prod(multiples)
+        parts = tuple([(start * more, times(box, multiples)) for start, box in self.parts])
+        if not parts:
+            return Run(0, 0)
+        at, counts = [_place(box, shape) for _, box in parts], [elements_of(box) for _, box in parts]
+        dense = parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
+        if dense and _adjoin(at, counts) and all(_is_run(box, shape) for _, box in parts):
+            return Run(at[0], at[-1] + counts[-1])
+        return Boxes(parts)
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Boxes of one shape at regular distances, end to end in the buffer.
+
+    first: the first box. steps: the others are so many times, slowest first, so far from one another on each dim.
+    """
+
+    first: Region
+    steps: tuple[tuple[int, Shape], ...]
+
+    def within(self, shape: Shape, multiples: Shape) -> Run | Grid:
+        """Where they lie in a row-major tile of `shape`, in which their sizes are so many times larger.
+
+        >>> Lattice(((0, 2), (0, 1)), ((3, (0, 1)),)).within((10, 12), (5, 4))
+        Grid(sizes=(3, 10, 4), strides=(4, 12, 1), offset=0)
+        """
+        strides = strides_of(shape)
+        apart = [*map(operator.mul, strides, multiples)]
+        modes, offset = [(count, sum(map(operator.mul, step, apart))) for count, step in self.steps], 0
+        for (start, stop), many, stride, far in zip(self.first, multiples, strides, apart, strict=True):
+            modes.append(((stop - start) * many, stride))
+            offset += start * far
+        sizes, steps = _merged(modes)
+        return Run(offset, offset + sizes[0]) if steps == (1,) else Grid(sizes, steps, offset)
+
 
 Places = Run | Grid | Boxes
 
@@ -71,23 +110,26 @@ def places_of(parts: Sequence[Part], shape: Shape) -> Places:
     Boxes are in the order of the buffer and hold at least one element each; a tile that has a `Run`
     or a `Grid` fills the buffer without gaps.
     """
-    if not parts:
-        return Run(0, 0)
-    strides = strides_of(shape)
-    sizes = [tuple([stop - start for start, stop in box]) for _, box in parts]
-    at = [sum([start * stride for (start, _), stride in zip(box, strides, strict=True)]) for _, box in parts]
-    counts = list(map(math.prod, sizes))
-    if not _adjoin([start for start, _ in parts], counts) or parts[0][0] != 0:
-        return Boxes(tuple(parts))
-    if _adjoin(at, counts) and all(_is_run(size, shape) for size in sizes):
-        return Run(at[0], at[-1] + counts[-1])
-    steps = _nested(at) if all(size == sizes[0] for size in sizes) else None
-    if steps is None:
-        return Boxes(tuple(parts))
-    outer = [(count, step) for count, step in steps if count > 1]
-    inner = [(size, stride) for size, stride in zip(sizes[0], strides, strict=True) if size > 1]
-    modes = _merged([*outer, *inner])
-    return Grid(tuple(size for size, _ in modes), tuple(stride for _, stride in modes), at[0])
+    return arranged(parts).within(shape, (1,) * len(shape))
+
+
+def arranged(parts: Sequence[Part]) -> Lattice | Boxes:
+    """The boxes as a lattice where they are one, which needs no look at every box."""
+    boxes, counts = [box for _, box in parts], [elements_of(box) for _, box in parts]
+    shapes = {tuple([stop - start for start, stop in box]) for box in boxes}
+    dense = len(shapes) == 1 and parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
+    steps = _nested([tuple([start for start, _ in box]) for box in boxes]) if dense else None
+    return Boxes(tuple(parts)) if steps is None else Lattice(boxes[0], tuple(steps))
+
+
+def elements_of(box: Region) -> int:
+    """Elements of a box."""
+    return math.prod([stop - start for start, stop in box])
+
+
+def times(box: Region, multiples: Sequence[int]) -> Region:
+    """A box of a tile whose sizes are so many times larger."""
+    return tuple([(start * more, stop * more) for (start, stop), more in zip(box, multiples, strict=True)])
 
 
 def _adjoin(starts: Sequence[int], counts: Sequence[int]) -> bool:
@@ -104,47 +146,63 @@ def strides_of(shape: Shape) -> Shape:
     return tuple(reversed(found))
 
 
-def _is_run(size: Shape, shape: Shape) -> bool:
-    """Whether a box of `size` in a tile of `shape` is one stretch of memory."""
+def _place(box: Region, shape: Shape) -> int:
+    """Where a box of a row-major tile begins."""
+    at = 0
+    for (start, _), extent in zip(box, shape, strict=True):
+        at = at * extent + start
+    return at
+
+
+def _is_run(box: Region, shape: Shape) -> bool:
+    """Whether a box of a tile of `shape` is one stretch of memory."""
     whole = True
-    for taken, extent in zip(reversed(size), reversed(shape), strict=True):
-        if not whole and taken > 1:
+    for (start, stop), extent in zip(reversed(box), reversed(shape), strict=True):
+        if not whole and stop - start > 1:
             return False
-        whole = whole and taken == extent
+        whole = whole and stop - start == extent
     return True
 
 
-def _nested(at: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Numbers as nested arithmetic progressions `(count, step)`, slowest first; None where they aren't.
+def _nested(at: Sequence[Shape]) -> list[tuple[int, Shape]] | None:
+    """Places in a tile as nested arithmetic progressions `(count, step)`, slowest first; None where they aren't.
 
-    >>> _nested([0, 2, 10, 12]), _nested([0, 2, 3])
-    ([(2, 10), (2, 2)], None)
+    >>> _nested([(0, 0), (0, 2), (5, 0), (5, 2)]), _nested([(0, 0), (0, 2), (0, 3)])
+    ([(2, (5, 0)), (2, (0, 2))], None)
     """
     if len(at) == 1:
         return []
-    step = at[1] - at[0]
-    count = 1
-    while count < len(at) and at[count] - at[count - 1] == step:
+    step = _apart(at[0], at[1])
+    count = 2
+    while count < len(at) and _apart(at[count - 1], at[count]) == step:
         count += 1
-    if len(at) % count:
-        return None
-    inner = [number - at[0] for number in at[:count]]
-    heads = at[::count]
-    for head, start in zip(heads, range(0, len(at), count), strict=True):
-        if [number - head for number in at[start : start + count]] != inner:
+    heads, first = at[::count], at[:count]
+    inner = [_apart(at[0], place) for place in first]
+    if len(at) % count or step < _apart(step, step):
+        return None  # a stride is no less than zero
+    for number, head in enumerate(heads):
+        if [_apart(head, place) for place in at[number * count : (number + 1) * count]] != inner:
             return None
     outer = _nested(heads)
-    return None if outer is None or step < 0 else [*outer, (count, step)]
+    return None if outer is None else [*outer, (count, step)]
 
 
-def _merged(modes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+def _apart(one: Shape, other: Shape) -> Shape:
+    return tuple(map(operator.sub, other, one))
+
+
+def _merged(modes: Sequence[tuple[int, int]]) -> tuple[Shape, Shape]:
+    """Sizes and strides without sizes of one, neighbours that continue each other as one."""
+    sizes, strides = [1], [1]
     for size, stride in modes:
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
+        if size == 1:
+            continue
+        if sizes[-1] == 1 or strides[-1] == size * stride:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
         else:
-            found.append((size, stride))
-    return found
+            sizes.append(size)
+            strides.append(stride)
+    return tuple(sizes), tuple(strides)
 
 
 # --- tile to buffer -------------------------------------------------------------------------------
@@ -157,8 +215,8 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
     """
     if isinstance(places, Run):
         start, stop = places.start, places.stop
-        if (start, stop) == (0, math.prod(shape)):
-            return _lengthened(lambda tile: tile.view(-1), stop - start, size)
+        if shape and (start, stop) == (0, math.prod(shape)):
+            return _lengthened(lambda tile: tile, stop - start, size)
         return _lengthened(lambda tile: tile.view(-1)[start:stop], stop - start, size)
     if isinstance(places, Grid):
         return _lengthened(_strided(places), math.prod(places.sizes), size)

@@ -29,7 +29,8 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,20 @@ from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
 from axes.runtime import packing, torch_private
 from axes.runtime.links import REDUCED, Link, link_of
-from axes.runtime.packing import Boxes, Part, Places, Shape, filler, packer, places_of, slices_of, unpacker
+from axes.runtime.packing import (
+    Boxes,
+    Lattice,
+    Part,
+    Places,
+    Shape,
+    arranged,
+    elements_of,
+    filler,
+    packer,
+    slices_of,
+    times,
+    unpacker,
+)
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,26 +84,33 @@ class Program:
 
     def alike(self, shape: Shape) -> Program:
         """The same for a tensor of another shape, where every step cuts both evenly."""
+        if shape == self.plan.shape:
+            return self
         how = self.device_type, self.comm_dtype, self.before
         return Program(self.plan, self.dtype, self.group_of, *how, self, shape)
+
+    def by(self, plan: Plan) -> Program:
+        """The same by a plan with these steps at another shape."""
+        return Program(plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self.before)
+
+    @property
+    def own(self) -> Program:
+        """The program for the plan's own shape, which has what doesn't depend on sizes."""
+        return self.base or self
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """The group of each step."""
-        return self.base.groups if self.base else tuple(self.group_of(step) for step in self.plan.steps)
+        return tuple(self.group_of(step) for step in self.plan.steps)
 
     @cached_property
-    def units(self) -> tuple[Task | None, ...]:
+    def units(self) -> tuple[Unit | None, ...]:
         """Each step on the smallest tensor that it cuts in the same way; None where this rank takes no part."""
-        if self.base:
-            return self.base.units
         return tuple(_unit(step) if step.takes_part(step.rank) else None for step in self.plan.steps)
 
     @cached_property
     def backend(self) -> str:
         """What serves the groups: "gloo", "nccl"; nothing where nothing is sent."""
-        if self.base:
-            return self.base.backend
         group = next((group for group in self.groups if group is not None), None)
         if group is None:
             return ""
@@ -125,13 +146,15 @@ class Program:
     def lends(self) -> bool:
         """Whether what is sent last is the memory of the tile: until it has arrived nobody may change that."""
         parts = [at for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank)]
-        sending = [at for at in parts if self.groups[at] is not None]
+        sending = [at for at in parts if self.own.groups[at] is not None]
         if not sending or sending[-1] != parts[0] or self.comm_dtype not in (None, self.dtype):
             return False
         task = task_of(self, parts[0], None)
         if task.step.kind == "all_gather":
             return task.step.flat or math.prod(task.tile) == task.padded
-        return task.step.kind != "all_reduce" and isinstance(task.sends.places, packing.Run)
+        sides = (task.unit.sends, task.unit.sends_all)  # what the rank keeps may go through the collective as well
+        views = [isinstance(task.at_sizes(side).places, packing.Run) for side in sides]
+        return task.step.kind != "all_reduce" and any(views)
 
     @cached_property
     def idle(self) -> bool:
@@ -177,8 +200,8 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
     stages: list[Run] = []
-    steps, wire, owned = program.plan.steps, program.dtype, False
-    sending = [at for at, group in enumerate(program.groups) if group is not None]
+    steps, groups, wire, owned = program.plan.steps, program.own.groups, program.dtype, False
+    sending = [at for at, group in enumerate(groups) if group is not None]
     if steps and steps[0].source.universe.position(steps[0].rank) is None:
         # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
         stages.append(lambda x: x.new_empty(0))
@@ -191,7 +214,7 @@ def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
         task = task_of(program, at, tile)
         stages.append(_stage(program, task, at, eager, wire, owned))
         tile = None if tile is None else task.merged
-        owned = program.groups[at] is not None
+        owned = groups[at] is not None
         if at in sending[-1:] and wire is not program.dtype:
             wire = program.dtype
             stages.append(_cast(wire))
@@ -220,7 +243,7 @@ def _chained(stages: Sequence[Run]) -> Run:
 
 
 def _stage(program: Program, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool) -> Run:
-    run = _run(program, task, program.groups[at], eager, dtype, owned)
+    run = _run(program, task, program.own.groups[at], eager, dtype, owned)
     if task.step.opened is task.step:
         return run
     tile, merged = task.tile, task.merged
@@ -239,129 +262,214 @@ def _run(
     if step.kind == "all_gather":
         return _all_gather(task, link)
     if step.kind == "reduce_scatter":
-        if program.backend == "gloo" and eager:
+        if program.own.backend == "gloo" and eager:
             return _reduce_by_exchange(task, link, dtype.itemsize)
         return _reduce_scatter(task, link)
     if step.kind == "reduce_move":
         return _reduce_move(task, link)
-    if step.kind == "permute" and program.backend == "gloo" and eager and _is_large(step, dtype):
+    if step.kind == "permute" and program.own.backend == "gloo" and eager and _is_large(program, step, dtype):
         return _permute(task, group)
-    return _move(task, link)
+    return _exchanged(task, link)
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Side:
-    """What a rank sends, or receives: boxes of a tile of `shape` for each of `size` ranks."""
+class Laid(NamedTuple):
+    """What a rank sends, or receives: places in the memory of a tile of `shape`, `counts[i]` elements for rank i."""
 
-    transfers: tuple[tuple[int, tuple[Region, ...]], ...]
+    places: Places
     shape: Shape
-    size: int
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Elements for each rank."""
-        found = [0] * self.size
-        for peer, boxes in self.transfers:
-            found[peer] = sum(map(_volume, boxes))
-        return found
-
-    @cached_property
-    def places(self) -> Places:
-        """Where the boxes lie, one after the other without gaps."""
-        boxes = [box for _, boxes in self.transfers for box in boxes]
-        ends = accumulate(map(_volume, boxes), initial=0)
-        return places_of(list(zip(ends, boxes, strict=False)), self.shape)
-
-    def padded(self, padded: int) -> Places:
-        """The same, where the boxes of rank i begin at `i * padded`."""
-        parts: list[Part] = []
-        for peer, boxes in self.transfers:
-            ends = accumulate(map(_volume, boxes), initial=peer * padded)
-            parts.extend(zip(ends, boxes, strict=False))
-        return places_of(parts, self.shape)
-
-    def joined(self, peer: int, boxes: tuple[Region, ...]) -> Side:
-        """With boxes for one rank more."""
-        if not boxes:
-            return self
-        return Side(tuple(sorted((*self.transfers, (peer, boxes)))), self.shape, self.size)
+    counts: list[int]
 
 
-def _volume(box: Region) -> int:
-    return math.prod([stop - start for start, stop in box])
+class Side(NamedTuple):
+    """The same in boxes, for a tile of any size that is a multiple of this one's."""
+
+    boxes: Lattice | Boxes
+    shape: Shape
+    counts: list[int]
+
+    def times(self, multiples: Shape) -> Laid:
+        """Where they lie in a tile whose sizes are so many times larger."""
+        shape, more = tuple(map(operator.mul, self.shape, multiples)), math.prod(multiples)
+        return Laid(self.boxes.within(shape, multiples), shape, [count * more for count in self.counts])
 
 
-@dataclass(frozen=True)
-class Task:
-    """A step as this rank carries it out: the shapes of its tiles, and its boxes.
+Boxed = tuple[int, tuple[Region, ...]]
+"""A rank of the group, and boxes of a tile for it or from it."""
 
-    `tile` and `shape` have one dim for each factor, as the boxes do; `merged` is the shape of the result
-    with the dims of the tensor. `padded` is the size of the parts of the collective. Numbers are symbols
-    where sizes are symbolic.
+
+def _side(boxed: Sequence[Boxed], shape: Shape, size: int, padded: int | None = None) -> Side:
+    """Boxes for each of `size` ranks: one after the other, or those of rank i from `i * padded`."""
+    counts, parts, start = [0] * size, list[Part](), 0
+    for peer, boxes in boxed:
+        start = start if padded is None else peer * padded
+        for box in boxes:
+            parts.append((start, box))
+            start += elements_of(box)
+            counts[peer] += elements_of(box)
+    return Side(arranged(parts) if parts else Boxes(()), shape, counts)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A step as this rank carries it out on a small tensor, whose multiples it carries out in the same way.
+
+    `tile` and `shape`, before and after, have one dim for each factor, as the boxes do.
     """
 
-    step: Step
+    kind: str
+    rank: int
     tile: Shape
     shape: Shape
-    merged: Shape
     exchange: Exchange
-    padded: int
 
-    @property
+    @cached_property
     def sends(self) -> Side:
         """What the rank sends of its tile."""
-        return Side(_boxes(self.exchange.sends), self.tile, len(self.exchange.ranks))
+        return _side(_boxed(self.exchange.sends), self.tile, self.size)
+
+    @cached_property
+    def receives(self) -> Side:
+        """What the rank receives of its new tile; of the stack of them that a `reduce_move` reduces."""
+        return _side(self._received, self._filled, self.size)
+
+    @cached_property
+    def sends_all(self) -> Side:
+        """What the rank sends and keeps."""
+        own = (self.exchange.ranks.index(self.rank), tuple(box for box, _ in self.exchange.copies))
+        return _side(sorted([*_boxed(self.exchange.sends), own]), self.tile, self.size)
+
+    @cached_property
+    def receives_all(self) -> Side:
+        """What the rank receives and keeps."""
+        own = (self.exchange.ranks.index(self.rank), self.keeps)
+        return _side(sorted([*self._received, own]), self._filled, self.size)
+
+    @cached_property
+    def padded_sends(self) -> Side:
+        """What the rank sends, in parts of one size."""
+        return _side(_boxed(self.exchange.sends), self.tile, self.size, self.exchange.padded)
+
+    @cached_property
+    def padded_receives(self) -> Side:
+        """What the rank receives, in parts of one size."""
+        return _side(self._received, self._filled, self.size, self.exchange.padded)
+
+    @cached_property
+    def keeps(self) -> tuple[Region, ...]:
+        """Where what the rank keeps comes to lie."""
+        return self._on_layer(self.exchange.layer, tuple(box for _, box in self.exchange.copies))
+
+    @cached_property
+    def is_balanced(self) -> bool:
+        """Whether as many elements go to each rank as come from each, what the rank keeps included."""
+        return len({*self.sends_all.counts, *self.receives_all.counts}) == 1
 
     @property
-    def receives(self) -> Side:
-        """What the rank receives of its new tile."""
-        return Side(_boxes(self.exchange.receives), self.shape, len(self.exchange.ranks))
+    def size(self) -> int:
+        """The number of ranks of the group."""
+        return len(self.exchange.ranks)
 
-    def times(self, multiples: Sequence[int], dims: Sequence[int]) -> Task:
-        """The same on sizes that are multiples of these; `dims` says of which dim each of them is."""
-        tile = tuple(map(operator.mul, self.tile, multiples))
-        shape = merged = tuple(map(operator.mul, self.shape, multiples))
-        ndim = len(self.step.shape)
-        if len(dims) != ndim:
-            pairs = list(zip(shape, dims, strict=True))
-            merged = tuple(math.prod(size for size, of in pairs if of == dim) for dim in range(ndim))
-        exchange = self.exchange.times(multiples)
-        return Task(self.step, tile, shape, merged, exchange, exchange.padded)
+    @property
+    def _received(self) -> tuple[Boxed, ...]:
+        received = self.exchange.receives
+        return tuple((t.peer, self._on_layer(t.layer, t.regions)) for t in received if t.regions)
+
+    @property
+    def _filled(self) -> Shape:
+        return (self.exchange.layers, *self.shape) if self.kind == "reduce_move" else self.shape
+
+    def _on_layer(self, layer: int, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
+        return tuple(((layer, layer + 1), *box) for box in boxes) if self.kind == "reduce_move" else boxes
 
 
-def _boxes(transfers: Sequence[Transfer]) -> tuple[tuple[int, tuple[Region, ...]], ...]:
+def _boxed(transfers: Sequence[Transfer]) -> tuple[Boxed, ...]:
     return tuple((transfer.peer, transfer.regions) for transfer in transfers if transfer.regions)
 
 
-def _unit(step: Step) -> Task:
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A step as this rank carries it out: what it does at a `unit`, times `multiples`.
+
+    `tile` and `shape` have one dim for each factor; `merged` is `shape` with the dims of the tensor. Numbers are
+    symbols where sizes are symbolic.
+    """
+
+    step: Step
+    unit: Unit
+    multiples: Shape
+    tile: Shape
+    shape: Shape
+    merged: Shape
+
+    @property
+    def padded(self) -> int:
+        """The size of the parts of a collective whose parts have one size."""
+        return self.unit.exchange.padded * math.prod(self.multiples)
+
+    @property
+    def copies(self) -> list[tuple[Region, Region]]:
+        """What the rank keeps: boxes of its tile, and those where they come to lie."""
+        pairs = zip(self.unit.exchange.copies, self.unit.keeps, strict=True)
+        return [(times(box, self.multiples), times(kept, self._over(kept))) for (box, _), kept in pairs]
+
+    def at_sizes(self, side: Side) -> Laid:
+        """A side of the unit at the sizes of the task."""
+        return side.times(self._over(side.shape))
+
+    def _over(self, dims: Sequence[object]) -> Shape:
+        """The multiples of so many dims: in a stack of tiles the first one is none of the tensor's."""
+        return self.multiples if len(dims) == len(self.multiples) else (1, *self.multiples)
+
+
+def _task_at_own_sizes(step: Step) -> Task:
+    """A step at the sizes that it was planned for."""
+    opened, rank = step.opened, step.rank
+    before, after = _held(opened.input_shape()), _held(opened.output_shape())
+    merged = after if opened is step else _held(step.output_shape())
+    unit = Unit(step.kind, rank, before, after, opened.exchange())
+    return Task(step, unit, (1,) * len(opened.shape), before, after, merged)
+
+
+def _unit(step: Step) -> Unit:
     """A step on a tensor of the shape `step.unit`."""
     opened = replace(step.opened, shape=step.unit)
     before, after = _held(opened.input_shape()), _held(opened.output_shape())
-    exchange = step.opened.exchange_at_unit(step.rank)
-    return Task(step, before, after, (), exchange, exchange.padded)
+    return Unit(step.kind, step.rank, before, after, step.opened.exchange_at_unit(step.rank))
 
 
 def task_of(program: Program, at: int, tile: Shape | None) -> Task:
     """A step on this rank, for the program's own sizes; or for a tile of sizes that vary."""
     step = program.plan.steps[at]
-    opened = step.opened
     if tile is None and program.base is None:
-        before, after = _held(opened.input_shape()), _held(opened.output_shape())
-        exchange = opened.exchange()
-        return Task(step, before, after, _held(step.output_shape()), exchange, exchange.padded)
-    unit = program.units[at]
+        return _task_at_own_sizes(step)
+    unit = program.own.units[at]
     assert unit is not None, "only what takes part is carried out"
-    dims = [dim for dim, sizes in enumerate(step.factors) for _ in sizes]
-    pairs = zip(step.factors, program.shape or step.shape, strict=True)
-    whole = [size for sizes, own in pairs for size in (sizes if len(sizes) > 1 else (own,))]
-    multiples = [
-        size // own if tile is None or len(step.factors[dim]) > 1 else tile[dim] // least if least else 1
-        for dim, least, size, own in zip(dims, unit.tile, whole, step.unit, strict=True)
-    ]
-    return unit.times(multiples, dims)
+    multiples = _multiples(step, unit, program.shape or step.shape, tile)
+    before, after = tuple(map(operator.mul, unit.tile, multiples)), tuple(map(operator.mul, unit.shape, multiples))
+    if step.opened is step:
+        return Task(step, unit, multiples, before, after, after)
+    ends = [0, *accumulate(map(len, step.factors))]
+    merged = tuple([math.prod(after[slice(*of)]) for of in pairwise(ends)])
+    return Task(step, unit, multiples, before, after, merged)
+
+
+def _multiples(step: Step, unit: Unit, shape: Shape, tile: Shape | None) -> Shape:
+    """How many times as large as the unit each factor of a tensor of `shape` is; or of one whose tile is given."""
+    if tile is None and step.opened is step:
+        return tuple(map(operator.floordiv, shape, step.unit))
+    found: list[int] = []
+    for dim, (sizes, size) in enumerate(zip(step.factors, shape, strict=True)):
+        least = unit.tile[len(found)]
+        if len(sizes) > 1:
+            found.extend(map(operator.floordiv, sizes, step.unit[len(found) :]))
+        elif tile is None:
+            found.append(size // step.unit[len(found)])
+        else:
+            found.append(tile[dim] // least if least else 1)
+    return tuple(found)
 
 
 def _held(shape: Shape | None) -> Shape:
@@ -372,7 +480,7 @@ def _held(shape: Shape | None) -> Shape:
 def _slice(task: Task) -> Run:
     """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
     shape = task.shape
-    boxes = [(slices_of(source), slices_of(target)) for source, target in task.exchange.copies]
+    boxes = [(slices_of(source), slices_of(target)) for source, target in task.copies]
     if len(boxes) == 1:
         only = boxes[0][0]
         return lambda x: x[only].clone(memory_format=torch.contiguous_format)
@@ -400,8 +508,8 @@ def _all_gather(task: Task, link: Link) -> Run:
     if task.step.flat:
         return lambda x: gather(x, shape)
     mine = math.prod(task.tile)
-    everything = (len(task.exchange.ranks) * padded,)
-    unpack = unpacker(task.receives.padded(padded), shape)
+    everything = (task.unit.size * padded,)
+    unpack = unpacker(task.at_sizes(task.unit.padded_receives).places, shape)
     if mine == padded:
         return lambda x: unpack(gather(x, everything))
 
@@ -416,7 +524,7 @@ def _all_gather(task: Task, link: Link) -> Run:
 def _reduce_scatter(task: Task, link: Link) -> Run:
     step, shape, padded = task.step, task.shape, task.padded
     op, divide, scatter = step.op or "sum", _divided(step.divisor), link.reduce_scatter
-    pack = packer(task.sends.padded(padded), task.tile, len(task.exchange.ranks) * padded)
+    pack = packer(task.at_sizes(task.unit.padded_sends).places, task.tile, task.unit.size * padded)
     count = math.prod(shape)
     if count == padded:
         return lambda x: divide(scatter(pack(x), op, shape))
@@ -434,7 +542,7 @@ collective to all who count them."""
 
 def _reduce_by_exchange(task: Task, link: Link, itemsize: int) -> Run:
     """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
-    sends, layers, shape, even = task.sends, len(task.exchange.ranks), task.shape, task.step.is_even
+    sends, layers, shape, even = task.at_sizes(task.unit.sends), task.unit.size, task.shape, task.step.is_even
     pack = packer(sends.places, task.tile, sum(sends.counts))
     count, at_once = math.prod(shape), max(1, STAGED // (layers * itemsize))
     given, got = None if even else sends.counts, None if even else [count] * layers
@@ -471,19 +579,15 @@ def _local_reduction(step: Step, layers: int) -> Run:
     return mean
 
 
-def _move(task: Task, link: Link) -> Run:
-    return _exchanged(task, link, task.receives, tuple(box for _, box in task.exchange.copies))
-
-
-def _is_large(step: Step, dtype: torch.dtype) -> bool:
+def _is_large(program: Program, step: Step, dtype: torch.dtype) -> bool:
     """Whether the largest tile is, which is the same on every rank."""
-    return step.source.largest_tile(step.shape) * dtype.itemsize >= PASSED_ON
+    return step.source.largest_tile(program.shape or step.shape) * dtype.itemsize >= PASSED_ON
 
 
 def _permute(task: Task, group: dist.ProcessGroup) -> Run:
     """A tile sent to one rank and one received. Who keeps its own copies it, and meets nobody."""
-    sends, receives, keep = task.sends, task.receives, _slice(task)
-    to, origin = (next((peer for peer, _ in side.transfers), None) for side in (sends, receives))
+    sends, receives, keep = task.at_sizes(task.unit.sends), task.at_sizes(task.unit.receives), _slice(task)
+    to, origin = (next((peer for peer, of in enumerate(side.counts) if of), None) for side in (sends, receives))
     pack = packer(sends.places, sends.shape, sum(sends.counts))
     count, unpack = sum(receives.counts), unpacker(receives.places, receives.shape)
 
@@ -497,39 +601,30 @@ def _permute(task: Task, group: dist.ProcessGroup) -> Run:
 
 def _reduce_move(task: Task, link: Link) -> Run:
     """As a move, into a stack of one tile for each layer, which is then reduced."""
-
-    def at(layer: int, boxes: Sequence[Region]) -> tuple[Region, ...]:
-        return tuple(((layer, layer + 1), *box) for box in boxes)
-
-    exchange = task.exchange
-    transfers = tuple((t.peer, at(t.layer, t.regions)) for t in exchange.receives if t.regions)
-    receives = Side(transfers, (exchange.layers, *task.shape), len(exchange.ranks))
-    collect = _exchanged(task, link, receives, at(exchange.layer, [box for _, box in exchange.copies]))
-    reduce = _local_reduction(task.step, exchange.layers)
+    collect, reduce = _exchanged(task, link), _local_reduction(task.step, task.unit.exchange.layers)
     return lambda x: reduce(collect(x))
 
 
-def _exchanged(task: Task, link: Link, receives: Side, kept: tuple[Region, ...]) -> Run:
+def _exchanged(task: Task, link: Link) -> Run:
     """Boxes of the tile sent, boxes of the result received, and the rank's own boxes copied.
 
     Where it makes both sides regular, what the rank keeps goes through the collective as well: then
     there is at most one strided copy on either side, and often none. Where all counts are equal it
     must, on all ranks alike: backends have another algorithm for that.
     """
-    sends, copied = task.sends, task.exchange.copies
-    me = task.exchange.ranks.index(task.step.rank)
-    every_send, every_receive = sends.joined(me, tuple(box for box, _ in copied)), receives.joined(me, kept)
+    unit = task.unit
     # Between even tiles the counts of one rank are, in another order, those of every other.
-    counts = [*every_send.counts, *every_receive.counts]
-    alike = task.step.is_even and all(count == counts[0] for count in counts)
+    alike = task.step.is_even and unit.is_balanced
+    every_send, every_receive = task.at_sizes(unit.sends_all), task.at_sizes(unit.receives_all)
     regular = not isinstance(every_send.places, Boxes) and not isinstance(every_receive.places, Boxes)
     if alike or regular:
         return _all_through(link, every_send, every_receive, alike)
+    sends, receives = task.at_sizes(unit.sends), task.at_sizes(unit.receives)
     pack = packer(sends.places, sends.shape, sum(sends.counts))
     fill = filler(receives.places, receives.shape)
     given, got, shape, move = sends.counts, receives.counts, receives.shape, link.all_to_all
     count = (sum(got),)
-    copies = [(slices_of(source), slices_of(target)) for (source, _), target in zip(copied, kept, strict=True)]
+    copies = [(slices_of(source), slices_of(target)) for source, target in task.copies]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(shape)
@@ -541,7 +636,7 @@ def _exchanged(task: Task, link: Link, receives: Side, kept: tuple[Region, ...])
     return run
 
 
-def _all_through(link: Link, sends: Side, receives: Side, alike: bool) -> Run:
+def _all_through(link: Link, sends: Laid, receives: Laid, alike: bool) -> Run:
     """An exchange through which everything goes, what the rank keeps as well."""
     shape, move = receives.shape, link.all_to_all
     pack = packer(sends.places, sends.shape, sum(sends.counts))

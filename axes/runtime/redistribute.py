@@ -45,7 +45,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, plan, small_alike
+from axes.algebra.plan import Plan, even_ways, only_way, plan
 from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -248,13 +248,45 @@ def program(
             f"rank {world.rank} is neither among the ranks of the source nor among those of the target\n"
             f"  source  {source}  on  {source.mesh!r}\n  target  {target}  on  {target.mesh!r}"
         )
-    how = source, target, shape, name_of(dtype), model_of(source.mesh), world.rank
-    if not _plans_are_shown():
-        small = small_alike(*how)
-        if small is not None:
-            base = _program_of(small, dtype, comm_dtype)
-            return base if small.shape == shape else base.alike(shape)
-    return _program_of(plan(*how), dtype, comm_dtype)
+    how = source, target, shape, dtype, comm_dtype
+    found = programs_alike(*how) or programs_congruent(*how)
+    if found is not None:
+        return found(shape)
+    made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), world.rank)
+    return _program_of(made, dtype, comm_dtype)
+
+
+def programs_alike(
+    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
+) -> Callable[[Shape], Program] | None:
+    """The programs by shape, for all shapes that are cut as this one is; None where a tile isn't even.
+
+    Where plans are logged or compared, each is made for its own sizes: then there are none either.
+    """
+    if plans_are_shown():
+        return None
+    rank, ways = current_world().rank, even_ways(source, target, shape, name_of(dtype), model_of(source.mesh))
+    if ways is None:
+        return None
+
+    @functools.lru_cache(maxsize=16)
+    def base(way: int) -> Program:
+        return _program_of(ways.plan(way, ways.shape, rank), dtype, comm_dtype)
+
+    return lambda shape: base(ways.cheapest(shape)).alike(shape)
+
+
+def programs_congruent(
+    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
+) -> Callable[[Shape], Program] | None:
+    """The programs by shape, for all shapes that leave the same rests; None where sizes decide about the steps."""
+    if plans_are_shown():
+        return None
+    rank, ways = current_world().rank, only_way(source, target, shape, name_of(dtype), model_of(source.mesh))
+    if ways is None:
+        return None
+    base = _program_of(ways.plan(0, ways.shape, rank), dtype, comm_dtype)
+    return lambda shape: base.by(ways.uncosted(shape, rank))
 
 
 @of_world(4096)
@@ -269,8 +301,8 @@ def _program_of(made: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) 
     return Program(made, dtype, group_of_step, binding.device_type, comm_dtype, _check(made, comm_dtype))
 
 
-def _plans_are_shown() -> bool:
-    """Whether plans are logged or compared: then each is made for its own sizes."""
+def plans_are_shown() -> bool:
+    """Whether plans are logged or compared."""
     return os.environ.get("AXES_LOG") == "plan" or os.environ.get("AXES_CHECK") == "1"
 
 
@@ -363,7 +395,7 @@ class Way:
             y = self.frame.around(y)
         return y if self.divisor == 1 else y / self.divisor
 
-    @property
+    @cached_property
     def idle(self) -> bool:
         """Whether nothing changes."""
         return self.program.idle and self.frame is None and self.divisor == 1

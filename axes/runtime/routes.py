@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,18 +32,27 @@ from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.plan import alike
+from axes.algebra.plan import alike, congruent
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Program
-from axes.runtime.redistribute import Dtypes, both, carried, program
+from axes.runtime.redistribute import (
+    Dtypes,
+    both,
+    carried,
+    plans_are_shown,
+    program,
+    programs_alike,
+    programs_congruent,
+)
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
 Shape = tuple[int, ...]
+Programs = Callable[[Shape], Program]
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
@@ -60,21 +68,18 @@ class Route:
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     stays: bool
 
-    @cached_property
-    def is_even(self) -> bool:
-        """Whether it is the same one for all sizes that are cut alike."""
-        ends, shape = (self.source, self.target), self.program.shape or self.program.plan.shape
-        even = all(end.is_plain and end.divides(shape) for end in ends)
-        return even and ends[0].universe == ends[1].universe
+    def programs(self, like: Callable[..., Programs | None]) -> Programs | None:
+        """Those for all shapes that are `like` its own, where the sharding is the same one for all of them."""
+        ends, plan = (self.source, self.target), self.program.plan
+        if not all(end.is_plain for end in ends) or ends[0].universe != ends[1].universe:
+            return None
+        return like(plan.source, plan.target, plan.shape, self.program.dtype, self.comm_dtypes[0])
 
-    def at(self, spec: Spec) -> Route:
-        """The route of tensors with a spec of other sizes, which are cut alike."""
-        shape, meta = tuple(spec.shape), spec.tensor_meta
-        plan = self.program.plan
-        made = program(plan.source, plan.target, shape, meta.dtype, self.comm_dtypes[0])
-        strides = tuple(meta.stride) if made.idle else contiguous_strides(shape)
-        result = torch_private.dtensor_spec(self.spec.mesh, self.spec.placements, shape, strides, meta.dtype)
-        return Route(self.source, self.target, made, result, self.comm_dtypes, self.stays)
+    def by(self, made: Program, shape: Shape, strides: Shape) -> Route:
+        """The same for tensors of another shape, by the program for that."""
+        strides = contiguous_strides(shape) if made.plan.steps else strides
+        spec = torch_private.resized_spec(self.spec, shape, strides)
+        return Route(self.source, self.target, made, spec, self.comm_dtypes, self.stays)
 
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -135,29 +140,44 @@ def same_axes(one: Mesh, other: Mesh) -> bool:
     )
 
 
-def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
-    """`find(spec, *how)`, kept; of a spec whose sizes are cut evenly it is found once for all sizes cut alike."""
+Classes = dict[Callable[[Shape, int], Shape], Callable[..., Programs | None]]
+"""How to find a small shape that stands for all of its class, by the number of ranks, and the programs of these."""
 
-    @of_world(4096)
-    def base(mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Route | None:
-        spec = torch_private.dtensor_spec(mesh, placements, shape, contiguous_strides(shape), dtype)
-        try:
-            found = find(spec, *how)
-        except AxesError:
-            return None  # what is refused is refused with its own sizes
-        return found if found.is_even else None
+EVEN: Classes = {alike: programs_alike}
+ALL: Classes = {alike: programs_alike, congruent: programs_congruent}
 
-    @of_world(8192)
-    @functools.wraps(find)
-    def found(spec: Spec, *how: Any) -> Route:
-        shape = tuple(spec.shape)
-        smaller = alike(shape, _ranks(spec.mesh))
-        if smaller == shape:
+
+def of_sizes(classes: Classes) -> Callable[[Callable[..., Route]], Callable[..., Route]]:
+    """Keep what `find(spec, *how)` gives, and find it once for all shapes of a class."""
+
+    def decorate(find: Callable[..., Route]) -> Callable[..., Route]:
+        @of_world(4096)
+        def base(kind: Any, mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Any:
+            spec = torch_private.dtensor_spec(mesh, placements, shape, contiguous_strides(shape), dtype)
+            try:
+                found = find(spec, *how)
+            except AxesError:
+                return None, None  # what is refused is refused with its own sizes
+            return found, found.programs(classes[kind])
+
+        @of_world(8192)
+        @functools.wraps(find)
+        def found(spec: Spec, *how: Any) -> Route:
+            meta, ranks = spec.tensor_meta, _ranks(spec.mesh)
+            shape = tuple(meta.shape)
+            if plans_are_shown():
+                return find(spec, *how)
+            for kind in classes:
+                smaller = kind(shape, ranks)
+                if smaller != shape:
+                    there, programs = base(kind, spec.mesh, spec.placements, smaller, meta.dtype, *how)
+                    if programs is not None:
+                        return there.by(programs(shape), shape, meta.stride)
             return find(spec, *how)
-        there = base(spec.mesh, spec.placements, smaller, spec.tensor_meta.dtype, *how)
-        return find(spec, *how) if there is None else there.at(spec)
 
-    return found
+        return found
+
+    return decorate
 
 
 @of_world(64)
@@ -166,7 +186,7 @@ def _ranks(device_mesh: Any) -> int:
     return Mesh.from_device_mesh(device_mesh).universe.size
 
 
-@of_sizes
+@of_sizes(ALL)
 def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Route:
     """How DTensors with this spec come to a target."""
     source, shape, dtype = sharding_of_spec(spec), tuple(spec.shape), spec.tensor_meta.dtype
@@ -223,7 +243,7 @@ class _Settle(torch.autograd.Function):
         return resharded(cotangent, replace(ctx.sharding, pending=())), None
 
 
-@of_sizes
+@of_sizes(EVEN)  # what isn't even may not fit the source's dims
 def _back(spec: Spec, source: Sharding, dtype: torch.dtype | None) -> Route:
     """The route of a cotangent with this spec to a value that was sharded as `source`."""
     return route(spec, gradient_sharding(source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
@@ -261,7 +281,7 @@ def unsharded(x: DTensor) -> torch.Tensor:
     return carried(there.program, torch_private.local_of(x))
 
 
-@of_sizes
+@of_sizes(ALL)
 def _to_whole(spec: Spec) -> Route:
     mesh = sharding_of_spec(spec).mesh
     return route(spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))

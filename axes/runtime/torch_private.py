@@ -455,10 +455,8 @@ def collectives_of(group: dist.ProcessGroup) -> tuple[Collective, Collective, Co
     Each waits, on an accelerator the current stream does. What `torch.distributed` offers in public
     costs two to three times as much Python, and would replace this.
     """
-    options = [c10d.AllgatherOptions(), c10d.AllToAllOptions(), c10d.AllreduceOptions(), c10d.ReduceScatterOptions()]
-    for option in options:
-        option.asyncOp = False
-    gathering, exchanging, _, _ = options
+    gathering, exchanging = c10d.AllgatherOptions(), c10d.AllToAllOptions()
+    gathering.asyncOp = exchanging.asyncOp = False
     gather_method = getattr(group, "all_gather_single", None) or group._allgather_base
     scatter_method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     exchange_method = getattr(group, "all_to_all_single", None) or group.alltoall_base
@@ -474,15 +472,18 @@ def collectives_of(group: dist.ProcessGroup) -> tuple[Collective, Collective, Co
         if not sends or len(x) or not len(out):
             exchange(out, x, receives, sends)
 
+    @functools.lru_cache(maxsize=8)
+    def reducing(op: Any) -> tuple[Any, Any]:
+        found = c10d.AllreduceOptions(), c10d.ReduceScatterOptions()
+        for option in found:
+            option.reduceOp, option.asyncOp = op, False
+        return found
+
     def reduce(x: torch.Tensor, op: Any) -> None:
-        option = c10d.AllreduceOptions()
-        option.reduceOp, option.asyncOp = op, False
-        group.allreduce([x], option).wait()
+        group.allreduce([x], reducing(op)[0]).wait()
 
     def scatter(out: torch.Tensor, x: torch.Tensor, op: Any) -> None:
-        option = c10d.ReduceScatterOptions()
-        option.reduceOp, option.asyncOp = op, False
-        scatter_method(out, x, option).wait()
+        scatter_method(out, x, reducing(op)[1]).wait()
 
     return gather, pretend if dist.get_backend(group) == "fake" else exchange, reduce, scatter
 
@@ -530,6 +531,17 @@ def dtensor_spec(
     """
     mesh = getattr(device_mesh, "real_obj", device_mesh)
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def resized_spec(spec: DTensorSpec, shape: Sequence[int], stride: tuple[int, ...]) -> DTensorSpec:
+    """The spec of a tensor of another shape, otherwise the same, at a third of what `dtensor_spec` costs.
+
+    It derives nothing from the placements again. Would be replaced as that would be.
+    """
+    found = DTensorSpec.__new__(DTensorSpec)
+    vars(found).update(vars(spec))
+    found.tensor_meta = TensorMeta(torch.Size(shape), stride, spec.tensor_meta.dtype)
+    return found
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:

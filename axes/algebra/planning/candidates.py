@@ -79,6 +79,8 @@ def candidates(space: Space, source: Form, target: Form, inside: Callable[[Digit
     inside: whether the ranks of a digit share a node.
     """
     found = list(_sequences(space, source, target, inside))
+    if len(found) == 1:
+        return found
     limit = padded_limit(space, source.splits, target.splits)
     held = elements(space, source.splits)
     small = [legs for legs in found if all(elements(space, leg.target.splits) <= held for leg in legs[:-1])]
@@ -98,8 +100,9 @@ def _buffer(legs: Legs) -> int:
 
 def _sequences(space: Space, source: Form, target: Form, inside: Callable[[Digit], bool]) -> Iterator[Legs]:
     if not resolvable(source, target):
-        yield move(space, source, target)
-        yield from _two_tier(space, source, target, inside)
+        direct = move(space, source, target)
+        yield direct
+        yield from _two_tier(space, source, target, direct, inside)
         return
     for legs in reductions(space, source, target):
         yield (*legs, *move(space, legs[-1].target, target))
@@ -237,12 +240,13 @@ def _is_permutation(space: Space, source: Splits, target: Splits) -> bool:
     )
 
 
-def _two_tier(space: Space, source: Form, target: Form, inside: Callable[[Digit], bool]) -> Iterator[Legs]:
+def _two_tier(
+    space: Space, source: Form, target: Form, direct: Legs, inside: Callable[[Digit], bool]
+) -> Iterator[Legs]:
     """Move to a target that is also split within the nodes, then gather there.
 
     Without it, every member of a node fetches the same bytes from other nodes.
     """
-    direct = move(space, source, target)
     if not direct or all(map(inside, direct[-1].group or ())):
         return
     near = tuple(digit for digit in target.free if inside(digit))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from axes.algebra.chunks import Runs, Tile, count, tile_shape
+from axes.algebra.chunks import Runs, Tile, count
 
 Region = tuple[tuple[int, int], ...]
 """A box of a local tensor: `(start, stop)` for each dim."""
@@ -104,7 +104,7 @@ def _counts(transfers: Iterable[Transfer], size: int) -> tuple[int, ...]:
 
 def volume(held: Tile) -> int:
     """Elements of a tile."""
-    return math.prod(tile_shape(held))
+    return math.prod(map(count, held))
 
 
 def intersection(one: Tile, two: Tile) -> Tile | None:
@@ -145,7 +145,7 @@ def regions(part: Tile, within: Tile) -> tuple[Region, ...]:
     >>> regions((((2, 4), (8, 9)),), (((0, 4), (8, 12)),))
     (((2, 4),), ((4, 5),))
     """
-    return tuple(product(*(_local(mine, theirs) for mine, theirs in zip(part, within, strict=True))))
+    return tuple(product(*map(_local, part, within)))
 
 
 def _local(part: Runs, within: Runs) -> list[tuple[int, int]]:
@@ -352,7 +352,7 @@ class Deal:
 
     def _transfer(self, peer: int, parts: list[Tile], within: Tile | None, giver: int) -> Transfer:
         assert within is not None
-        boxes = tuple(region for part in parts for region in regions(part, within))
+        boxes = tuple([region for part in parts for region in regions(part, within)])
         return Transfer(peer, boxes, sum(map(volume, parts)), self.layer(giver))
 
 

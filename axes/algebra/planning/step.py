@@ -115,9 +115,18 @@ class Step:
         has = sources if isinstance(sources, range) else frozenset(sources)
         return [*sources, *(other for other in targets if other not in has)]
 
+    def at_shape(self, shape: tuple[int, ...]) -> Step:
+        """The same step on a tensor of another shape, without what it costs there."""
+        parts = {"all_gather": self.source, "reduce_scatter": self.target}.get(self.kind)
+        padded = 0 if parts is None else parts.largest_tile(shape)
+        ends, group = (self.source, self.target, shape), (self.layout, self.group_size, self.rank)
+        how = self.op, self.divisor, self.resolved
+        return Step(self.kind, *ends, *group, *how, padded=padded, flat=self.flat, ranks_per_node=self.ranks_per_node)
+
     def takes_part(self, rank: int) -> bool:
         """Whether a rank does anything in this step."""
-        return any(end.universe.position(rank) is not None for end in (self.source, self.target))
+        one, two = self.source.mesh.universe, self.target.mesh.universe
+        return one.position(rank) is not None or two.position(rank) is not None
 
     def input_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
         """The shape of the tile that a rank comes with, or None where it has none."""
@@ -130,11 +139,7 @@ class Step:
     @cached_property
     def is_even(self) -> bool:
         """Whether the tiles of all ranks have one shape, before the step and after."""
-        return all(
-            size % math.prod(layout.size for layout in layouts) == 0
-            for end in (self.source, self.target)
-            for _, size, layouts in end.slots(self.shape)
-        )
+        return self.source.divides(self.shape) and self.target.divides(self.shape)
 
     @cached_property
     def factors(self) -> tuple[tuple[int, ...], ...]:
@@ -223,22 +228,8 @@ def _kept_exchange(
     rank: int,
 ) -> Exchange:
     """What a rank does in a step on a tensor of some unit's shape."""
-    step = Step(
-        kind,
-        source,
-        target,
-        shape,
-        layout,
-        0,
-        rank,
-        resolved=resolved,
-        ranks_per_node=ranks_per_node,
-        padded={"all_gather": source}.get(kind, target).largest_tile(shape) if kind in _EQUAL_PARTS else 0,
-    )
-    return _exchange(step, rank)
-
-
-_EQUAL_PARTS = frozenset({"all_gather", "reduce_scatter"})
+    step = Step(kind, source, target, shape, layout, 0, rank, resolved=resolved, ranks_per_node=ranks_per_node)
+    return _exchange(step.at_shape(shape), rank)
 
 
 def _common_factors(one: ShardedDim, two: ShardedDim) -> tuple[int, ...] | None:
