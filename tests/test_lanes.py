@@ -46,6 +46,20 @@ def test_a_lane_is_a_group_of_a_names_own(world):
     assert world(names_of_the_same_ranks, 4) == [[True] * 13] * 4
 
 
+def moves_of_a_mesh_whose_product_has_a_lane():
+    mesh = axes.init_mesh("dp=2 tp=2", "both = dp tp", options={"both": GroupOptions(lane="both")})
+    x = axes.shard(torch.arange(8.0), "a@(dp tp)", mesh=mesh)
+    axes.unshard(axes.reshard(axes.shard(torch.ones(4, 4), "a@dp b@tp", mesh=mesh), "a@tp b@dp"))
+    axes.reshard(x, "a"), axes.einsum(x, x, "a@both, a@both -> ").full_tensor()
+    before = [i.names for i in axes.process_groups() if i.options.lane]
+    axes.reshard(axes.shard(torch.arange(8.0), "a@both", mesh=mesh["both"]), "a")
+    return before, [i.names for i in axes.process_groups() if i.options.lane]
+
+
+def test_moves_go_by_the_axes_and_not_by_the_lane_of_a_further_name(world):
+    assert world(moves_of_a_mesh_whose_product_has_a_lane, 4) == [([], [("both",)])] * 4
+
+
 def lanes_that_cannot_be():
     texts = []
     for lane in (1, "", "two words", ["a"]):
