@@ -7,6 +7,9 @@ do with meshes and groups on real processes.
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,21 +57,25 @@ def mesh_barrier(members, attempt=0, subject="init_mesh"):
 
 
 class CountingStore:
-    """A store that counts the calls made by each thread, and lists those that add to a counter, in order."""
+    """A store that counts the calls made by each thread, and lists who adds to which counter, in order."""
 
     def __init__(self) -> None:
         self.store, self.calls, self.lock = dist.HashStore(), Counter(), threading.Lock()
         self.added: list[tuple[int, str, int]] = []
+        self.ranks: dict[int, int] = {}
+        """By thread the rank whose note it left last: each question to the store has a thread of its own."""
 
     def __getattr__(self, name):
         method = getattr(self.store, name)
 
         def counted(*args):
             self.calls[threading.get_ident(), name] += 1
+            if name == "set" and args[0].startswith("axes/rank/"):
+                self.ranks[threading.get_ident()] = int(args[0].rpartition("/")[2])
             if name != "add":
                 return method(*args)
             with self.lock:
-                self.added.append((threading.get_ident(), *args))
+                self.added.append((self.ranks[threading.get_ident()], *args))
                 return method(*args)
 
         return counted
@@ -202,17 +210,13 @@ def test_the_next_attempt_after_a_failed_one_can_pass():
 
 
 def test_the_host_of_the_store_leaves_a_failed_barrier_last():
-    hosts = []
-
     def meet(member: Member) -> None:
-        if member.rank == 0:
-            hosts.append(threading.get_ident())
         time.sleep(0.4 * member.rank)
         agree(member, mesh_barrier(range(4)), f"differs {member.rank}", PATIENCE)
 
     store = CountingStore()
     on_threads(4, meet, store)
-    left = [(thread in hosts, by) for thread, key, by in store.added if key.endswith("/left")]
+    left = [(rank == 0, by) for rank, key, by in store.added if key.endswith("/left")]
     assert left.count((False, 1)) == 3
     assert left[-1] == (True, 0)  # the host looks once more after the last of them has said that it goes
 
@@ -467,3 +471,110 @@ def test_a_store_that_is_gone_is_an_error_that_says_so(world):
     found = world(the_host_dies, 2)
     assert "store can't be reached in init_mesh" in found[1]
     assert "Rank 0, which hosts it, may have ended" in found[1]
+
+
+def one_comes_with_an_error(options, started):
+    """Rank 1 declares its mesh with these options, in a running world or in one that init_mesh starts."""
+    if not started:
+        dist.destroy_process_group()
+    try:
+        axes.init_mesh("dp=3", **({"device_type": "cpu", "timeout": 20.0} | (options if ranked() == 1 else {})))
+    except axes.AxesError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def ranked() -> int:
+    return int(os.environ["RANK"])
+
+
+class Odd:
+    """Ranks that can't be listed."""
+
+    def __iter__(self):
+        raise MeshError("these ranks can't be listed")
+
+
+@pytest.mark.parametrize("started", [True, False], ids=["running", "started here"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device_type": "nonsense"}, "torch.distributed has no backend for device type 'nonsense'"),
+        ({"device_type": 7}, "device_type is a name without an index"),
+        ({"timeout": -1}, "timeout is a positive timedelta"),
+        ({"ranks": Odd()}, "these ranks can't be listed"),
+        ({"ranks": 5}, ""),
+        ({"ranks_per_node": 0}, ""),
+        ({"options": {"dp": 3}}, "options['dp'] is a GroupOptions"),
+    ],
+    ids=str,
+)
+def test_every_error_of_one_rank_in_init_mesh_reaches_the_others_at_once(world, options, said, started):
+    found = world(one_comes_with_an_error, 3, options, started)
+    kind, text = found[1]
+    assert kind == "MeshError"
+    assert said in text
+    for kind, other in (found[0], found[2]):
+        assert kind == "DesyncError"
+        assert "rank 1 can't take part in" in other
+        assert "it raised MeshError: " + text.split("\n")[0] in other
+        assert "within" not in other
+
+
+def ranks_of_unlike_nodes():
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if ranked() else "1"
+    try:
+        axes.init_mesh("dp=4", timeout=20.0)
+    except DesyncError as error:
+        found = str(error)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    said = axes.init_mesh("dp=4", ranks_per_node=1).ranks_per_node
+    several = axes.init_mesh("dp=4").ranks_per_node
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    return found, said, several, axes.init_mesh("dp=4").ranks_per_node
+
+
+def test_the_launcher_says_how_many_ranks_a_node_has(world):
+    for found, *nodes in world(ranks_of_unlike_nodes, 4):
+        assert "ranks_per_node=1" in found
+        assert "ranks_per_node=2" in found
+        assert nodes == [1, 2, None]
+
+
+def the_host_is_stopped(phase):
+    """Rank 1 stops the host of the store, and lets it go on once it has its error."""
+    port, pids = [0], [None] * 2
+    if ranked() == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    dist.all_gather_object(pids, os.getpid())
+    if ranked() == 0:
+        dist.barrier()
+        dist.recv(torch.zeros(1), src=1)
+        return None
+    store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
+    member, barrier, limit = Member(store, 1), mesh_barrier(range(2)), 2 * SECOND
+    dist.barrier()
+    stop = threading.Timer(0.0 if phase == "before" else 0.7, os.kill, (pids[0], signal.SIGSTOP))
+    stop.start()
+    if phase != "meanwhile":
+        stop.join()
+    try:
+        if phase == "refuse":
+            refuse(member, barrier, ValueError("its own"))
+            return "refused"
+        return error_of(lambda: agree(member, barrier, "x", limit))
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+        dist.send(torch.zeros(1), dst=0)
+
+
+@pytest.mark.parametrize("phase", ["before", "meanwhile", "refuse"])
+def test_a_store_whose_host_is_stopped_is_waited_for_no_longer_than_the_limit(world, phase):
+    """Without a limit the rank never gets its error, and the host is never let go on."""
+    said = world(the_host_is_stopped, 2, phase)[1]
+    if phase == "refuse":
+        assert said == "refused"
+    else:
+        assert re.search(r"the job's store at localhost:\d+ doesn't answer in init_mesh, for \d+\.\d s now", said)

@@ -366,6 +366,17 @@ class Mesh:
         self._bound("create_groups")
         seam.runtime("mesh.create_groups").create_groups(self, names or self.axis_names)
 
+    def abort(self) -> None:
+        """Ends the process groups of the mesh now, without the other ranks: for a rank that gives up.
+
+        All groups that axes made among the mesh's ranks are ended, those of other meshes of the same ranks
+        too, and torch's default group where `init_mesh` started it and the mesh covers it. NCCL ends what is
+        underway, on other threads too; over gloo that ends with its own timeout. A mesh whose default group
+        lives can be used again where all its ranks have aborted: groups are made anew.
+        """
+        self._bound("abort")
+        seam.runtime("mesh.abort").abort(self)
+
     def _bound(self, what: str) -> None:
         if self.binding is None:
             raise MeshError(

@@ -34,6 +34,9 @@ class Runtime(Protocol):
     def create_groups(self, mesh: Mesh, names: Sequence[str]) -> None:
         """Makes the groups of these names now, in this order on every rank."""
 
+    def abort(self, mesh: Mesh) -> None:
+        """Ends the groups among the mesh's ranks without the other ranks."""
+
     def from_device_mesh(self, device_mesh: DeviceMesh) -> Mesh:
         """The mesh that adopts a torch `DeviceMesh`."""
 

@@ -20,7 +20,9 @@ waits. A barrier ends once, for all: whoever comes later reads the same end. It 
 - the time is up: with the ranks that didn't come, and what each was last seen waiting for.
 
 Rank 0 hosts the store of a job, so it leaves a failed barrier last, or the others would see a
-broken connection in place of the error.
+broken connection in place of the error. A store whose host is stopped, or behind a link that is cut,
+answers nothing and says nothing: so another thread asks it, and a rank waits for that thread as long as
+it would have waited for the others.
 
 >>> import torch.distributed as dist
 >>> member = Member(dist.HashStore(), rank=0)
@@ -32,13 +34,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
 
@@ -47,6 +51,7 @@ from axes.algebra.universe import Universe
 
 _HOST = 0
 _LINGER_SECONDS = 5.0
+_SILENCE_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
 _FIRST_LOOK_SECONDS = 0.5
@@ -89,46 +94,34 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
 
     Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails.
     """
-    if len(barrier.members) == 1:
-        return
-    with _store_errors(barrier):
-        key = _key(barrier)
-        mine = {
-            "rank": member.rank,
-            "text": statement,
-            "subject": barrier.subject,
-            "members": _packed(barrier.members),
-        }
-        _leave_note(member, {"key": key, "subject": barrier.subject})
-        first = json.loads(member.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
-        if first["text"] != statement:
-            error = _mismatch(barrier, first, mine)
-            _end(member.store, key, error, len(barrier.members), disagree=True)
-        elif member.store.add(f"{key}/count", 1) == len(barrier.members):
-            _end(member.store, key, None, len(barrier.members))
-        end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
-        if end["error"] is not None:
-            _raise(member, key, end, statement)
+    if len(barrier.members) > 1:
+        with _store_errors(barrier):
+            _in_time(member, barrier.subject, timeout, lambda asking: _meet(asking, barrier, statement, timeout))
 
 
 def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
     """Ends a barrier for all its members because this rank can't come: it raises `error`."""
     if len(barrier.members) == 1:
         return
-    # The caller raises `error`, which matters more than a store that can't be reached.
-    with contextlib.suppress(dist.DistError):
+    said = f"{type(error).__name__}: {error}"
+
+    def end(asking: Member) -> None:
         key = _key(barrier)
-        said = f"{type(error).__name__}: {error}"
-        _leave_note(member, {"key": key, "subject": barrier.subject, "raised": said})
+        _leave_note(asking, {"key": key, "subject": barrier.subject, "raised": said})
         text = f"rank {member.rank} can't take part in {barrier.subject}, it raised {_indented(said)}"
-        _end(member.store, key, text, len(barrier.members))
-        _leave(member, key, len(barrier.members))
+        _end(asking.store, key, text, len(barrier.members))
+        _leave(asking, key, len(barrier.members))
+
+    # The caller raises `error`, which matters more than a store that can't be reached.
+    with contextlib.suppress(dist.DistError, DesyncError):
+        _in_time(member, barrier.subject, timedelta(seconds=_LINGER_SECONDS), end)
 
 
 def pass_by(member: Member, subject: str) -> None:
     """Notes that this rank isn't a member of what it declares, for members that expect it."""
-    with contextlib.suppress(dist.DistError):
-        _leave_note(member, {"subject": subject, "outside": True})
+    note = {"subject": subject, "outside": True}
+    with contextlib.suppress(dist.DistError, DesyncError):
+        _in_time(member, subject, timedelta(seconds=_LINGER_SECONDS), lambda asking: _leave_note(asking, note))
 
 
 def digest(ranks: Sequence[int]) -> str:
@@ -159,7 +152,91 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks {shown}, ... ({digest(ranks)})"
 
 
+# Questions to the store
+
+
+class _AskedStore:
+    """A store that knows how long its answer has been awaited."""
+
+    def __init__(self, store: dist.Store):
+        self.store = store
+        self.since: float | None = None
+
+    @property
+    def silence(self) -> float:
+        """For how many seconds the present question has had no answer; 0 where none is asked."""
+        since = self.since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.store, name)
+
+        def ask(*args: Any) -> Any:
+            self.since = time.monotonic()
+            try:
+                return method(*args)
+            finally:
+                self.since = None
+
+        return ask
+
+
+def _in_time(member: Member, subject: str, timeout: timedelta, ask: Callable[[Member], None]) -> None:
+    """`ask(member)`, which ends by itself about when `timeout` is over, as long as the store answers.
+
+    It runs on another thread, since a question to the store waits for ever where the host is silent. Then
+    that thread stays behind, and this raises.
+    """
+    store = _AskedStore(member.store)
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            ask(replace(member, store=cast("dist.Store", store)))
+            outcome.set_result(None)
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="axes: a question to the store", daemon=True).start()
+    patience = timeout.total_seconds()
+    while not wait([outcome], patience).done:
+        if store.silence > _SILENCE_SECONDS:
+            raise DesyncError(
+                f"the job's store{_host_of(member.store)} doesn't answer in {subject}, for {store.silence:.1f} s now: "
+                "its host is stopped, or can't be reached from here"
+            )
+        patience = _SLOWEST_POLL_SECONDS
+    outcome.result()
+
+
+def _host_of(store: dist.Store) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+
+
 # The end of a barrier
+
+
+def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) -> None:
+    """States the text at the barrier and waits for its end."""
+    key = _key(barrier)
+    mine = {
+        "rank": member.rank,
+        "text": statement,
+        "subject": barrier.subject,
+        "members": _packed(barrier.members),
+    }
+    _leave_note(member, {"key": key, "subject": barrier.subject})
+    first = json.loads(member.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
+    if first["text"] != statement:
+        error = _mismatch(barrier, first, mine)
+        _end(member.store, key, error, len(barrier.members), disagree=True)
+    elif member.store.add(f"{key}/count", 1) == len(barrier.members):
+        _end(member.store, key, None, len(barrier.members))
+    end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
+    if end["error"] is not None:
+        _raise(member, key, end, statement)
 
 
 def _end(store: dist.Store, key: str, error: str | None, present: int, disagree: bool = False) -> None:

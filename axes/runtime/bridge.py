@@ -10,11 +10,21 @@ import torch.distributed as dist
 from axes.algebra.errors import MeshError
 from axes.algebra.placements import sharding_from as from_placements
 from axes.runtime.device_mesh import device_mesh, from_device_mesh
+from axes.runtime.groups import abort_groups as abort
 from axes.runtime.groups import create_groups
 from axes.runtime.groups import group_of as group
 from axes.runtime.torch_placements import torch_placements as placements
 
-__all__ = ["create_groups", "device_mesh", "from_device_mesh", "from_placements", "group", "placements", "rank"]
+__all__ = [
+    "abort",
+    "create_groups",
+    "device_mesh",
+    "from_device_mesh",
+    "from_placements",
+    "group",
+    "placements",
+    "rank",
+]
 
 
 def rank() -> int:

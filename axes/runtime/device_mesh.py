@@ -39,6 +39,7 @@ from axes.runtime.groups import (
     made_by_axes,
     mark_of,
     options_known,
+    options_of,
 )
 from axes.runtime.world import Binding
 
@@ -89,14 +90,14 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
     coordinate = mesh.coordinate
     if coordinate is None and mesh.size < mesh.universe.size:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
-    groups = groups_of(mesh, dict(zip(mesh.layouts, mesh.axis_names, strict=True)))
+    groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
     made = torch_private.device_mesh_over(
         _root(world, mesh.universe, mesh.binding.device_type),
         [layout.modes for layout in mesh.layouts],
         mesh.axis_names,
         None if coordinate is None else tuple(coordinate.values()),
-        [groups[layout] for layout in mesh.layouts if groups],
-        [mark_of(world, mesh, layout) for layout in mesh.layouts],
+        [groups[name] for name in mesh.axis_names if groups],
+        [mark_of(world, mesh, layout, name) for layout, name in zip(mesh.layouts, mesh.axis_names, strict=True)],
     )
     _, known = world.meshes.get(made, (None, mesh))
     if _content(known) != _content(mesh):
@@ -110,9 +111,8 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
 
 def _content(mesh: Mesh) -> tuple[object, ...]:
     """What a DeviceMesh depends on: the axes without the further names."""
-    binding = mesh.binding
-    options = tuple(dict(binding.options).get(layout) for layout in mesh.layouts)
-    return mesh.universe, mesh.axis_names, mesh.layouts, binding.device_type, options
+    options = [options_of(mesh, *axis).text for axis in zip(mesh.layouts, mesh.axis_names, strict=True)]
+    return mesh.universe, mesh.axis_names, mesh.layouts, mesh.binding.device_type, *options
 
 
 def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:

@@ -26,7 +26,7 @@ import hashlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -63,26 +63,32 @@ class GroupOptions:
     """How the group of an axis is made, where it isn't like the default group.
 
     `backend` is a name as for `init_process_group` (`"nccl"`, `"cpu:gloo,cuda:nccl"`), `pg_options`
-    the options object of that backend, `timeout` a `timedelta` or seconds. Options with the same
-    content are equal.
+    the options object of that backend, `timeout` a `timedelta` or seconds. A `lane`, any word, gives a
+    name a communicator of its own where other names of the same ranks share one: what runs on it doesn't
+    wait for what runs on theirs. Options with the same content are equal.
 
     >>> GroupOptions("gloo", timeout=30) == GroupOptions("gloo", timeout=timedelta(seconds=30))
     True
+    >>> GroupOptions(lane="gradients") == GroupOptions()
+    False
     """
 
     backend: str | None = None
     pg_options: object = None
     timeout: timedelta | float | None = None
+    lane: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend is not None and not isinstance(self.backend, str):
             raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {self.backend!r:.60}")
+        if self.lane is not None and not (isinstance(self.lane, str) and self.lane.isidentifier()):
+            raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {self.lane!r:.60}")
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
     @cached_property
     def text(self) -> str:
         """The content as text, the same on every rank that has the same options."""
-        parts = [("backend", self.backend), ("timeout", self.timeout)]
+        parts = [("backend", self.backend), ("timeout", self.timeout), ("lane", self.lane)]
         found = [f"{name}={value}" for name, value in parts if value is not None]
         return " ".join(
             [
@@ -103,8 +109,8 @@ class ProcessGroupInfo:
     """One communicator of this process, and who uses it.
 
     `names` are those under which it was asked for, `asked` how often, `layout` the digits of the
-    first that asked. `origin` is "made" by axes, the "default" group of torch, or "adopted" with a
-    `DeviceMesh`; `group_name` is what torch calls it.
+    first that asked, `options` those of the axis with its lane. `origin` is "made" by axes, the
+    "default" group of torch, or "adopted" with a `DeviceMesh`; `group_name` is what torch calls it.
     """
 
     ranks: Sequence[int]
@@ -262,15 +268,15 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
 
     Every rank of the mesh calls it; a rank outside the mesh has nothing to make.
     """
-    groups_of(mesh, {mesh.layout(name): name for name in names})
+    groups_of(mesh, [(mesh.layout(name), name) for name in names])
 
 
-def groups_of(mesh: Mesh, names: Mapping[Layout, str]) -> dict[Layout, dist.ProcessGroup]:
-    """The groups of these layouts, made in an order that only the layouts decide; none outside."""
+def groups_of(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> dict[str, dist.ProcessGroup]:
+    """The groups of these layouts by name, made in an order that only layouts and lanes decide; none outside."""
     if mesh.universe.position(current_world().rank) is None:
         return {}
-    in_order = sorted(names, key=lambda layout: layout.modes)
-    return {layout: group_of(mesh, layout, names[layout]) for layout in in_order}
+    in_order = sorted(named, key=lambda each: (each[0].modes, options_of(mesh, *each).text))
+    return {name: group_of(mesh, layout, name) for layout, name in in_order}
 
 
 def process_groups() -> ProcessGroups:
@@ -314,7 +320,31 @@ def destroy_process_groups() -> None:
         dist.destroy_process_group()
         forget_groups()
         return
-    world.groups = {key: entry for key, entry in world.groups.items() if entry.origin == "default"}
+    _keep(world, lambda entry: entry.origin == "default")
+
+
+def abort_groups(mesh: Mesh) -> None:
+    """Ends the groups among this rank's part of a mesh, now and without its other ranks."""
+    world = current_world()
+    here = mesh.ranks_of(mesh.layout_of_all, world.rank)
+    if here is None:
+        return
+    torch_private.forget_dtensor_world()
+    if world.started_here and len(here) == world.size:
+        torch_private.abort_group(None)
+        forget_groups()
+        return
+    members = frozenset(here)
+    ended = [each for each in world.groups.values() if each.origin == "made" and members.issuperset(each.ranks)]
+    for entry in sorted(ended, key=lambda entry: entry.group.group_name):
+        if torch_private.registered(entry.group):
+            torch_private.abort_group(entry.group)
+    _keep(world, lambda entry: entry not in ended)
+
+
+def _keep(world: World, wanted: Callable[[_Entry], bool]) -> None:
+    """Forgets the other groups, and what was made of groups."""
+    world.groups = {key: entry for key, entry in world.groups.items() if wanted(entry)}
     for known in (world.device_meshes, world.meshes, world.roots, world.caches):
         known.clear()
 
@@ -389,7 +419,7 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
     if not world.fake:
         _check_backend_options(name, options.pg_options, used)
     if backend == backend_for(world, device_type):
-        return GroupOptions(None, options.pg_options, options.timeout)
+        return replace(options, backend=None)
     return options
 
 
@@ -400,12 +430,12 @@ def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
     ranks = ranks if isinstance(ranks, range) else Universe.of(ranks).ranks
     binding = mesh.binding
-    backend, options = _wanted(world, mesh, layout)
+    backend, options = _wanted(world, mesh, layout, name)
     key = (ranks, backend, options)
     entry = world.groups.get(key)
     if entry is None:
         waits = binding.timeout or _default_timeout(world, binding.device_type)
-        mark = mark_of(world, mesh, layout)
+        mark = mark_of(world, mesh, layout, name)
         entry = world.groups[key] = _made(world, ranks, backend, options, mark, name, binding.device_type, waits)
     if entry.layout is None:
         entry.layout = layout
@@ -413,23 +443,31 @@ def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
     return entry
 
 
-def mark_of(world: World, mesh: Mesh, layout: Layout) -> str:
+def mark_of(world: World, mesh: Mesh, layout: Layout, name: str) -> str:
     """What tells the group of an axis from that of a mesh without options: a digest of its own, or nothing."""
-    backend, options = _wanted(world, mesh, layout)
+    backend, options = _wanted(world, mesh, layout, name)
     if backend == backend_for(world, mesh.binding.device_type) and not options.text:
         return ""
     return _digest(backend, options)
 
 
-def _wanted(world: World, mesh: Mesh, layout: Layout) -> tuple[str, GroupOptions]:
+def _wanted(world: World, mesh: Mesh, layout: Layout, name: str) -> tuple[str, GroupOptions]:
     """The backend of the group of an axis, and its other options."""
-    options = _options_of(mesh, layout) if layout.size > 1 else _NO_OPTIONS
+    options = options_of(mesh, layout, name) if layout.size > 1 else _NO_OPTIONS
     backend = options.backend or backend_for(world, mesh.binding.device_type)
     return backend, replace(options, backend=None)
 
 
-def _options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
-    """The options that a name was given. A product or a part without a name has those that all its axes share."""
+def options_of(mesh: Mesh, layout: Layout, name: str) -> GroupOptions:
+    """The options that a name was given. A product or a part without a name has those that all its axes share.
+
+    `name`: that of the axis, or of the axes of a product with spaces between them. Options with a lane are
+    the name's own; others are those of all names of a layout.
+    """
+    lanes = dict(mesh.binding.lanes)
+    own = {lanes.get(each) for each in name.split()}
+    if len(own) == 1 and (lane := own.pop()) is not None:
+        return lane
     given = dict(mesh.binding.options)
     if layout in given or layout in mesh.namespace.values():
         return given.get(layout, _NO_OPTIONS)

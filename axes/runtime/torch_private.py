@@ -80,6 +80,11 @@ def default_timeout(device_type: str) -> timedelta:
         return default.get_group_store().timeout
 
 
+def usual_timeout(backend: str) -> timedelta:
+    """How long a group of a backend waits if nobody says it. Public API: none planned."""
+    return c10d._get_default_timeout(c10d.Backend(backend))
+
+
 def options_timeout(pg_options: Any) -> timedelta | None:
     """The timeout in an options object, which `new_group` ignores. Public API: none planned."""
     return getattr(pg_options, "_timeout", None)
@@ -133,6 +138,14 @@ TORCH_WORLD = c10d._world
 def registered(group: dist.ProcessGroup) -> bool:
     """Whether torch still knows a group: false once it has been destroyed."""
     return group in c10d._world.pg_map
+
+
+def abort_group(group: dist.ProcessGroup | None) -> None:
+    """Ends a group without its other members; None: all groups of torch, the default group last.
+
+    `ProcessGroup.abort` is public, but leaves the group in torch's tables.
+    """
+    c10d._abort_process_group(group)
 
 
 # Device meshes

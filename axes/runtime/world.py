@@ -12,6 +12,8 @@ ranks of the mesh then compare what they declared: one that differs makes each o
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
-from axes.runtime.agreement import Barrier, agree, pass_by, ranks_text, refuse
+from axes.runtime.agreement import Barrier, Member, agree, pass_by, ranks_text, refuse
 from axes.runtime.groups import (
     GroupOptions,
     World,
@@ -44,17 +46,22 @@ _ADVICE = (
     "options, in the same order where they declare several"
 )
 
+_starts = itertools.count()
+"""Numbers the worlds that this process starts: the same number on all ranks of one."""
+
 
 @dataclass(frozen=True)
 class Binding:
     """What binds a mesh to a job: its device, and the axes whose groups aren't like the default.
 
-    `timeout` says how long ranks wait for one another; it doesn't make meshes differ.
+    `options` are those of all names of a layout, `lanes` those of one name alone. `timeout` says how long
+    ranks wait for one another; it doesn't make meshes differ.
     """
 
     device_type: str
     options: tuple[tuple[Layout, GroupOptions], ...] = ()
     timeout: timedelta | None = field(default=None, compare=False)
+    lanes: tuple[tuple[str, GroupOptions], ...] = ()
 
 
 def init_mesh(
@@ -74,6 +81,8 @@ def init_mesh(
     `declaration`, `equations` and sizes are as for `axes.Mesh`; sizes that are left out follow from
     the number of ranks. `ranks` are global ranks in the order of the mesh, by default the whole
     world; a rank outside them takes no part and gets a mesh whose `coordinate` is None.
+    `ranks_per_node`: how many consecutive ranks share a node, by default the launcher's `LOCAL_WORLD_SIZE`
+    where the world is larger.
     `device_type` is the current accelerator, or "cpu" where there is none or the running world
     doesn't serve it. `options` gives axes, by name, groups that aren't like the default group; a
     product of axes that has no name of its own has the options that all of them share.
@@ -87,27 +96,26 @@ def init_mesh(
     >>> mesh.shape, mesh.coordinate
     ({'dp': 1, 'tp': 1}, {'dp': 0, 'tp': 0})
     """
-    waits = as_timeout(timeout, "timeout")
-    device = _checked_device(device_type)
-    _start(device, waits)
+    if dist.group.WORLD is None:
+        _start(device_type, timeout)
     world = current_world()
-    if ranks is None:
-        ranks = range(world.size)
-    elif isinstance(ranks, Iterable) and not isinstance(ranks, range):
-        ranks = tuple(ranks)
+    named: Iterable[int] = range(world.size)
 
     def on(ranks: Sequence[int] | None) -> Mesh:
-        return Mesh(declaration, *equations, ranks=ranks, ranks_per_node=ranks_per_node, sizes=sizes, **keywords)
+        per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
+        return Mesh(declaration, *equations, ranks=ranks, ranks_per_node=per_node, sizes=sizes, **keywords)
 
     try:
-        universe = _checked_universe(ranks, world)
+        named = named if ranks is None else ranks if isinstance(ranks, range) else _listed(ranks)
+        waits, device = _device(device_type, timeout, world.rank)
+        universe = _checked_universe(named, world)
         try:
             algebra = on(universe.ranks)
         except SizeError as error:
             raise _of_another_size(on, universe, world) or error from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options, waits))
     except Exception as error:
-        _refuse(world, ranks, error)
+        _refuse(world, named, error)
         raise
     _agree(world, mesh)
     return mesh
@@ -130,24 +138,58 @@ def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: Worl
     )
 
 
-def _start(device_type: str, timeout: timedelta | None) -> None:
-    """Starts `torch.distributed` where it isn't running, and chooses this rank's device."""
-    if dist.group.WORLD is not None:
-        if not current_world().fake:
-            _select_device(device_type, dist.get_rank())
-        return
+def _listed(ranks: Iterable[int]) -> Iterable[int]:
+    return tuple(ranks) if isinstance(ranks, Iterable) else ranks
+
+
+def _device(device_type: str | None, timeout: object, rank: int) -> tuple[timedelta | None, str]:
+    """The time limit and the type of device of a mesh, and this rank's device set to one of that type."""
+    waits, device = as_timeout(timeout, "timeout"), _checked_device(device_type)
+    if dist.group.WORLD is None or not current_world().fake:
+        _select_device(device, rank)
+    return waits, device
+
+
+def _start(device_type: str | None, timeout: object) -> None:
+    """Starts `torch.distributed` from the launcher's environment, or a world of one where there is none.
+
+    All ranks meet before that: one that can't come makes all of them raise its error, where torch would wait for it.
+    """
     present = [name for name in _LAUNCHERS_VARIABLES if name in os.environ]
-    launched = "RANK" in present or "WORLD_SIZE" in present
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        waits, device = _device(device_type, timeout, 0)
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=waits)
+        current_world().started_here = True
+        return
     absent = [name for name in _LAUNCHERS_VARIABLES if name not in present]
-    if launched and absent:
+    if absent:
         raise MeshError(f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them")
-    backend = dist.get_default_backend_for_device(device_type)
-    if launched:
-        _select_device(device_type, int(os.environ["RANK"]))
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    connecting = torch_private.usual_timeout("gloo")
+    with contextlib.suppress(MeshError):  # which is told to all ranks below
+        connecting = as_timeout(timeout, "timeout") or connecting
+    store, rank, size = next(dist.rendezvous("env://", timeout=connecting))
+    # The store may be older than this world, and then it keeps what an earlier one left there.
+    member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
+    subject = f"the start of torch.distributed on ranks 0..{size - 1}"
+    barrier = Barrier(subject, range(size), "start", 0, "All ranks call init_mesh with the same device type")
+    try:
+        waits, device = _device(device_type, timeout, rank)
+        backend = dist.get_default_backend_for_device(device)
+    except Exception as error:
+        refuse(member, barrier, error)
+        raise
+    limit = waits or torch_private.usual_timeout(backend)
+    agree(member, barrier, f"device type {device}, backend {backend}", limit)
+    member.store.set_timeout(limit)
+    dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
     current_world().started_here = True
+
+
+def _launchers_node(world: World) -> int | None:
+    """The number of ranks of a node, where the launcher says that there are several nodes."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if not world.fake and said.isdecimal() and 0 < int(said) < world.size else None
 
 
 def _select_device(device_type: str, rank: int) -> None:
@@ -190,21 +232,27 @@ def _bound(
     options: Mapping[str, GroupOptions] | None,
     timeout: timedelta | None,
 ) -> Binding:
-    """The binding of a mesh, its options by layout: names of one layout share one group."""
+    """The binding of a mesh, its options by layout: names of one layout share one group, unless one has a lane."""
     if options is not None and not isinstance(options, Mapping):
         raise MeshError(f"options is a mapping from axis names to GroupOptions; found {type(options).__name__}")
     backend_for(world, device_type)
     found: dict[Layout, tuple[str, GroupOptions]] = {}
+    lanes: dict[str, GroupOptions] = {}
     for name, given in (options or {}).items():
         layout, checked = mesh.layout(name), checked_options(world, name, given, device_type)
+        if checked.lane is not None:
+            lanes |= {name: checked} if layout.size > 1 else {}
+            continue
         other, before = found.setdefault(layout, (name, checked))
         if before != checked and layout.size > 1:
             raise MeshError(
                 f"'{other}' and '{name}' are the same ranks and share one group; found two options "
-                f"for it: {before.text or 'the default'} and {checked.text or 'the default'}"
+                f"for it: {before.text or 'the default'} and {checked.text or 'the default'}. A lane gives a "
+                f"name a group of its own: options={{'{name}': GroupOptions(..., lane='{name}')}}"
             )
     kept = [(layout, given) for layout, (_, given) in found.items() if layout.size > 1 and given.text]
-    return Binding(device_type, tuple(sorted(kept, key=lambda pair: pair[0].modes)), timeout)
+    in_order = tuple(sorted(kept, key=lambda pair: pair[0].modes))
+    return Binding(device_type, in_order, timeout, tuple(sorted(lanes.items(), key=lambda pair: pair[0])))
 
 
 def _barrier(world: World, universe: Universe) -> Barrier:
@@ -223,7 +271,8 @@ def _agree(world: World, mesh: Mesh) -> None:
         pass_by(world.member, _subject(universe))
         return
     names = {layout: name for name, layout in mesh.namespace.items()}
-    options = [f"options[{names[layout]}]: {given.text}" for layout, given in binding.options]
+    given = [(names[layout], each) for layout, each in binding.options]
+    options = [f"options[{name}]: {each.text}" for name, each in (*given, *binding.lanes)]
     nodes = [] if mesh.ranks_per_node is None else [f"ranks_per_node={mesh.ranks_per_node}"]
     order = ranks_text(universe.ranks)
     statement = " | ".join([mesh.declaration, order, binding.device_type, *nodes, *options])
