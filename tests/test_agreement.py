@@ -507,7 +507,7 @@ class Odd:
         ({"ranks_per_node": 0}, ""),
         ({"options": {"dp": 3}}, "options['dp'] is a GroupOptions"),
     ],
-    ids=str,
+    ids=["device", "index", "timeout", "ranks", "number", "node", "options"],
 )
 def test_every_error_of_one_rank_in_init_mesh_reaches_the_others_at_once(world, options, said, started):
     found = world(one_comes_with_an_error, 3, options, started)
