@@ -41,7 +41,7 @@ SPECS = {
     "*": "...",  # norms: whole on every rank of tp
 }
 AXES = "pp", "dp", "cp", "tp"
-HIDDEN, LOGITS = "b@dp s@(cp tp) d", "b@dp s@cp v@tp"
+HIDDEN, LOGITS = "s@(cp tp) b@dp d", "b@dp s@cp v@tp"  # hidden: positions first, so that shards of s are whole rows
 
 
 # ------------------------------------------------------------------------------------ the model
@@ -77,16 +77,16 @@ class Attention(nn.Module):
         self.wo, self.k = weight(n.d, n.h * n.k), n.k
 
     def forward(self, x: Tensor) -> Tensor:
-        x = axes.rearrange(x, "b s@(cp tp) d -> b s@cp d")
-        first = axes.axis_index("cp") * x.shape[1]
-        here = torch.arange(first, first + x.shape[1], device=x.device)
-        q = rotated(axes.einsum(x, self.wq, "b s d, (h k) d -> b h s k", k=self.k), here)
-        k = rotated(axes.einsum(x, self.wk, "b s d, (g k) d -> b g s k", k=self.k), here)
-        v = axes.einsum(x, self.wv, "b s d, (g k) d -> b g s k", k=self.k)
+        x = axes.rearrange(x, "s@(cp tp) b d -> s@cp b d")
+        first = axes.axis_index("cp") * x.shape[0]
+        here = torch.arange(first, first + x.shape[0], device=x.device)
+        q = rotated(axes.einsum(x, self.wq, "s b d, (h k) d -> b h s k", k=self.k), here)
+        k = rotated(axes.einsum(x, self.wk, "s b d, (g k) d -> b g s k", k=self.k), here)
+        v = axes.einsum(x, self.wv, "s b d, (g k) d -> b g s k", k=self.k)
         k, v = (axes.rearrange(each, "b g s@cp k -> b g s k") for each in (k, v))
         seen = here[:, None] >= torch.arange(k.shape[2], device=x.device)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-        return axes.einsum(y, self.wo, "b h@tp s@cp k, d (h@tp k) -> b s@(cp tp) d")
+        return axes.einsum(y, self.wo, "b h@tp s@cp k, d (h@tp k) -> s@(cp tp) b d")
 
 
 class MLP(nn.Module):
@@ -95,9 +95,9 @@ class MLP(nn.Module):
         self.gate, self.up, self.down = weight(n.f, n.d), weight(n.f, n.d), weight(n.d, n.f)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = axes.rearrange(x, "b s@(cp tp) d -> b s@cp d")
+        x = axes.rearrange(x, "s@(cp tp) b d -> s@cp b d")
         y = F.silu(F.linear(x, self.gate)) * F.linear(x, self.up)
-        return axes.einsum(y, self.down, "b s@cp f@tp, d f@tp -> b s@(cp tp) d")
+        return axes.einsum(y, self.down, "s@cp b f@tp, d f@tp -> s@(cp tp) b d")
 
 
 class Block(nn.Module):
@@ -144,8 +144,8 @@ class Llama(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         if not self.last:
             return x
-        x = axes.rearrange(self.norm(x), "b s@(cp tp) d -> b s@cp d")
-        return F.linear(x, self.embedding if self.tied else self.head)
+        x = axes.rearrange(self.norm(x), "s@(cp tp) b d -> s@cp b d")
+        return F.linear(x, self.embedding if self.tied else self.head).transpose(0, 1)
 
 
 class Loss(nn.Module):

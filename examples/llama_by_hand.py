@@ -158,9 +158,11 @@ def cut(name: str, whole: Tensor, tp: dist.ProcessGroup) -> Tensor:
     return whole.chunk(tp.size(), 1 if name.endswith(("wo", "down")) else 0)[tp.rank()]
 
 
-def by_hand(whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float) -> Callable[[], float]:
+def by_hand(
+    whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float, kind: type = LlamaByHand
+) -> Callable[[], float]:
     groups = Groups(mesh.axis("tp").group, mesh.axis("cp").group, mesh.axis("fsdp").group)
-    model = LlamaByHand(n, groups)
+    model = kind(n, groups)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(cut(name, whole.get_parameter(name), groups.tp))
@@ -202,7 +204,7 @@ def with_axes(whole: Llama, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr:
     return step
 
 
-def in_both_ways(options: Options) -> tuple[dict, dict]:
+def in_both_ways(options: Options, peer: Callable[..., Callable[[], float]] = by_hand) -> tuple[dict, dict]:
     """Losses and seconds of the steps of both."""
     torch.set_num_threads(1)
     with axes.init_mesh(options.mesh, "fsdp = dp cp", device_type="cpu") as mesh:
@@ -215,7 +217,7 @@ def in_both_ways(options: Options) -> tuple[dict, dict]:
         tokens, labels = window[rows, :-1][:, columns].clone(), window[rows, 1:][:, columns].clone()
         steps = {
             "axes": with_axes(whole, mesh, tokens, labels, options.lr),
-            "by hand": by_hand(whole, n, mesh, tokens, labels, options.lr),
+            "peer": peer(whole, n, mesh, tokens, labels, options.lr),
         }
         return in_turns(steps, options.steps)
 
@@ -235,8 +237,8 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     options = read_options("llama_by_hand.py", Options, lambda options: None, arguments)
     losses, seconds = axes.launch(in_both_ways, axes.Mesh(options.mesh).size, options)[0]
-    apart = max(abs(one - other) / other for one, other in zip(losses["axes"], losses["by hand"], strict=True))
-    ratio = median_ratio(seconds["axes"], seconds["by hand"], WARM_UP)
+    apart = max(abs(one - other) / other for one, other in zip(losses["axes"], losses["peer"], strict=True))
+    ratio = median_ratio(seconds["axes"], seconds["peer"], WARM_UP)
     for name, times in seconds.items():
         print(f"{name}: {statistics.median(times[WARM_UP:] or times) * 1e3:.1f} ms a step")
     print(f"ratio {ratio:.3f}; largest relative difference of the losses {apart:.1e}")
