@@ -42,6 +42,9 @@ SPECS = {
 }
 AXES = "pp", "dp", "cp", "tp"
 HIDDEN, LOGITS = "s@(cp tp) b@dp d", "b@dp s@cp v@tp"  # hidden: positions first, so that shards of s are whole rows
+LOSS = (
+    f"{LOGITS}, b@dp s@cp -> | same@(dp cp tp)"  # every rank has the loss, and begins backward with its whole gradient
+)
 
 
 # ------------------------------------------------------------------------------------ the model
@@ -120,7 +123,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(n.d)
         self.register_parameter("head", None if tied else weight(n.v, n.d))
         self.first = self.last = True
-        self.tied, self.recompute = tied, recompute
+        self.v, self.tied, self.recompute = n.v, tied, recompute
 
     @property
     def expression(self) -> str:
@@ -139,7 +142,7 @@ class Llama(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.first:
-            x = axes.embedding(x, self.embedding, f"b@dp s@cp, v@tp d -> {HIDDEN}")
+            x = axes.embedding(x, self.embedding, f"b@dp s@cp, v@tp d -> {HIDDEN}", v=self.v)
         for block in self.blocks.values():
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         if not self.last:
@@ -151,8 +154,12 @@ class Llama(nn.Module):
 class Loss(nn.Module):
     """The mean loss of all tokens, the same on every rank."""
 
+    def __init__(self, v: int = Size.v):
+        super().__init__()
+        self.v = v
+
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return axes.cross_entropy(logits, labels, f"{LOGITS}, b@dp s@cp -> ")
+        return axes.cross_entropy(logits, labels, LOSS, v=self.v)  # ranks needn't tell each other the whole size
 
 
 # ----------------------------------------------------------------------------------- on a mesh
@@ -182,7 +189,7 @@ def train(options: Options) -> Curves:
     mesh = axes.init_mesh(declaration(options.mesh, AXES), "fsdp = dp cp", device_type=options.device)
     if mesh.rank == 0:
         print(f"{mesh}\n", flush=True)
-    loss = axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh["dp", "cp", "tp"])
+    loss = axes.shard_map(Loss(), LOSS, mesh["dp", "cp", "tp"])
     return trained(options, mesh, made(options, mesh), loss)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from llama import LOGITS, SPECS, Llama, Loss, Size, rotated, weight
+from llama import LOSS, SPECS, Llama, Loss, Size, rotated, weight
 from megatron_by_hand import Gather, Scatter, SumOfGradients
 from pipelined import summed as with_sums
 from support import flag, in_turns, median_ratio, read_options
@@ -191,7 +191,7 @@ def with_axes(whole: Llama, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr:
     for module in (*model.blocks.values(), model):
         fully_shard(module, mesh=mesh["fsdp"].device_mesh)
     with_sums(model)
-    loss_of = axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh)
+    loss_of = axes.shard_map(Loss(), LOSS, mesh)
     optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=lr, foreach=True)
 
     def step() -> float:

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from llama import LOGITS, Block, Llama, Loss, Size, weight
+from llama import LOSS, Block, Llama, Loss, Size, weight
 from llama import SPECS as DENSE
 from llama import what_is_wrong as what_is_wrong_with_the_dense
 from pipelined import Curves, Training, compared, declaration, stage_of, summed, trained
@@ -134,7 +134,7 @@ def train(options: Options) -> Curves:
     mesh = axes.init_mesh(declaration(options.mesh, AXES), *READINGS, device_type=options.device, **sizes)
     if mesh.rank == 0:
         print(f"{mesh}\n", flush=True)
-    loss = axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh["dp", "cp", "tp"])
+    loss = axes.shard_map(Loss(), LOSS, mesh["dp", "cp", "tp"])
     return trained(options, mesh, made(options, mesh), loss)
 
 

@@ -519,15 +519,23 @@ def _cross_entropy(
     x = x - _largest(x, (-1,), vocabulary.axes)
     labels = labels.long()
     chosen = _picked(x, labels - start)
-    total, chosen = _sum(torch.stack((x.exp().sum(-1), chosen)), vocabulary.axes)
+    total, chosen = _sum(torch.stack((x.exp().sum(-1), chosen)), vocabulary.axes, form.same)
     ignored = labels == ignore_index
     outside = ~ignored & ((labels < 0) | (labels >= size))
     loss = (total.log() - chosen).masked_fill(ignored, 0.0) * _nan_where(outside, x.dtype)
     if form.reduced:
-        loss = _sum(loss.sum(form.reduced), form.sums)
-        counted = _sum((~ignored).sum(form.reduced), (*form.sums, *form.kept))
-        loss = loss / counted if mean else loss
-    return _same(loss, form.same).to(logits.dtype)
+        loss = loss.sum(form.reduced)
+        if not mean:
+            loss = _sum(loss, form.sums, form.same)
+        elif form.kept:
+            counted = _sum((~ignored).sum(form.reduced), (*form.sums, *form.kept))
+            loss = _sum(loss, form.sums, form.same) / counted
+        else:  # both in one collective
+            both = torch.stack((loss, (~ignored).sum(form.reduced).to(loss.dtype)))
+            loss, counted = _sum(both, form.sums, form.same)
+            loss = loss / counted
+    summed = (*form.sums, *vocabulary.axes)
+    return _same(loss, tuple([axis for axis in form.same if axis not in summed])).to(logits.dtype)
 
 
 def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -565,8 +573,12 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in _HALVES else x
 
 
-def _sum(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    return psum(x, axes) if axes else x
+def _sum(x: torch.Tensor, axes: Axes, same: Axes = ()) -> torch.Tensor:
+    """The sum over axes. Over those that are `same` its gradient is whole on every rank, so backward sends nothing."""
+    whole, parts = ([axis for axis in axes if (axis in same) is wanted] for wanted in (True, False))
+    x = psum(x, tuple(parts)) if parts else x
+    place = f"({' '.join(whole)})"
+    return rearrange(x, f"... | sum@{place} -> ... | same@{place}") if whole else x
 
 
 def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor:

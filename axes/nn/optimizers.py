@@ -170,10 +170,11 @@ class LocalSteps(torch.optim.Optimizer):
             torch.autograd.graph.increment_version([held.parameter for held in before])
 
     def _held(self, parameter: DTensor, kept: State | None) -> _Held:
-        """The local tensors of a parameter and its state: those of the step before, if nobody has replaced them since."""
+        """The local tensors of a parameter and its state: those of the last step, if nobody has replaced them since."""
         held, local, kept = self.held.get(id(parameter)), local_tensor(parameter), kept or {}
         if held is not None and held.parameter is parameter and held.local is local:
-            if _are(kept, held.values) and kept.keys() == held.state.keys():
+            is_same = _are(kept, held.values) and kept.keys() == held.state.keys()
+            if is_same:
                 return held
         state = torch_private.local_values(kept)
         held = self.held[id(parameter)] = _Held(parameter, local, list(kept.values()), state, list(state.values()))
