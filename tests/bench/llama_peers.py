@@ -12,7 +12,6 @@ Both train the same weights on the same samples as llama.py, and their losses ar
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -152,11 +151,8 @@ def by_parallelize_module(whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor
 # --- spmd_types: collectives with types
 
 
-SPMD_TYPES = "spmd_types"
-
-
 def spmd() -> Any:
-    return importlib.import_module(SPMD_TYPES)
+    return importlib.import_module("spmd_types")
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -221,7 +217,3 @@ class TypedLlama(hand.LlamaByHand):
 def by_spmd_types(whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float) -> Step:
     """A step of the model with the collectives of `spmd_types`, and FSDP2."""
     return hand.by_hand(whole, n, mesh, tokens, labels, lr, kind=TypedLlama)
-
-
-def is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 
 import axes
-from tests.bench.llama_peers import SPMD_TYPES, by_parallelize_module, by_spmd_types, is_installed
-from tests.bench.measure import ROOT, Times, benchmark
+from tests.bench.llama_peers import by_parallelize_module, by_spmd_types
+from tests.bench.measure import ROOT, Times, benchmark, is_installed
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -42,5 +42,5 @@ for sizes in (ORDINARY, TINY):
     register(
         Options(mesh=NO_CP, **sizes), "`parallelize_module`, `fully_shard`, AdamW", by_parallelize_module, most=1.0
     )
-    if is_installed(SPMD_TYPES):
+    if is_installed("spmd_types", "0.3.1", "training step of llama.py beside spmd_types"):
         register(Options(**sizes), "`spmd_types`, FSDP2, AdamW", by_spmd_types, most=1.0)
