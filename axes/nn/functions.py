@@ -150,10 +150,11 @@ def cross_entropy(
     The name that only the logits have is the vocabulary; those that the result lacks are averaged
     ("mean", over the labels that aren't `ignore_index`) or summed ("sum"). A split vocabulary costs
     two all-reduces of the size of the labels, forward, and one backward; split dims that are reduced
-    one more each way of the size of the result, unless it says `| sum@dp`. As
-    `torch.nn.functional.cross_entropy`, but for a label outside of the vocabulary: there the loss is NaN,
-    and so is the gradient of that row of logits, on every rank. (To raise, ranks would have to wait for
-    the values, and only some would.) Where the label is `ignore_index`, both are 0.
+    one more each way of the size of the result, unless it says `| sum@dp`. Over axes of which the result
+    says `| same@dp` backward sends nothing. As `torch.nn.functional.cross_entropy`, but for a label outside
+    of the vocabulary: there the loss is NaN, and so is the gradient of that row of logits, on every rank. (To
+    raise, ranks would have to wait for the values, and only some would.) Where the label is `ignore_index`,
+    both are 0.
 
     >>> round(cross_entropy(torch.zeros(2, 8), torch.tensor([1, 7]), "s v, s -> ").item(), 4)
     2.0794
