@@ -204,8 +204,8 @@ def with_axes(whole: Llama, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr:
     return step
 
 
-def in_both_ways(options: Options, peer: Callable[..., Callable[[], float]] = by_hand) -> tuple[dict, dict]:
-    """Losses and seconds of the steps of both."""
+def in_both_ways(options: Options, peer: Callable[..., Callable[[], float]] = by_hand, **how: Any) -> tuple[dict, dict]:
+    """Losses and seconds of the steps of both. `how` is for `in_turns`."""
     torch.set_num_threads(1)
     with axes.init_mesh(options.mesh, "fsdp = dp cp", device_type="cpu") as mesh:
         n = Size(d=options.width, f=2 * options.width, k=options.width // Size.h)
@@ -219,7 +219,7 @@ def in_both_ways(options: Options, peer: Callable[..., Callable[[], float]] = by
             "axes": with_axes(whole, mesh, tokens, labels, options.lr),
             "peer": peer(whole, n, mesh, tokens, labels, options.lr),
         }
-        return in_turns(steps, options.steps)
+        return in_turns(steps, options.steps, **how)
 
 
 @dataclass(frozen=True)
