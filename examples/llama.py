@@ -40,7 +40,10 @@ SPECS = {
     "*": "...",  # norms: whole on every rank of tp
 }
 AXES = "pp", "dp", "cp", "tp"
-HIDDEN, LOGITS = "b@dp s@(cp tp) d", "b@dp s@cp v@tp"
+HIDDEN, LOGITS = "s@(cp tp) b@dp d", "b@dp s@cp v@tp"  # hidden: positions first, so that shards of s are whole rows
+LOSS = (
+    f"{LOGITS}, b@dp s@cp -> | same@(dp cp tp)"  # every rank has the loss, and begins backward with its whole gradient
+)
 
 
 # ------------------------------------------------------------------------------------ the model
@@ -76,16 +79,16 @@ class Attention(nn.Module):
         self.wo, self.k = weight(n.d, n.h * n.k), n.k
 
     def forward(self, x: Tensor) -> Tensor:
-        x = axes.rearrange(x, "b s@(cp tp) d -> b s@cp d")
-        first = axes.axis_index("cp") * x.shape[1]
-        here = torch.arange(first, first + x.shape[1], device=x.device)
-        q = rotated(axes.einsum(x, self.wq, "b s d, (h k) d -> b h s k", k=self.k), here)
-        k = rotated(axes.einsum(x, self.wk, "b s d, (g k) d -> b g s k", k=self.k), here)
-        v = axes.einsum(x, self.wv, "b s d, (g k) d -> b g s k", k=self.k)
+        x = axes.rearrange(x, "s@(cp tp) b d -> s@cp b d")
+        first = axes.axis_index("cp") * x.shape[0]
+        here = torch.arange(first, first + x.shape[0], device=x.device)
+        q = rotated(axes.einsum(x, self.wq, "s b d, (h k) d -> b h s k", k=self.k), here)
+        k = rotated(axes.einsum(x, self.wk, "s b d, (g k) d -> b g s k", k=self.k), here)
+        v = axes.einsum(x, self.wv, "s b d, (g k) d -> b g s k", k=self.k)
         k, v = (axes.rearrange(each, "b g s@cp k -> b g s k") for each in (k, v))
         seen = here[:, None] >= torch.arange(k.shape[2], device=x.device)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-        return axes.einsum(y, self.wo, "b h@tp s@cp k, d (h@tp k) -> b s@(cp tp) d")
+        return axes.einsum(y, self.wo, "b h@tp s@cp k, d (h@tp k) -> s@(cp tp) b d")
 
 
 class MLP(nn.Module):
@@ -94,9 +97,9 @@ class MLP(nn.Module):
         self.gate, self.up, self.down = weight(n.f, n.d), weight(n.f, n.d), weight(n.d, n.f)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = axes.rearrange(x, "b s@(cp tp) d -> b s@cp d")
+        x = axes.rearrange(x, "s@(cp tp) b d -> s@cp b d")
         y = F.silu(F.linear(x, self.gate)) * F.linear(x, self.up)
-        return axes.einsum(y, self.down, "b s@cp f@tp, d f@tp -> b s@(cp tp) d")
+        return axes.einsum(y, self.down, "s@cp b f@tp, d f@tp -> s@(cp tp) b d")
 
 
 class Block(nn.Module):
@@ -119,7 +122,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(n.d)
         self.register_parameter("head", None if tied else weight(n.v, n.d))
         self.first = self.last = True
-        self.tied, self.recompute = tied, recompute
+        self.v, self.tied, self.recompute = n.v, tied, recompute
 
     @property
     def expression(self) -> str:
@@ -138,20 +141,24 @@ class Llama(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.first:
-            x = axes.embedding(x, self.embedding, f"b@dp s@cp, v@tp d -> {HIDDEN}")
+            x = axes.embedding(x, self.embedding, f"b@dp s@cp, v@tp d -> {HIDDEN}", v=self.v)
         for block in self.blocks.values():
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         if not self.last:
             return x
-        x = axes.rearrange(self.norm(x), "b s@(cp tp) d -> b s@cp d")
-        return F.linear(x, self.embedding if self.tied else self.head)
+        x = axes.rearrange(self.norm(x), "s@(cp tp) b d -> s@cp b d")
+        return F.linear(x, self.embedding if self.tied else self.head).transpose(0, 1)
 
 
 class Loss(nn.Module):
     """The mean loss of all tokens, the same on every rank."""
 
+    def __init__(self, v: int = Size.v):
+        super().__init__()
+        self.v = v
+
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return axes.cross_entropy(logits, labels, f"{LOGITS}, b@dp s@cp -> ")
+        return axes.cross_entropy(logits, labels, LOSS, v=self.v)  # ranks needn't tell each other the whole size
 
 
 # ----------------------------------------------------------------------------------- on a mesh
@@ -174,7 +181,7 @@ def made(options: Training, mesh: axes.Mesh) -> nn.Module:
 
 
 def loss_on(mesh: axes.Mesh) -> nn.Module:
-    return axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh["dp", "cp", "tp"])
+    return axes.shard_map(Loss(), LOSS, mesh["dp", "cp", "tp"])
 
 
 def train(options: Options) -> Curves:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from llama import LOGITS, SPECS, Llama, Loss, Size, rotated, weight
+from llama import LOSS, SPECS, Llama, Loss, Size, rotated, weight
 from megatron_by_hand import Gather, Scatter, SumOfGradients
 from pipelined import summed as with_sums
 from support import flag, in_turns, median_ratio, read_options
@@ -158,9 +158,11 @@ def cut(name: str, whole: Tensor, tp: dist.ProcessGroup) -> Tensor:
     return whole.chunk(tp.size(), 1 if name.endswith(("wo", "down")) else 0)[tp.rank()]
 
 
-def by_hand(whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float) -> Callable[[], float]:
+def by_hand(
+    whole: Llama, n: Size, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr: float, kind: type = LlamaByHand
+) -> Callable[[], float]:
     groups = Groups(mesh.axis("tp").group, mesh.axis("cp").group, mesh.axis("fsdp").group)
-    model = LlamaByHand(n, groups)
+    model = kind(n, groups)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(cut(name, whole.get_parameter(name), groups.tp))
@@ -189,7 +191,7 @@ def with_axes(whole: Llama, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr:
     for module in (*model.blocks.values(), model):
         fully_shard(module, mesh=mesh["fsdp"].device_mesh)
     with_sums(model)
-    loss_of = axes.shard_map(Loss(), f"{LOGITS}, b@dp s@cp -> ", mesh)
+    loss_of = axes.shard_map(Loss(), LOSS, mesh)
     optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=lr, foreach=True)
 
     def step() -> float:
@@ -202,8 +204,8 @@ def with_axes(whole: Llama, mesh: axes.Mesh, tokens: Tensor, labels: Tensor, lr:
     return step
 
 
-def in_both_ways(options: Options) -> tuple[dict, dict]:
-    """Losses and seconds of the steps of both."""
+def in_both_ways(options: Options, peer: Callable[..., Callable[[], float]] = by_hand, **how: Any) -> tuple[dict, dict]:
+    """Losses and seconds of the steps of both. `how` is for `in_turns`."""
     torch.set_num_threads(1)
     with axes.init_mesh(options.mesh, "fsdp = dp cp", device_type="cpu") as mesh:
         n = Size(d=options.width, f=2 * options.width, k=options.width // Size.h)
@@ -215,9 +217,9 @@ def in_both_ways(options: Options) -> tuple[dict, dict]:
         tokens, labels = window[rows, :-1][:, columns].clone(), window[rows, 1:][:, columns].clone()
         steps = {
             "axes": with_axes(whole, mesh, tokens, labels, options.lr),
-            "by hand": by_hand(whole, n, mesh, tokens, labels, options.lr),
+            "peer": peer(whole, n, mesh, tokens, labels, options.lr),
         }
-        return in_turns(steps, options.steps)
+        return in_turns(steps, options.steps, **how)
 
 
 @dataclass(frozen=True)
@@ -235,10 +237,10 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     options = read_options("llama_by_hand.py", Options, lambda options: None, arguments)
     losses, seconds = axes.launch(in_both_ways, axes.Mesh(options.mesh).size, options)[0]
-    apart = max(abs(one - other) / other for one, other in zip(losses["axes"], losses["by hand"], strict=True))
-    ratio = median_ratio(seconds["axes"], seconds["by hand"], WARM_UP)
+    apart = max(abs(one - other) / other for one, other in zip(losses["axes"], losses["peer"], strict=True))
+    ratio = median_ratio(seconds["axes"], seconds["peer"], WARM_UP)
     for name, times in seconds.items():
-        print(f"{name}: {statistics.median(times[WARM_UP:] or times) * 1e3:.1f} ms a step")
+        print(f"{name.replace('peer', 'by hand')}: {statistics.median(times[WARM_UP:] or times) * 1e3:.1f} ms a step")
     print(f"ratio {ratio:.3f}; largest relative difference of the losses {apart:.1e}")
     return 0 if apart <= 1e-4 else 1
 

@@ -70,7 +70,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.experts, self.n = weight(n.experts, n.d), Experts(n), n
 
-    def forward(self, x: Tensor) -> Tensor:  # b@dp s@(cp tp) d: every rank has other tokens
+    def forward(self, x: Tensor) -> Tensor:  # s@(cp tp) b@dp d: every rank has other tokens
         tokens = x.flatten(0, 1)
         share, expert = F.linear(tokens, self.router).softmax(-1).topk(self.n.choices)
         share = share / share.sum(-1, keepdim=True)

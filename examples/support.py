@@ -97,16 +97,18 @@ def in_words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
 
 
-def in_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> tuple[dict, dict]:
-    """What each of some steps returns and the seconds it takes, in every round; they take turns."""
+def in_turns(
+    steps: Mapping[str, Callable[[], float]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[dict, dict]:
+    """What each of some steps returns and the seconds it takes by the clock, in every round; they take turns."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name in list(steps)[:: 1 if turn % 2 else -1]:
             dist.barrier()
-            started = time.perf_counter()
+            started = clock()
             found[name].append(steps[name]())
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(clock() - started)
     return found, seconds
 
 

@@ -587,3 +587,14 @@ def plain_of_size(size: int, place: str) -> None:
 
 def test_uneven_plain_shards_are_exact_without_their_whole_size_for_one_small_collective_more(pool):
     pool.run(unknown_sizes, timeout=180)
+
+
+def test_backward_of_a_loss_that_is_same_sends_nothing():
+    with axes.simulate(8), axes.init_mesh("dp=2 cp=2 tp=2", device_type="cpu"):
+        logits, labels = torch.zeros(2, 3, 4, requires_grad=True), torch.zeros(2, 3, dtype=torch.int64)
+        for result, backward in (("| same@(dp cp tp)", 0), ("| same@(dp cp)", 1), ("", 2)):
+            with CommDebugMode() as forth:
+                loss = cross_entropy(logits, labels, f"b@dp s@cp v@tp, b@dp s@cp -> {result}", v=8)
+            with CommDebugMode() as back:
+                loss.backward()
+            assert (forth.get_total_counts(), back.get_total_counts()) == (3, backward), result

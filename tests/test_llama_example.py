@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -81,3 +82,40 @@ def test_the_same_by_hand_has_the_same_losses():
     done = script("llama_by_hand.py", "--mesh", "dp=1 cp=2 tp=2", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ratio" in done.stdout
+
+
+def lines_of(path: Path, names: set[str]) -> int:
+    """Lines of code of what has these names in a file: neither empty ones nor comments nor docstrings."""
+    text = path.read_text(encoding="utf-8")
+    lines, count, found = text.splitlines(), 0, set()
+    for node in ast.parse(text).body:
+        name = node.targets[0].id if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
+        name = getattr(node, "name", name)
+        if name in names:
+            found.add(name)
+            said = [
+                each for each in ast.walk(node) if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+            ]
+            left_out = {at for each in said for at in range(each.lineno, each.end_lineno + 1)}
+            own = [lines[at - 1].strip() for at in range(node.lineno, node.end_lineno + 1) if at not in left_out]
+            count += sum(bool(line) and not line.startswith("#") for line in own)
+    assert found == names
+    return count
+
+
+def test_the_page_shows_both_programs_as_they_are_and_counts_their_lines():
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    ours, by_hand = (ROOT / "examples" / name for name in ("llama.py", "llama_by_hand.py"))
+    shown = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(shown) == 2
+    for text, path in zip(shown, (ours, by_hand), strict=True):
+        assert text in path.read_text(encoding="utf-8"), path
+    block = {"Attention", "MLP", "Block"}
+    functions = {"gathered", "scattered", "summed", "Gather", "Scatter", "SumOfGradients"}
+    counts = {
+        "axes": lines_of(ours, {*block, "SPECS"}),
+        "by hand": lines_of(by_hand, {*block, "Norm", "cut"})
+        + lines_of(ROOT / "examples" / "megatron_by_hand.py", functions),
+    }
+    for program, count in counts.items():
+        assert f"| {program} | {count} |" in page, (program, count)

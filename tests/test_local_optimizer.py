@@ -639,6 +639,26 @@ def test_a_step_that_fails_leaves_dtensors_where_they_were(pool):
     pool.run(failing)
 
 
+def test_a_step_takes_state_and_memory_that_somebody_has_replaced_since_the_last():
+    with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu"):
+        weight, other = axes.zeros("n@dp", n=4, requires_grad=True), torch.zeros(4, requires_grad=True)
+        ours, theirs = axes.nn.local_optimizer(torch.optim.Adam, [weight], lr=0.1), torch.optim.Adam([other], lr=0.1)
+        for turn in range(4):
+            weight.grad, other.grad = axes.ones("n@dp", n=4) * (turn + 1), torch.ones(4) * (turn + 1)
+            if turn == 2:
+                ours.state[weight]["exp_avg"] = axes.ones("n@dp", n=4)
+                theirs.state[other]["exp_avg"] = torch.ones(4)
+                weight._local_tensor = torch.full((4,), 5.0)
+                other.data = torch.full((4,), 5.0)
+            ours.step()
+            theirs.step()
+        assert torch.equal(local_of(weight), other.detach())
+        assert local_of(ours.state[weight]["exp_avg"]).equal(theirs.state[other]["exp_avg"])
+        ours.param_groups[0]["params"] = []
+        ours.step()
+        assert not ours.held, "what is in no group any more is kept alive by nobody"
+
+
 def test_axes_nn_lists_its_public_names_and_has_them():
     assert dir(axes.nn) == sorted(axes.nn.__all__)
     assert all(getattr(axes.nn, name) is not None for name in dir(axes.nn))

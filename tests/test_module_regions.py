@@ -559,3 +559,88 @@ def test_a_region_can_be_pickled():
     assert type(again).__mro__[2] is nn.Sequential
     assert torch.equal(again[0].weight, region[0].weight)
     assert axes.shard_map(again, "b d -> b d") is again
+
+
+class Summed(nn.Module):
+    """Of rows over dp and columns over tp: what is split, a sum over both, one that is left pending, one that is same."""
+
+    def forward(self, x, scale):
+        y = x.sin() * scale
+        total = axes.psum((y * y).sum(), ("dp", "tp"))
+        whole = axes.rearrange((y * y).sum(), "| sum@(dp tp) -> | same@(dp tp)")
+        return y, total, y.cos().sum(1), whole
+
+
+def plain_borders(replicated: bool, check: bool) -> list[str]:
+    """A region of plain shards: the gradients of each result beside those of one device."""
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    of_scale = "_ c@()" if replicated else "_ d@tp"
+    region = axes.shard_map(
+        Summed(), f"b@dp d@tp, {of_scale} -> b@dp d@tp, , b@dp | sum@tp, | same@(dp tp)", mesh, check=check
+    )
+    rows, columns = mesh.sharding("b@dp d@tp").local_indices((4, 6))
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    scale = torch.full((1, 1 if replicated else 6), 1.5, dtype=torch.float64)
+    here = slice(None) if replicated else columns
+    mine = x[rows, columns].clone().requires_grad_(), scale[:, here].clone().requires_grad_()
+    one = x.clone().requires_grad_(), scale.clone().requires_grad_()
+    y = one[0].sin() * one[1]
+    wanted = y, (y * y).sum(), y.cos().sum(1), (y * y).sum()
+    parts = (rows, columns), (), (rows,), ()
+    wrong = []
+    for place, (result, whole, part) in enumerate(zip(region(*mine), wanted, parts, strict=True)):
+        weight = torch.arange(1.0, 1 + whole.numel(), dtype=torch.float64).view(whole.shape)
+        dx, dscale = torch.autograd.grad(result, mine, weight[part], retain_graph=True)
+        dx_of_one, dscale_of_one = torch.autograd.grad(whole, one, weight, retain_graph=True)
+        for found, expected in ((dx, dx_of_one[rows, columns]), (dscale, dscale_of_one[:, here])):
+            if not torch.allclose(found, expected):
+                wrong.append(f"result {place}: {found} is not {expected}")
+    return wrong
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("replicated", [False, True])
+def test_gradients_of_plain_shards_are_those_of_one_device_at_each_border(world, replicated, check):
+    assert world(plain_borders, 4, replicated, check) == [[]] * 4
+
+
+def test_a_region_of_plain_shards_makes_no_dtensors(monkeypatch):
+    made = []
+    new = DTensor.__new__
+    monkeypatch.setattr(DTensor, "__new__", lambda *args, **kwargs: made.append(args) or new(*args, **kwargs))
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        region = axes.shard_map(Summed(), "b@dp d@tp, one c@() -> b@dp d@tp, , b@dp | sum@tp, | same@(dp tp)", mesh)
+        x = torch.ones(2, 3, requires_grad=True)
+        y, total, *_ = region(x, torch.ones(1, 1))
+        (y.sum() + total).backward()
+        assert x.grad is not None
+        assert not made
+
+
+def replicated_under_fsdp() -> tuple[int, list[str]]:
+    """How often `fully_shard` redistributes a gradient, and what differs from one device."""
+    mesh, calls = axes.init_mesh("dp=2 tp=2", device_type="cpu"), []
+    redistribute = DTensor.redistribute
+    DTensor.redistribute = lambda *args, **kwargs: calls.append(args) or redistribute(*args, **kwargs)
+    try:
+        torch.manual_seed(3)
+        model = nn.RMSNorm(6).double()
+        nn.init.uniform_(model.weight)
+        one = copy.deepcopy(model)
+        shard_module(model, {"weight": "d"}, mesh["tp"])
+        axes.shard_map(model, "b@(dp tp) d -> b@(dp tp) d", mesh)
+        fully_shard(model, mesh=mesh["dp"].device_mesh)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+        x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
+        rows = mesh.sharding("b@(dp tp) d").local_indices((8, 6))[0]
+        model(x[rows].clone()).sin().sum().backward()
+        one(x).sin().sum().backward()
+    finally:
+        DTensor.redistribute = redistribute
+    found = axes.unshard(model.weight.grad)
+    return len(calls), [] if torch.allclose(found, one.weight.grad) else [f"{found} is not {one.weight.grad}"]
+
+
+def test_copies_under_fully_shard_are_resolved_without_an_operation_on_dtensors(world):
+    assert world(replicated_under_fsdp, 4) == [(0, [])] * 4

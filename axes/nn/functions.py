@@ -150,10 +150,11 @@ def cross_entropy(
     The name that only the logits have is the vocabulary; those that the result lacks are averaged
     ("mean", over the labels that aren't `ignore_index`) or summed ("sum"). A split vocabulary costs
     two all-reduces of the size of the labels, forward, and one backward; split dims that are reduced
-    one more each way of the size of the result, unless it says `| sum@dp`. As
-    `torch.nn.functional.cross_entropy`, but for a label outside of the vocabulary: there the loss is NaN,
-    and so is the gradient of that row of logits, on every rank. (To raise, ranks would have to wait for
-    the values, and only some would.) Where the label is `ignore_index`, both are 0.
+    one more each way of the size of the result, unless it says `| sum@dp`. Over axes of which the result
+    says `| same@dp` backward sends nothing. As `torch.nn.functional.cross_entropy`, but for a label outside
+    of the vocabulary: there the loss is NaN, and so is the gradient of that row of logits, on every rank. (To
+    raise, ranks would have to wait for the values, and only some would.) Where the label is `ignore_index`,
+    both are 0.
 
     >>> round(cross_entropy(torch.zeros(2, 8), torch.tensor([1, 7]), "s v, s -> ").item(), 4)
     2.0794
@@ -523,15 +524,23 @@ def _cross_entropy(
     x = x - _largest(x, (-1,), vocabulary.axes)
     labels = labels.long()
     chosen = _picked(x, labels - start)
-    total, chosen = _sum(torch.stack((x.exp().sum(-1), chosen)), vocabulary.axes)
+    total, chosen = _sum(torch.stack((x.exp().sum(-1), chosen)), vocabulary.axes, form.same)
     ignored = labels == ignore_index
     outside = ~ignored & ((labels < 0) | (labels >= size))
     loss = (total.log() - chosen).masked_fill(ignored, 0.0) * _nan_where(outside, x.dtype)
     if form.reduced:
-        loss = _sum(loss.sum(form.reduced), form.sums)
-        counted = _sum((~ignored).sum(form.reduced), (*form.sums, *form.kept))
-        loss = loss / counted if mean else loss
-    return _same(loss, form.same).to(logits.dtype)
+        loss = loss.sum(form.reduced)
+        if not mean:
+            loss = _sum(loss, form.sums, form.same)
+        elif form.kept:
+            counted = _sum((~ignored).sum(form.reduced), (*form.sums, *form.kept))
+            loss = _sum(loss, form.sums, form.same) / counted
+        else:  # both in one collective
+            both = torch.stack((loss, (~ignored).sum(form.reduced).to(loss.dtype)))
+            loss, counted = _sum(both, form.sums, form.same)
+            loss = loss / counted
+    summed = (*form.sums, *vocabulary.axes)
+    return _same(loss, tuple([axis for axis in form.same if axis not in summed])).to(logits.dtype)
 
 
 def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -569,8 +578,12 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in _HALVES else x
 
 
-def _sum(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    return psum(x, axes) if axes else x
+def _sum(x: torch.Tensor, axes: Axes, same: Axes = ()) -> torch.Tensor:
+    """The sum over axes. Over those that are `same` its gradient is whole on every rank, so backward sends nothing."""
+    whole, parts = ([axis for axis in axes if (axis in same) is wanted] for wanted in (True, False))
+    x = psum(x, tuple(parts)) if parts else x
+    place = f"({' '.join(whole)})"
+    return rearrange(x, f"... | sum@{place} -> ... | same@{place}") if whole else x
 
 
 def _largest(x: torch.Tensor, dims: tuple[int, ...], axes: Axes) -> torch.Tensor:

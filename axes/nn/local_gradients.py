@@ -53,9 +53,10 @@ def settled_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
-    if not torch_private.lie_alike(gradient, parameter):
-        with torch.no_grad():
-            parameter.grad = resharded(gradient, _resolved(torch_private.spec_of(parameter)))
+    if torch_private.lie_alike(gradient, parameter):
+        return gradient
+    with torch.no_grad():
+        parameter.grad = resharded(gradient, _resolved(torch_private.spec_of(parameter)))
     return parameter.grad
 
 

@@ -24,6 +24,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -95,6 +96,7 @@ class LocalSteps(torch.optim.Optimizer):
         self.elementwise: set[str] = set()
         self.tried: list[State] = []
         self.unchecked = False
+        self.held: dict[int, _Held] = {}
         super().__init__(parameters, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -136,15 +138,16 @@ class LocalSteps(torch.optim.Optimizer):
         wholes, kept = [group["params"] for group in self.param_groups], self.state
         shards: list[list[torch.Tensor]] = [[] for _ in wholes]
         local_state: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        before: list[tuple[DTensor, torch.Tensor, State, list[Any]]] = []
+        before: list[_Held] = []
         try:
             for parameters, locals_ in zip(wholes, shards, strict=True):
                 for parameter in parameters:
                     state, local = kept.get(parameter), parameter
                     if isinstance(parameter, DTensor):
-                        local = _with_gradient(parameter)
-                        state = torch_private.local_values(state) if state else {}
-                        before.append((parameter, local, state, list(state.values())))
+                        held = self._held(parameter, state)
+                        state, local = held.state, held.local
+                        _give_gradient(local, settled_gradient(parameter))
+                        before.append(held)
                     if state:
                         local_state[local] = state  # not where it is empty: an optimizer may ask whether it is there
                     locals_.append(local)
@@ -156,14 +159,28 @@ class LocalSteps(torch.optim.Optimizer):
             self.state = kept
             for group, parameters in zip(self.param_groups, wholes, strict=True):
                 group["params"] = parameters
-            for parameter, local, state, values in before:
-                local.grad = None
-                state = local_state.get(local, state)
-                if len(state) != len(values) or not all(map(operator.is_, state.values(), values)):
-                    self._keep(parameter, state)
+            for held in before:
+                held.local.grad = None
+                state = local_state.get(held.local, held.state)
+                if not _are(state, held.local_values):
+                    self._keep(held.parameter, state)
+                    del self.held[id(held.parameter)]
+            if len(self.held) > len(before):  # some are in no group any more
+                self.held = {id(held.parameter): held for held in before}
             if len(before) < sum(map(len, wholes)):
                 kept.update((p, local_state[p]) for parameters in wholes for p in parameters if p in local_state)
-            torch.autograd.graph.increment_version([parameter for parameter, *_ in before])
+            torch.autograd.graph.increment_version([held.parameter for held in before])
+
+    def _held(self, parameter: DTensor, kept: State | None) -> _Held:
+        """The local tensors of a parameter and its state: those of the last step, if nobody has replaced them since."""
+        held, local, kept = self.held.get(id(parameter)), local_tensor(parameter), kept or {}
+        if held is not None and held.parameter is parameter and held.local is local:
+            is_same = _are(kept, held.values) and kept.keys() == held.state.keys()
+            if is_same:
+                return held
+        state = torch_private.local_values(kept)
+        held = self.held[id(parameter)] = _Held(parameter, local, list(kept.values()), state, list(state.values()))
+        return held
 
     def _check_state(self) -> None:
         """Raise `ShardingError` where state that was loaded isn't sharded as its parameter."""
@@ -215,7 +232,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def __setstate__(self, state: State) -> None:
         super().__setstate__(state)  # what `load_state_dict` calls as well
-        self.unchecked = True
+        self.unchecked, self.held = True, {}
 
     def __getstate__(self) -> State:
         own = {"options": self.options, "elementwise": self.elementwise, "tried": self.tried}
@@ -230,15 +247,32 @@ def _blank(ordinary: Any) -> LocalSteps:
     return made.__new__(made)
 
 
-def _with_gradient(parameter: DTensor) -> torch.Tensor:
-    """The local tensor of a parameter, with the local gradient for its gradient."""
-    local, gradient = local_tensor(parameter), settled_gradient(parameter)
+@dataclass(frozen=True)
+class _Held:
+    """A parameter and its state as a step found them, with the local tensors of both.
+
+    `values` is what the kept state had, `state` the same with local tensors, and `local_values` what that had.
+    """
+
+    parameter: DTensor
+    local: torch.Tensor
+    values: list[Any]
+    state: State
+    local_values: list[Any]
+
+
+def _are(state: State, values: list[Any]) -> bool:
+    """Whether a state has these very values."""
+    return len(state) == len(values) and all(map(operator.is_, state.values(), values))
+
+
+def _give_gradient(local: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Give the local tensor of a parameter the local gradient."""
     if gradient is not None:
         found = local_tensor(gradient)
         if found.dtype != local.dtype:
             local.grad_dtype = found.dtype  # torch else refuses a gradient of another dtype
         local.grad = found
-    return local
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:

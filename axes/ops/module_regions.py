@@ -213,8 +213,7 @@ class _Region(torch.nn.Module):
         plain = _plain_tensors(args, kwargs)
         if plain and _stack.regions:
             return _within(run, inside, args, kwargs)
-        result = run(inside, args, kwargs, used, plain)
-        return torch_private.mapped(_left_as_plain, result) if plain else result
+        return run(inside, args, kwargs, used, plain)
 
     def __reduce__(self) -> Any:
         return _unpickled, (getattr(type(self), _KIND),), self.__dict__
@@ -280,15 +279,6 @@ def _plain_tensors(args: Any, kwargs: Any) -> bool:
     return bool(found) and not any(isinstance(x, DTensor) for x in found)
 
 
-def _left_as_plain(x: Any) -> Any:
-    """This rank's shard of a result. Where it has a gradient it is a copy and no view.
-
-    Of a view `fully_shard` couldn't see an in-place change, and torch's zero-bubble schedules detach what a pipeline
-    stage gives in place.
-    """
-    return x.clone() if isinstance(x, torch.Tensor) and x.requires_grad else x
-
-
 def _any(part: object) -> None:
     """Takes every part of a tree: what a region refuses it says by itself."""
 
@@ -323,15 +313,17 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
     places: _Places = []
     shards: dict[int, torch.Tensor] = {}
     gathered = isinstance(module, FSDPModule)
+    settle = _settling(module) if gathered else resolve_at_leaf
     for holder in _held(module):
         for there in (holder._parameters, holder._buffers):
             for name, x in there.items():
                 if isinstance(x, DTensor):
-                    if id(x) not in shards:
-                        shards[id(x)] = _shard(x, running.same, gathered)
-                        if not gathered and shards[id(x)].requires_grad:
-                            running.used.shards.append((x, shards[id(x)]))
-                    places.append((there, name, x, shards[id(x)]))
+                    shard = shards.get(id(x))
+                    if shard is None:
+                        shard = shards[id(x)] = _shard(x, running.same, settle)
+                        if not gathered and shard.requires_grad:
+                            running.used.shards.append((x, shard))
+                    places.append((there, name, x, shard))
                 elif gathered and x is not None and x.requires_grad:
                     running.used.own.append(x)
     for there, name, _, shard in places:
@@ -348,7 +340,7 @@ def _restore(places: _Places) -> None:
     for there, name, x, shard in places:
         found, there[name] = there.get(name), x
         if found is not None and found is shard:
-            if type(shard) is torch.Tensor and shard.numel() and not _is_part_of(shard, x):
+            if type(shard) is torch.Tensor and not _is_part_of(shard, x):
                 wrong = f"forward assigned to the data of '{name}', which is a shard here and not the parameter"
             continue
         if isinstance(found, torch.nn.Parameter) or found is None or found.shape != shard.shape or x.requires_grad:
@@ -360,7 +352,9 @@ def _restore(places: _Places) -> None:
 
 
 def _is_part_of(shard: torch.Tensor, x: DTensor) -> bool:
-    return torch_private.share_memory(shard, torch_private.local_of(x))
+    """Whether a shard still lies in the memory of its parameter, or has none."""
+    local = torch_private.local_of(x)
+    return shard.data_ptr() == local.data_ptr() or not shard.numel() or torch_private.share_memory(shard, local)
 
 
 def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -378,17 +372,31 @@ def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _shard(x: DTensor, same: Sequence[NamedLayout], gathered: bool) -> torch.Tensor:
+def _settling(module: FSDPModule) -> Callable[[DTensor], None]:
+    """What resolves the gradients of parameters that `fully_shard` has gathered.
+
+    It does so by itself, but with an operation on DTensors for each parameter that is replicated. That one is resolved
+    here before, unless it is reduced over axes of its own.
+    """
+    return leave_pending if torch_private.reduces_over_own_axes(module) else _resolve_copies
+
+
+def _resolve_copies(x: DTensor) -> None:
+    is_copied = any(placement.is_replicate() for placement in torch_private.spec_of(x).placements)
+    (resolve_at_leaf if is_copied else leave_pending)(x)
+
+
+def _shard(x: DTensor, same: Sequence[NamedLayout], settle: Callable[[DTensor], None]) -> torch.Tensor:
     """This rank's shard of a parameter; its gradient is a summand, or whole along axes that are `same`.
 
-    `fully_shard` reduces the gradients of what it has `gathered` by itself, over the axes that it stores over as well.
+    `settle` says to a leaf how its gradient is resolved.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
     if torch.compiler.is_compiling():
         return to_local(x, grad="summed")
     if x.is_leaf:
-        (leave_pending if gathered else resolve_at_leaf)(x)
+        settle(x)
     if not same:
         return leave_global(x)
     held = sharding_of(x)
@@ -402,14 +410,17 @@ def _shard(x: DTensor, same: Sequence[NamedLayout], gathered: bool) -> torch.Ten
 _OUTSIDE = torch.compiler.disable(reason="parameters are put in place outside of a graph, which takes them as inputs")
 
 
-def _is_within_graph(module: torch.nn.Module) -> bool:
-    """Whether a graph is traced that the call of another module has begun, which has its parameters in place."""
-    begins = isinstance(module, FSDPModule) or module._compiled_call_impl is not None
-    return torch.compiler.is_compiling() and not begins
+def _is_entered(module: torch.nn.Module) -> bool:
+    """Whether a module's shards are in place when it is called: the region around it has put them there, or, where a
+    graph is traced, the call of the module that has begun it.
+    """
+    if isinstance(module, FSDPModule):
+        return False
+    return module._compiled_call_impl is None if torch.compiler.is_compiling() else bool(_stack.regions)
 
 
 def _enter_inner(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not _is_within_graph(module):
+    if not _is_entered(module):
         _enter_called(module, args, kwargs)
 
 
@@ -431,7 +442,7 @@ def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
-    if not _is_within_graph(module):
+    if not _is_entered(module):
         _leave_called(module)
 
 

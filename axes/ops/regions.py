@@ -29,6 +29,7 @@ from axes.algebra.placements import check_axes_are_whole, check_torch_can
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.specs import parsed_sharding
+from axes.runtime.border import copies_of
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.groups import of_world
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
@@ -156,6 +157,11 @@ class RegionInput:
     placements: Placements
     counted: Placements
     same: Axes
+
+    @functools.cached_property
+    def copies(self) -> int | None:
+        """How many ranks have the same of a plain shard: see `copies_of`."""
+        return copies_of(self.device_mesh, self.counted)
 
 
 def _input(place: int, spec: Spec, held: Held) -> RegionInput:
@@ -340,6 +346,11 @@ class Placed:
     placements: Placements
     counted: Placements
     shape: tuple[Any, ...]
+
+    @functools.cached_property
+    def copies(self) -> int | None:
+        """How many ranks have the same of a plain shard: see `copies_of`."""
+        return copies_of(self.device_mesh, self.counted)
 
 
 @of_world(1024)

@@ -69,6 +69,7 @@ from axes.algebra.scopes import required_mesh
 from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
+    Placed,
     Region,
     RegionExpression,
     check_count,
@@ -80,7 +81,7 @@ from axes.ops.regions import (
 )
 from axes.ops.trees import tensors_of_tree, with_tensors
 from axes.runtime import torch_private
-from axes.runtime.border import Changes, _Leave, enter_global, leave_global
+from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf
@@ -235,8 +236,10 @@ def run_region(
         _check_number(read_region(expression), tensors, args, kwargs)
     if plain:
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
-        if not (torch.is_grad_enabled() or check or torch_private.transforms_are_on()):
-            return _run_without_gradient(fn, expression, home, args, kwargs, tensors, passed)
+        if not (check or torch_private.transforms_are_on()):
+            region = _region_of_shards(expression, home, tuple([tuple(x.shape) for x in tensors]))
+            if all(each.copies == 1 or not _needs_gradient(x) for x, each in zip(tensors, region.inputs, strict=True)):
+                return _run_on_shards(fn, region, args, kwargs, tensors, passed, used or Used())
         tensors = _declared(tensors, expression, home)
     for place, x in enumerate(tensors):
         _check_input(x, place, expression)
@@ -264,7 +267,9 @@ def run_region(
     outputs = _entered(region, unshared(results, shards), changes)
     if check:
         _check_outputs(region, outputs, check)
-    return with_tensors(result, iter([to_local(y, grad="whole") for y in outputs] if plain else outputs))
+    if plain:
+        outputs = [y.clone() if y.requires_grad else y for y in (to_local(y, grad="whole") for y in outputs)]
+    return with_tensors(result, iter(outputs))
 
 
 def _check_number(
@@ -280,21 +285,47 @@ def _check_number(
         raise located(ShardingError(f"{error}{listed}"), reading) from None
 
 
-def _run_without_gradient(
+def _needs_gradient(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _run_on_shards(
     fn: Function,
-    expression: str,
-    mesh: Mesh,
+    region: Region,
     args: Any,
     kwargs: Any,
     shards: Sequence[torch.Tensor],
     passed: Sequence[object],
+    used: Used,
 ) -> Any:
-    """The region of plain shards where no gradient is needed: no DTensor is made, as a token of a model is short."""
-    region = _region_of_shards(expression, mesh, tuple([tuple(x.shape) for x in shards]))
-    result = _inside(fn, region.mesh, args, kwargs, shards)
+    """The region of plain shards whose gradients the border leaves as they are. No DTensor is made of them, since a
+    token of a model, or a small layer, takes less time than that.
+    """
+    expression, changes = region.reading.text, Changes()
+    inside = [enter_plain(x, changes) if _needs_gradient(x) else x for x in shards]
+    result = _inside(fn, region.mesh, args, kwargs, inside)
     results = _results(result, expression, passed)
-    placed(region, tuple([tuple(x.shape) for x in results]))  # checks them
-    return with_tensors(result, iter([x.detach() if x.requires_grad else x for x in unshared(results, shards)]))
+    _check_closed(results, expression, fn, used.own)
+    found = placed(region, tuple([tuple(x.shape) for x in results]))
+    for x, shard in used.shards:
+        changes.watch(x, shard)
+    outside = [
+        _left_as_plain(x, own, p, changes) for x, own, p in zip(results, unshared(results, shards), found, strict=False)
+    ]
+    return with_tensors(result, iter(outside))
+
+
+def _left_as_plain(x: torch.Tensor, own: torch.Tensor, p: Placed, changes: Changes) -> torch.Tensor:
+    """This rank's shard of a result, `own` in memory of its own. Where it has a gradient it is a copy and no view.
+
+    Of a view `fully_shard` couldn't see an in-place change, and torch's zero-bubble schedules detach what a pipeline
+    stage gives in place.
+    """
+    if not _needs_gradient(x):
+        return own.detach() if own.requires_grad else own
+    if p.copies is not None:
+        return leave_plain(x, p.copies, changes)
+    return to_local(_entered_one(x, p, changes), grad="whole").clone()
 
 
 def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> list[DTensor]:
@@ -374,10 +405,11 @@ def _left(region: Region, tensors: Sequence[DTensor], changes: Changes | None) -
 def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes | None) -> list[DTensor]:
     """What the function has returned, as DTensors."""
     found = placed(region, tuple([tuple(x.shape) for x in results]))
-    return [
-        enter_global(x, p.device_mesh, p.placements, p.shape, strides_like(x, p.shape), p.counted, changes)
-        for x, p in zip(results, found, strict=False)
-    ]
+    return [_entered_one(x, p, changes) for x, p in zip(results, found, strict=False)]
+
+
+def _entered_one(x: torch.Tensor, p: Placed, changes: Changes | None) -> DTensor:
+    return enter_global(x, p.device_mesh, p.placements, p.shape, strides_like(x, p.shape), p.counted, changes)
 
 
 # in torch.compile: two nodes of the graph, with the function between them
@@ -423,7 +455,7 @@ def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor
     """
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
-    if all(type(x.grad_fn) is _LEAVING for x in tensors[count : 2 * count] if x.requires_grad):
+    if all(type(x.grad_fn) in ENTERING for x in tensors[count : 2 * count] if x.requires_grad):
         _check_closed(results, known(number)[0])
     results = tuple(unshared(results, [torch_private.local_of(x) for x in tensors[:count]]))
     found = traced_results(known(number), specs, [tuple(x.shape) for x in results])
@@ -543,11 +575,11 @@ def _check_closed(
             raise _closed_over(x, expression, fn)
     ahead = [x.grad_fn for x in needing]
     seen = set(ahead)
-    leaving, to_local = _LEAVING, torch_private.TO_LOCAL
+    entering, to_local = ENTERING, torch_private.TO_LOCAL
     while ahead:
         node = ahead.pop()
         kind = type(node)
-        if kind is leaving or (kind is to_local and torch_private.says_its_gradient(node)):
+        if kind in entering or (kind is to_local and torch_private.says_its_gradient(node)):
             continue
         nearer = node.next_functions
         if not nearer and (leaf := getattr(node, "variable", None)) is not None:
@@ -558,9 +590,6 @@ def _check_closed(
             if below is not None and below not in seen:
                 seen.add(below)
                 ahead.append(below)
-
-
-_LEAVING = torch_private.node_of(_Leave)
 
 
 def _closed_over(leaf: torch.Tensor, expression: str, fn: Function | None) -> ShardingError:

@@ -50,15 +50,19 @@ from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, 
 from axes.runtime.transforms import check_one
 
 __all__ = [
+    "ENTERING",
     "Changes",
     "check_grad",
     "contiguous_strides",
+    "copies_of",
     "counted_alone",
     "counted_as_same",
     "counted_whole",
     "enter_global",
+    "enter_plain",
     "gradient_of_local",
     "leave_global",
+    "leave_plain",
 ]
 
 Placements = tuple[Placement, ...]
@@ -101,11 +105,11 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     replicated in the tensor and Partial here (see `counted_as_same`). `changes` are those of the
     computation for which it leaves.
     """
-    local = torch_private.local_of(x)
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return local
+        return torch_private.local_of(x)
     spec = torch_private.spec_of(x)
-    return _Leave.apply(x, spec, _counted(spec, counted), changes)
+    find = _leaving.__wrapped__ if is_symbolic(spec.shape) else _leaving
+    return _Leave.apply(x, find(spec, counted), changes)
 
 
 def enter_global(
@@ -130,6 +134,64 @@ def enter_global(
     if changes is not None:
         changes.watch(found, local)
     return found
+
+
+# --- plain shards on both sides of a border
+
+
+def copies_of(device_mesh: Any, counted: Placements) -> int | None:
+    """How many ranks hold copies of a shard, by the placements that its gradient goes by; None where it is pending
+    otherwise than as a sum.
+
+    Outside, where every rank does the same with a copy, its gradient is whole; inside it is this rank's part of that.
+    """
+    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in counted):
+        return None
+    return math.prod([size for p, size in zip(counted, device_mesh.shape, strict=True) if p.is_replicate()])
+
+
+def enter_plain(x: torch.Tensor, changes: Changes) -> torch.Tensor:
+    """A plain shard that goes into a region, and of which no other rank has a copy: its gradient stays as it is."""
+    return _EnterPlain.apply(x, changes)
+
+
+def leave_plain(x: torch.Tensor, copies: int, changes: Changes) -> torch.Tensor:
+    """A plain result of a region, in memory of its own. `copies` ranks have the same."""
+    return _LeavePlain.apply(x, copies, changes)
+
+
+class _EnterPlain(torch.autograd.Function):
+    """The identity, where a region begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, changes: Changes) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.changes = changes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if gradient is not None and torch.is_grad_enabled():
+            return _LeavePlain.apply(gradient, 1, ctx.changes), None
+        return gradient, None
+
+
+class _LeavePlain(torch.autograd.Function):
+    """A copy, where a region ends. Each of the ranks that have the same gets its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, copies: int, changes: Changes) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.copies, ctx.changes = copies, changes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        ctx.changes.tell()
+        if gradient is None:
+            return None, None, None
+        check_one(gradient)
+        return gradient if ctx.copies == 1 else gradient / ctx.copies, None, None
 
 
 # --- axes whose gradient is whole on every rank
@@ -225,39 +287,62 @@ def _check_pending(spec: Spec) -> None:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Leaving:
+    """How a DTensor becomes this rank's shard, and a gradient of the shard one of the DTensor.
+
+    `spec` is the DTensor's, `counted` the same with the placements that the rule goes by. `means` is a factor of
+    gradients, of what is pending as a mean.
+    """
+
+    spec: Spec
+    counted: Spec
+    means: int
+
+    @functools.cached_property
+    def gradient(self) -> tuple[Spec, Spec]:
+        """What local gradients of the DTensor's dtype are together, and the same as their own gradient counts it."""
+        return self.gradient_of(self.spec.tensor_meta.dtype)
+
+    def gradient_of(self, dtype: torch.dtype) -> tuple[Spec, Spec]:
+        """The same for gradients of another dtype."""
+        shape = tuple(self.spec.shape)
+        strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
+        placements = gradient_of_local(self.counted.placements)
+        found = _spec_of(self.spec.mesh, placements, shape, strides, dtype)
+        # They cross the border themselves: by the same table, where what is same stays so.
+        return found, _counted(found, _still_same(self.spec.placements, self.counted.placements, placements))
+
+
+@of_world(4096)
+def _leaving(spec: Spec, counted: Placements | None) -> _Leaving:
+    by = _counted(spec, counted)
+    _check_differentiable(by)
+    return _Leaving(spec, by, _pending_size(by, "avg", "mean"))
+
+
 class _Leave(torch.autograd.Function):
     """The shard of a DTensor; its gradient is that of one value, each rank's as the table says."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Spec, counted: Spec, changes: Changes | None) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, leaving: _Leaving, changes: Changes | None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        _check_differentiable(counted)
-        ctx.spec, ctx.counted, ctx.changes = spec, counted, changes
-        return torch_private.local_of(x).view_as(torch_private.local_of(x))
+        ctx.leaving, ctx.changes = leaving, changes
+        local = torch_private.local_of(x)
+        return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None]:
         if gradient is None:
-            return None, None, None, None
+            return None, None, None
         check_one(gradient)
-        find = _leaving.__wrapped__ if is_symbolic(ctx.spec.shape) else _leaving
-        leaving, counted, means = find(ctx.spec, ctx.counted, gradient.dtype)
-        scaled = (gradient * means if means > 1 else gradient).contiguous()
+        leaving: _Leaving = ctx.leaving
+        is_own = gradient.dtype == leaving.spec.tensor_meta.dtype
+        found, counted = leaving.gradient if is_own else leaving.gradient_of(gradient.dtype)
+        scaled = (gradient * leaving.means if leaving.means > 1 else gradient).contiguous()
         if torch.is_grad_enabled():
-            return _Enter.apply(scaled, leaving, counted, ctx.changes), None, None, None
-        return torch_private.dtensor(scaled.detach(), leaving), None, None, None
-
-
-@of_world(4096)
-def _leaving(spec: Spec, counted: Spec, dtype: torch.dtype) -> tuple[Spec, Spec, int]:
-    """What local gradients are together, the same as their own gradient counts it, and a factor of means."""
-    shape = tuple(spec.shape)
-    strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
-    placements = gradient_of_local(counted.placements)
-    leaving = _spec_of(spec.mesh, placements, shape, strides, dtype)
-    # They cross the border themselves: by the same table, where what is same stays so.
-    dual = _still_same(spec.placements, counted.placements, placements)
-    return leaving, _counted(leaving, dual), _pending_size(counted, "avg", "mean")
+            return _Enter.apply(scaled, found, counted, ctx.changes), None, None
+        return torch_private.dtensor(scaled.detach(), found), None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -338,3 +423,7 @@ def _entering(value: Spec, cotangent: Spec) -> _Entering:
 
 def _plain(sharding: Sharding) -> Sharding:
     return Sharding(sharding.mesh, sharding.dims)
+
+
+ENTERING = torch_private.node_of(_Leave), torch_private.node_of(_EnterPlain)
+"""The types of the nodes of the graph by which tensors come into a region."""

@@ -406,6 +406,17 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def reduces_over_own_axes(module: Any) -> bool:
+    """Whether `fully_shard` reduces the gradients of a module's parameters over axes of the parameters' own mesh.
+
+    It does where it was given `dp_mesh_dims` (2.13). Otherwise it stores DTensors over axes that they don't have, and
+    brings a gradient to the sharding of the parameter before. Would be replaced by a public question of `FSDPModule`.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group is not None and getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups)
+
+
 # A simulated world
 
 

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 
 import torch
 
 import axes
-from tests.bench.measure import Times, benchmark, compare
+from tests.bench.measure import Times, benchmark, compare, is_installed
 
 MOVES = {
     "S -> R": ("b@tp d", "b d", "S0", "R"),
@@ -52,7 +51,7 @@ def register(name: str, backward: bool) -> None:
             return compare(both_ways(ours), both_ways(theirs))
 
 
-if importlib.util.find_spec("spmd_types") is not None:
+if is_installed("spmd_types", "0.3.1", "local `axes.reshard` beside spmd_types"):
     for move in MOVES:
         for both in (False, True):
             register(move, both)

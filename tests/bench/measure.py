@@ -12,6 +12,7 @@ that of a peer, both measured in this run:
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import statistics
@@ -45,6 +46,16 @@ class Benchmark:
 
 
 BENCHMARKS: list[Benchmark] = []
+LEFT_OUT: dict[str, str] = {}
+"""What isn't measured here, and why."""
+
+
+def is_installed(package: str, version: str, what: str) -> bool:
+    """Whether a package that nothing else needs is there, as the peer of some rows; else they are noted as left out."""
+    if importlib.util.find_spec(package) is not None:
+        return True
+    LEFT_OUT[what] = f"pip install --no-deps {package.replace('_', '-')}=={version}"
+    return False
 
 
 def benchmark(what: str, *, peer: str, bar: float, page: bool = False) -> Callable[[Callable[[], Times]], Benchmark]:
