@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -350,3 +351,26 @@ def test_a_device_mesh_whose_groups_have_another_order_is_refused_on_all_ranks(w
         assert "axes.init_mesh(..., ranks=[...])" in flat
         assert "mesh_dim_names" in nameless
         assert "found Tensor" in tensor
+
+
+def test_this_torch_has_the_fields_that_a_copy_of_a_device_mesh_knows():
+    with axes.simulate(4):
+        root = torch_private.root_device_mesh("cpu", range(4))
+        assert vars(root).keys() <= torch_private._DEVICE_MESH_FIELDS
+
+
+def test_a_device_mesh_with_a_field_that_is_not_known_is_made_slowly_and_that_is_said_once():
+    torch_private._say_once_that_it_is_slow.cache_clear()
+    with axes.simulate(4), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        root = torch_private.root_device_mesh("cpu", range(4))
+        root.of_another_version = 1
+        groups = [axes.init_mesh("dp=4", device_type="cpu").axis("dp").group]
+        for _ in range(2):
+            made = torch_private.device_mesh_over(root, [[(4, 1)]], ["dp"], (0,), groups, [""])
+    assert made.mesh_dim_names == ("dp",)
+    assert [str(each.message) for each in said if "of_another_version" in str(each.message)] == [
+        f"the DeviceMesh of torch {torch.__version__} has of_another_version, which this version of axes doesn't "
+        "know: meshes of many thousand ranks take tens of milliseconds each, where they took less than one"
+    ]
+    torch_private._say_once_that_it_is_slow.cache_clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
@@ -160,12 +161,13 @@ _DEVICE_MESH_FIELDS = {
     "_layout",
     "_mesh_dim_names",
     "_pg_registry",
+    "_preserve_rank_order",
     "_rank",
     "_rank_map",
     "_root_mesh",
     "_thread_id",
 }
-"""What a `DeviceMesh` of 2.11 and 2.13 holds."""
+"""What a `DeviceMesh` holds: `_preserve_rank_order` since 2.15, the others since 2.11."""
 
 
 def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
@@ -225,11 +227,21 @@ def device_mesh_over(
         mesh = DeviceMesh.__new__(DeviceMesh)
         mesh.__dict__.update(fields)
     else:
+        _say_once_that_it_is_slow(tuple(sorted(fields.keys() - _DEVICE_MESH_FIELDS)))
         mesh = constructed_device_mesh(root, dims, names, groups)
     if any(marks) and not groups:
         mesh._thread_id = (None, *marks)  # type: ignore[assignment]
     register_groups(root, groups)
     return mesh
+
+
+@functools.lru_cache(maxsize=1)
+def _say_once_that_it_is_slow(unknown: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"the DeviceMesh of torch {torch.__version__} has {', '.join(unknown)}, which this version of axes doesn't "
+        "know: meshes of many thousand ranks take tens of milliseconds each, where they took less than one",
+        stacklevel=2,
+    )
 
 
 def constructed_device_mesh(
