@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import time
 from array import array
@@ -69,6 +70,7 @@ class Barrier:
 
     The set of the members names it, so that ranks which hold them in different orders come to the same
     barrier and can disagree. `subject` completes "rank 3 waits for ..."; `advice` says what to write instead.
+    `doing` is what this rank is about to do there: the others are shown it, and compare it not.
     """
 
     subject: str
@@ -76,6 +78,12 @@ class Barrier:
     kind: str
     attempt: int
     advice: str = ""
+    doing: str = ""
+
+    @property
+    def seen(self) -> str:
+        """What others read of this rank while it is here."""
+        return f"{self.subject}: {self.doing}" if self.doing else self.subject
 
     @cached_property
     def topic(self) -> str:
@@ -96,10 +104,9 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
         mine = {
             "rank": member.rank,
             "text": statement,
-            "subject": barrier.subject,
-            "members": _packed(barrier.members),
+            "shown": barrier.doing or statement,
         }
-        _leave_note(member, {"key": key, "subject": barrier.subject})
+        _leave_note(member, {"key": key, "subject": barrier.seen, "members": _packed(barrier.members)})
         first = json.loads(member.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
         if first["text"] != statement:
             error = _mismatch(barrier, first, mine)
@@ -108,7 +115,38 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
             _end(member.store, key, None, len(barrier.members))
         end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
         if end["error"] is not None:
-            _raise(member, key, end, statement)
+            _leave_note(member, {"key": key, "subject": barrier.seen, "failed": True})
+            _raise(member, key, end, barrier.doing or statement)
+
+
+def agree_and_forget(
+    member: Member, barrier: Barrier, statement: str, timeout: timedelta, told: Any = None
+) -> list[Any]:
+    """`agree`, and no key of the barrier stays in the store when all members have read how it ended.
+
+    Gives what each member has `told` the others, as JSON can say it, in the order of the members.
+    """
+    key, tells = _key(barrier), [] if told is None else [f"told/{rank}" for rank in barrier.members]
+    with _store_errors(barrier):
+        if tells:
+            member.store.set(f"{key}/told/{member.rank}", json.dumps(told))
+    try:
+        agree(member, barrier, statement, timeout)
+        with _store_errors(barrier):
+            return [json.loads(member.store.get(f"{key}/{each}")) for each in tells]
+    finally:
+        # Where the store is gone that is being reported already.
+        with contextlib.suppress(dist.DistError):
+            if member.store.add(f"{key}/done", 1) == len(barrier.members):
+                # First what says that the barrier has begun: nobody waits at one that hasn't (see `_is_open`).
+                for part in ("stated", "count", "end", "left", "reporter", "done", *tells):
+                    member.store.delete_key(f"{key}/{part}")
+
+
+def stay_away(member: Member, kind: str, why: str) -> None:
+    """Notes that this rank comes to no more barriers of a kind, so that who waits for it there hears it soon."""
+    with contextlib.suppress(dist.DistError):
+        _leave_note(member, {"subject": why, "away": kind})
 
 
 def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
@@ -187,6 +225,7 @@ def _wait_for_end(member: Member, barrier: Barrier, key: str, deadline: float, t
             _time_is_up(member, barrier, key, timeout)
         elif now - started >= look:
             look *= 2
+            _end_with_who_stays_away(member, barrier, key)
             _end_circles(member, barrier, key)
         pause = min(max(_FIRST_POLL_SECONDS, (now - started) / 8), slowest)
         time.sleep(max(0.0, min(pause, deadline - now)))
@@ -250,10 +289,28 @@ def _last_seen(member: Member, rank: int) -> str:
         return f"rank {rank} isn't a member of what it declared last, {note['subject']}"
     if "raised" in note:
         return f"rank {rank} raised in {note['subject']}: {_indented(note['raised'])}"
-    end = _ended(member.store, note["key"])
-    if end is None:
+    if "away" in note:
+        return f"rank {rank} {note['subject']}"
+    if _is_open(member.store, note["key"]):
         return f"rank {rank} waits for {note['subject']}"
-    return f"rank {rank} was last seen {'failing' if end['error'] else 'passing'} in {note['subject']}"
+    return f"rank {rank} was last seen {'failing' if 'failed' in note else 'passing'} in {note['subject']}"
+
+
+def _is_open(store: dist.Store, key: str) -> bool:
+    """Whether ranks wait at a barrier: it hasn't ended, and has begun.
+
+    Of one that is forgotten the beginning is removed first. Nothing is read, which would wait for what is removed.
+    """
+    return not store.check([f"{key}/end"]) and store.check([f"{key}/stated"])
+
+
+def _end_with_who_stays_away(member: Member, barrier: Barrier, key: str) -> None:
+    """Ends a barrier to which some member has said it won't come."""
+    for rank in itertools.islice(barrier.members, _NOTES_READ_AT_ONCE):
+        note = _note(member, rank)
+        if note.get("away") == barrier.kind.partition("-")[0]:
+            error = f"rank {rank} doesn't come to {barrier.seen}: it {note['subject']}\n{barrier.advice}"
+            _end(member.store, key, error, member.store.add(f"{key}/count", 0))
 
 
 def _end_circles(member: Member, barrier: Barrier, key: str) -> None:
@@ -264,8 +321,8 @@ def _end_circles(member: Member, barrier: Barrier, key: str) -> None:
     that is held at the next. That the barriers are still open is checked once the circle is found.
     """
     budget = iter(range(_NOTES_READ_AT_ONCE))
-    circle = _way_back(member, key, barrier.members, [(member.rank, key, barrier.subject)], budget)
-    if circle is None or any(_ended(member.store, held) is not None for _, held, _ in circle):
+    circle = _way_back(member, key, barrier.members, [(member.rank, key, barrier.seen)], budget)
+    if circle is None or not all(_is_open(member.store, held) for _, held, _ in circle):
         return
     waits = "".join(f"\n  rank {rank} waits for {subject}" for rank, _, subject in circle)
     error = f"ranks wait for one another:{waits}\n{barrier.advice}"
@@ -287,11 +344,10 @@ def _way_back(
             continue
         note = _note(member, rank)
         held = note.get("key", key)
-        if held == key or _ended(member.store, held) is not None:
+        if held == key or not _is_open(member.store, held):
             continue
-        stated = _read(member.store, f"{held}/stated") or {"members": ""}
         onward = [*way, (rank, held, note["subject"])]
-        found = _way_back(member, held, _unpacked(stated["members"]), onward, budget)
+        found = _way_back(member, held, _unpacked(note.get("members", "")), onward, budget)
         if found is not None:
             return found
     return None
@@ -306,7 +362,7 @@ def _key(barrier: Barrier) -> str:
 
 def _mismatch(barrier: Barrier, first: dict[str, Any], mine: dict[str, Any]) -> str:
     lines = [f"ranks disagree in {barrier.subject}:"]
-    lines += [f"  rank {said['rank']}: {_indented(said['text'])}" for said in (first, mine)]
+    lines += [f"  rank {said['rank']}: {_indented(said['shown'])}" for said in (first, mine)]
     return "\n".join([*lines, barrier.advice] if barrier.advice else lines)
 
 

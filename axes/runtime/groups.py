@@ -38,7 +38,7 @@ from axes.algebra.errors import DesyncError, MeshError, shortened
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import torch_private
+from axes.runtime import flags, torch_private
 from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text
 
 _FAKE = "fake"
@@ -467,7 +467,7 @@ def _made(
         agree(
             world.member,
             barrier,
-            " ".join([ranks_text(ranks), "in this order,", backend, options.text]).strip(),
+            " ".join(filter(None, [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()])),
             waits,
         )
     content = torch_private.marked(mark) if mark else _digest(backend, options)

@@ -610,12 +610,17 @@ def remove_hooks(leaf: torch.Tensor, kind: type) -> None:
         del hooks[number]
 
 
-def waited(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or what it stands for where it is the result of a collective that isn't waited for yet.
+def is_under_way(x: torch.Tensor) -> bool:
+    """Whether a tensor is the result of a collective that isn't waited for yet.
 
-    Would be replaced by a public name for `AsyncCollectiveTensor`.
+    This and the next would be replaced by a public name for `AsyncCollectiveTensor`.
     """
-    return x.trigger_wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
+    return isinstance(x, funcol.AsyncCollectiveTensor)
+
+
+def arrived(x: Any) -> torch.Tensor:
+    """What a tensor under way stands for, once it has come."""
+    return x.trigger_wait()
 
 
 def owns_its_memory(x: torch.Tensor) -> bool:
