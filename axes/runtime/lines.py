@@ -34,7 +34,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
 from axes.runtime.check import Operation, lane_of, patience_of, together, waited
-from axes.runtime.graphs import kept
+from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import ordered, unordered
 
@@ -95,7 +95,10 @@ def line_of(mesh: Mesh, axis: AxisName) -> Line:
     by the mesh. Raises `MeshError` for a name that the mesh doesn't have, axes that share ranks, a
     mesh without a running job, and on a rank outside the mesh.
     """
-    return getattr(kept, _keep_line(mesh, axis)) if torch.compiler.is_compiling() else _line(mesh, axis)
+    if not torch.compiler.is_compiling():
+        return _line(mesh, axis)
+    check_groups()
+    return getattr(kept, _keep_line(mesh, axis))
 
 
 @torch.compiler.assume_constant_result

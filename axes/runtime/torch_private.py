@@ -323,6 +323,12 @@ def group_names(device_mesh: DeviceMesh) -> list[str]:
     return list(getattr(device_mesh, "_dim_group_names", ()))
 
 
+def groups_are_gone(device_mesh: DeviceMesh) -> bool:
+    """Whether a group of the dims has been destroyed since the mesh was made."""
+    known = set(c10d._world.pg_names.values())
+    return any(name not in known for name in group_names(device_mesh))
+
+
 def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
     """The modes `(size, stride)` of each dim, over `root_ranks`; none for a dim of size one."""
     layout = device_mesh._layout
