@@ -33,6 +33,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import operator
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,7 @@ from axes.algebra.errors import DesyncError
 from axes.algebra.universe import Universe
 
 _HOST = 0
+_RANK = operator.itemgetter("rank")
 _LINGER_SECONDS = 5.0
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
@@ -362,7 +364,7 @@ def _key(barrier: Barrier) -> str:
 
 def _mismatch(barrier: Barrier, first: dict[str, Any], mine: dict[str, Any]) -> str:
     lines = [f"ranks disagree in {barrier.subject}:"]
-    lines += [f"  rank {said['rank']}: {_indented(said['shown'])}" for said in (first, mine)]
+    lines += [f"  rank {said['rank']}: {_indented(said['shown'])}" for said in sorted((first, mine), key=_RANK)]
     return "\n".join([*lines, barrier.advice] if barrier.advice else lines)
 
 

@@ -176,9 +176,11 @@ _PASSED = {"axes", "torch", "einops", "contextlib", "functools"}
 
 
 def _short(file: str) -> str:
-    """A path from the working directory, where it is below that."""
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
+    """A path from the working directory, or from the folder of the program."""
+    program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(program))):
+        file = file.removeprefix(folder + os.sep)
+    return file
 
 
 def _at(place: str) -> str:
@@ -286,6 +288,7 @@ def debug(check: bool = False) -> Debugging:
     where one asks for something else. A block ends on each rank by itself. Before the job has started it is part of
     what `init_mesh` compares. It costs some store operations for each rank and operation: nothing to leave on.
 
+    >>> import axes
     >>> with axes.simulate(8), debug(check=True):
     ...     mesh = axes.init_mesh("dp=2 tp=4")
     ...     axes.psum(torch.ones(3), "tp", mesh=mesh).shape
