@@ -347,6 +347,7 @@ def test_a_rank_that_doesnt_come_is_named_with_what_it_did_last(world):
     said, _ = world(late, 2)
     assert said.startswith("rank 1 didn't come to operation 2 of ranks 0, 1 within 1 s:\n")
     assert "rank 1 was last seen passing in operation 1 of ranks 0, 1: pmin over 'tp' of [3] float32, at tests/" in said
+    assert "rank 0 waited for operation 2 of ranks 0, 1: psum over 'tp' of [3] float32, at tests/" in said
 
 
 def test_debug_takes_a_bool():

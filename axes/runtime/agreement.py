@@ -250,7 +250,7 @@ def _time_is_up(member: Member, barrier: Barrier, key: str, timeout: timedelta) 
         lines = [f"{ranks_text(missing)} didn't come to {barrier.subject} within {seconds}:"]
     lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
     present = [rank for rank in barrier.members if rank not in set(missing)]
-    lines += [f"  {ranks_text(present)} waited for {barrier.subject}", barrier.advice]
+    lines += [f"  {ranks_text(present)} waited for {barrier.seen}", barrier.advice]
     _end(store, key, "\n".join(filter(None, lines)), len(present))
 
 

@@ -1,6 +1,6 @@
 """Checks: what ranks do together, compared before they do it, and said when it fails.
 
-Everything by which axes communicates goes through `together`:
+Everything by which axes communicates goes through `together`, or, where nanoseconds count, does what it does:
 
     together(describe, subject, run, *args)          # run(*args), where describe(*subject) is an Operation
 
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.algebra.mesh import Mesh
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import Barrier, agree_and_forget, ranks_text, stay_away
-from axes.runtime.groups import World, current_world
+from axes.runtime.groups import World, current_world, options_known
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -80,9 +80,18 @@ def together(describe: Callable[..., Operation], subject: tuple[Any, ...], run: 
     try:
         return run(*args)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise failed(describe(*subject), error) from error
+        explain(error, describe, *subject)
+
+
+def explain(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
+    """Raises what says where `describe(*subject)` failed; the error itself where it is this rank's own."""
+    if isinstance(error, _ONES_OWN):
+        raise error
+    raise failed(describe(*subject), error) from error
+
+
+_ONES_OWN = torch.OutOfMemoryError, NotImplementedError, RecursionError
+"""Runtime errors of this rank alone, which no backend has for others."""
 
 
 def lane_of(mesh: Mesh) -> str:
@@ -91,8 +100,11 @@ def lane_of(mesh: Mesh) -> str:
     return mesh.binding.device_type + (f"-{hashlib.sha256(given.encode()).hexdigest()[:8]}" if given else "")
 
 
-def patience_of(mesh: Mesh) -> timedelta:
-    """How long the ranks of a mesh wait for one another."""
+def patience_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long the ranks of a mesh wait for one another; in a group that has a timeout of its own, that."""
+    options = None if group is None else options_known(current_world(), group)
+    if options is not None and isinstance(options.timeout, timedelta):
+        return options.timeout
     return mesh.binding.timeout or torch_private.default_timeout(mesh.binding.device_type)
 
 
@@ -233,8 +245,7 @@ def waited(x: torch.Tensor) -> torch.Tensor:
         return torch_private.arrived(x)
     except RuntimeError as error:
         if (found := getattr(x, _OPERATION, None)) is not None:
-            describe, *subject = found
-            raise failed(describe(*subject), error) from error
+            explain(error, *found)
         raise DesyncError(f"a collective that was under way failed{_at(user_place())}: {error}") from error
 
 

@@ -43,6 +43,9 @@ AxisName = str | tuple[str, ...]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+_NAMES = {"sum": "psum", "mean": "pmean", "max": "pmax", "min": "pmin"}
+"""What the reductions are called in public."""
+
 _EVERY_BACKEND_HAS = {
     torch.float16,
     torch.bfloat16,
@@ -172,7 +175,7 @@ def _all_reduced(x: torch.Tensor, wire: torch.Tensor, reduction: str, op: str, l
     """The reduction over the axis of a tensor that may be overwritten, which is `x` as it is sent."""
     if torch.compiler.is_compiling() or type(wire) is not torch.Tensor:
         return torch_private.functional_reduce(wire, reduction, _group(line).name)
-    together(_operation, (f"p{op}", x, None, line), _group(line).reduce, wire, _OPS[reduction])
+    together(_operation, (_NAMES[op], x, None, line), _group(line).reduce, wire, _OPS[reduction])
     return wire
 
 
@@ -328,7 +331,7 @@ def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup, mesh: Mesh
 def _on_group(what: str, group: dist.ProcessGroup, mesh: Mesh) -> Operation:
     """What the ranks of a group do together."""
     ranks = dist.get_process_group_ranks(group)
-    return Operation(Universe.of(ranks).ranks, what, f"{what} in {ranks}", lane_of(mesh), patience_of(mesh))
+    return Operation(Universe.of(ranks).ranks, what, f"{what} in {ranks}", lane_of(mesh), patience_of(mesh, group))
 
 
 def _operation(
@@ -350,7 +353,7 @@ def _operation(
         f"{what} over '{line.name}' of {tensor}{along}",
         f"{what} in {ranks} of {tensor}{along}",
         lane_of(group.mesh),
-        patience_of(group.mesh),
+        patience_of(group.mesh, group.group),
         None,
         sends,
         receives,

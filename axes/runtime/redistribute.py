@@ -49,7 +49,16 @@ from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
-from axes.runtime.check import Operation, lane_of, patience_of, together, under_way, waited
+from axes.runtime import flags
+from axes.runtime.check import (
+    Operation,
+    compare_operation,
+    explain,
+    lane_of,
+    patience_of,
+    under_way,
+    waited,
+)
 from axes.runtime.gradients import Same, transposed
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.packing import slices_of
@@ -194,29 +203,23 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     if type(local) not in PLAIN:
         local = waited(local)
     if type(local) in PLAIN:
+        # What `together` does, at no price where nothing is compared.
+        if flags.check and program.sends:
+            compare_operation(_operation(program))
         sent = local.contiguous()
-        if async_op:
-            return _begun(program, sent.clone() if sent is local and program.lends else sent)
-        return together(_operation, (program,), _eager, program, sent) if program.sends else program.eager(sent)
+        try:
+            if async_op:
+                sent = sent.clone() if sent is local and program.lends else sent
+                return under_way(program.traced(sent), _operation, program)
+            return program.eager(sent)
+        except RuntimeError as error:
+            if not program.sends:
+                raise
+            explain(error, _operation, program)
     # A size that no step cuts may be any: the program is then for a stand-in of the whole, and not for this tile.
     tile = tuple(local.shape)
     traced = program.at_sizes(tile) if is_symbolic(tile) or program.tile not in (None, tile) else program.traced
     return traced(local.contiguous())
-
-
-def _eager(program: Program, sent: torch.Tensor) -> torch.Tensor:
-    return program.eager(sent)
-
-
-def _traced(program: Program, sent: torch.Tensor) -> torch.Tensor:
-    return program.traced(sent)
-
-
-def _begun(program: Program, sent: torch.Tensor) -> torch.Tensor:
-    """The program, whose last collective isn't waited for."""
-    if not program.sends:
-        return program.traced(sent)
-    return under_way(together(_operation, (program,), _traced, program, sent), _operation, program)
 
 
 def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
