@@ -36,6 +36,6 @@ def compared() -> tuple[float, float]:
     return ours_, theirs
 
 
-@benchmark("`axes.psum` of 4 KiB, compared before it is sent, four processes", peer="`all_reduce`", bar=0.005)
+@benchmark("`axes.psum` of 4 KiB, compared before it is sent, four processes", peer="`all_reduce`", bar=0.05)
 def psum_compared() -> Times:
     return Times(*axes.launch(compared, RANKS)[0])
