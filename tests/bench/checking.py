@@ -7,14 +7,16 @@ Four processes on this machine, whose store is on one of them. Without it nothin
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 import axes
 from tests.bench.measure import Times, benchmark
-from tests.bench.moving import RANKS, seconds
 
+RANKS = 4
 ROUNDS = 10
 LOOPS = 20
 
@@ -34,6 +36,15 @@ def compared() -> tuple[float, float]:
         found = [(seconds(ours, LOOPS), seconds(by_hand, LOOPS)) for _ in range(ROUNDS + 1)]
     ours_, theirs = (statistics.median(column) for column in zip(*found[1:], strict=True))
     return ours_, theirs
+
+
+def seconds(call: Callable[[], object], loops: int) -> float:
+    """Of one call on all ranks, from when they are all there."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(loops):
+        call()
+    return (time.perf_counter() - started) / loops
 
 
 @benchmark("`axes.psum` of 4 KiB, compared before it is sent, four processes", peer="`all_reduce`", bar=0.05)
