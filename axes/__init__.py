@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from axes.ops.einsum import einsum as einsum
     from axes.ops.reshard import reshard as reshard
     from axes.ops.shard_map import shard_map as shard_map
+    from axes.runtime.check import debug as debug
     from axes.runtime.factories import empty as empty
     from axes.runtime.factories import full as full
     from axes.runtime.factories import ones as ones
@@ -116,6 +117,7 @@ _HOME = {
     "axes.ops.einsum": ("einsum",),
     "axes.ops.reshard": ("reshard",),
     "axes.ops.shard_map": ("shard_map",),
+    "axes.runtime.check": ("debug",),
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
     "axes.runtime.launch": ("launch",),

@@ -273,10 +273,14 @@ def disagreeing() -> list[str]:
 
 
 def test_with_axes_check_ranks_in_disagreement_raise_on_every_rank_of_the_axis(pool):
-    head = "ranks disagree in an all_to_all over 'tp':\n  "
-    sizes = f"{head}rank 5 sends 1 to rank 6, which expects 9"
-    rows = f"{head}rank 4 exchanges torch.float32 of [*, 2], rank 6 torch.float64 of [*, 3]"
-    assert pool.run(disagreeing) == [["", "", ""]] * 4 + [["", sizes, rows]] * 4
+    found = pool.run(disagreeing)
+    assert found[:4] == [["", "", ""]] * 4
+    for rank, (fine, sizes, rows) in enumerate(found[4:], 4):
+        assert fine == ""
+        assert "ranks disagree in operation 2 of ranks 4..7: all_to_all over 'tp' of [*, 2] float32, dim 0" in sizes
+        assert sizes.endswith("\n  rank 5 sends 1 to rank 6, which expects 9"), sizes
+        assert "rank 6: all_to_all over 'tp' of [*, 3] float64, dim 0, at " in rows
+        assert "all_to_all over 'tp' of [*, 2] float32, dim 0, at " in rows, (rank, rows)
 
 
 # ----------------------------------------------------------------------------------- torch.compile

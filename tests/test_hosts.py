@@ -49,8 +49,9 @@ def test_groups_across_hosts_a_store_that_is_stopped_and_a_link_that_is_cut(tmp_
             assert seconds < 20  # the limit is six; without one there is no end
         assert each["stopped"]["after"] == 2
 
-        kind, _, seconds = each["cut"]["across"]
-        assert kind
+        kind, text, seconds = each["cut"]["across"]
+        assert kind == "DesyncError"
+        assert "on_hosts.py" in text
         assert seconds < 20
         kind, text, seconds = each["cut"]["mesh"]
         assert kind == "DesyncError"

@@ -313,6 +313,48 @@ def test_no_private_attribute_of_a_torch_object_is_read_elsewhere():
     assert not wrong, "\n".join(wrong)
 
 
+# What sends, by the files that use it: beside torch_private these alone. Lines and clipping give it to `together` of
+# axes/runtime/check.py, which has ranks compare what they do and says what failed; programs are run in one place, which
+# does the same.
+SENDING = {
+    "axes/nn/clipping.py": {"link_of"},
+    "axes/runtime/lines.py": {"collectives_of", "functional", "dist"},
+    "axes/runtime/links.py": {"collectives_of", "functional"},
+    "axes/runtime/programs.py": {"link_of", "pass_on"},
+    "axes/runtime/redistribute.py": {"eager"},
+}
+COLLECTIVES = re.compile(r"(all_|broadcast|reduce|scatter|gather|send$|recv|isend|irecv|batch_isend|barrier)")
+
+
+def sending(module: ast.Module) -> Iterator[str]:
+    """By what a module sends: torch's collectives, what is made of them, and programs."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call):
+            parts = dotted(node.func) if isinstance(node.func, ast.Attribute) else []
+            name = node.func.id if isinstance(node.func, ast.Name) else parts[-1] if parts else ""
+            if name in ("collectives_of", "link_of", "pass_on", "eager"):
+                yield name
+            elif name.startswith("functional_"):
+                yield "functional"
+        if isinstance(node, ast.Attribute) and dotted(node)[:1] == ["dist"] and COLLECTIVES.match(node.attr):
+            yield "dist"
+
+
+def test_what_sends_goes_through_one_place():
+    found = {str(path): set(sending(tree(path))) for path in MODULES if path != PRIVATE}
+    assert {path: names for path, names in found.items() if names} == SENDING
+    through = {"axes/nn/clipping.py": "together", "axes/runtime/lines.py": "together"}
+    for path, name in (*through.items(), ("axes/runtime/redistribute.py", "compare_operation")):
+        assert any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree(Path(path)))), path
+
+
+def test_the_search_for_what_sends_finds_it():
+    text = (
+        "import torch.distributed as dist\ndist.broadcast(x, 0)\ntorch_private.pass_on(g, x, 0, None, None)\np.eager(x)"
+    )
+    assert set(sending(ast.parse(text))) == {"dist", "pass_on", "eager"}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -60,6 +60,27 @@ def test_moves_go_by_the_axes_and_not_by_the_lane_of_a_further_name(world):
     assert world(moves_of_a_mesh_whose_product_has_a_lane, 4) == [([], [("both",)])] * 4
 
 
+def compared_on_two_lanes():
+    """Ranks work on two meshes in unlike orders, each checked by itself."""
+    meshes = [axes.init_mesh("dp=2", options={"dp": GroupOptions(lane=lane)}) for lane in ("one", "two")]
+    for mesh in meshes:
+        mesh.create_groups("dp")
+    with axes.debug(check=True):
+        works = [
+            threading.Thread(target=lambda mesh=mesh, n=n: axes.psum(torch.ones(n), "dp", mesh=mesh))
+            for n, mesh in enumerate(meshes, 1)
+        ]
+        for work in works if dist.get_rank() else reversed(works):
+            work.start()
+        for work in works:
+            work.join(50)
+        return any(work.is_alive() for work in works)
+
+
+def test_operations_on_two_lanes_are_compared_apart(world):
+    assert world(compared_on_two_lanes, 2) == [False] * 2
+
+
 def lanes_that_cannot_be():
     texts = []
     for lane in (1, "", "two words", ["a"]):

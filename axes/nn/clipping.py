@@ -41,6 +41,7 @@ from axes.algebra.scopes import required_mesh
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import torch_private
+from axes.runtime.check import Operation, together
 from axes.runtime.groups import of_world
 from axes.runtime.lines import AxisName
 from axes.runtime.links import link_of
@@ -325,4 +326,13 @@ def _reduced(values: Sequence[torch.Tensor], order: float, axis: _SplitAxis) -> 
     """Each value combined with those of all ranks along the axis, in one collective."""
     op = "max" if order == math.inf else "sum"
     wire = torch.stack(list(values)).to(axis.device_type)
-    return link_of(axis.group, wire.dtype, True, op).all_reduce(wire, op, True).to(values[0].device).unbind()
+    run = link_of(axis.group, wire.dtype, True, op).all_reduce
+    return together(_operation, (axis, wire, op), run, wire, op, True).to(values[0].device).unbind()
+
+
+def _operation(axis: _SplitAxis, wire: torch.Tensor, op: str) -> Operation:
+    """What the ranks along an axis do together."""
+    ranks = dist.get_process_group_ranks(axis.group)
+    said = f"the norm of gradients, {op} of {len(wire)} parts"
+    waits = torch_private.default_timeout(axis.device_type)
+    return Operation(Universe.of(ranks).ranks, said, said, axis.device_type, waits)

@@ -33,6 +33,7 @@ from axes.ops.local_view import ALONE
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
+from axes.runtime.check import waited
 from axes.runtime.factories import draw_into, kept_at
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import used
@@ -250,7 +251,7 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, seed: int, p: float) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.seed, ctx.p = seed, p
-        spec, local = torch_private.spec_of(x), torch_private.waited(torch_private.local_of(x))
+        spec, local = torch_private.spec_of(x), waited(torch_private.local_of(x))
         sharding = sharding_of_spec(spec)
         _check_linear(sharding)
         if sharding.mesh.coordinate is not None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
+from axes.runtime.check import waited
 from axes.runtime.groups import of_world
 from axes.runtime.routes import resharded
 from axes.runtime.torch_placements import sharding_of_spec
@@ -68,7 +69,7 @@ def _resolved(spec: Spec) -> Any:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, outside of autograd; a plain tensor itself."""
-    return torch_private.waited(torch_private.local_of(tensor)) if isinstance(tensor, DTensor) else tensor
+    return waited(torch_private.local_of(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -34,6 +34,7 @@ from axes.ops.module_regions import without_same
 from axes.ops.regions import read_region
 from axes.ops.shard_map import shard_map
 from axes.runtime import torch_private
+from axes.runtime.check import waited
 from axes.runtime.groups import destroy_process_groups
 from axes.runtime.sharded import shard_on_mesh, sharding_of
 from axes.runtime.world import init_mesh
@@ -274,7 +275,7 @@ def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
     """A tensor as this rank has it now, for the launching process."""
     if not isinstance(x, DTensor):
         return Piece(x.detach().clone())
-    local = torch_private.waited(torch_private.local_of(x)).detach().clone()
+    local = waited(torch_private.local_of(x)).detach().clone()
     there = x.device_mesh.mesh
     coordinate = x.device_mesh.get_coordinate()
     assert coordinate is not None

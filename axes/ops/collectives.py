@@ -10,8 +10,8 @@ that axis alone:
 
 An axis is any name of the mesh's namespace, or a tuple of names: their product, the first the
 slowest. Names are looked up in `mesh=` where it is given, else in the ambient mesh. Every rank of
-the axis calls the same collective with a tensor of the same shape and dtype, which nobody compares: shards
-of a dim that doesn't divide differ, and are padded before. An axis of size 1 is
+the axis calls the same collective with a tensor of the same shape and dtype, which is compared by
+`axes.debug(check=True)` alone: shards of a dim that doesn't divide differ, and are padded before. An axis of size 1 is
 free: what would be sent is returned as it is. Integers, bool, float8 and complex numbers work.
 
 **Gradients** are those of the local view: each rank has its own `x`, and backward differentiates the
@@ -211,7 +211,7 @@ def all_to_all(
 
     Backward: the same with the two swapped. Raises `SizeError` where `send_sizes` don't add up to
     the length of the dim. That ranks agree isn't looked at, and ranks that don't may wait for ever,
-    unless `AXES_CHECK=1` is in the environment: then it is a `DesyncError` on all of them. Sizes are
+    unless `axes.debug(check=True)` asks for it: then it is a `DesyncError` on all of them. Sizes are
     Python numbers, so that `.tolist()` in a function breaks the graph of `torch.compile`.
 
     >>> import axes

@@ -33,8 +33,9 @@ from axes.algebra.sharding import PendingReduction, Sharding
 from axes.ops import autocast
 from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
-from axes.runtime import torch_private
+from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
+from axes.runtime.check import part_of
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
@@ -157,6 +158,9 @@ def apply_global(
         return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple(map(torch_private.spec_of, operands))
     made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    if flags.check:
+        with part_of(f"axes.{kind} '{text}'"):
+            return _applied(made, operands, grad)
     return _applied(made, operands, grad)
 
 
@@ -268,15 +272,25 @@ class _LinearRecipe(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if cotangent is None:
             return (None,) * (1 + len(needed))
-        target = _wanted(ctx.made, needed, _arriving(cotangent))
-        if target is not None:
-            cotangent = resharded(cotangent, target, both(ctx.made.program.comm_dtype)[1])
         operands = ctx.saved_tensors if len(needed) > 1 else (None,)
-        found: list[DTensor | None] = [None]
-        for index, wanted in enumerate(needed):
-            others = [x for at, x in enumerate(operands) if at != index]
-            found.append(_pulled(ctx.made, index, cotangent, others) if wanted else None)
-        return tuple(found)
+        if flags.check:
+            with part_of(f"gradient of {ctx.made.recipe.kind} '{ctx.made.recipe.text}'"):
+                return _gradients(ctx.made, needed, cotangent, operands)
+        return _gradients(ctx.made, needed, cotangent, operands)
+
+
+def _gradients(
+    made: Global, needed: tuple[bool, ...], cotangent: DTensor, operands: Sequence[DTensor | None]
+) -> tuple[DTensor | None, ...]:
+    """The gradients of all operands that need one, behind None for the program."""
+    target = _wanted(made, needed, _arriving(cotangent))
+    if target is not None:
+        cotangent = resharded(cotangent, target, both(made.program.comm_dtype)[1])
+    found: list[DTensor | None] = [None]
+    for index, wanted in enumerate(needed):
+        others = [x for at, x in enumerate(operands) if at != index and x is not None]
+        found.append(_pulled(made, index, cotangent, others) if wanted else None)
+    return tuple(found)
 
 
 def _arriving(cotangent: DTensor) -> Spec:

@@ -23,7 +23,8 @@ from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
-from axes.runtime import torch_private
+from axes.runtime import flags, torch_private
+from axes.runtime.check import part_of
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.redistribute import Dtypes
@@ -63,6 +64,9 @@ def apply_local(
     made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
         operands = (_Owning.apply(operands[0]),)
+    if flags.check:
+        with part_of(f"axes.{kind} '{text}'"):
+            return _run(made, operands)
     return _run(made, operands)
 
 

@@ -80,8 +80,9 @@ from axes.ops.regions import (
     region_of,
 )
 from axes.ops.trees import tensors_of_tree, with_tensors
-from axes.runtime import torch_private
+from axes.runtime import flags, torch_private
 from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
+from axes.runtime.check import part_of
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf
@@ -227,6 +228,22 @@ def run_region(
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
     """
+    if not torch.compiler.is_compiling() and flags.check:
+        with part_of(f"shard_map '{expression}'"):
+            return _run_region(fn, expression, args, kwargs, mesh, check, used, plain)
+    return _run_region(fn, expression, args, kwargs, mesh, check, used, plain)
+
+
+def _run_region(
+    fn: Function,
+    expression: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh | None,
+    check: Check,
+    used: Used | None,
+    plain: bool,
+) -> Any:
     passed: list[object] = []
     try:
         tensors = tensors_of_tree((args, kwargs), functools.partial(_check_argument, passed))

@@ -33,7 +33,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import operator
 import threading
 import time
 from array import array
@@ -50,6 +52,7 @@ from axes.algebra.errors import DesyncError
 from axes.algebra.universe import Universe
 
 _HOST = 0
+_RANK = operator.itemgetter("rank")
 _LINGER_SECONDS = 5.0
 _SILENCE_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
@@ -74,6 +77,7 @@ class Barrier:
 
     The set of the members names it, so that ranks which hold them in different orders come to the same
     barrier and can disagree. `subject` completes "rank 3 waits for ..."; `advice` says what to write instead.
+    `doing` is what this rank is about to do there: the others are shown it, and compare it not.
     """
 
     subject: str
@@ -81,6 +85,12 @@ class Barrier:
     kind: str
     attempt: int
     advice: str = ""
+    doing: str = ""
+
+    @property
+    def seen(self) -> str:
+        """What others read of this rank while it is here."""
+        return f"{self.subject}: {self.doing}" if self.doing else self.subject
 
     @cached_property
     def topic(self) -> str:
@@ -97,6 +107,42 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
     if len(barrier.members) > 1:
         with _store_errors(barrier):
             _in_time(member, barrier.subject, timeout, lambda asking: _meet(asking, barrier, statement, timeout))
+
+
+def agree_and_forget(
+    member: Member, barrier: Barrier, statement: str, timeout: timedelta, told: Any = None
+) -> list[Any]:
+    """`agree`, and no key of the barrier stays in the store when all members have read how it ended.
+
+    Gives what each member has `told` the others, as JSON can say it, in the order of the members.
+    """
+    key, tells = _key(barrier), [] if told is None else [f"told/{rank}" for rank in barrier.members]
+    found: list[Any] = []
+
+    def meet(asking: Member) -> None:
+        store = asking.store
+        if tells:
+            store.set(f"{key}/told/{member.rank}", json.dumps(told))
+        try:
+            if len(barrier.members) > 1:
+                _meet(asking, barrier, statement, timeout)
+            found.extend(json.loads(store.get(f"{key}/{each}")) for each in tells)
+        finally:
+            # Where the store is gone that is being reported already.
+            with contextlib.suppress(dist.DistError):
+                if store.add(f"{key}/done", 1) == len(barrier.members):
+                    # First what says that the barrier has begun: nobody waits at one that hasn't (see `_is_open`).
+                    for part in ("stated", "count", "end", "left", "reporter", "done", *tells):
+                        store.delete_key(f"{key}/{part}")
+
+    with _store_errors(barrier):
+        _in_time(member, barrier.subject, timeout, meet)
+    return found
+
+
+def stay_away(member: Member, kind: str, why: str) -> None:
+    """Notes that this rank comes to no more barriers of a kind, so that who waits for it there hears it soon."""
+    _note_in_time(member, {"subject": why, "away": kind})
 
 
 def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
@@ -119,9 +165,13 @@ def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
 
 def pass_by(member: Member, subject: str) -> None:
     """Notes that this rank isn't a member of what it declares, for members that expect it."""
-    note = {"subject": subject, "outside": True}
+    _note_in_time(member, {"subject": subject, "outside": True})
+
+
+def _note_in_time(member: Member, note: dict[str, Any]) -> None:
+    limit = timedelta(seconds=_LINGER_SECONDS)
     with contextlib.suppress(dist.DistError, DesyncError):
-        _in_time(member, subject, timedelta(seconds=_LINGER_SECONDS), lambda asking: _leave_note(asking, note))
+        _in_time(member, note["subject"], limit, lambda asking: _leave_note(asking, note))
 
 
 def digest(ranks: Sequence[int]) -> str:
@@ -221,13 +271,8 @@ def _host_of(store: dist.Store) -> str:
 def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) -> None:
     """States the text at the barrier and waits for its end."""
     key = _key(barrier)
-    mine = {
-        "rank": member.rank,
-        "text": statement,
-        "subject": barrier.subject,
-        "members": _packed(barrier.members),
-    }
-    _leave_note(member, {"key": key, "subject": barrier.subject})
+    mine = {"rank": member.rank, "text": statement, "shown": barrier.doing or statement}
+    _leave_note(member, {"key": key, "subject": barrier.seen, "members": _packed(barrier.members)})
     first = json.loads(member.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
     if first["text"] != statement:
         error = _mismatch(barrier, first, mine)
@@ -236,7 +281,8 @@ def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
         _end(member.store, key, None, len(barrier.members))
     end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
     if end["error"] is not None:
-        _raise(member, key, end, statement)
+        _leave_note(member, {"key": key, "subject": barrier.seen, "failed": True})
+        _raise(member, key, end, barrier.doing or statement)
 
 
 def _end(store: dist.Store, key: str, error: str | None, present: int, disagree: bool = False) -> None:
@@ -264,6 +310,7 @@ def _wait_for_end(member: Member, barrier: Barrier, key: str, deadline: float, t
             _time_is_up(member, barrier, key, timeout)
         elif now - started >= look:
             look *= 2
+            _end_with_who_stays_away(member, barrier, key)
             _end_circles(member, barrier, key)
         pause = min(max(_FIRST_POLL_SECONDS, (now - started) / 8), slowest)
         time.sleep(max(0.0, min(pause, deadline - now)))
@@ -286,7 +333,7 @@ def _time_is_up(member: Member, barrier: Barrier, key: str, timeout: timedelta) 
         lines = [f"{ranks_text(missing)} didn't come to {barrier.subject} within {seconds}:"]
     lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
     present = [rank for rank in barrier.members if rank not in set(missing)]
-    lines += [f"  {ranks_text(present)} waited for {barrier.subject}", barrier.advice]
+    lines += [f"  {ranks_text(present)} waited for {barrier.seen}", barrier.advice]
     _end(store, key, "\n".join(filter(None, lines)), len(present))
 
 
@@ -327,10 +374,28 @@ def _last_seen(member: Member, rank: int) -> str:
         return f"rank {rank} isn't a member of what it declared last, {note['subject']}"
     if "raised" in note:
         return f"rank {rank} raised in {note['subject']}: {_indented(note['raised'])}"
-    end = _ended(member.store, note["key"])
-    if end is None:
+    if "away" in note:
+        return f"rank {rank} {note['subject']}"
+    if _is_open(member.store, note["key"]):
         return f"rank {rank} waits for {note['subject']}"
-    return f"rank {rank} was last seen {'failing' if end['error'] else 'passing'} in {note['subject']}"
+    return f"rank {rank} was last seen {'failing' if 'failed' in note else 'passing'} in {note['subject']}"
+
+
+def _is_open(store: dist.Store, key: str) -> bool:
+    """Whether ranks wait at a barrier: it hasn't ended, and has begun.
+
+    Of one that is forgotten the beginning is removed first. Nothing is read, which would wait for what is removed.
+    """
+    return not store.check([f"{key}/end"]) and store.check([f"{key}/stated"])
+
+
+def _end_with_who_stays_away(member: Member, barrier: Barrier, key: str) -> None:
+    """Ends a barrier to which some member has said it won't come."""
+    for rank in itertools.islice(barrier.members, _NOTES_READ_AT_ONCE):
+        note = _note(member, rank)
+        if note.get("away") == barrier.kind.partition("-")[0]:
+            error = f"rank {rank} doesn't come to {barrier.seen}: it {note['subject']}\n{barrier.advice}"
+            _end(member.store, key, error, member.store.add(f"{key}/count", 0))
 
 
 def _end_circles(member: Member, barrier: Barrier, key: str) -> None:
@@ -341,8 +406,8 @@ def _end_circles(member: Member, barrier: Barrier, key: str) -> None:
     that is held at the next. That the barriers are still open is checked once the circle is found.
     """
     budget = iter(range(_NOTES_READ_AT_ONCE))
-    circle = _way_back(member, key, barrier.members, [(member.rank, key, barrier.subject)], budget)
-    if circle is None or any(_ended(member.store, held) is not None for _, held, _ in circle):
+    circle = _way_back(member, key, barrier.members, [(member.rank, key, barrier.seen)], budget)
+    if circle is None or not all(_is_open(member.store, held) for _, held, _ in circle):
         return
     waits = "".join(f"\n  rank {rank} waits for {subject}" for rank, _, subject in circle)
     error = f"ranks wait for one another:{waits}\n{barrier.advice}"
@@ -364,11 +429,10 @@ def _way_back(
             continue
         note = _note(member, rank)
         held = note.get("key", key)
-        if held == key or _ended(member.store, held) is not None:
+        if held == key or not _is_open(member.store, held):
             continue
-        stated = _read(member.store, f"{held}/stated") or {"members": ""}
         onward = [*way, (rank, held, note["subject"])]
-        found = _way_back(member, held, _unpacked(stated["members"]), onward, budget)
+        found = _way_back(member, held, _unpacked(note.get("members", "")), onward, budget)
         if found is not None:
             return found
     return None
@@ -383,7 +447,7 @@ def _key(barrier: Barrier) -> str:
 
 def _mismatch(barrier: Barrier, first: dict[str, Any], mine: dict[str, Any]) -> str:
     lines = [f"ranks disagree in {barrier.subject}:"]
-    lines += [f"  rank {said['rank']}: {_indented(said['text'])}" for said in (first, mine)]
+    lines += [f"  rank {said['rank']}: {_indented(said['shown'])}" for said in sorted((first, mine), key=_RANK)]
     return "\n".join([*lines, barrier.advice] if barrier.advice else lines)
 
 

@@ -40,6 +40,7 @@ from axes.runtime.groups import (
     mark_of,
     options_known,
     options_of,
+    wrong_with_groups,
 )
 from axes.runtime.world import Binding
 
@@ -136,6 +137,8 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     plain = Mesh("universe", ranks=universe.ranks)._with(binding=Binding(device_mesh.device_type))
     mesh = plain._with(axis_names=tuple(names), namespace=dict(zip(names, layouts, strict=True)))
     member = universe.position(world.rank) is not None
+    if member and (wrong := wrong_with_groups(device_mesh)):
+        raise MeshError(wrong)
     groups = [device_mesh.get_group(i) for i in range(len(names))] if member else []
     for name, group in zip(names, groups, strict=False):
         _check_order(world, mesh, name, group)

@@ -14,7 +14,6 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import seam
@@ -26,6 +25,7 @@ from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.runtime.leaves import resolving
+from axes.runtime.lines import broadcast
 from axes.runtime.sharded import Sizes, dtensor_of
 
 _BLOCK = {"cpu": 1 << 16}
@@ -277,7 +277,7 @@ def _seed_of_first_rank(mesh: Mesh, seed: torch.Tensor) -> int:
             return int(seed)
         group = seam.runtime("axes.rand").group(mesh, layout, "seed")
         seed = seed.to(mesh.binding.device_type, copy=True)
-        dist.broadcast(seed, src=ranks[0], group=group)
+        broadcast(seed, ranks[0], group, mesh, "a seed")
     return int(seed)
 
 

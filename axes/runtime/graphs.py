@@ -32,12 +32,14 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from axes.algebra import ambient
+from axes.algebra.errors import MeshError
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
-from axes.runtime import torch_private
+from axes.runtime import groups, torch_private
 from axes.runtime.symbols import fixed
 
 for _kind in (Mesh, Sharding):
@@ -106,11 +108,25 @@ def node_of_graph(run: Node) -> Node:
 
     @functools.wraps(run)
     def guarded(*args: Any) -> Any:
+        check_groups(*[x.device_mesh for x in args if isinstance(x, DTensor)])
         found = node(*args)
         _guard_whole_sizes()
         return found
 
     return guarded  # type: ignore[return-value]
+
+
+def check_groups(*device_meshes: Any) -> None:
+    """`MeshError` where the groups of these have been ended; a graph is traced again when groups have."""
+    _check_groups(groups.times_destroyed, *device_meshes)
+
+
+@torch.compiler.assume_constant_result
+def _check_groups(times: int, *device_meshes: Any) -> bool:
+    wrong = next(filter(None, map(groups.wrong_with_groups, device_meshes)), "")
+    if wrong or not torch.distributed.is_initialized():
+        raise MeshError(wrong or groups.NOT_RUNNING)
+    return True
 
 
 @torch.compiler.assume_constant_result

@@ -38,7 +38,7 @@ from axes.algebra.errors import DesyncError, MeshError, shortened
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import torch_private
+from axes.runtime import flags, torch_private
 from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text
 
 _FAKE = "fake"
@@ -189,6 +189,9 @@ class World:
 
 _current: World | None = None
 
+times_destroyed = 0
+"""How often groups were ended. A compiled graph is of those that were there when it was made: this is a guard of it."""
+
 
 def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
@@ -200,9 +203,12 @@ def current_world() -> World:
         torch_private.forget_dtensor_world()
         _current = None
     if default is None:
-        raise MeshError("torch.distributed isn't running (any more); axes.init_mesh(...) starts it")
+        raise MeshError(NOT_RUNNING)
     _current = World(default)
     return _current
+
+
+NOT_RUNNING = "torch.distributed isn't running (any more); axes.init_mesh(...) starts it"
 
 
 class OfWorld(Protocol[P, R]):
@@ -237,6 +243,16 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], OfWorld[P, R]]:
         return cast("OfWorld[P, R]", found)
 
     return decorate
+
+
+def wrong_with_groups(device_mesh: Any) -> str:
+    """What to say of a `DeviceMesh` whose groups have been ended; nothing of another."""
+    if not torch_private.groups_are_gone(device_mesh):
+        return ""
+    return (
+        "the process groups of this DeviceMesh have been ended, by axes.destroy_process_groups(): tensors on it are of "
+        "no use any more. Make them anew on a mesh of axes, which makes its groups when they are used"
+    )
 
 
 def forget_groups() -> None:
@@ -308,8 +324,10 @@ def destroy_process_groups() -> None:
     All ranks call it. Adopted groups, and a default group that axes didn't start, belong to whoever
     made them. Meshes stay usable: their groups are made anew at the next use.
     """
+    global times_destroyed
     if dist.group.WORLD is None:
         return
+    times_destroyed += 1
     world = current_world()
     made = [entry.group for entry in world.groups.values() if entry.origin == "made"]
     for group in sorted(made, key=lambda group: group.group_name):
@@ -505,7 +523,7 @@ def _made(
         agree(
             world.member,
             barrier,
-            " ".join([ranks_text(ranks), "in this order,", backend, options.text]).strip(),
+            " ".join(filter(None, [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()])),
             waits,
         )
     content = torch_private.marked(mark) if mark else _digest(backend, options)

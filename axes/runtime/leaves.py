@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
+from axes.runtime.check import waited
 from axes.runtime.groups import of_world
 from axes.runtime.routes import resharded
 from axes.runtime.symbols import is_symbolic, spec_at
@@ -105,7 +106,7 @@ def _owned(x: DTensor) -> DTensor:
     local = torch_private.local_of(x)
     if torch.is_grad_enabled() or (local.is_contiguous() and torch_private.owns_its_memory(local)):
         return x
-    found = torch_private.waited(local).clone(memory_format=torch.contiguous_format)
+    found = waited(local).clone(memory_format=torch.contiguous_format)
     return torch_private.dtensor(found, _dense_spec(torch_private.spec_of(x)))
 
 

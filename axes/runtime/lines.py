@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,11 +28,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, SizeError, shortened
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
+from axes.algebra.universe import Universe
 from axes.runtime import torch_private
-from axes.runtime.graphs import kept
+from axes.runtime.check import Operation, lane_of, patience_of, together, waited
+from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import ordered, unordered
 
@@ -41,6 +42,9 @@ AxisName = str | tuple[str, ...]
 """A name of the mesh's namespace, or several: their product, the first the slowest."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_NAMES = {"sum": "psum", "mean": "pmean", "max": "pmax", "min": "pmin"}
+"""What the reductions are called in public."""
 
 _EVERY_BACKEND_HAS = {
     torch.float16,
@@ -66,15 +70,11 @@ _REDUCED_IN = {
 }
 
 
-_SHOWN = 16
-"""Lines of an error that there could be one of for each two ranks."""
-
-
 class Methods:
     """What a process group can do, ready to be called, and its name for functional collectives."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group, self.name = group, group.group_name
+    def __init__(self, group: dist.ProcessGroup, mesh: Mesh):
+        self.group, self.name, self.mesh = group, group.group_name, mesh
         self.gather, self.exchange, self.reduce, self.scatter = torch_private.collectives_of(group)
         self.fake = dist.get_backend(group) == "fake"
 
@@ -98,7 +98,10 @@ def line_of(mesh: Mesh, axis: AxisName) -> Line:
     by the mesh. Raises `MeshError` for a name that the mesh doesn't have, axes that share ranks, a
     mesh without a running job, and on a rank outside the mesh.
     """
-    return getattr(kept, _keep_line(mesh, axis)) if torch.compiler.is_compiling() else _line(mesh, axis)
+    if not torch.compiler.is_compiling():
+        return _line(mesh, axis)
+    check_groups()
+    return getattr(kept, _keep_line(mesh, axis))
 
 
 @torch.compiler.assume_constant_result
@@ -126,7 +129,7 @@ def _line_of(mesh: Mesh, axis: AxisName) -> Line:
     if layout.size == 1:
         return Line(name, 1, 0)
     group = group_of(mesh, layout, name)
-    return Line(name, layout.size, group.rank(), Methods(group))
+    return Line(name, layout.size, group.rank(), Methods(group, mesh))
 
 
 def check_axis(mesh: Mesh, axis: AxisName) -> None:
@@ -163,16 +166,16 @@ def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
     reduction = "sum" if op == "mean" else op
     wire = _reducible(x, reduction, copy=True)
     if reduction in ("max", "min") and wire.is_floating_point():
-        return unordered(_all_reduced(ordered(wire, reduction), reduction, line), x.dtype)
-    wire = _all_reduced(wire, reduction, line)
+        return unordered(_all_reduced(x, ordered(wire, reduction), reduction, op, line), x.dtype)
+    wire = _all_reduced(x, wire, reduction, op, line)
     return _reduced(wire / line.size if op == "mean" else wire, x.dtype)
 
 
-def _all_reduced(wire: torch.Tensor, reduction: str, line: Line) -> torch.Tensor:
-    """The reduction over the axis of a tensor that may be overwritten."""
+def _all_reduced(x: torch.Tensor, wire: torch.Tensor, reduction: str, op: str, line: Line) -> torch.Tensor:
+    """The reduction over the axis of a tensor that may be overwritten, which is `x` as it is sent."""
     if torch.compiler.is_compiling() or type(wire) is not torch.Tensor:
         return torch_private.functional_reduce(wire, reduction, _group(line).name)
-    _group(line).reduce(wire, _OPS[reduction])
+    together(_operation, (_NAMES[op], x, None, line), _group(line).reduce, wire, _OPS[reduction])
     return wire
 
 
@@ -183,7 +186,8 @@ def reduce_scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         out = torch_private.functional_scatter(wire.view(-1), "sum", line.size, _group(line).name)
     else:
         out = wire.new_empty(wire.numel() // line.size)
-        _group(line).scatter(out, wire.view(-1), _OPS["sum"])
+        sent = wire.view(-1)
+        together(_operation, ("psum_scatter", x, dim, line), _group(line).scatter, out, sent, _OPS["sum"])
     return _reduced(out.view(wire.shape[1:]), x.dtype)
 
 
@@ -194,7 +198,7 @@ def all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         out = torch_private.functional_gather(wire, line.size, _group(line).name)
     else:
         out = wire.new_empty(line.size * wire.numel())
-        _group(line).gather(out, wire)
+        together(_operation, ("all_gather", x, dim, line), _group(line).gather, out, wire)
     return _joined(_as_received(out, x.dtype).view(line.size, *x.shape), dim)
 
 
@@ -202,41 +206,17 @@ def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> 
     """Cut along `split_dim` into equal pieces, the i-th for coordinate i; what arrives is concatenated."""
     sent = cut_evenly(x, split_dim, line)
     each = [sent.numel() // line.size] * line.size
-    return _joined(_exchanged(sent, each, each, line).view(sent.shape), concat_dim)
+    described = "all_to_all", x, (split_dim, concat_dim), line
+    return _joined(_exchanged(sent, each, each, line, described).view(sent.shape), concat_dim)
 
 
 def exchange(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], line: Line) -> torch.Tensor:
-    """Cut along `dim` into pieces of `sends[i]`, the i-th for coordinate i; `receives[i]` come from it.
-
-    With `AXES_CHECK=1` in the environment `DesyncError` on every rank where ranks disagree on these.
-    """
+    """Cut along `dim` into pieces of `sends[i]`, the i-th for coordinate i; `receives[i]` come from it."""
     rows = x.movedim(dim, 0)
-    if os.environ.get("AXES_CHECK") == "1" and not torch.compiler.is_compiling() and not _group(line).fake:
-        _check_exchange(rows, sends, receives, line)
     row = math.prod(rows.shape[1:])
-    received = _exchanged(rows, [n * row for n in sends], [n * row for n in receives], line)
+    described = "all_to_all", x, dim, line, sends, receives
+    received = _exchanged(rows, [n * row for n in sends], [n * row for n in receives], line, described)
     return received.view(sum(receives), *rows.shape[1:]).movedim(0, dim)
-
-
-def _check_exchange(rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line) -> None:
-    """Ranks tell each other what they are about to exchange, and each compares all of it."""
-    what = f"{rows.dtype} of {['*', *rows.shape[1:]]}".replace("'", "")
-    every = _of_every_rank((what, list(sends), list(receives)), line)
-    ranks = dist.get_process_group_ranks(_group(line).group)
-    wrong = [
-        f"rank {ranks[0]} exchanges {every[0][0]}, rank {ranks[i]} {each[0]}"
-        for i, each in enumerate(every)
-        if each[0] != every[0][0]
-    ]
-    wrong += [
-        f"rank {ranks[i]} sends {given[1][j]} to rank {ranks[j]}, which expects {taken[2][i]}"
-        for i, given in enumerate(every)
-        for j, taken in enumerate(every)
-        if given[1][j] != taken[2][i]
-    ]
-    if wrong:
-        rest = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        raise DesyncError("\n  ".join([f"ranks disagree in an all_to_all over '{line.name}':", *wrong[:_SHOWN], *rest]))
 
 
 def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
@@ -247,7 +227,8 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line)
     count = x.numel()
     sends = [count if i == target else 0 for i in range(line.size)]
     receives = [count if i == source else 0 for i in range(line.size)]
-    received = _exchanged(x if target is not None else x.new_empty(0), sends, receives, line)
+    described = "ppermute", x, None, line, sends, receives
+    received = _exchanged(x if target is not None else x.new_empty(0), sends, receives, line, described)
     if source is not None:
         return received.view(x.shape)
     if not torch.compiler.is_compiling():
@@ -326,14 +307,63 @@ def disagreement(claims: Sequence[Claim], mesh: Mesh, tolerance: float = 0.0) ->
 def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:
     """Coordinate 0's `x`, on every rank of the line."""
     wire = _as_sent(x).clone()
-    dist.broadcast(wire, group_src=0, group=_group(line).group)
+    group = _group(line)
+    broadcast(wire, dist.get_process_group_ranks(group.group)[0], group.group, group.mesh, _COMPARISON)
     return _as_received(wire, x.dtype).view(x.shape)
 
 
 def _of_every_rank(value: Any, line: Line) -> list[Any]:
     found: list[Any] = [None] * line.size
-    dist.all_gather_object(found, value, group=_group(line).group)
+    group = _group(line)
+    together(_on_group, (_COMPARISON, group.group, group.mesh), dist.all_gather_object, found, value, group.group)
     return found
+
+
+_COMPARISON = "a comparison of what is the same on all ranks"
+
+
+def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup, mesh: Mesh, what: str) -> None:
+    """Writes the `x` of the global rank `source` into that of all ranks of a group of the mesh. `what` is it for?"""
+    text = f"{what}, of rank {source}, {_tensor_text(x)}"
+    together(_on_group, (text, group, mesh), dist.broadcast, x, source, group)
+
+
+def _on_group(what: str, group: dist.ProcessGroup, mesh: Mesh) -> Operation:
+    """What the ranks of a group do together."""
+    ranks = dist.get_process_group_ranks(group)
+    return Operation(Universe.of(ranks).ranks, what, f"{what} in {ranks}", lane_of(mesh), patience_of(mesh, group))
+
+
+def _operation(
+    what: str,
+    x: torch.Tensor,
+    dims: int | tuple[int, ...] | None,
+    line: Line,
+    sends: Sequence[int] = (),
+    receives: Sequence[int] = (),
+) -> Operation:
+    """What the ranks of a line do together, by its public name. The dim by which `sends` count isn't compared."""
+    group = _group(line)
+    ranks = dist.get_process_group_ranks(group.group)
+    varies = dims if sends else None
+    tensor = _tensor_text(x, varies if isinstance(varies, int) else None)
+    along = "" if dims is None else f", dim {dims}" if isinstance(dims, int) else f", dims {dims[0]} and {dims[1]}"
+    return Operation(
+        Universe.of(ranks).ranks,
+        f"{what} over '{line.name}' of {tensor}{along}",
+        f"{what} in {ranks} of {tensor}{along}",
+        lane_of(group.mesh),
+        patience_of(group.mesh, group.group),
+        None,
+        sends,
+        receives,
+    )
+
+
+def _tensor_text(x: torch.Tensor, varies: int | None = None) -> str:
+    """Shape and dtype; `*` for the size of a dim that may vary."""
+    sizes = ", ".join("*" if dim == varies else str(size) for dim, size in enumerate(x.shape))
+    return f"[{sizes}] {str(x.dtype).removeprefix('torch.')}"
 
 
 def _deviation(x: torch.Tensor, other: torch.Tensor) -> tuple[float, float] | None:
@@ -377,7 +407,9 @@ def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _exchanged(x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line) -> torch.Tensor:
+def _exchanged(
+    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line, described: tuple[Any, ...]
+) -> torch.Tensor:
     """The elements of `x` in order, `sends[i]` to coordinate i; flat, what came, `receives[i]` from it."""
     wire = _as_sent(x)
     width = x.element_size() // wire.element_size()
@@ -389,7 +421,7 @@ def _exchanged(x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], l
         out = torch_private.functional_exchange(wire, receives, sends, _group(line).name)
     else:
         out = wire.new_empty(sum(receives))
-        _group(line).exchange(out, wire, receives, sends)
+        together(_operation, described, _group(line).exchange, out, wire, receives, sends)
     return _as_received(out, x.dtype)
 
 
@@ -428,4 +460,4 @@ def _reduced(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _resolved(x: torch.Tensor) -> torch.Tensor:
     """The values themselves: what is still under way has come, nothing waits to be conjugated or negated."""
-    return torch_private.waited(x).resolve_conj().resolve_neg()
+    return waited(x).resolve_conj().resolve_neg()

@@ -24,6 +24,7 @@ What differs between backends is decided when a program is made:
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -40,7 +41,10 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.plan import Plan
 from axes.algebra.planning.exchange import Exchange, Region, Transfer
 from axes.algebra.planning.step import Step
+from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private
+from axes.runtime.agreement import ranks_text
+from axes.runtime.check import in_part
 from axes.runtime.links import REDUCED, Link, link_of
 from axes.runtime.packing import (
     Boxes,
@@ -69,7 +73,6 @@ class Program:
     group_of: the group of a step, None where this rank doesn't communicate in it; made at first use.
     device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
-    before: what the ranks do before each use, to see whether they agree.
     base, shape: of a program for a tensor of another shape than the plan's, cut as evenly, that for the plan's own.
     """
 
@@ -78,7 +81,6 @@ class Program:
     group_of: Callable[[Step], dist.ProcessGroup | None]
     device_type: str
     comm_dtype: torch.dtype | None = None
-    before: Callable[[], None] | None = None
     base: Program | None = None
     shape: Shape = ()
 
@@ -86,12 +88,11 @@ class Program:
         """The same for a tensor of another shape, where every step cuts both evenly."""
         if shape == self.plan.shape:
             return self
-        how = self.device_type, self.comm_dtype, self.before
-        return Program(self.plan, self.dtype, self.group_of, *how, self, shape)
+        return Program(self.plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self, shape)
 
     def by(self, plan: Plan) -> Program:
         """The same by a plan with these steps at another shape."""
-        return Program(plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self.before)
+        return Program(plan, self.dtype, self.group_of, self.device_type, self.comm_dtype)
 
     @property
     def own(self) -> Program:
@@ -159,7 +160,12 @@ class Program:
     @cached_property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.plan.steps and self.before is None
+        return not self.plan.steps
+
+    @cached_property
+    def sends(self) -> bool:
+        """Whether some rank sends something."""
+        return any(step.kind != "slice" for step in self.plan.steps)
 
 
 def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> None:
@@ -243,11 +249,20 @@ def _chained(stages: Sequence[Run]) -> Run:
 
 
 def _stage(program: Program, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool) -> Run:
-    run = _run(program, task, program.own.groups[at], eager, dtype, owned)
+    group = program.own.groups[at]
+    run = _run(program, task, group, eager, dtype, owned)
+    if group is not None and program.own.groups.count(None) < len(program.own.groups) - 1:
+        run = in_part(functools.partial(part_text, task.step, group), run)
     if task.step.opened is task.step:
         return run
     tile, merged = task.tile, task.merged
     return lambda x: run(x.view(tile)).view(merged)
+
+
+def part_text(step: Step, group: dist.ProcessGroup) -> str:
+    """A step as errors show it."""
+    axes = f" over '{' '.join(step.axes)}'" if step.axes else ""
+    return f"{step.kind}{axes} of {ranks_text(Universe.of(dist.get_process_group_ranks(group)).ranks)}"
 
 
 def _run(

@@ -21,8 +21,7 @@ So the two views are one rule with another set of `same` axes, and section by se
 gradients follows from it: split <-> split, replicated <-> pending, same <-> replicated.
 
 `AXES_LOG=plan` prints each distinct plan once, on the first of the ranks that it is for.
-`AXES_CHECK=1` makes ranks compare what they are about to do, so that disagreement is a `DesyncError`
-on all of them and not a hang. Both are read when a program is made.
+It is read when a program is made.
 """
 
 from __future__ import annotations
@@ -49,12 +48,21 @@ from axes.algebra.plan import Plan, even_ways, only_way, plan
 from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
-from axes.runtime import torch_private
-from axes.runtime.agreement import agree, ranks_text
+from axes.algebra.universe import Universe
+from axes.runtime import flags
+from axes.runtime.check import (
+    Operation,
+    compare_operation,
+    explain,
+    lane_of,
+    patience_of,
+    under_way,
+    waited,
+)
 from axes.runtime.gradients import Same, transposed
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.packing import slices_of
-from axes.runtime.programs import Program, check_dtypes
+from axes.runtime.programs import Program, check_dtypes, part_text
 from axes.runtime.symbols import is_symbolic, settled_sizes, stages_of
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
@@ -193,14 +201,21 @@ def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
 def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
     if type(local) not in PLAIN:
-        local = torch_private.waited(local)
+        local = waited(local)
     if type(local) in PLAIN:
-        if program.before is not None:
-            program.before()
-        if not async_op:
-            return program.eager(local.contiguous())
+        # What `together` does, at no price where nothing is compared.
+        if flags.check and program.sends:
+            compare_operation(_operation(program))
         sent = local.contiguous()
-        return program.traced(sent.clone() if sent is local and program.lends else sent)
+        try:
+            if async_op:
+                sent = sent.clone() if sent is local and program.lends else sent
+                return under_way(program.traced(sent), _operation, program)
+            return program.eager(sent)
+        except RuntimeError as error:
+            if not program.sends:
+                raise
+            explain(error, _operation, program)
     # A size that no step cuts may be any: the program is then for a stand-in of the whole, and not for this tile.
     tile = tuple(local.shape)
     traced = program.at_sizes(tile) if is_symbolic(tile) or program.tile not in (None, tile) else program.traced
@@ -213,7 +228,7 @@ def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> to
     A DTensor has a version of its own: autograd wouldn't see that another one changed its memory.
     """
     if program.idle:
-        return torch_private.waited(local).clone()
+        return waited(local).clone()
     found = run(program, local, async_op)
     return found if program.plan.steps else found.clone()
 
@@ -298,12 +313,12 @@ def _program_of(made: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) 
     binding = made.source.mesh.binding
     assert binding is not None, "a plan becomes a program on meshes of a running job"
     group_of_step = functools.partial(_group, meshes)
-    return Program(made, dtype, group_of_step, binding.device_type, comm_dtype, _check(made, comm_dtype))
+    return Program(made, dtype, group_of_step, binding.device_type, comm_dtype)
 
 
 def plans_are_shown() -> bool:
-    """Whether plans are logged or compared."""
-    return os.environ.get("AXES_LOG") == "plan" or os.environ.get("AXES_CHECK") == "1"
+    """Whether plans are logged: then each is made for its own sizes."""
+    return os.environ.get("AXES_LOG") == "plan"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -358,27 +373,32 @@ def _log_once(text: str) -> None:
     _log.info(text)
 
 
-def _check(made: Plan, comm_dtype: torch.dtype | None) -> Callable[[], None] | None:
-    """What makes the ranks of a plan compare it before each use; None without `AXES_CHECK=1`."""
-    world = current_world()
-    if os.environ.get("AXES_CHECK") != "1" or world.fake:
-        return None
+@of_world(4096)
+def _operation(program: Program) -> Operation:
+    """What the ranks of a program do together: all those of its meshes through this one."""
+    made, shape = program.plan, list(program.shape or program.plan.shape)
     meshes = made.source.mesh, made.target.mesh
     here = [mesh for mesh in meshes if mesh.universe.position(made.rank) is not None]
     lines = (mesh.universe.line(mesh.extent, made.rank) for mesh in here)
-    members = sorted({rank for line in lines for rank in line})
+    members: Sequence[int] = sorted({rank for line in lines for rank in line})
     if meshes[0].universe != meshes[1].universe:
         members = sorted(union_of(*meshes).universe.ranks)
-    binding = meshes[0].binding
-    timeout = binding.timeout or torch_private.default_timeout(binding.device_type)
-    statement = f"{made}" + ("" if comm_dtype is None else f", moved as {comm_dtype}")
-    subject = f"a redistribution on {ranks_text(members)}"
-    advice = "Every rank of a mesh redistributes the same tensors in the same order"
+    wire = "" if program.comm_dtype in (None, program.dtype) else f", moved as {name_of(program.comm_dtype)}"
+    tensor = f"{shape} {made.dtype}{wire}"
+    return Operation(
+        Universe.of(members).ranks,
+        f"{made.source} -> {made.target} of {tensor}",
+        f"{made.fingerprint} of {tensor}",
+        lane_of(meshes[0]),
+        patience_of(meshes[0]),
+        functools.partial(_first_part, program),
+    )
 
-    def check() -> None:
-        agree(world.member, world.barrier("redistribute", members, subject, advice), statement, timeout)
 
-    return check
+def _first_part(program: Program) -> str:
+    """The first collective of this rank's in a program, as errors show it."""
+    steps = zip(program.plan.steps, program.groups, strict=True)
+    return next((part_text(step, group) for step, group in steps if group is not None), "")
 
 
 # --- moves, there and back --------------------------------------------------------------------

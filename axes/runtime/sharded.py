@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -45,6 +44,7 @@ from axes.runtime.border import (
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, used
+from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import resharded, route, routed, settled, unsharded
 from axes.runtime.shards import Described, Given, shard_of, traced_shard_of
@@ -495,7 +495,7 @@ def _broadcast(tensor: torch.Tensor, mesh: Mesh, source: int) -> torch.Tensor:
         return tensor
     group = seam.runtime("axes.shard").group(mesh, layout, "source_rank")
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
-    dist.broadcast(tensor, src=source, group=group)
+    broadcast(tensor, source, group, mesh, "axes.shard(source_rank=...)")
     return tensor
 
 

@@ -348,6 +348,12 @@ def group_names(device_mesh: DeviceMesh) -> list[str]:
     return list(getattr(device_mesh, "_dim_group_names", ()))
 
 
+def groups_are_gone(device_mesh: DeviceMesh) -> bool:
+    """Whether a group of the dims has been destroyed since the mesh was made."""
+    known = set(c10d._world.pg_names.values())
+    return any(name not in known for name in group_names(device_mesh))
+
+
 def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
     """The modes `(size, stride)` of each dim, over `root_ranks`; none for a dim of size one."""
     layout = device_mesh._layout
@@ -658,12 +664,17 @@ def remove_hooks(leaf: torch.Tensor, kind: type) -> None:
         del hooks[number]
 
 
-def waited(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or what it stands for where it is the result of a collective that isn't waited for yet.
+def is_under_way(x: torch.Tensor) -> bool:
+    """Whether a tensor is the result of a collective that isn't waited for yet.
 
-    Would be replaced by a public name for `AsyncCollectiveTensor`.
+    This and the next would be replaced by a public name for `AsyncCollectiveTensor`.
     """
-    return x.trigger_wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
+    return isinstance(x, funcol.AsyncCollectiveTensor)
+
+
+def arrived(x: Any) -> torch.Tensor:
+    """What a tensor under way stands for, once it has come."""
+    return x.trigger_wait()
 
 
 def owns_its_memory(x: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import torch_private
+from axes.runtime import flags, torch_private
 from axes.runtime.agreement import Barrier, Member, agree, pass_by, ranks_text, refuse
 from axes.runtime.groups import (
     GroupOptions,
@@ -96,6 +96,7 @@ def init_mesh(
     >>> mesh.shape, mesh.coordinate
     ({'dp': 1, 'tp': 1}, {'dp': 0, 'tp': 0})
     """
+    flags.read_environment()
     if dist.group.WORLD is None:
         _start(device_type, timeout)
     world = current_world()
@@ -275,7 +276,8 @@ def _agree(world: World, mesh: Mesh) -> None:
     options = [f"options[{name}]: {each.text}" for name, each in (*given, *binding.lanes)]
     nodes = [] if mesh.ranks_per_node is None else [f"ranks_per_node={mesh.ranks_per_node}"]
     order = ranks_text(universe.ranks)
-    statement = " | ".join([mesh.declaration, order, binding.device_type, *nodes, *options])
+    parts = [mesh.declaration, order, binding.device_type, *nodes, *options, flags.flags_text()]
+    statement = " | ".join(filter(None, parts))
     timeout = binding.timeout or torch_private.default_timeout(binding.device_type)
     agree(world.member, _barrier(world, universe), statement, timeout)
 

@@ -1,0 +1,318 @@
+"""Checks: what ranks do together, compared before they do it, and said when it fails.
+
+Everything by which axes communicates goes through `together`, or, where nanoseconds count, does what it does:
+
+    together(describe, subject, run, *args)          # run(*args), where describe(*subject) is an Operation
+
+With `axes.debug(check=True)`, or `AXES_CHECK=1` in the environment, the ranks of an `Operation` compare it first,
+through the job's store (see `agreement`): what is done, of what expression, dtype and whole shape, whether in a
+backward pass, and which in their order it is. Ranks that do different things, or one that doesn't come, are a
+`DesyncError` on all of them, before anything is sent; it shows each side with its line of the user's code. When all
+have read how it ended, the store has no more keys than before.
+
+Without it `together` is a call and nothing else, unless the backend fails, as it does on all ranks where one dies:
+then the error says what failed, where, and between which ranks.
+
+In compiled graphs nothing is compared: they hold the collectives alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from axes.algebra.errors import AxesError, DesyncError, shown
+from axes.algebra.mesh import Mesh
+from axes.runtime import flags, torch_private
+from axes.runtime.agreement import Barrier, agree_and_forget, ranks_text, stay_away
+from axes.runtime.groups import World, current_world, options_known
+
+T = TypeVar("T")
+Stage = Callable[[torch.Tensor], torch.Tensor]
+
+_KIND, _DEBUG = "check", "debug"
+_SHOWN = 16
+"""Lines of an error that there could be one of for each two ranks."""
+_ADVICE = (
+    "All ranks of a mesh call the same operations on the same tensors, in the same order; a branch that depends on the "
+    "rank or on its data, or a loop of another length, may be why they don't"
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What `ranks` do together.
+
+    `said` is what a person reads, `compared` what is the same on all ranks, which names aren't. `lane` tells it from
+    operations that other communicators of the same ranks carry out, maybe at the same time. `waits` is how long ranks
+    wait for one another. `part` says which collective it begins with. `sends[i]` and `receives[i]` are for and from the
+    i-th of the ranks, where each says what comes from whom.
+    """
+
+    ranks: Sequence[int]
+    said: str
+    compared: str
+    lane: str
+    waits: timedelta
+    part: Callable[[], str] | None = None
+    sends: Sequence[int] = ()
+    receives: Sequence[int] = ()
+
+
+def together(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, which communicates: `describe(*subject)`, compared before where that is asked for.
+
+    Raises `DesyncError` where ranks differ, and where the backend fails.
+    """
+    if flags.check:
+        compare_operation(describe(*subject))
+    try:
+        return run(*args)
+    except RuntimeError as error:
+        explain(error, describe, *subject)
+
+
+def explain(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
+    """Raises what says where `describe(*subject)` failed; the error itself where it is this rank's own."""
+    if isinstance(error, _ONES_OWN):
+        raise error
+    raise failed(describe(*subject), error) from error
+
+
+_ONES_OWN = torch.OutOfMemoryError, NotImplementedError, RecursionError
+"""Runtime errors of this rank alone, which no backend has for others."""
+
+
+def lane_of(mesh: Mesh) -> str:
+    """What tells operations on a mesh from those on another one of the same ranks, whose groups are others."""
+    given = "".join(f"{each} {options.text}\n" for each, options in (*mesh.binding.options, *mesh.binding.lanes))
+    return mesh.binding.device_type + (f"-{hashlib.sha256(given.encode()).hexdigest()[:8]}" if given else "")
+
+
+def patience_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long the ranks of a mesh wait for one another; in a group that has a timeout of its own, that."""
+    options = None if group is None else options_known(current_world(), group)
+    if options is not None and isinstance(options.timeout, timedelta):
+        return options.timeout
+    return mesh.binding.timeout or torch_private.default_timeout(mesh.binding.device_type)
+
+
+# what an operation is part of
+
+_context = threading.local()
+
+
+@contextlib.contextmanager
+def part_of(what: str) -> Iterator[None]:
+    """Operations in this block are part of `what`, an expression: ranks compare that, too."""
+    parts = _context.__dict__.setdefault("parts", [])
+    parts.append(what)
+    try:
+        yield
+    finally:
+        parts.pop()
+
+
+def _whole() -> str:
+    """What operations are part of just now, the outermost first."""
+    parts = [*_context.__dict__.get("parts", ())]
+    if torch_private.backward_runs():
+        parts.insert(0, "backward")
+    return "".join(f"{part}: " for part in parts)
+
+
+# before
+
+
+def compare_operation(operation: Operation) -> None:
+    """Returns when all ranks of the operation are about to do the same; `DesyncError` on all of them otherwise."""
+    world = current_world()
+    if world.fake or len(operation.ranks) == 1 or world.rank not in operation.ranks:
+        return
+    whole = _whole()
+    found = world.barrier(f"{_KIND}-{operation.lane}-{_debug_calls(world)}", operation.ranks, "", _ADVICE)
+    subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
+    barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{_at(user_place())}")
+    told = [*map(list, (operation.sends, operation.receives))] if operation.sends else None
+    every = agree_and_forget(world.member, barrier, f"{whole}{operation.compared}", operation.waits, told)
+    if told:
+        _compare_sizes(barrier, operation, every)
+
+
+def _debug_calls(world: World) -> int:
+    """How often all ranks have called `axes.debug`. What they count of a group, they count since then."""
+    return world.attempts[Barrier("", range(world.size), _DEBUG, 0).topic]
+
+
+def _compare_sizes(barrier: Barrier, operation: Operation, every: Sequence[Any]) -> None:
+    """`DesyncError` where a rank sends another than that expects; all ranks compare all of them."""
+    ranks, (given, taken) = operation.ranks, zip(*every, strict=True)
+    wrong = [
+        f"rank {ranks[i]} sends {given[i][j]} to rank {ranks[j]}, which expects {taken[j][i]}"
+        for i in range(len(ranks))
+        for j in range(len(ranks))
+        if given[i][j] != taken[j][i]
+    ]
+    if wrong:
+        rest = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise DesyncError("\n  ".join([f"ranks disagree in {barrier.seen}:", *wrong[:_SHOWN], *rest]))
+
+
+def user_place() -> str:
+    """The line of the user's code that led here, as `file:line in function`; "" where there is none.
+
+    There is none in the backward pass on an accelerator, which has a thread of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        if module.partition(".")[0] not in _PASSED and not file.startswith(("<frozen", "<eval_with_key")):
+            return f"{_short(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+_PASSED = {"axes", "torch", "einops", "contextlib", "functools"}
+"""Packages whose lines aren't the user's."""
+
+
+def _short(file: str) -> str:
+    """A path from the working directory, or from the folder of the program."""
+    program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(program))):
+        file = file.removeprefix(folder + os.sep)
+    return file
+
+
+def _at(place: str) -> str:
+    return f", at {place}" if place else ""
+
+
+# after
+
+
+def failed(operation: Operation, error: RuntimeError) -> DesyncError:
+    """What to raise where a backend fails: what failed, for which line, between which ranks."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_PART)]
+    part = notes[0] if notes else f"{_PART}{operation.part()}" if operation.part else ""
+    first = str(error).strip().splitlines() or [type(error).__name__]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return DesyncError(
+        f"{_whole()}{operation.said} failed on rank {rank}{part}{_at(user_place())}\n"
+        f"  with {ranks_text(operation.ranks)}: {first[0]}\n"
+        "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
+        "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
+    )
+
+
+_PART = ", in its "
+
+
+def in_part(
+    part: Callable[[], str], run: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`run`, one collective of several: where it fails, its error says which."""
+
+    def located(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return run(x)
+        except RuntimeError as error:
+            error.add_note(f"{_PART}{part()}")
+            raise
+
+    return located
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    """`x`, waited for where it is the result of a collective that is still under way.
+
+    Raises `DesyncError` where that has failed.
+    """
+    if not torch_private.is_under_way(x):
+        return x
+    try:
+        return torch_private.arrived(x)
+    except RuntimeError as error:
+        if (found := getattr(x, _OPERATION, None)) is not None:
+            explain(error, *found)
+        raise DesyncError(f"a collective that was under way failed{_at(user_place())}: {error}") from error
+
+
+_OPERATION = "_operation_of_axes"
+
+
+def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
+    """`x`, which knows by what its `Operation` is described, in case that it never comes."""
+    if torch_private.is_under_way(x):
+        setattr(x, _OPERATION, described)
+    return x
+
+
+# axes.debug
+
+
+class Debugging:
+    """What `axes.debug` has turned on: until the block ends, or for good where there is none."""
+
+    def __init__(self, check: bool):
+        self._before = flags.said()
+        flags.say(check)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        was_on = flags.check
+        flags.say(self._before)
+        if was_on and not flags.check and dist.is_initialized():
+            world = current_world()
+            if not world.fake:
+                why = "has left the block of axes.debug(check=True)"
+                why = why if error is None else f"raised {type(error).__name__}: {error}".replace("\n", "\n    ")
+                stay_away(world.member, _KIND, f"{why}{_at(user_place()) if error is None else ''}")
+
+
+def debug(check: bool = False) -> Debugging:
+    """Has ranks compare each operation before they communicate: for a job that hangs, or whose numbers are wrong.
+
+        axes.debug(check=True)                 # for the rest of the program
+        with axes.debug(check=True): ...       # for a block
+
+    `AXES_CHECK=1` in the environment is the same for the whole program. A difference is a `DesyncError` on all ranks
+    that would meet. It shows each side: the operation, its expression, dtype and whole shape, which in the order of
+    these ranks it is, and its line of the program. A rank that doesn't come is named, with what it did last, when the
+    time limit of the group is over. Compared is what axes does, forward and backward; not what torch's own operations
+    on DTensors send, and nothing in compiled graphs.
+
+    All ranks of the job call it alike and wait for each other there, as they do in `axes.init_mesh`; `DesyncError`
+    where one asks for something else. A block ends on each rank by itself. Before the job has started it is part of
+    what `init_mesh` compares. It costs some store operations for each rank and operation: nothing to leave on.
+
+    >>> import axes
+    >>> with axes.simulate(8), debug(check=True):
+    ...     mesh = axes.init_mesh("dp=2 tp=4")
+    ...     axes.psum(torch.ones(3), "tp", mesh=mesh).shape
+    torch.Size([3])
+    """
+    if not isinstance(check, bool):
+        raise AxesError(f"axes.debug(check=): True or False; found {shown(check)}")
+    if dist.is_initialized():
+        world = current_world()
+        if not world.fake and world.size > 1:
+            subject = "axes.debug, which all ranks of the job call"
+            found = world.barrier(_DEBUG, range(world.size), subject, "Ask for the same on all ranks")
+            barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
+            waits = torch_private.default_timeout("cpu")
+            agree_and_forget(world.member, barrier, f"check={check}", waits)
+    return Debugging(check)

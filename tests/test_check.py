@@ -1,0 +1,430 @@
+"""`axes.debug(check=True)`: ranks that do different things are told so, ranks that do the same aren't; and what is said
+where a rank dies, or where groups have been ended.
+
+A program here is a list of steps, each of which communicates. In a pair of programs that differ one rank runs the other
+one; both end with a sum over all ranks, as a step of training does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import axes
+from axes.algebra.errors import AxesError, DesyncError, MeshError
+from axes.runtime import agreement
+
+Step = tuple[Any, ...]
+Program = tuple[Step, ...]
+
+NAMED = ("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+EVEN = ((4, 4), (8, 4), (4, 12))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+SPECS = ("a@dp b@tp", "a b", "a@tp b", "a@(dp tp) b", "a b@dp")
+EXPRESSIONS = (
+    ("rearrange", "a@dp b@tp -> a b"),
+    ("rearrange", "a@dp b@tp -> b a"),
+    ("rearrange", "a@dp b@tp -> a b@dp"),
+    ("reduce", "a@dp b@tp -> a@dp"),
+    ("reduce", "a@dp b@tp -> b"),
+    ("reduce", "a@dp b@tp ->"),
+)
+END: Step = ("psum", ("dp", "tp"), (3,), torch.float32)
+
+
+def named(pick: random.Random) -> Step:
+    return pick.choice(NAMED), pick.choice(("dp", "tp")), pick.choice(EVEN), pick.choice(DTYPES)
+
+
+def whole(pick: random.Random) -> Step:
+    """A step of all ranks."""
+    shape, dtype = pick.choice(EVEN), pick.choice(DTYPES)
+    kind = pick.choice(("reshard", "expression", "gradient", "source"))
+    if kind == "reshard":
+        return kind, pick.choice(SPECS[1:]), shape, dtype
+    if kind == "expression":
+        return kind, pick.choice(EXPRESSIONS), shape, dtype
+    return kind, pick.choice((0, 1, 2, 3)) if kind == "source" else pick.choice(("dp", "tp")), shape, dtype
+
+
+def changed(kind: str, pick: random.Random) -> tuple[Program, Program]:
+    """Two programs that differ in one thing."""
+    step = named(pick) if kind in ("operation", "axis") or pick.random() < 0.5 else whole(pick)
+    what, how, shape, dtype = step
+    other: Program
+    if kind == "operation":
+        other = ((pick.choice([name for name in NAMED if name != what]), how, shape, dtype),)
+    elif kind == "axis":
+        other = ((what, "dp" if how == "tp" else "tp", shape, dtype),)
+    elif kind == "shape":
+        other = ((what, how, pick.choice([each for each in EVEN if each != shape]), dtype),)
+    elif kind == "dtype":
+        other = ((what, how, shape, pick.choice([each for each in DTYPES if each != dtype])),)
+    elif kind == "target":
+        step = "reshard", pick.choice(SPECS[1:]), shape, dtype
+        other = (("reshard", pick.choice([each for each in SPECS[1:] if each != step[1]]), shape, dtype),)
+    elif kind == "expression":
+        step = "expression", pick.choice(EXPRESSIONS), shape, dtype
+        other = (("expression", pick.choice([each for each in EXPRESSIONS if each != step[1]]), shape, dtype),)
+    elif kind == "gradient":
+        step = "gradient", pick.choice(("dp", "tp")), shape, dtype
+        other = (("psum", *step[1:]),)
+    elif kind == "source":
+        step = "source", 1, shape, dtype
+        other = (("source", 2, shape, dtype),)
+    elif kind == "skipped":
+        other = ()
+    else:
+        assert kind == "order"
+        second = step
+        while second == step:
+            # Steps over two axes may go in any order: nobody waits in turn.
+            one_axis = what in NAMED or what == "gradient"
+            second = (pick.choice(NAMED), how, *named(pick)[2:]) if one_axis else whole(pick)
+        return (step, second), (second, step)
+    return (step,), other
+
+
+KINDS = ["operation", "axis", "shape", "dtype", "target", "expression", "gradient", "source", "skipped", "order"]
+
+
+def differing(number: int) -> tuple[str, int, Program, Program]:
+    """What differs, on which rank, and what the others and it run."""
+    pick = random.Random(number)
+    kind = KINDS[number % len(KINDS)]
+    before = tuple(pick.choice((named, whole))(pick) for _ in range(pick.randrange(2)))
+    ours, theirs = changed(kind, pick)
+    return kind, pick.randrange(4), (*before, *ours, END), (*before, *theirs, END)
+
+
+def run(step: Step, mesh: axes.Mesh) -> None:
+    what, how, shape, dtype = step
+    x = torch.ones(shape, dtype=dtype)
+    if what in NAMED:
+        more = {"shift": 1} if what == "ppermute" else {}
+        getattr(axes, what)(x, how, mesh=mesh, **more)
+    elif what == "gradient":
+        axes.psum(x.requires_grad_(), how, mesh=mesh).sum().backward()
+    elif what == "source":
+        axes.shard(x, "a@dp b", mesh=mesh, source_rank=how)
+    elif what == "reshard":
+        axes.reshard(axes.shard(x, "a@dp b@tp", mesh=mesh), how)
+    else:
+        kind, text = how
+        more = ("sum",) if kind == "reduce" else ()
+        axes.unshard(getattr(axes, kind)(axes.shard(x, "a@dp b@tp", mesh=mesh), text, *more))
+
+
+def quick_looks() -> None:
+    """Ranks that wait look sooner for why, so that many programs take little time."""
+    agreement._FIRST_LOOK_SECONDS = 0.05
+
+
+def prepared() -> axes.Mesh:
+    """A mesh whose groups exist: making one is compared by itself."""
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu", timeout=20)
+    for names in ("dp", "tp", ("dp", "tp")):
+        axes.psum(torch.ones(1), names, mesh=mesh)
+    axes.reshard(axes.shard(torch.ones(4, 4), "a@dp b@tp", mesh=mesh), "a b")
+    return mesh
+
+
+def told_apart(numbers: range) -> list[tuple[int, float, str]]:
+    """For each pair of programs how long this rank took to its error, and what that says."""
+    quick_looks()
+    mesh, rank, found = prepared(), dist.get_rank(), []
+    for number in numbers:
+        _, odd, ours, theirs = differing(number)
+        said, began = "", time.monotonic()
+        try:
+            with axes.debug(check=True):
+                began = time.monotonic()
+                for step in theirs if rank == odd else ours:
+                    run(step, mesh)
+        except DesyncError as error:
+            said = str(error)
+        found.append((number, time.monotonic() - began, said))
+        dist.barrier()
+    return found
+
+
+def test_programs_that_differ_on_one_rank_are_told_so_on_every_rank(world):
+    every = world(told_apart, 4, range(200), timeout=300)
+    for each in zip(*every, strict=True):
+        number = each[0][0]
+        assert all(said for _, _, said in each), (differing(number), each)
+        here = [said for _, _, said in each if "test_check.py:" in said]
+        assert len(here) == 4, (differing(number), each)
+    slow = sorted((seconds for found in every for _, seconds, _ in found), reverse=True)
+    assert slow[0] < 2, slow[:10]
+
+
+def test_what_differs_is_shown_with_both_sides_and_their_lines(world):
+    found = world(both_sides, 4)
+    assert found[0] == found[1]
+    for said in found[2:]:
+        assert said.startswith("ranks disagree in operation 1 of ranks 2, 3:\n  rank "), said
+        assert "\n  rank 2: psum over 'tp' of [3] float32, at tests/test_check.py:" in f"\n{said}"
+        assert "\n  rank 3: pmax over 'tp' of [3] float32, at tests/test_check.py:" in f"\n{said}"
+        assert said.count(" in both_sides") == 2
+
+
+def both_sides() -> str:
+    mesh = prepared()
+    axes.debug(check=True)
+    try:
+        if dist.get_rank() == 3:
+            axes.pmax(torch.ones(3), "tp", mesh=mesh)
+        else:
+            axes.psum(torch.ones(3), "tp", mesh=mesh)
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+# --- no false alarm
+
+
+def same(pick: random.Random) -> list[Step]:
+    """A program of all ranks, some steps of which are of one line of ranks alone."""
+    steps: list[Step] = []
+    for _ in range(pick.randrange(1, 5)):
+        kind = pick.choice(("named", "whole", "uneven", "line", "orders", "sizes"))
+        if kind == "named":
+            steps.append(named(pick))
+        elif kind == "whole":
+            steps.append(whole(pick))
+        else:
+            steps.append((kind, pick.randrange(2), (pick.randrange(1, 9), pick.randrange(1, 9)), pick.choice(DTYPES)))
+    return steps
+
+
+def run_freely(step: Step, mesh: axes.Mesh) -> None:
+    """Steps that a rank may run otherwise than its neighbours."""
+    what, how, shape, dtype = step
+    here = mesh.at(dist.get_rank()).coordinate
+    if what == "uneven":
+        x = axes.shard(torch.arange(shape[0] * shape[1]).view(shape).to(dtype), "a@dp b@tp", mesh=mesh)
+        moved = axes.reshard(x, ("a@tp b", "a b@(dp tp)")[how])
+        assert torch.equal(axes.unshard(moved), axes.unshard(x))
+    elif what == "line":
+        if here["dp"] == how:  # the ranks of one line, on a mesh of their own
+            x = axes.shard(torch.ones(shape, dtype=dtype), "a@tp b", mesh=mesh["tp"])
+            assert torch.equal(axes.unshard(x), torch.ones(shape, dtype=dtype))
+    elif what == "orders":
+        # Rank 0 begins with the other axis; nobody waits for ever.
+        for axis in ("dp", "tp") if dist.get_rank() == 0 else ("tp", "dp"):
+            assert torch.equal(
+                axes.psum(torch.ones(shape, dtype=dtype), axis, mesh=mesh), torch.full(shape, 2.0).to(dtype)
+            )
+    else:
+        sends, receives = ([1, how], [1, 2]) if here["tp"] == 0 else ([2, 3], [how, 3])
+        x = torch.ones(sum(sends), 2, dtype=dtype)
+        axes.all_to_all(x, "tp", send_sizes=sends, recv_sizes=receives, mesh=mesh)
+
+
+def undisturbed(numbers: range) -> int:
+    """How many keys the programs leave in the store."""
+    mesh, store = prepared(), dist.group.WORLD.get_group_store()
+
+    def run_all() -> None:
+        for number in numbers:
+            for step in same(random.Random(number)):
+                (run_freely if step[0] in ("uneven", "line", "orders", "sizes") else run)(step, mesh)
+
+    run_all()  # without checks, so that every group is there, whose keys stay
+    axes.debug(check=True)
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    run_all()
+    dist.barrier()
+    return store.num_keys() - before
+
+
+def test_equal_programs_raise_no_alarm_and_leave_no_key(world):
+    assert world(undisturbed, 4, range(200), timeout=300) == [0] * 4
+
+
+CALLS = int(os.environ.get("CHECKED_CALLS", "1000"))
+"""With CHECKED_CALLS=10000 it is what is promised, in a minute."""
+
+
+def many_calls(calls: int) -> tuple[int, float]:
+    mesh, store = axes.init_mesh("tp=2", device_type="cpu"), dist.group.WORLD.get_group_store()
+    axes.debug(check=True)
+    x = torch.ones(1)
+    axes.psum(x, "tp", mesh=mesh)
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    total = sum(axes.psum(x, "tp", mesh=mesh).item() for _ in range(calls))
+    dist.barrier()
+    return store.num_keys() - before, total
+
+
+def test_no_key_is_left_by_any_number_of_calls(world):
+    assert world(many_calls, 2, CALLS, timeout=300) == [(0, 2.0 * CALLS)] * 2
+
+
+# --- the flag
+
+
+def flagged() -> list[str]:
+    """What ranks are told that ask for something else."""
+    quick_looks()
+    mesh, odd, told = prepared(), dist.get_rank() == 2, []
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+            told.append("")
+        except DesyncError as error:
+            told.append(str(error))
+        dist.barrier()
+
+    def by_environment() -> None:
+        os.environ["AXES_CHECK"] = "1" if odd else ""
+        try:
+            axes.init_mesh("dp=2 tp=2", device_type="cpu")
+        finally:
+            os.environ["AXES_CHECK"] = ""
+
+    def leaving_early() -> None:
+        with axes.debug(check=True):
+            if not odd:
+                axes.psum(torch.ones(1), "tp", mesh=mesh)
+
+    def one_alone() -> None:
+        if odd:
+            axes.debug(check=True)
+        else:
+            axes.init_mesh("dp=4", device_type="cpu")
+
+    attempt(by_environment)
+    attempt(lambda: axes.debug(check=odd))
+    attempt(leaving_early)
+    attempt(lambda: axes.psum(torch.ones(1), "tp", mesh=mesh))
+    attempt(one_alone)
+    return told
+
+
+def test_a_rank_on_which_the_flag_differs_is_told(world):
+    found = world(flagged, 4)
+    for rank, (environment, call, early, after, alone) in enumerate(found):
+        assert "operations are compared (AXES_CHECK=1, axes.debug)" in environment
+        assert "rank 2: axes.debug(check=True), at tests/test_check.py:" in call
+        assert "axes.debug(check=False), at tests/test_check.py:" in call
+        assert rank == 3 or early == ""
+        assert "axes.debug, which all ranks of the job call" in alone
+        assert after == ""
+    assert "rank 2 doesn't come to operation 1 of ranks 2, 3: psum over 'tp' of [1] float32" in found[3][2]
+    assert "it has left the block of axes.debug(check=True), at tests/test_check.py:" in found[3][2]
+
+
+def late() -> str:
+    mesh = axes.init_mesh("tp=2", device_type="cpu", timeout=1)
+    axes.psum(torch.ones(3), "tp", mesh=mesh)
+    axes.debug(check=True)
+    axes.pmin(torch.ones(3), "tp", mesh=mesh)
+    if dist.get_rank() == 1:
+        time.sleep(1.5)  # it computes for long, or waits for something else
+        return ""
+    with pytest.raises(DesyncError) as caught:
+        axes.psum(torch.ones(3), "tp", mesh=mesh)
+    return str(caught.value)
+
+
+def test_a_rank_that_doesnt_come_is_named_with_what_it_did_last(world):
+    said, _ = world(late, 2)
+    assert said.startswith("rank 1 didn't come to operation 2 of ranks 0, 1 within 1 s:\n")
+    assert "rank 1 was last seen passing in operation 1 of ranks 0, 1: pmin over 'tp' of [3] float32, at tests/" in said
+    assert "rank 0 waited for operation 2 of ranks 0, 1: psum over 'tp' of [3] float32, at tests/" in said
+
+
+def test_debug_takes_a_bool():
+    with pytest.raises(AxesError, match=r"True or False; found .*yes"):
+        axes.debug(check="yes")
+
+
+# --- a rank that dies
+
+
+def dying(how: str, folder: str) -> None:
+    mesh, rank = prepared(), dist.get_rank()
+    leaf = axes.shard(torch.ones(4, 4), "a@dp b@tp", mesh=mesh).requires_grad_()
+    summed = axes.to_local(axes.rearrange(leaf, "a@dp b@tp -> a b"), grad="summed").sum()
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error: BaseException | None = None
+    try:
+        for _ in range(100):
+            if how == "psum":
+                axes.psum(torch.ones(3), ("dp", "tp"), mesh=mesh)
+            elif how == "reshard":
+                axes.reshard(leaf.detach(), "a@tp b")
+            elif how == "waited for":
+                axes.reshard(axes.reshard(leaf.detach(), "a@tp b", async_op=True), "a b@tp")
+            else:
+                summed.backward(retain_graph=True)
+    except AxesError as caught:
+        error = caught
+    cause = None if error is None else type(error.__cause__).__name__
+    (Path(folder) / f"{rank}").write_text(f"{type(error).__name__} from {cause}: {error}")
+    time.sleep(1)  # until the others have written theirs
+
+
+DIED = {
+    "psum": "psum over 'dp tp' of [3] float32 failed on rank {rank}, at tests/test_check.py:",
+    "reshard": "of [4, 4] float32 failed on rank {rank}, in its all_to_all over 'dp tp' of ranks 0..3, at tests/",
+    "waited for": "of [4, 4] float32 failed on rank {rank}, in its all_to_all over 'dp tp' of ranks 0..3, at tests/",
+    "backward": "of [4, 4] float32 failed on rank {rank}, in its reduce_scatter over 'dp tp' of ranks 0..3, at tests/",
+}
+
+
+@pytest.mark.parametrize("how", DIED)
+def test_where_a_rank_dies_the_others_say_what_failed_and_where(world, tmp_path, how):
+    with pytest.raises(AxesError, match="rank 3 of 4 was killed"):
+        world(dying, 4, how, str(tmp_path))
+    found = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert found, "nobody was left"
+    for rank, said in found.items():
+        assert said.startswith("DesyncError from RuntimeError: "), said
+        assert DIED[how].format(rank=rank) in said
+        assert "\n  with ranks 0..3: " in said
+        assert said.count("backward: ") == (how == "backward")
+
+
+# --- groups that have been ended
+
+
+def ended() -> list[str]:
+    mesh, told = prepared(), []
+    x = axes.shard(torch.arange(16.0).view(4, 4), "a@dp b@tp", mesh=mesh)
+    compiled = torch.compile(lambda x: axes.rearrange(x, "a@dp b@tp -> a b@dp"), backend="aot_eager")
+    assert torch.equal(axes.unshard(compiled(x)), torch.arange(16.0).view(4, 4))
+    axes.destroy_process_groups()
+    calls = (lambda: axes.rearrange(x, "a@dp b@tp -> a b"), lambda: axes.unshard(x), lambda: axes.spec_of(x))
+    for call in calls:
+        with pytest.raises(MeshError) as caught:
+            call()
+        told.append(str(caught.value))
+    with pytest.raises(Exception, match="MeshError: the process groups of this DeviceMesh have been ended"):
+        compiled(x)  # torch's compiler has errors of its own, with what it met in them
+    y = axes.shard(torch.arange(16.0).view(4, 4), "a@dp b@tp", mesh=mesh)
+    assert torch.equal(axes.unshard(compiled(y)), torch.arange(16.0).view(4, 4))
+    return told
+
+
+def test_after_the_end_of_the_groups_old_tensors_and_graphs_say_so_and_new_ones_work(warm):
+    for told in warm(ended, 4):
+        assert all(said.startswith("the process groups of this DeviceMesh have been ended") for said in told), told
