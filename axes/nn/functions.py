@@ -226,12 +226,10 @@ def _names(over: str | Sequence[str]) -> Axes:
     return tuple(names)
 
 
-_LARGEST_EPS = 2.0**63
-"""torch takes no larger integer."""
-
-
 def _checked_eps(eps: float | None) -> None:
-    if eps is not None and not (isinstance(eps, numbers.Real) and 0 <= eps <= _LARGEST_EPS):
+    # torch takes no larger integer. Of a float no bound is asked: a graph, where it is a symbol, would be made twice.
+    fits = not isinstance(eps, int) or eps < 2**63
+    if eps is not None and not (isinstance(eps, numbers.Real) and eps >= 0 and fits):
         raise ShardingError(f"eps is a number from 0, like 1e-5; found {eps!r:.60}")
 
 
