@@ -132,6 +132,7 @@ NOT_OF_TENSORS = [
     "annotate",
     "axis_index",
     "axis_size",
+    "debug",
     "destroy_process_groups",
     "empty",
     "full",
