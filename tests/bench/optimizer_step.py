@@ -51,4 +51,4 @@ def register(width: int, taken: bool, bar: float) -> None:
 
 for width in (256, 64):
     register(width, taken=True, bar=1 / 1.1)
-    register(width, taken=False, bar=1 / 1.5)
+    register(width, taken=False, bar=1 / 1.1)
