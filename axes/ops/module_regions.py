@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from axes.algebra import ambient
@@ -39,7 +40,7 @@ from axes.algebra.scopes import required_mesh, use_mesh
 from axes.ops.regions import read_region
 from axes.ops.trees import tensors_of_tree
 from axes.runtime import torch_private
-from axes.runtime.border import counted_as_same, leave_global
+from axes.runtime.border import counted_as_same, leave_global, leave_together
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.sharded import sharding_of, to_local
 
@@ -310,22 +311,21 @@ _Places = list[tuple[dict[str, Any], str, DTensor, torch.Tensor]]
 
 def _enter(module: torch.nn.Module, running: _Running) -> _Places:
     """Put shards in the places of DTensors; returns what was there. A tied parameter has one shard."""
-    places: _Places = []
-    shards: dict[int, torch.Tensor] = {}
+    found: list[tuple[dict[str, Any], str, DTensor]] = []
     gathered = isinstance(module, FSDPModule)
-    settle = _settling(module) if gathered else resolve_at_leaf
     for holder in _held(module):
         for there in (holder._parameters, holder._buffers):
             for name, x in there.items():
                 if isinstance(x, DTensor):
-                    shard = shards.get(id(x))
-                    if shard is None:
-                        shard = shards[id(x)] = _shard(x, running.same, settle)
-                        if not gathered and shard.requires_grad:
-                            running.used.shards.append((x, shard))
-                    places.append((there, name, x, shard))
+                    found.append((there, name, x))
                 elif gathered and x is not None and x.requires_grad:
                     running.used.own.append(x)
+    distinct = list({id(x): x for _, _, x in found}.values())
+    made = _shards(distinct, running.same, _settling(module) if gathered else resolve_at_leaf, gathered)
+    if not gathered:
+        running.used.shards.extend([(x, shard) for x, shard in zip(distinct, made, strict=True) if shard.requires_grad])
+    shards = dict(zip(map(id, distinct), made, strict=True))
+    places = [(there, name, x, shards[id(x)]) for there, name, x in found]
     for there, name, _, shard in places:
         there[name] = shard
     return places
@@ -386,22 +386,33 @@ def _resolve_copies(x: DTensor) -> None:
     (resolve_at_leaf if is_copied else leave_pending)(x)
 
 
-def _shard(x: DTensor, same: Sequence[NamedLayout], settle: Callable[[DTensor], None]) -> torch.Tensor:
-    """This rank's shard of a parameter; its gradient is a summand, or whole along axes that are `same`.
+def _shards(
+    xs: Sequence[DTensor], same: Sequence[NamedLayout], settle: Callable[[DTensor], None], gathered: bool
+) -> list[torch.Tensor]:
+    """This rank's shards of parameters; a gradient is a summand, or whole along axes that are `same`.
 
-    `settle` says to a leaf how its gradient is resolved.
+    `settle` says to a leaf how its gradient is resolved. Gradients of what `fully_shard` has `gathered` go on
+    together, as it reduces them; others one by one, so that one is sent while the next is computed.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return torch_private.local_of(x)
+    if not torch.is_grad_enabled():
+        return list(map(torch_private.local_of, xs))
     if torch.compiler.is_compiling():
-        return to_local(x, grad="summed")
-    if x.is_leaf:
-        settle(x)
-    if not same:
-        return leave_global(x)
+        return [to_local(x, grad="summed") if x.requires_grad else torch_private.local_of(x) for x in xs]
+    needing = [x for x in xs if x.requires_grad]
+    for x in needing:
+        if x.is_leaf:
+            settle(x)
+    counted = [_counted_same(x, same) if same else None for x in needing]
+    left = leave_together(needing, counted) if gathered and needing else list(map(leave_global, needing, counted))
+    shards = dict(zip(map(id, needing), left, strict=True))
+    return [shards[id(x)] if x.requires_grad else torch_private.local_of(x) for x in xs]
+
+
+def _counted_same(x: DTensor, same: Sequence[NamedLayout]) -> tuple[Placement, ...]:
+    """The placements by which a parameter's gradient is whole along these axes."""
     held = sharding_of(x)
     whole = [axis for axis in same if axis.layout in held.mesh.layouts and axis.layout not in held.used]
-    return leave_global(x, counted_as_same(held.mesh, x.placements, tuple(whole)))
+    return counted_as_same(held.mesh, x.placements, tuple(whole))
 
 
 # --- modules inside: their hooks are reached by whoever calls them

@@ -63,6 +63,7 @@ __all__ = [
     "gradient_of_local",
     "leave_global",
     "leave_plain",
+    "leave_together",
 ]
 
 Placements = tuple[Placement, ...]
@@ -107,9 +108,19 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
-    spec = torch_private.spec_of(x)
-    find = _leaving.__wrapped__ if is_symbolic(spec.shape) else _leaving
-    return _Leave.apply(x, find(spec, counted), changes)
+    return leave_together([x], [counted], changes)[0]
+
+
+def leave_together(
+    xs: Sequence[DTensor], counted: Sequence[Placements | None], changes: Changes | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The same of several that need gradients, by one node of the graph: it runs when all gradients have come."""
+    leaving = []
+    for x, each in zip(xs, counted, strict=True):
+        spec = torch_private.spec_of(x)
+        find = _leaving.__wrapped__ if is_symbolic(spec.shape) else _leaving
+        leaving.append(find(spec, each))
+    return _Leave.apply(leaving, changes, *xs)
 
 
 def enter_global(
@@ -322,27 +333,31 @@ def _leaving(spec: Spec, counted: Placements | None) -> _Leaving:
 
 
 class _Leave(torch.autograd.Function):
-    """The shard of a DTensor; its gradient is that of one value, each rank's as the table says."""
+    """The shards of DTensors; the gradient of each is that of one value, each rank's as the table says."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, leaving: _Leaving, changes: Changes | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, leaving: Sequence[_Leaving], changes: Changes | None, *xs: DTensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.leaving, ctx.changes = leaving, changes
-        local = torch_private.local_of(x)
-        return local.view_as(local)
+        return tuple([local.view_as(local) for local in map(torch_private.local_of, xs)])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None]:
-        if gradient is None:
-            return None, None, None
-        check_one(gradient)
-        leaving: _Leaving = ctx.leaving
-        is_own = gradient.dtype == leaving.spec.tensor_meta.dtype
-        found, counted = leaving.gradient if is_own else leaving.gradient_of(gradient.dtype)
-        scaled = (gradient * leaving.means if leaving.means > 1 else gradient).contiguous()
-        if torch.is_grad_enabled():
-            return _Enter.apply(scaled, found, counted, ctx.changes), None, None
-        return torch_private.dtensor(scaled.detach(), found), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(ctx.leaving, gradients, strict=True)
+        return None, None, *[None if each is None else _left(leaving, each, ctx.changes) for leaving, each in pairs]
+
+
+def _left(leaving: _Leaving, gradient: torch.Tensor, changes: Changes | None) -> DTensor:
+    """The gradient of a DTensor, of which this is the one of the shard."""
+    check_one(gradient)
+    is_own = gradient.dtype == leaving.spec.tensor_meta.dtype
+    found, counted = leaving.gradient if is_own else leaving.gradient_of(gradient.dtype)
+    scaled = (gradient * leaving.means if leaving.means > 1 else gradient).contiguous()
+    if torch.is_grad_enabled():
+        return _Enter.apply(scaled, found, counted, changes)
+    return torch_private.dtensor(scaled.detach(), found)
 
 
 class _Enter(torch.autograd.Function):
