@@ -99,6 +99,8 @@ class _Eager:
         out = x.new_empty(shape)
         if out.is_complex():
             self._scatter(torch.view_as_real(out), torch.view_as_real(x), _REDUCE[op])
+        elif x.dim() == len(shape) > 0 and x.shape[0] == shape[0] * self.size:
+            self._scatter(out, x, _REDUCE[op])
         else:
             self._scatter(out.view(-1), x.view(-1), _REDUCE[op])
         return out
