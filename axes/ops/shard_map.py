@@ -51,12 +51,8 @@ In `torch.compile` both borders are nodes of the graph, which serves all sizes t
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
-import numbers
-import types
-from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -66,7 +62,10 @@ from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shortened
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
-from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
+from axes.ops.closures import Function, check_closed
+from axes.ops.memory import unshared
+from axes.ops.module_regions import Used, region_of_module, without_same
+from axes.ops.region_checks import Check, check_gradients, check_outputs
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
     Placed,
@@ -79,24 +78,19 @@ from axes.ops.regions import (
     read_region,
     region_of,
 )
-from axes.ops.trees import tensors_of_tree, with_tensors
+from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_tensors
 from axes.runtime import flags, torch_private
 from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
 from axes.runtime.check import part_of
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf
-from axes.runtime.lines import Claim, disagreement
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import settled
 from axes.runtime.sharded import device_mesh_input, from_local, strides_like, to_local
 from axes.runtime.shards import shard_of
-from axes.runtime.symbols import is_symbolic
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
-Function = Callable[..., Any]
-Check = bool | float
-"""Whether ranks compare what claims to be replicated; a number is a tolerance."""
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
@@ -246,7 +240,7 @@ def _run_region(
 ) -> Any:
     passed: list[object] = []
     try:
-        tensors = tensors_of_tree((args, kwargs), functools.partial(_check_argument, passed))
+        tensors = tensors_of_tree((args, kwargs), functools.partial(check_argument, passed))
     except ShardingError as error:
         raise _in_region(error, expression) from None
     if not torch.compiler.is_compiling():
@@ -269,7 +263,7 @@ def _run_region(
     changes = Changes() if torch.is_grad_enabled() else None
     shards = _left(region, tensors, changes)
     if check:
-        _check_gradients(region, shards, check)
+        check_gradients(region, shards, check)
     versions = [torch_private.version_of(x) for x in shards]
     try:
         result = _inside(fn, region.mesh, args, kwargs, shards)
@@ -277,13 +271,13 @@ def _run_region(
         _note_writes(tensors, shards, versions)
     results = _results(result, expression, passed)
     used = used or Used()
-    _check_closed(results, expression, fn, used.own)
+    check_closed(results, expression, fn, used.own)
     if changes is not None and any(x.requires_grad for x in results):
         for x, shard in (*zip(tensors, shards, strict=True), *used.shards):
             changes.watch(x, shard)
     outputs = _entered(region, unshared(results, shards), changes)
     if check:
-        _check_outputs(region, outputs, check)
+        check_outputs(region, outputs, check)
     if plain:
         outputs = [y.clone() if y.requires_grad else y for y in (to_local(y, grad="whole") for y in outputs)]
     return with_tensors(result, iter(outputs))
@@ -322,7 +316,7 @@ def _run_on_shards(
     inside = [enter_plain(x, changes) if _needs_gradient(x) else x for x in shards]
     result = _inside(fn, region.mesh, args, kwargs, inside)
     results = _results(result, expression, passed)
-    _check_closed(results, expression, fn, used.own)
+    check_closed(results, expression, fn, used.own)
     found = placed(region, tuple([tuple(x.shape) for x in results]))
     for x, shard in used.shards:
         changes.watch(x, shard)
@@ -397,7 +391,7 @@ def _note_writes(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor], ver
 def _results(result: Any, expression: str, passed: Sequence[object]) -> list[torch.Tensor]:
     """The tensors that the function has returned. `passed`: the arguments that hold none."""
     try:
-        results = tensors_of_tree(result, functools.partial(_check_result, passed))
+        results = tensors_of_tree(result, functools.partial(check_result, passed))
         if any(isinstance(x, DTensor) for x in results):
             raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
     except ShardingError as error:
@@ -473,7 +467,7 @@ def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
     if all(type(x.grad_fn) in ENTERING for x in tensors[count : 2 * count] if x.requires_grad):
-        _check_closed(results, known(number)[0])
+        check_closed(results, known(number)[0])
     results = tuple(unshared(results, [torch_private.local_of(x) for x in tensors[:count]]))
     found = traced_results(known(number), specs, [tuple(x.shape) for x in results])
     return tuple(
@@ -500,266 +494,3 @@ def _check_counts(number: int, results: int) -> None:
         check_count("the function returned", results, reading.outputs, "right")
     except ShardingError as error:
         raise located(error, reading) from None
-
-
-# what may be no part of a tree
-
-
-_NO_TREES = (
-    numbers.Number,
-    bytes,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
-    torch.SymInt,
-    torch.SymFloat,
-    torch.SymBool,
-)
-"""What is no tree and holds no tensors; the first for speed."""
-
-_TREES = (
-    "tuples, lists, dicts, or what torch's pytree knows, like a dataclass after torch.export.register_dataclass(...)"
-)
-
-
-def _check_result(passed: Sequence[object], part: Any) -> None:
-    if not isinstance(part, _NO_TREES) and not any(part is each for each in passed):
-        raise ShardingError(
-            f"the function returned a value of type {_named(part)}, in which a region can't see tensors; return "
-            f"tensors, numbers and text in {_TREES}; or make the {type(part).__name__} outside and pass it: an "
-            "argument may be returned"
-        )
-
-
-def _check_argument(passed: list[object], part: Any) -> None:
-    if isinstance(part, _ONCE) or _holds_tensors(part, set()):
-        raise ShardingError(
-            f"among the arguments is a value of type {_named(part)}, in which a region can't see tensors; pass them in "
-            f"{_TREES}"
-        )
-    passed.append(part)
-
-
-def _named(part: object) -> str:
-    kind = type(part)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-_ONCE = (types.GeneratorType, map, filter, zip)
-"""What can be looked into once only."""
-
-_CONTAINERS: Any = (tuple, list, set, frozenset, MappingView)
-
-
-def _holds_tensors(part: Any, seen: set[int]) -> bool:
-    """Whether a set, a dataclass or something of the like, of which pytree knows nothing, holds tensors."""
-    if isinstance(part, torch.Tensor):
-        return True
-    if isinstance(part, type) or id(part) in seen:
-        return False
-    seen.add(id(part))
-    inside: Iterable[Any]
-    if dataclasses.is_dataclass(part):
-        inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
-    elif isinstance(part, dict | UserDict):
-        inside = part.values()
-    elif isinstance(part, _CONTAINERS):
-        inside = part
-    else:
-        return False
-    return any(_holds_tensors(item, seen) for item in inside)
-
-
-# closing over
-
-
-def _check_closed(
-    results: Sequence[torch.Tensor], expression: str, fn: Function | None = None, own: Sequence[torch.Tensor] = ()
-) -> None:
-    """Refuses results that depend on a leaf by another way than an argument.
-
-    Its gradient would be this rank's summand. The graph is walked back from the results to where the
-    arguments came in; each node costs a third of a microsecond.
-    """
-    if not torch.is_grad_enabled():
-        return
-    needing = [x for x in results if x.requires_grad]
-    for x in needing:
-        if x.grad_fn is None:
-            raise _closed_over(x, expression, fn)
-    ahead = [x.grad_fn for x in needing]
-    seen = set(ahead)
-    entering, to_local = ENTERING, torch_private.TO_LOCAL
-    while ahead:
-        node = ahead.pop()
-        kind = type(node)
-        if kind in entering or (kind is to_local and torch_private.says_its_gradient(node)):
-            continue
-        nearer = node.next_functions
-        if not nearer and (leaf := getattr(node, "variable", None)) is not None:
-            if any(leaf is each for each in own):
-                continue
-            raise _closed_over(leaf, expression, fn)
-        for below, _ in nearer:
-            if below is not None and below not in seen:
-                seen.add(below)
-                ahead.append(below)
-
-
-def _closed_over(leaf: torch.Tensor, expression: str, fn: Function | None) -> ShardingError:
-    left, _, right = expression.partition("->")
-    taken = {factor.name for spec in read_region(expression).inputs for dim in spec.dims for factor in dim.factors}
-    taken |= {factor.name for spec in read_region(expression).outputs for dim in spec.dims for factor in dim.factors}
-    spec = " ".join([letter for letter in "ijklmnopqrstuvwxyzabcdefgh" if letter not in taken][: leaf.ndim])
-    name = _name_in(fn, leaf)
-    passing = f"{left.strip()}, {spec} -> {right.strip()}" if left.strip() else f"{spec} -> {right.strip()}"
-    if isinstance(fn, ModuleFunction):
-        return ShardingError(
-            f"the module uses a tensor that needs a gradient and isn't an argument: {name}, {list(leaf.shape)} "
-            f"{leaf.dtype}; what came would be this rank's summand of its gradient\n"
-            f"make its parameters DTensors before: axes.shard_module(module, {{'{name}': '{spec}', ...}}, mesh=mesh)\n"
-            f"  in  shard_map '{expression}'"
-        )
-    made = (
-        "pass it as an argument"
-        if isinstance(leaf, DTensor)
-        else f'pass it as an argument, axes.from_local({name}, "{spec}", grad="summed") or axes.shard({name}, "{spec}")'
-    )
-    return ShardingError(
-        f"the function uses a tensor that needs a gradient and isn't an argument: {name}, {list(leaf.shape)} "
-        f"{leaf.dtype}; what came would be this rank's summand of its gradient\n"
-        f"{made}, with its spec on the left: '{passing}'; or use {name}.detach()\n  in  shard_map '{expression}'"
-    )
-
-
-def _name_in(fn: Function | None, leaf: torch.Tensor) -> str:
-    """What the function calls a tensor that it closes over; `w` where that can't be seen."""
-    if isinstance(fn, ModuleFunction):
-        fn = fn.module
-    known = [("", fn), ("", getattr(fn, "__self__", None))]
-    fn = getattr(fn, "__func__", fn)
-    if isinstance(fn, types.FunctionType):
-        names, cells = fn.__code__.co_freevars, fn.__closure__ or ()
-        known += [(name, cell.cell_contents) for name, cell in zip(names, cells, strict=True)]
-        known += [(name, fn.__globals__.get(name)) for name in fn.__code__.co_names]
-    for name, value in known:
-        if value is leaf:
-            return name
-        if isinstance(value, torch.nn.Module):
-            for inner, parameter in value.named_parameters(prefix=name):
-                if parameter is leaf:
-                    return inner
-    return "w"
-
-
-# memory
-
-
-def unshared(results: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results, copied where they share memory with a shard or with one another."""
-    taken = {torch_private.memory_of(x) for x in shards}
-    found: list[torch.Tensor] = []
-    theirs: dict[int, list[torch.Tensor]] = {}
-    for x in results:
-        memory = torch_private.memory_of(x)
-        others = theirs.setdefault(memory, [])
-        if memory in taken or not all(_lie_apart(x, other) for other in others):
-            x = x.clone()
-        else:
-            others.append(x)
-        found.append(x)
-    return found
-
-
-def _lie_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors in one storage surely have no element in common, like the parts of a split.
-
-    Of symbolic sizes nothing is asked, which would guard the graph on them.
-    """
-    if is_symbolic((*one.shape, *other.shape)):
-        return False
-    if not one.numel() or not other.numel():
-        return True
-    ends = [
-        x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in (one, other)
-    ]
-    if ends[0] < other.storage_offset() or ends[1] < one.storage_offset():
-        return True
-    # Boxes of a tensor that has these strides: apart if they are so along a dim.
-    strides = sorted({*one.stride()}, reverse=True)
-    if sorted({*other.stride()}, reverse=True) != strides or 0 in strides:
-        return False
-    boxes = [_box(x, strides) for x in (one, other)]
-    if None in boxes:
-        return False
-    return any(a[1] <= b[0] or b[1] <= a[0] for a, b in zip(*boxes, strict=True))  # type: ignore[arg-type]
-
-
-def _box(x: torch.Tensor, strides: Sequence[int]) -> list[tuple[int, int]] | None:
-    """From where to where a tensor is along the dims of one that has these strides; None where it is no box of it."""
-    sizes = dict.fromkeys(strides, 1)
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        if size > 1 and sizes[stride] > 1:
-            return None
-        sizes[stride] = max(size, sizes[stride])
-    found, rest, room = [], x.storage_offset(), 0
-    for stride in strides:
-        start, left = divmod(rest, stride)
-        if room and (room % stride or start + sizes[stride] > room // stride):
-            return None
-        found.append((start, start + sizes[stride]))
-        rest, room = left, stride
-    return [*found, (rest, rest + 1)]
-
-
-# check=True
-
-
-def _check_outputs(region: Region, outputs: Sequence[DTensor], check: Check) -> None:
-    """Compares results over the ranks that are said to have the same; and later their cotangents."""
-    labels = [f"result {place}, '{spec}'," for place, spec in enumerate(region.reading.outputs)]
-    claims = [claim for label, y in zip(labels, outputs, strict=False) for claim in _claims(label, y, region.home)]
-    _compare(region, claims, check)
-    for label, y in zip(labels, outputs, strict=False):
-        if y.requires_grad:
-            y.register_hook(functools.partial(_check_cotangent, region, f"the gradient of {label}", check))
-
-
-def _check_cotangent(region: Region, label: str, check: Check, gradient: DTensor) -> None:
-    _compare(region, _claims(label, gradient, region.home), check)
-
-
-def _check_gradients(region: Region, shards: Sequence[torch.Tensor], check: Check) -> None:
-    """Compares, in backward, gradients that every rank has the same: of pending tensors, and where it is said."""
-    for place, (shard, each) in enumerate(zip(shards, region.inputs, strict=True)):
-        pending = tuple(axis for p in each.sharding.pending for axis in p.axes)
-        for what, axes in (("pending", pending), ("'same'", each.same)):
-            if axes and shard.requires_grad:
-                label = f"the gradient of tensor {place}, which is {what},"
-                mesh = each.sharding.mesh
-                names = mesh.made_of(axis.layout for axis in axes) or ()
-                shard.register_hook(functools.partial(_check_gradient, region, label, mesh, names, check))
-
-
-def _check_gradient(
-    region: Region, label: str, mesh: Mesh, axes: Sequence[str], check: Check, gradient: torch.Tensor
-) -> None:
-    _compare(region, [Claim(label, gradient, mesh, axis) for axis in axes], check)
-
-
-def _claims(label: str, x: DTensor, mesh: Mesh) -> list[Claim]:
-    axes = [name for name, p in zip(mesh.axis_names, x.placements, strict=True) if p.is_replicate()]
-    return [Claim(label, x.to_local().detach(), mesh, axis) for axis in axes if mesh.layout(axis).size > 1]
-
-
-def _compare(region: Region, claims: Sequence[Claim], check: Check) -> None:
-    differences = disagreement(claims, region.home, 0.0 if check is True else check)
-    if differences:
-        found = "\n".join(map(str, differences))
-        raise ShardingError(
-            f"{found}\nreduce it in the function, like axes.psum(y, {differences[0].axis!r}), or write what it is, "
-            f"like '| sum@{differences[0].axis}'\n  in  shard_map '{region.reading.text}'"
-        )

@@ -6,11 +6,17 @@ with_tensors(tree, iter([a, b]))                  # the same tree, a for x and b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import enum
+import numbers
+import types
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence
 from typing import Any
 
 import torch
 
+from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
 
 _ROWS = (tuple, list)
@@ -46,3 +52,76 @@ def with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if children is None:
         return tree
     return torch_private.with_children(tree, [with_tensors(item, tensors) for item in children])
+
+
+# --- what may be no part of a tree
+
+
+_NO_TREES = (
+    numbers.Number,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)
+"""What is no tree and holds no tensors; the first for speed."""
+
+_TREES = (
+    "tuples, lists, dicts, or what torch's pytree knows, like a dataclass after torch.export.register_dataclass(...)"
+)
+
+
+def check_result(passed: Sequence[object], part: Any) -> None:
+    """Refuse what a function has returned beside tensors, but for numbers, text, and the arguments that it `passed`."""
+    if not isinstance(part, _NO_TREES) and not any(part is each for each in passed):
+        raise ShardingError(
+            f"the function returned a value of type {_named(part)}, in which a region can't see tensors; return "
+            f"tensors, numbers and text in {_TREES}; or make the {type(part).__name__} outside and pass it: an "
+            "argument may be returned"
+        )
+
+
+def check_argument(passed: list[object], part: Any) -> None:
+    """Refuse an argument that hides tensors; note any other in `passed`."""
+    if isinstance(part, _ONCE) or _holds_tensors(part, set()):
+        raise ShardingError(
+            f"among the arguments is a value of type {_named(part)}, in which a region can't see tensors; pass them in "
+            f"{_TREES}"
+        )
+    passed.append(part)
+
+
+def _named(part: object) -> str:
+    kind = type(part)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_ONCE = (types.GeneratorType, map, filter, zip)
+"""What can be looked into once only."""
+
+_CONTAINERS: Any = (tuple, list, set, frozenset, MappingView)
+
+
+def _holds_tensors(part: Any, seen: set[int]) -> bool:
+    """Whether a set, a dataclass or something of the like, of which pytree knows nothing, holds tensors."""
+    if isinstance(part, torch.Tensor):
+        return True
+    if isinstance(part, type) or id(part) in seen:
+        return False
+    seen.add(id(part))
+    inside: Iterable[Any]
+    if dataclasses.is_dataclass(part):
+        inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
+    elif isinstance(part, dict | UserDict):
+        inside = part.values()
+    elif isinstance(part, _CONTAINERS):
+        inside = part
+    else:
+        return False
+    return any(_holds_tensors(item, seen) for item in inside)
