@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
@@ -905,9 +906,14 @@ def constant_in_graphs(kind: type) -> None:
     """Makes what is of an immutable, hashable type a constant of compiled graphs, guarded by equality.
 
     2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only
-    these. Would be replaced by a public name for it.
+    these, and would put together a frozen dataclass from its fields, which it can't. There a dataclass doesn't
+    say that it is frozen. Would be replaced by a public name for it.
     """
     pytree.register_constant(kind)
+    if dataclasses.is_dataclass(kind) and not DEVICE_MESHES_ARE_INPUTS:
+        parameters: Any = copy.copy(kind.__dataclass_params__)  # type: ignore[attr-defined]
+        parameters.frozen = False
+        kind.__dataclass_params__ = parameters  # type: ignore[attr-defined]
 
 
 # What goes around autograd, and autocast: questions that every call asks, so their price counts
