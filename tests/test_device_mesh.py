@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
@@ -193,6 +194,88 @@ def test_131072_ranks_take_as_many_calls_as_4096(world):
     assert many < 1.1 * few
 
 
+# ------------------------------------------------------------------------- torch's flattening
+
+
+def groups_of_torch():
+    return set(torch_private.TORCH_WORLD.pg_map)
+
+
+def flattened_by_hand(ranks):
+    """What a trainer does with a DeviceMesh: it flattens dims, and takes them by the new name."""
+    mesh = axes.init_mesh("dp=2 cp=2 tp=2", "fsdp = dp cp", ranks=ranks)
+    whole, fsdp = mesh.device_mesh, mesh["fsdp"].device_mesh
+    before = groups_of_torch()
+    flat = whole["dp", "cp"]._flatten("dp_cp")
+    assert flat is whole["dp_cp"] is whole["dp", "cp"]._flatten()
+    assert flat.mesh_dim_names == ("dp_cp",)
+    assert flat.get_group() is whole.get_group("dp_cp") is mesh.axis("fsdp").group
+    assert groups_of_torch() == before
+    assert flat.mesh.tolist() == fsdp.mesh.tolist() == mesh["fsdp"].ranks
+    assert flat.get_local_rank() == mesh.axis("fsdp").index
+    assert whole["dp_cp", "tp"].mesh.tolist() == mesh["fsdp", "tp"].ranks
+    assert whole["tp", "dp_cp"].mesh.tolist() == mesh["tp", "fsdp"].ranks
+    assert whole["tp", "dp"] is mesh["tp", "dp"].device_mesh
+    backwards = mesh["cp", "dp"].device_mesh._flatten("cp_dp")
+    assert dist.get_process_group_ranks(backwards.get_group()) == mesh.rearrange("dp cp tp -> x=(cp dp) tp")["x"].ranks
+    shard = distribute_tensor(WHOLE, flat, [Shard(0)])
+    assert torch.equal(shard.to_local(), distribute_tensor(WHOLE, fsdp, [Shard(0)]).to_local())
+    assert torch.equal(shard.full_tensor(), WHOLE)
+    pending = DTensor.from_local(torch.ones(4), whole, [Partial(), Partial(), Replicate()])
+    assert pending.full_tensor().tolist() == [4.0] * 4
+    assert Mesh.from_device_mesh(flat).axis("dp_cp").group is mesh.axis("fsdp").group
+    texts = []
+    for dims, name in ((("cp", "tp"), "dp_cp"), (("cp", "tp"), "dp")):
+        with pytest.raises(MeshError) as caught:
+            whole[dims]._flatten(name)
+        texts.append(str(caught.value))
+    for names in ("nothing", ("dp", "nothing")):
+        with pytest.raises(KeyError, match="nothing"):
+            whole[names]
+    with pytest.raises(KeyError, match="dp_cp"):
+        whole["tp"]["dp_cp"]
+    with pytest.raises(MeshError, match="share ranks"):
+        whole["dp", "dp_cp"]
+    # An axis of this name that is other ranks has the name for itself.
+    other = axes.init_mesh("dp_cp=2 rest=4", ranks=ranks)
+    assert other.device_mesh.get_group("dp_cp") is other.axis("dp_cp").group
+    with pytest.raises(KeyError, match="dp_cp"):
+        whole["dp_cp"]
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [None, [5, 2, 7, 0, 3, 6, 1, 4]])
+def test_flattened_dims_have_the_group_of_their_ranks_and_are_found_by_name(world, ranks):
+    for taken, axis in world(flattened_by_hand, 8, ranks):
+        assert taken.startswith("'dp_cp' is dp cp flattened, and can't be cp tp of ")
+        assert axis.startswith("'dp' is an axis of Mesh('dp=2 cp=2 tp=2'")
+        assert taken.endswith(": flatten under another name")
+
+
+def flattened_outside():
+    mesh = axes.init_mesh("dp=2 tp=2", ranks=[0, 2, 4, 6])
+    flat = mesh.device_mesh._flatten("all")
+    x = distribute_tensor(WHOLE, flat, [Shard(0)])
+    return flat.get_coordinate(), x.to_local().numel()
+
+
+def test_a_rank_outside_flattens_as_those_inside_do(pool):
+    assert pool.run(flattened_outside) == [each for i in range(4) for each in (((i,), 32), (None, 0))]
+
+
+def flattened_by_torch():
+    made = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = axes.init_mesh("dp=2 tp=2").rearrange("dp tp -> tp dp")
+    _ = mesh.device_mesh
+    before = groups_of_torch()
+    flat = made._flatten("all")
+    return flat.get_group().size(), len(groups_of_torch() - before), made["all"].mesh.tolist()
+
+
+def test_a_mesh_that_torch_made_is_flattened_by_torch(world):
+    assert world(flattened_by_torch, 4) == [(4, 0, [0, 1, 2, 3])] * 4
+
+
 # ---------------------------------------------------------------------------------- training
 
 
@@ -264,6 +347,37 @@ def test_fsdp_over_two_axes_with_tensor_parallel_parameters_trains_as_one_proces
     found = pool.run(train_with_fsdp_and_tp, ranks, replicate, tensor, order)
     assert max(difference for difference, _ in found) < 1e-5
     assert all(p == {"DTensor": ("dp_replicate", "fsdp", "tp")} for _, p in found)
+
+
+def stored_over_axes_of_a_whole_mesh(ranks):
+    """FSDP2 flattens the axes over which it is told to store: the gradient's difference, and groups of equal ranks."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = axes.init_mesh("dp_replicate=2 dp_shard=2 cp=2", ranks=ranks)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 16, generator=generator)
+    torch.manual_seed(7)
+    layer = nn.Linear(16, 32, bias=False)
+    expected = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
+    model = axes.shard_module(layer, {"weight": "out in"}, mesh)
+    axes.shard_map(model, "b@(dp_replicate dp_shard cp) in -> b@(dp_replicate dp_shard cp) out", mesh)
+    dims = DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate")
+    fully_shard(model, mesh=mesh.device_mesh, dp_mesh_dims=dims)
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    model(axes.shard(x, "b@(dp_replicate dp_shard cp) in", mesh=mesh)).square().sum().backward()
+    of_torch = sorted(tuple(dist.get_process_group_ranks(group)) for group in groups_of_torch())
+    known = sorted(tuple(group.ranks) for group in axes.process_groups())
+    assert of_torch == known
+    return (axes.unshard(model.weight.grad) - expected).abs().max().item(), len(known) - len(set(known))
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has no DataParallelMeshDims")
+@pytest.mark.parametrize("ranks", [None, [5, 2, 7, 0, 3, 6, 1, 4]])
+def test_fsdp_that_flattens_axes_of_a_whole_mesh_communicates_over_the_group_of_these(world, ranks):
+    for difference, doubled in world(stored_over_axes_of_a_whole_mesh, 8, ranks):
+        assert difference < 1e-4
+        assert doubled == 0
 
 
 # ---------------------------------------------------------------------------------- adoption

@@ -665,6 +665,18 @@ def test_when_the_fork_server_is_killed_what_it_started_goes_on_and_the_next_lau
     assert server().pid != before
 
 
+def test_what_is_left_of_a_program_that_is_killed_says_nothing(tmp_path: Path):
+    """Python's end would, where bindings count what is left: triton's do, which torch 2.15 imports."""
+    (tmp_path / "script.py").write_text(
+        "import os, signal\n"
+        "from axes.runtime.launch import launch\n"
+        'if __name__ == "__main__":\n'
+        "    print(len(launch(os.getpid, 2)), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert run_python("script.py", folder=tmp_path) == ("2\n", "")
+
+
 @linux
 def test_when_the_agent_is_killed_the_ranks_end_and_the_next_launch_works(tmp_path: Path):
     others = children(server().pid)

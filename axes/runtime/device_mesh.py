@@ -13,6 +13,9 @@ the axis's order, so such an axis gives a correct DTensor.
 
 The other way, `Mesh.from_device_mesh` adopts what `init_device_mesh`, `_flatten`, `_unflatten`,
 slicing or `from_group` made, with its groups, so that nothing is created twice.
+
+`_flatten` and slices of these meshes are those of axes, too: FSDP2 flattens where it is given
+`dp_mesh_dims`, and trainers do by hand.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ def _teach_torch() -> None:
     """What torch has to do otherwise for the meshes of axes; each once for a process."""
     torch_private.allow_any_axis_order()
     torch_private.tell_groups_apart()
+    torch_private.replace_slicing(_flattened, _sliced)
     checkpoint.install()
 
 
@@ -100,6 +104,9 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         [groups[name] for name in mesh.axis_names if groups],
         [mark_of(world, mesh, layout, name) for layout, name in zip(mesh.layouts, mesh.axis_names, strict=True)],
     )
+    for name, layout in mesh.axes.items():
+        if torch_private.forget_flattened(torch_private.root_of(made), name, layout.modes):
+            world.flattened.pop(_key(mesh, name), None)
     _, known = world.meshes.get(made, (None, mesh))
     if _content(known) != _content(mesh):
         raise MeshError(
@@ -125,6 +132,60 @@ def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     if root is None:
         root = world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
     return root
+
+
+def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
+    """The dims as one of this name, over the group that axes has for its ranks; None where torch made the root.
+
+    Raises `MeshError` where the name stands for other ranks already.
+    """
+    mesh = _of_known_root(made)
+    if mesh is None:
+        return None
+    world = current_world()
+    with world.lock:
+        dims = world.flattened.get(_key(mesh, name), mesh.axis_names)
+        layout = mesh.layout_of_all
+        known = [f"{' '.join(dims)} flattened"] if dims != mesh.axis_names else []
+        known += [
+            f"an axis of {other!r}"
+            for _, other in world.meshes.values()
+            if other.universe == mesh.universe and other.namespace.get(name, layout) != layout and name in other.axes
+        ]
+        if known:
+            raise MeshError(
+                f"'{name}' is {known[0]}, and can't be {' '.join(mesh.axis_names)} of {mesh!r} as well: "
+                "flatten under another name"
+            )
+        world.flattened[_key(mesh, name)] = mesh.axis_names
+        return _sliced(made, (name,))
+
+
+def _sliced(made: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """The dims of these names in any order, flattened ones among them; None where one isn't known of this mesh."""
+    mesh = _of_known_root(made)
+    if mesh is None:
+        return None
+    world = current_world()
+    namespace = mesh.axes
+    for name in names:
+        dims = (name,) if name in mesh.axes else world.flattened.get(_key(mesh, name), ())
+        if not dims or not mesh.axes.keys() >= set(dims):
+            return None
+        namespace[name] = Layout.product(*map(mesh.layout, dims))
+    return device_mesh(mesh._with(namespace=namespace)[names])
+
+
+def _of_known_root(made: DeviceMesh) -> Mesh | None:
+    """The mesh of a `DeviceMesh` whose root axes builds on; None of another."""
+    root = torch_private.root_of(made)
+    if dist.group.WORLD is None or not any(known is root for known in current_world().roots.values()):
+        return None
+    return from_device_mesh(made)
+
+
+def _key(mesh: Mesh, name: str) -> tuple[Universe, str, str]:
+    return mesh.universe, mesh.binding.device_type, name
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:

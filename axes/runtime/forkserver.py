@@ -43,13 +43,15 @@ class ForkServer:
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
         path = [os.path.abspath(folder) for folder in sys.path]
-        code = f"import sys; sys.path[:] = {path!a}; from axes.runtime.forkserver import serve"
+        code = f"import os, sys; sys.path[:] = {path!a}; from axes.runtime.forkserver import serve"
         # OpenMP and OpenBLAS make their threads when they are loaded: the server must have one
         # thread to fork safely. NVML answers "is there a GPU?" without initializing CUDA.
         environ = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{code}; serve({theirs.fileno()}, {os.getpid()})"],
+                # What it imported stays out of collection: bindings that count what is left at the end of Python
+                # (triton's, with which torch 2.15 comes) would print a page of it. So this isn't such an end.
+                [sys.executable, "-c", f"{code}; serve({theirs.fileno()}, {os.getpid()}); os._exit(0)"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | environ,

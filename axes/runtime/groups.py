@@ -175,6 +175,7 @@ class World:
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
+        self.flattened: dict[tuple[Universe, str, str], tuple[str, ...]] = {}
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
         whole = range(self.size)
         self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(default, whole, self.backend, _NO_OPTIONS, "default")
@@ -363,7 +364,7 @@ def abort_groups(mesh: Mesh) -> None:
 def _keep(world: World, wanted: Callable[[_Entry], bool]) -> None:
     """Forgets the other groups, and what was made of groups."""
     world.groups = {key: entry for key, entry in world.groups.items() if wanted(entry)}
-    for known in (world.device_meshes, world.meshes, world.roots, world.caches):
+    for known in (world.device_meshes, world.meshes, world.roots, world.flattened, world.caches):
         known.clear()
 
 

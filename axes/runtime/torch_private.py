@@ -11,6 +11,8 @@ between versions is decided here, by looking at what torch offers and never by i
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
@@ -291,6 +293,70 @@ def allow_any_axis_order() -> None:
     setattr(_redistribute, name, found_or_none)
 
 
+Slicing = Callable[[DeviceMesh, tuple[str, ...]], DeviceMesh | None]
+
+
+def replace_slicing(flatten: Callable[[DeviceMesh, str], DeviceMesh | None], slice_dims: Slicing) -> None:
+    """Has torch ask these two first: what `dm._flatten(name)` is, and `dm[names]` where torch has no such dims.
+
+    Each gives None for a DeviceMesh that it doesn't serve. torch makes a second communicator for the ranks
+    that are flattened, of ascending order, and finds the name from the root alone: the root of the meshes
+    of axes is none of them. What was flattened stands in torch's table as well, where DTensor looks for it.
+    A public `DeviceMesh.flatten` that takes a group would replace this.
+    """
+    if hasattr(DeviceMesh._create_flatten_mesh, "by_axes"):
+        return
+    own_flatten, own_slice = DeviceMesh._create_flatten_mesh, DeviceMesh.__getitem__
+
+    @functools.wraps(own_flatten)
+    def created(mesh: DeviceMesh, mesh_dim_name: str | None = None, backend_override: Any = (None, None)) -> Any:
+        # 2.11 makes up the name here, and 2.13 before.
+        name = mesh_dim_name or "_".join(mesh.mesh_dim_names or ())
+        by_default = backend_override == (None, None) and mesh.mesh_dim_names != (name,)
+        found = flatten(mesh, name) if by_default else None
+        if found is None:
+            return own_flatten(mesh, name, backend_override)
+        mesh._get_root_mesh()._flatten_mapping[name] = _as_looked_for(found)
+        return found
+
+    @functools.wraps(own_slice)
+    def sliced(mesh: DeviceMesh, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        try:
+            return own_slice(mesh, mesh_dim_names)
+        except KeyError:
+            names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+            found = slice_dims(mesh, names)
+            if found is None:
+                raise
+            return found
+
+    created.by_axes = True  # type: ignore[attr-defined]
+    DeviceMesh._create_flatten_mesh = created  # type: ignore[method-assign]
+    DeviceMesh.__getitem__ = sliced  # type: ignore[method-assign]
+
+
+def _as_looked_for(flat: DeviceMesh) -> DeviceMesh:
+    """A flattened mesh whose layout is written as DTensor looks for it: 2.11 has numbers for a layout of one mode."""
+    if _FlatLayout is not None:
+        return flat
+    layout: Any = flat._layout.coalesce()
+    found = copy.copy(flat)
+    found._layout = layout if len(layout) == 1 else layout.nest()
+    return found
+
+
+def forget_flattened(root: DeviceMesh, name: str, modes: Sequence[Mode]) -> bool:
+    """Takes a name from what was flattened under a root, where it stands there for something else than `modes`.
+
+    torch looks there first for the group of a dim of this name. As `replace_slicing`.
+    """
+    found = root._flatten_mapping.get(name)
+    if found is None or dims_of(found) == [list(_filled(modes))]:
+        return False
+    del root._flatten_mapping[name]
+    return True
+
+
 def marked(mark: str) -> str:
     """The part of a group's name that says by which options of its own it was made."""
     return f"own-{mark}"
@@ -364,7 +430,7 @@ def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
 
 def _mesh_layout(dims: Sequence[Sequence[Mode]]) -> Any:
     """torch's layout of the dims; a dim without modes has size one."""
-    filled = [tuple(modes) or ((1, 1),) for modes in dims]
+    filled = [_filled(modes) for modes in dims]
     sizes = [tuple(size for size, _ in modes) for modes in filled]
     strides = [tuple(stride for _, stride in modes) for modes in filled]
     if _FlatLayout is not None:
@@ -374,6 +440,10 @@ def _mesh_layout(dims: Sequence[Sequence[Mode]]) -> Any:
         return tuple(value[0] if len(value) == 1 else value for value in values)
 
     return _MeshLayout(unnested(sizes), unnested(strides))
+
+
+def _filled(modes: Sequence[Mode]) -> tuple[Mode, ...]:
+    return tuple(modes) or ((1, 1),)
 
 
 def _real_tensors() -> Any:
@@ -836,9 +906,14 @@ def constant_in_graphs(kind: type) -> None:
     """Makes what is of an immutable, hashable type a constant of compiled graphs, guarded by equality.
 
     2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only
-    these. Would be replaced by a public name for it.
+    these, and would put together a frozen dataclass from its fields, which it can't. There a dataclass doesn't
+    say that it is frozen. Would be replaced by a public name for it.
     """
     pytree.register_constant(kind)
+    if dataclasses.is_dataclass(kind) and not DEVICE_MESHES_ARE_INPUTS:
+        parameters: Any = copy.copy(kind.__dataclass_params__)  # type: ignore[attr-defined]
+        parameters.frozen = False
+        kind.__dataclass_params__ = parameters  # type: ignore[attr-defined]
 
 
 # What goes around autograd, and autocast: questions that every call asks, so their price counts
