@@ -465,3 +465,28 @@ def test_every_rank_has_the_same_collectives_in_its_graph():
     assert (
         first[0] == ["all_reduce"] * 3 + ["all_gather_into_tensor", "reduce_scatter_tensor"] + ["all_to_all_single"] * 3
     )
+
+
+class Image(torch.Tensor):
+    """A tensor with a name of its own, as torchvision has them."""
+
+
+def of_a_subclass() -> list[list[float]]:
+    """Values and gradients of what sends a subclass of tensors, by name and by expressions."""
+    mesh, found = pair(), []
+    for send in (
+        lambda x: axes.psum(x, "tp", mesh=mesh),
+        lambda x: axes.pmax(x, "tp", mesh=mesh),
+        lambda x: axes.rearrange(x, "n | sum@tp -> n", mesh=mesh),
+        lambda x: axes.einsum(x, x, "n@tp, n@tp -> ", mesh=mesh),
+        lambda x: axes.softmax(x, "n@tp", "n", mesh=mesh)[:1],
+    ):
+        x = torch.zeros(2).as_subclass(Image).requires_grad_()
+        y = send(x)
+        y.sum().backward()
+        found.append([*y.view(-1).tolist(), x.grad.sum().item()])
+    return found
+
+
+def test_a_subclass_that_only_has_a_name_of_its_own_is_sent_as_the_tensor_that_it_is(world):
+    assert world(of_a_subclass, 2) == [[[0, 0, 4], [0, 0, 2], [0, 0, 4], [0, 0], [0.25, 0]]] * 2

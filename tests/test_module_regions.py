@@ -604,6 +604,51 @@ def test_gradients_of_plain_shards_are_those_of_one_device_at_each_border(world,
     assert world(plain_borders, 4, replicated, check) == [[]] * 4
 
 
+class Cubes(nn.Module):
+    """Of rows over dp: what every rank of tp has, and a mean that every rank has, made by each rank in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6))
+
+    def forward(self, x):
+        y = axes.psum((x @ self.weight.T).pow(3).sum(1), "tp")
+        return y, axes.psum(y.sum(), "dp") / 5
+
+
+def second_of_plain_shards(gradient_of_input: bool) -> list[str]:
+    """First and second derivatives by plain shards, some of them replicated, beside those of one device."""
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    model = axes.shard_module(Cubes(), {"weight": "f@tp d"}, mesh)
+    axes.shard_map(model, "b@dp d -> b@dp, ", mesh)
+    x = torch.linspace(1, 2, 30, dtype=torch.float64).view(5, 6)
+    rows = mesh.sharding("b@dp").local_indices((5,))[0]
+    one, weight = x.clone().requires_grad_(gradient_of_input), Cubes().weight
+    whole = (one @ weight.T).pow(3).sum(1)
+    mine = x[rows].clone().requires_grad_(gradient_of_input)
+    results = model(mine)
+
+    def derivatives(loss, leaves):
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(first, leaves, [each.detach() for each in first], retain_graph=True)]
+
+    wrong = []
+    for found, expected in ((results[0], whole), (results[1], whole.sum() / 5)):
+        ours = derivatives(found.square().sum(), (model.weight, mine))
+        theirs = derivatives(expected.square().sum(), (weight, one))
+        for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            our = axes.unshard(our) if isinstance(our, DTensor) else our
+            if not torch.allclose(our, their if our.shape == weight.shape else their[rows]):
+                wrong.append(f"{place}: {our} is not {their}")
+    return wrong
+
+
+@pytest.mark.parametrize("gradient_of_input", [False, True])
+def test_second_derivatives_of_plain_shards_are_those_of_one_device(world, gradient_of_input):
+    assert world(second_of_plain_shards, 4, gradient_of_input) == [[]] * 4
+
+
 def test_a_region_of_plain_shards_makes_no_dtensors(monkeypatch):
     made = []
     new = DTensor.__new__

@@ -335,7 +335,7 @@ def _left_as_plain(x: torch.Tensor, own: torch.Tensor, p: Placed, changes: Chang
     if not _needs_gradient(x):
         return own.detach() if own.requires_grad else own
     if p.copies is not None:
-        return leave_plain(x, p.copies, changes)
+        return leave_plain(x, p.device_mesh, p.counted, p.shape, p.copies, changes)
     return to_local(_entered_one(x, p, changes), grad="whole").clone()
 
 

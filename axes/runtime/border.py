@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,9 +166,32 @@ def enter_plain(x: torch.Tensor, changes: Changes) -> torch.Tensor:
     return _EnterPlain.apply(x, changes)
 
 
-def leave_plain(x: torch.Tensor, copies: int, changes: Changes) -> torch.Tensor:
-    """A plain result of a region, in memory of its own. `copies` ranks have the same."""
-    return _LeavePlain.apply(x, copies, changes)
+def leave_plain(
+    x: torch.Tensor, device_mesh: Any, counted: Placements, shape: Sequence[int], copies: int, changes: Changes
+) -> torch.Tensor:
+    """A plain result of a region, in memory of its own. `copies` ranks have the same.
+
+    `counted` are the placements that its gradient goes by, as for `enter_global`.
+    """
+    lies = device_mesh, counted, tuple(shape)
+    return _LeavePlain.apply(x, functools.partial(_part_of_whole, lies, copies), changes)
+
+
+def _part_of_whole(lies: tuple[Any, Placements, tuple[int, ...]], copies: int, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient that is whole on each rank with a copy.
+
+    Ranks may use their parts in different ways: the derivative of the whole one is the mean of theirs.
+    """
+    if copies == 1:
+        return gradient
+    if not (gradient.requires_grad and torch.is_grad_enabled()):
+        return gradient / copies
+    device_mesh, counted, shape = lies
+    placements = tuple(Replicate() if p.is_partial() else p for p in counted)
+    whole = enter_global(
+        gradient.contiguous(), device_mesh, placements, shape, contiguous_strides(shape), counted_whole(placements)
+    )
+    return leave_global(whole, counted) / copies
 
 
 class _EnterPlain(torch.autograd.Function):
@@ -183,17 +206,19 @@ class _EnterPlain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if gradient is not None and torch.is_grad_enabled():
-            return _LeavePlain.apply(gradient, 1, ctx.changes), None
+            return _LeavePlain.apply(gradient, _itself, ctx.changes), None
         return gradient, None
 
 
 class _LeavePlain(torch.autograd.Function):
-    """A copy, where a region ends. Each of the ranks that have the same gets its part of the gradient."""
+    """A copy, where a region ends. `part` makes this rank's part of a gradient that is whole on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, copies: int, changes: Changes) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor], changes: Changes
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.copies, ctx.changes = copies, changes
+        ctx.part, ctx.changes = part, changes
         return x.clone()
 
     @staticmethod
@@ -202,7 +227,11 @@ class _LeavePlain(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         check_one(gradient)
-        return gradient if ctx.copies == 1 else gradient / ctx.copies, None, None
+        return ctx.part(gradient), None, None
+
+
+def _itself(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
 
 
 # --- axes whose gradient is whole on every rank

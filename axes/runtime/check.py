@@ -237,10 +237,13 @@ def in_part(
 def waited(x: torch.Tensor) -> torch.Tensor:
     """`x`, waited for where it is the result of a collective that is still under way.
 
-    Raises `DesyncError` where that has failed.
+    Of a subclass that only has a name of its own, not a way of its own to compute, it is the tensor itself: torch
+    can't make one of what a collective gives. Raises `DesyncError` where the collective has failed.
     """
-    if not torch_private.is_under_way(x):
+    if type(x) in (torch.Tensor, torch.nn.Parameter):
         return x
+    if not torch_private.is_under_way(x):
+        return x.as_subclass(torch.Tensor) if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else x
     try:
         return torch_private.arrived(x)
     except RuntimeError as error:
