@@ -1047,3 +1047,16 @@ def trace_again_with_symbols(x: torch.Tensor, dims: Collection[int]) -> NoReturn
 
 DEVICE_MESHES_ARE_INPUTS = hasattr(device_mesh, "_register_distributed_opaque_types")
 """Whether a compiled graph takes a `DeviceMesh` for an input (2.13), or has it for a constant (2.11)."""
+
+
+def passing(error: Exception) -> Exception:
+    """The error as one of its kind that the compiler lets through while it traces a graph, where it else wraps errors.
+
+    What `ShortenTraceback` is, it raises as it is. No public means would replace this.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    own = {"__module__": kind.__module__, "first_useful_frame": None, "__reduce__": lambda self: (kind, self.args)}
+    found = type(kind.__name__, (kind, ShortenTraceback), own)
+    return found.__new__(found, *error.args)
