@@ -476,9 +476,8 @@ def _real_tensors() -> Any:
 def is_order_of_axes(spec: DTensorSpec) -> bool:
     """Whether the strided shards of a spec are an order of axes, as FSDP2 over tensor parallelism makes them.
 
-    Then each rank's shard is one piece of the tensor, which it isn't where a factor of a dim is split. 2.11 has
-    no such conversion (and a spec with strided shards is taken for one of factors). Would be replaced by a
-    public order of axes in DTensor.
+    Then each rank's shard is one piece of the tensor, which it isn't where a factor of a dim is split. Would be
+    replaced by a public order of axes in DTensor.
     """
     convert = getattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order", None)
     if not any(isinstance(placement, _StridedShard) for placement in spec.placements):
