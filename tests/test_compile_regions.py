@@ -16,6 +16,7 @@ import axes
 from axes.nn.functions import cross_entropy, embedding, layer_norm, logsumexp, rms_norm, softmax
 from axes.ops.collectives import all_gather, psum, psum_scatter
 from axes.ops.shard_map import shard_map
+from axes.runtime import torch_private
 
 Leaves = dict[str, torch.Tensor]
 """Whole tensors by their specs."""
@@ -38,6 +39,11 @@ def ran(call: Callable[..., object], leaves: Leaves) -> tuple[list[DTensor], lis
     return results, [x.grad for x in shards if x.grad is not None]
 
 
+GRADIENTS_KEEP_STRIDES = torch_private.DEVICE_MESHES_ARE_INPUTS
+"""torch before 2.13 reads the strides of what leaves a graph of symbolic sizes from where its sizes are. A leaf stores
+a gradient of other strides as a copy, and torch's copy of an uneven one is whole on every rank."""
+
+
 def differences(
     call: Callable[..., object], leaves: Callable[[int], Leaves], sizes: Sequence[int]
 ) -> tuple[list[str], list[int]]:
@@ -48,7 +54,8 @@ def differences(
     for size in sizes:
         for what, *pair in zip(("value", "gradient"), ran(fast, leaves(size)), ran(call, leaves(size)), strict=True):
             for at, (ours, eager) in enumerate(zip(*pair, strict=True)):
-                if ours.shape != eager.shape or axes.spec_of(ours) != axes.spec_of(eager):
+                alike = axes.spec_of(ours) == axes.spec_of(eager) or (what == "gradient" and not GRADIENTS_KEEP_STRIDES)
+                if ours.shape != eager.shape or not alike:
                     wrong.append(f"{what} {at} of {size}: {axes.spec_of(ours)}, not {axes.spec_of(eager)}")
                 if not torch.allclose(axes.unshard(ours), axes.unshard(eager)):
                     wrong.append(f"{what} {at} of {size}")

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
 import axes
+from axes.runtime import torch_private
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -156,8 +157,19 @@ def of_two_axes(dynamic: bool | None, sizes: Sequence[tuple[int, int]]) -> list[
     return wrong
 
 
+SIZES_REFER_TO_THEMSELVES = pytest.mark.skipif(
+    not torch_private.DEVICE_MESHES_ARE_INPUTS,
+    reason="torch before 2.13 traces the strides of a gradient with symbols from the first call on without an end",
+)
+
+
 @pytest.mark.parametrize(
-    ("dynamic", "sizes"), [(None, [(8, 12), (1, 5), (7, 9)]), (True, [(1, 5)]), (None, [(8, 8), (9, 7), (1, 9)])]
+    ("dynamic", "sizes"),
+    [
+        (None, [(8, 12), (1, 5), (7, 9)]),
+        pytest.param(True, [(1, 5)], marks=SIZES_REFER_TO_THEMSELVES),
+        (None, [(8, 8), (9, 7), (1, 9)]),
+    ],
 )
 def test_a_dim_that_no_step_cuts_may_have_an_uneven_size(warm, dynamic, sizes):
     assert warm(of_two_axes, 4, dynamic, sizes) == [[]] * 4

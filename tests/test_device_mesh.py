@@ -140,6 +140,20 @@ def test_equal_meshes_give_one_object_as_the_constructor_would_make_it(pool):
     assert pool.run(the_objects) == [[True] * 8] * 8
 
 
+@pytest.mark.parametrize("ranks", [range(8), range(1, 8, 2), (5, 2, 7, 0), range(1)])
+def test_the_root_of_meshes_is_as_the_constructor_would_make_it(ranks):
+    for rank in (0, 2, 7):
+        with axes.simulate(8, rank=rank):
+            axes.init_mesh("x=8", device_type="cpu")
+            position = ranks.index(rank) if rank in ranks else None
+            made = torch_private.root_device_mesh("cpu", ranks, position)
+            other = torch_private.constructed_root("cpu", ranks)
+            assert (made, hash(made), repr(made)) == (other, hash(other), repr(other))
+            ours, theirs = dict(vars(made)), dict(vars(other))
+            assert torch.equal(ours.pop("_rank_map"), theirs.pop("_rank_map"))
+            assert ours == theirs
+
+
 def outside():
     mesh = axes.init_mesh("dp=2 tp=2", ranks=[0, 2, 4, 6])
     whole = mesh.device_mesh
@@ -469,7 +483,7 @@ def test_a_device_mesh_whose_groups_have_another_order_is_refused_on_all_ranks(w
 
 def test_this_torch_has_the_fields_that_a_copy_of_a_device_mesh_knows():
     with axes.simulate(4):
-        root = torch_private.root_device_mesh("cpu", range(4))
+        root = torch_private.root_device_mesh("cpu", range(4), 0)
         assert vars(root).keys() <= torch_private._DEVICE_MESH_FIELDS
 
 
@@ -477,7 +491,7 @@ def test_a_device_mesh_with_a_field_that_is_not_known_is_made_slowly_and_that_is
     torch_private._say_once_that_it_is_slow.cache_clear()
     with axes.simulate(4), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        root = torch_private.root_device_mesh("cpu", range(4))
+        root = torch_private.root_device_mesh("cpu", range(4), 0)
         root.of_another_version = 1
         groups = [axes.init_mesh("dp=4", device_type="cpu").axis("dp").group]
         for _ in range(2):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import fsdp
 
 import axes
 
@@ -242,9 +243,12 @@ def test_a_bad_option_of_an_example_gets_one_line_that_names_it(example, argumen
     [
         ("megatron_block.py --steps 6 --width 32 --heads 2 --sequence 8", "times by hand"),
         ("ulysses.py --cp 2 --tp 1 --sequence 8 --heads 2", "2 ranks, plain shards: 4 collectives"),
-        (
+        pytest.param(
             "parallel_dims.py --dp-replicate 2 --cp 2 --tp 1 --ep 2",
             "experts           pp=1 dp_replicate=2 efsdp=2 ep=2",
+            marks=pytest.mark.skipif(
+                not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has no DataParallelMeshDims"
+            ),
         ),
         ("moe.py --dp-shard 2 --tp 1 --ep 2 --experts 4 --sequence 4", "dropless: 0 choices of 64 dropped"),
     ],

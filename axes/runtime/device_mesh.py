@@ -130,7 +130,9 @@ def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     root = world.roots.get((universe, device_type))
     if root is None:
-        root = world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
+        position = universe.position(world.rank)
+        root = torch_private.root_device_mesh(device_type, universe.ranks, position)
+        world.roots[universe, device_type] = root
     return root
 
 

@@ -172,27 +172,46 @@ _DEVICE_MESH_FIELDS = {
 """What a `DeviceMesh` holds: `_preserve_rank_order` since 2.15, the others since 2.11."""
 
 
-def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
+def root_device_mesh(device_type: str, ranks: Sequence[int], position: int | None) -> DeviceMesh:
     """A one-dimensional `DeviceMesh` over `ranks` without groups, which others share as their root.
 
+    `position` is where this process stands among them. Like `device_mesh_over` it puts fields in the place of
+    others, here of a mesh of one rank: the constructor asks for each rank in Python (2.11, a second for 131,072).
     `_init_backend=False` would be replaced by a public way to give the constructor existing groups
     in their own order (`from_group` takes no root).
     """
     with _real_tensors():
-        rank_map = (
-            torch.arange(ranks.start, ranks.stop, ranks.step, dtype=torch.int, device="cpu")
-            if isinstance(ranks, range)
-            else torch.tensor(ranks, dtype=torch.int, device="cpu")
-        )
+        one = constructed_root(device_type, range(1))
+        if not vars(one).keys() <= _DEVICE_MESH_FIELDS:
+            return constructed_root(device_type, ranks)
+        fields: dict[str, Any] = {
+            "_layout": _mesh_layout([[(len(ranks), 1)]]),
+            "_rank_map": _rank_map(ranks),
+            "_flatten_rank_map": tuple(ranks),
+            "_coordinate_on_dim": None if position is None else (position,),
+        }
+        one.__dict__.update(fields)
+    return one
+
+
+def constructed_root(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
+    """What `root_device_mesh` gives, through the constructor."""
+    with _real_tensors():
         root = DeviceMesh(
             device_type,
             _layout=_mesh_layout([[(len(ranks), 1)]]),
-            _rank_map=rank_map,
+            _rank_map=_rank_map(ranks),
             mesh_dim_names=("universe",),
             _init_backend=False,
         )
     root._dim_group_names = []
     return root
+
+
+def _rank_map(ranks: Sequence[int]) -> torch.Tensor:
+    if isinstance(ranks, range):
+        return torch.arange(ranks.start, ranks.stop, ranks.step, dtype=torch.int, device="cpu")
+    return torch.tensor(ranks, dtype=torch.int, device="cpu")
 
 
 def device_mesh_over(
@@ -457,9 +476,8 @@ def _real_tensors() -> Any:
 def is_order_of_axes(spec: DTensorSpec) -> bool:
     """Whether the strided shards of a spec are an order of axes, as FSDP2 over tensor parallelism makes them.
 
-    Then each rank's shard is one piece of the tensor, which it isn't where a factor of a dim is split. 2.11 has
-    no such conversion (and a spec with strided shards is taken for one of factors). Would be replaced by a
-    public order of axes in DTensor.
+    Then each rank's shard is one piece of the tensor, which it isn't where a factor of a dim is split. Would be
+    replaced by a public order of axes in DTensor.
     """
     convert = getattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order", None)
     if not any(isinstance(placement, _StridedShard) for placement in spec.placements):
