@@ -258,6 +258,37 @@ CALLS = int(os.environ.get("CHECKED_CALLS", "1000"))
 """With CHECKED_CALLS=10000 it is what is promised, in a minute."""
 
 
+class Columns(torch.nn.Module):
+    """Of rows over dp: a product whose columns lie over tp, summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return axes.psum((x @ self.weight.T).square().sum(1), "tp")
+
+
+def uneven_rows(rows: int) -> float:
+    """First and second derivatives by plain shards of which ranks have unequal ones, as of a last batch."""
+    mesh = prepared()
+    model = axes.shard_module(Columns(), {"weight": "f@tp d"}, mesh)
+    axes.shard_map(model, "b@dp d -> b@dp", mesh)
+    mine = mesh.sharding("b@dp d").local_indices((rows, 3))[0]
+    with axes.debug(check=True):
+        for needs_gradient in (True, False):
+            x = torch.ones(rows, 3)[mine].clone().requires_grad_(needs_gradient)
+            (first,) = torch.autograd.grad(model(x).square().sum(), model.weight, create_graph=True)
+            (second,) = torch.autograd.grad(first, model.weight, first.detach())
+            model(x).sum().backward()
+    return axes.unshard(second).abs().sum().item()
+
+
+def test_ranks_with_unequal_plain_shards_raise_no_alarm(world):
+    for rows in (1, 5):
+        assert len({*world(uneven_rows, 4, rows)}) == 1
+
+
 def many_calls(calls: int) -> tuple[int, float]:
     mesh, store = axes.init_mesh("tp=2", device_type="cpu"), dist.group.WORLD.get_group_store()
     axes.debug(check=True)

@@ -29,7 +29,7 @@ from axes.algebra.placements import check_axes_are_whole, check_torch_can
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.specs import parsed_sharding
-from axes.runtime.border import copies_of
+from axes.runtime.border import Copies, copies_of
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.groups import of_world
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
@@ -159,8 +159,8 @@ class RegionInput:
     same: Axes
 
     @functools.cached_property
-    def copies(self) -> int | None:
-        """How many ranks have the same of a plain shard: see `copies_of`."""
+    def copies(self) -> Copies | None:
+        """The ranks that have copies of a plain shard: see `copies_of`."""
         return copies_of(self.device_mesh, self.counted)
 
 
@@ -348,8 +348,8 @@ class Placed:
     shape: tuple[Any, ...]
 
     @functools.cached_property
-    def copies(self) -> int | None:
-        """How many ranks have the same of a plain shard: see `copies_of`."""
+    def copies(self) -> Copies | None:
+        """The ranks that have copies of a plain shard: see `copies_of`."""
         return copies_of(self.device_mesh, self.counted)
 
 

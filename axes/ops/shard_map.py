@@ -249,7 +249,8 @@ def _run_region(
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
         if not (check or torch_private.transforms_are_on()):
             region = _region_of_shards(expression, home, tuple([tuple(x.shape) for x in tensors]))
-            if all(each.copies == 1 or not _needs_gradient(x) for x, each in zip(tensors, region.inputs, strict=True)):
+            pairs = zip(tensors, region.inputs, strict=True)
+            if all(each.copies is not None or not _needs_gradient(x) for x, each in pairs):
                 return _run_on_shards(fn, region, args, kwargs, tensors, passed, used or Used())
         tensors = _declared(tensors, expression, home)
     for place, x in enumerate(tensors):
@@ -309,11 +310,14 @@ def _run_on_shards(
     passed: Sequence[object],
     used: Used,
 ) -> Any:
-    """The region of plain shards whose gradients the border leaves as they are. No DTensor is made of them, since a
-    token of a model, or a small layer, takes less time than that.
+    """The region of plain shards, none of them pending otherwise than as a sum. No DTensor is made of them, since a
+    token of a model, or a small layer, takes less time than that; and ranks needn't know each other's sizes.
     """
     expression, changes = region.reading.text, Changes()
-    inside = [enter_plain(x, changes) if _needs_gradient(x) else x for x in shards]
+    inside = [
+        enter_plain(x, each.copies, changes) if _needs_gradient(x) and each.copies is not None else x
+        for x, each in zip(shards, region.inputs, strict=True)
+    ]
     result = _inside(fn, region.mesh, args, kwargs, inside)
     results = _results(result, expression, passed)
     check_closed(results, expression, fn, used.own)
@@ -335,7 +339,7 @@ def _left_as_plain(x: torch.Tensor, own: torch.Tensor, p: Placed, changes: Chang
     if not _needs_gradient(x):
         return own.detach() if own.requires_grad else own
     if p.copies is not None:
-        return leave_plain(x, p.device_mesh, p.counted, p.shape, p.copies, changes)
+        return leave_plain(x, p.copies, changes)
     return to_local(_entered_one(x, p, changes), grad="whole").clone()
 
 

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,19 +39,20 @@ from torch.distributed.tensor.placement_types import Placement
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, Sharding
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import strides_of
-from axes.runtime.redistribute import Frame, frame_of
+from axes.runtime.redistribute import Frame, frame_of, pulled_back
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
-from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
+from axes.runtime.torch_placements import adopted, contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
 
 __all__ = [
     "ENTERING",
     "Changes",
+    "Copies",
     "check_grad",
     "contiguous_strides",
     "copies_of",
@@ -150,75 +151,87 @@ def enter_global(
 # --- plain shards on both sides of a border
 
 
-def copies_of(device_mesh: Any, counted: Placements) -> int | None:
-    """How many ranks hold copies of a shard, by the placements that its gradient goes by; None where it is pending
-    otherwise than as a sum.
+@dataclass(frozen=True)
+class Copies:
+    """The ranks that have copies of a plain shard, which lie along `axes`.
 
-    Outside, where every rank does the same with a copy, its gradient is whole; inside it is this rank's part of that.
+    Outside, where every rank does the same with its copy, the gradient of a copy is whole. Inside it is this rank's
+    part, and the whole one is the sum of all parts. Other axes aren't looked at: shards may differ in size along them.
+    """
+
+    mesh: Mesh
+    axes: Axes
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many there are."""
+        return math.prod(axis.layout.size for axis in self.axes)
+
+    def whole(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts of a gradient; differentiable."""
+        if not self.axes:
+            return gradient
+        lies = self._lies(gradient.ndim)
+        return pulled_back(gradient, lies, lies, gradient.shape, view="local", source_same=self.axes)
+
+    def part(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole gradient; differentiable."""
+        if not (self.axes and gradient.requires_grad and torch.is_grad_enabled()):
+            return gradient / self.count if self.axes else gradient
+        lies = self._lies(gradient.ndim)
+        return pulled_back(gradient, lies, lies, gradient.shape, view="local", target_same=self.axes)
+
+    def _lies(self, ndim: int) -> Sharding:
+        return Sharding(self.mesh, (ShardedDim((ShardedFactor("_"),)),) * ndim)
+
+
+def copies_of(device_mesh: Any, counted: Placements) -> Copies | None:
+    """The copies of a shard, by the placements that its gradient goes by; None where it is pending otherwise than as a
+    sum.
     """
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in counted):
         return None
-    return math.prod([size for p, size in zip(counted, device_mesh.shape, strict=True) if p.is_replicate()])
+    mesh = adopted(device_mesh)
+    axes = [name for name, p in zip(mesh.axis_names, counted, strict=True) if p.is_replicate()]
+    return Copies(mesh, tuple(axis for axis in mesh.named(tuple(axes)) if axis.layout.size > 1))
 
 
-def enter_plain(x: torch.Tensor, changes: Changes) -> torch.Tensor:
-    """A plain shard that goes into a region, and of which no other rank has a copy: its gradient stays as it is."""
-    return _EnterPlain.apply(x, changes)
+def enter_plain(x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
+    """A plain shard that goes into a region."""
+    return _EnterPlain.apply(x, copies, changes)
 
 
-def leave_plain(
-    x: torch.Tensor, device_mesh: Any, counted: Placements, shape: Sequence[int], copies: int, changes: Changes
-) -> torch.Tensor:
-    """A plain result of a region, in memory of its own. `copies` ranks have the same.
-
-    `counted` are the placements that its gradient goes by, as for `enter_global`.
-    """
-    lies = device_mesh, counted, tuple(shape)
-    return _LeavePlain.apply(x, functools.partial(_part_of_whole, lies, copies), changes)
-
-
-def _part_of_whole(lies: tuple[Any, Placements, tuple[int, ...]], copies: int, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient that is whole on each rank with a copy.
-
-    Ranks may use their parts in different ways: the derivative of the whole one is the mean of theirs.
-    """
-    if copies == 1:
-        return gradient
-    if not (gradient.requires_grad and torch.is_grad_enabled()):
-        return gradient / copies
-    device_mesh, counted, shape = lies
-    placements = tuple(Replicate() if p.is_partial() else p for p in counted)
-    whole = enter_global(
-        gradient.contiguous(), device_mesh, placements, shape, contiguous_strides(shape), counted_whole(placements)
-    )
-    return leave_global(whole, counted) / copies
+def leave_plain(x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
+    """A plain result of a region, in memory of its own."""
+    return _LeavePlain.apply(x, copies, changes)
 
 
 class _EnterPlain(torch.autograd.Function):
-    """The identity, where a region begins."""
+    """The identity, where a region begins. Each rank has its part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, changes: Changes) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.changes = changes
+        ctx.copies, ctx.changes = copies, changes
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        if gradient is not None and torch.is_grad_enabled():
-            return _LeavePlain.apply(gradient, _itself, ctx.changes), None
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if gradient is None:
+            return None, None, None
+        check_one(gradient)
+        if torch.is_grad_enabled():
+            gradient = _LeavePlain.apply(gradient, replace(ctx.copies, axes=()), ctx.changes)
+        return ctx.copies.whole(gradient), None, None
 
 
 class _LeavePlain(torch.autograd.Function):
-    """A copy, where a region ends. `part` makes this rank's part of a gradient that is whole on all of them."""
+    """A copy, where a region ends. Each rank gets its part of the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor], changes: Changes
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.part, ctx.changes = part, changes
+        ctx.copies, ctx.changes = copies, changes
         return x.clone()
 
     @staticmethod
@@ -227,11 +240,7 @@ class _LeavePlain(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         check_one(gradient)
-        return ctx.part(gradient), None, None
-
-
-def _itself(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient
+        return ctx.copies.part(gradient), None, None
 
 
 # --- axes whose gradient is whole on every rank
