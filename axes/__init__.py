@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from axes.runtime.sharded import unshard as unshard
     from axes.runtime.simulate import simulate as simulate
     from axes.runtime.world import init_mesh as init_mesh
+    from axes.show.show import show as show
 
 _HOME = {
     "axes.algebra.cost": ("CostModel",),
@@ -124,6 +125,7 @@ _HOME = {
     "axes.runtime.sharded": ("from_local", "lift", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),
     "axes.runtime.world": ("init_mesh",),
+    "axes.show.show": ("show",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _FOLDERS = {"nn": "axes.nn"}
@@ -131,7 +133,15 @@ _FOLDERS = {"nn": "axes.nn"}
 
 __all__ = sorted([*_MODULE_OF, *_FOLDERS])
 
-_seam.provide(lambda: importlib.import_module("axes.runtime.bridge"))
+_seam.provide(
+    runtime=lambda: importlib.import_module("axes.runtime.bridge"),
+    pictures=lambda: importlib.import_module("axes.show.show"),
+)
+
+# `axes.show` is a function, and it lives in a folder of the same name. The first import of a folder binds its name,
+# so that it is imported here, where nothing can come later that puts the folder in the place of the function.
+importlib.import_module("axes.show")
+del globals()["show"]
 
 
 if not TYPE_CHECKING:  # type checkers know the names above, and a name that isn't there is an error to them

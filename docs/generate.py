@@ -1,9 +1,9 @@
-"""Writes the pages that the library can say by itself: what moves, and what gradients do.
+"""Writes the pages that the library can say by itself: what moves, what gradients do, what pictures show.
 
-    python docs/generate.py             writes docs/einops-with-an-at.md, docs/gradients.md, docs/pictures/*.svg
+    python docs/generate.py             writes docs/einops-with-an-at.md, gradients.md and show.md, docs/pictures/*.svg
     python docs/generate.py --check     exits with 1 where one of them isn't what would be written
 
-What the pages hold is in `docs/pages`. The first needs no processes; for the second, four local ranks run every row.
+What the pages hold is in `docs/pages`. The page about gradients is run by four local ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-from docs.pages import expressions, gradients  # noqa: E402 - found by the line above
+from docs.pages import expressions, gradients, showing  # noqa: E402 - found by the line above
 
 
 def files(ran: Sequence[gradients.Ran]) -> Iterator[tuple[Path, str]]:
     """Every file that is written, and what it holds. `ran` are the results of the page about gradients."""
-    for name, svg in expressions.pictures():
+    for name, svg in (*expressions.pictures(), *showing.pictures()):
         yield DOCS / "pictures" / name, svg
     yield DOCS / "einops-with-an-at.md", expressions.text()
     yield DOCS / "gradients.md", gradients.page(ran)
+    yield DOCS / "show.md", showing.text()
 
 
 def differences(wanted: Iterator[tuple[Path, str]]) -> Iterator[str]:

@@ -189,6 +189,7 @@ IMPORTED_LATE = {
     "axes/runtime/agent.py": ["torch"],  # who launches a program needs no torch: it is the ranks that have it
     "axes/runtime/launch.py": ["torch"],  # the same
     "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it
+    "axes/show/terminal.py": ["rich"],  # an extra: without it a picture has no colour
     "axes/runtime/torch_private.py": [
         "torch._dynamo",  # takes a second, and a mesh needs none of it
         "torch._functorch._aot_autograd",  # the same

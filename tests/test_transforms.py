@@ -145,6 +145,7 @@ NOT_OF_TENSORS = [
     "rand",
     "randn",
     "shard_module",
+    "show",
     "simulate",
     "use_mesh",
     "use_rules",

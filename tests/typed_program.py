@@ -45,6 +45,7 @@ def meshes(model: nn.Module) -> axes.Mesh:
         assert_type(entered, axes.Mesh)
         assert_type(used, axes.Mesh)
     print(mesh.explain("dp tp -> tp dp"), axes.process_groups()[0].names)
+    print(axes.show(mesh, rank=1), axes.show(mesh.sharding("b@dp d"), (8, 4)).text(120), axes.show(mesh).svg())
     return mesh
 
 

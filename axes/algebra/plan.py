@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import count, pairwise
 
+from axes.algebra import seam
 from axes.algebra.cost import CostModel, Model, Traffic, members_of_node, node_size
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout
@@ -118,6 +119,9 @@ class Plan:
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_html_(self) -> str | None:
+        return seam.picture_of(self)
 
 
 def plan(
@@ -495,14 +499,14 @@ def _row(number: int, step: Step) -> tuple[str, ...]:
         apart = ranks.step if isinstance(ranks, range) else 1
         strides = " ".join(str(stride * apart) for stride in step.layout.strides)
         group += f", stride{'s' if len(step.layout.strides) > 1 else ''} {strides}"
-    moved = f"{_size(step.bytes_in)} in, {_size(step.bytes_out)} out"
+    moved = f"{bytes_text(step.bytes_in)} in, {bytes_text(step.bytes_out)} out"
     return (str(number), step.kind, " ".join(step.axes), group, moved)
 
 
-def _size(count: int) -> str:
+def bytes_text(count: int) -> str:
     """Bytes in the unit that reads best.
 
-    >>> _size(12 << 20), _size(100)
+    >>> bytes_text(12 << 20), bytes_text(100)
     ('12.0 MiB', '100 B')
     """
     if count < 1024:

@@ -2,7 +2,8 @@
 
 A `Mesh` is pure algebra, yet `mesh.device_mesh` and `mesh.axis("tp").group` should work. The
 runtime, which may import the algebra but not the other way round, provides one object with the
-methods of `Runtime`; `axes/__init__.py` says where to find it, and it is imported at first need.
+methods of `Runtime`; `axes/__init__.py` says where to find it, and it is imported at first need. So
+it is with pictures (`_repr_html_`), which the top layer draws.
 """
 
 from __future__ import annotations
@@ -49,13 +50,26 @@ class Runtime(Protocol):
         """The DTensor placements of a sharding on its mesh's axes."""
 
 
+class Pictures(Protocol):
+    """What `axes.show` provides."""
+
+    def html_of(self, value: object) -> str:
+        """A picture of a value as a part of a page."""
+
+
 _provider: Callable[[], Runtime] | None = None
+_pictures: Callable[[], Pictures] | None = None
 
 
-def provide(provider: Callable[[], Runtime]) -> None:
-    """Says how to get the runtime; called once, by the package's `__init__`."""
-    global _provider
-    _provider = provider
+def provide(runtime: Callable[[], Runtime], pictures: Callable[[], Pictures]) -> None:
+    """Says how to get the runtime and the pictures; called once, by the package's `__init__`."""
+    global _provider, _pictures
+    _provider, _pictures = runtime, pictures
+
+
+def picture_of(value: object) -> str | None:
+    """A picture of a value as a part of a page; None where the algebra is used alone, so that its text is shown."""
+    return None if _pictures is None else _pictures().html_of(value)
 
 
 def runtime(wanted: str) -> Runtime:

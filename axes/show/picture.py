@@ -37,6 +37,7 @@ from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.exchange import Region
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
+from axes.show.panels import COLORS
 
 Names = tuple[str, ...]
 
@@ -278,17 +279,17 @@ def _joints(now: Sharding) -> dict[int, str]:
 SIDE, STRIP, GAP, LEFT, HEAD, STEP = 84, 20, 30, 190, 34, 54
 """Pixels: a tensor's side, one with a single dim, between ranks, the captions, the heading, a step."""
 
-COLORS = ("#3f7fd6", "#c2651a", "#2c8a5a", "#9a5bb8", "#b8860b", "#c2476f", "#2a8a93", "#7a6a5a")
-"""The ranks' colours: white reads on each of them, and each on white and on black."""
-
 STYLE = """
-  text { font: 13px ui-monospace, Menlo, Consolas, monospace; fill: #57606a }
-  .name { fill: #24292f } .small { font-size: 11px } .end { text-anchor: end }
-  .held { fill: #fff; font-size: 12px; text-anchor: middle }
-  .mid { text-anchor: middle } .joint { font-size: 17px; text-anchor: middle }
-  .whole { fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }
-  @media (prefers-color-scheme: dark) { text { fill: #9198a1 } .name { fill: #e6edf3 } }
+  .axes-moves text { font: 13px ui-monospace, Menlo, Consolas, monospace; fill: #57606a }
+  .axes-moves .name { fill: #24292f } .axes-moves .small { font-size: 11px } .axes-moves .end { text-anchor: end }
+  .axes-moves .held { fill: #fff; font-size: 12px; text-anchor: middle }
+  .axes-moves .mid { text-anchor: middle } .axes-moves .joint { font-size: 17px; text-anchor: middle }
+  .axes-moves .whole { fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }
+  @media (prefers-color-scheme: dark) {
+    .axes-moves text { fill: #9198a1 } .axes-moves .name { fill: #e6edf3 } .axes-moves .held { fill: #fff }
+  }
 """
+"""Every rule is of a class of its own: in a page an SVG's rules are those of the whole page."""
 
 
 def _svg(mesh: Mesh, scenes: Sequence[Row | Between], hidden: Collection[str], title: str) -> str:
@@ -307,12 +308,19 @@ def _svg(mesh: Mesh, scenes: Sequence[Row | Between], hidden: Collection[str], t
         body.append(_row(scene, ranks, hidden, y))
         y += _height(scene, hidden)
     width = LEFT + len(ranks) * (SIDE + GAP)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 4}" width="{width}" role="img">'
+    size = f'viewBox="0 0 {width} {y + 4}" width="{width}" role="img"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="axes-moves" {size}>'
+    said = f"<title>{escape(title)}</title>\n<desc>{escape(_said(scenes))}</desc>"
     used = dict.fromkeys(part.origins for scene in scenes if isinstance(scene, Row) for part in _all_parts(scene))
     patterns = "".join(_pattern(origins, ranks) for origins in used if len(origins) > 1)
     arrowheads = "".join(_arrowhead(index) for index in range(len(ranks)))
     defs = f"<defs>{arrowheads}{patterns}</defs>"
-    return "\n".join((head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", defs, *body, "</svg>")) + "\n"
+    return "\n".join((head, said, f"<style>{STYLE}</style>", defs, *body, "</svg>")) + "\n"
+
+
+def _said(scenes: Sequence[Row | Between]) -> str:
+    """The picture in words: how the tensor lies, and what happens in between."""
+    return "; ".join(scene.caption if isinstance(scene, Row) else " ".join(scene.lines) for scene in scenes)
 
 
 def _all_parts(row: Row) -> Iterator[Part]:
@@ -340,11 +348,12 @@ def _pattern(origins: tuple[int, ...], ranks: Sequence[int]) -> str:
     size = 7 * len(colors)
     stripes = "".join(f'<rect x="{7 * i}" width="7" height="{size}" fill="{c}"/>' for i, c in enumerate(colors))
     units = f'width="{size}" height="{size}" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
-    return f'<pattern id="{_pattern_name(origins)}" {units}>{stripes}</pattern>'
+    return f'<pattern id="{_pattern_name(origins, ranks)}" {units}>{stripes}</pattern>'
 
 
-def _pattern_name(origins: tuple[int, ...]) -> str:
-    return "of-" + "-".join(map(str, origins))
+def _pattern_name(origins: tuple[int, ...], ranks: Sequence[int]) -> str:
+    """A name that says the colours, so that it means the same in every picture of a page."""
+    return "of-" + "-".join(str(ranks.index(origin)) for origin in origins)
 
 
 def _heading(mesh: Mesh, ranks: Sequence[int]) -> str:
@@ -414,7 +423,7 @@ def _span(part: Part, dim: int | None, shape: Sequence[int], start: float, side:
 def _tile(part: Part, ranks: Sequence[int], corners: tuple[float, float, float, float]) -> str:
     x1, y1, x2, y2 = corners
     one = len(part.origins) == 1
-    fill = _color(ranks.index(part.origins[0])) if one else f"url(#{_pattern_name(part.origins)})"
+    fill = _color(ranks.index(part.origins[0])) if one else f"url(#{_pattern_name(part.origins, ranks)})"
     box = f'x="{x1 + 0.7:.5g}" y="{y1 + 0.7:.5g}" width="{x2 - x1 - 1.4:.5g}" height="{y2 - y1 - 1.4:.5g}"'
     found = f'<rect {box} fill="{fill}"/>'
     label = "+".join(map(str, part.origins))

@@ -1,0 +1,120 @@
+"""Ranks as text that stays short: evenly spaced ones as ranges, and of many the first and the last.
+
+>>> short_ranks(range(8)), short_ranks(range(0, 16, 4)), short_ranks([0, 1, 8, 9]), short_ranks([3])
+('0..7', '0 4 8 12', '0 1 8 9', '3')
+>>> short_ranks(range(7232, 60000, 16384)), short_ranks([at + i for at in range(0, 4096, 8) for i in range(4)], 36)
+('7232 23616 40000 56384', '0..3 8..11 16..19 .. 4088..4091')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+
+LEFT_OUT = ".."
+"""What stands for what is left out."""
+
+MOST_RUNS = 64
+"""Of more runs than this only the first are looked for; the last one is taken to be as long as the first."""
+
+RANGES = 3
+"""A text without a width shows this many runs, and the last."""
+
+
+def short_ranks(ranks: Sequence[int], width: int | None = None) -> str:
+    """Ranks in their order: `0 4`, `0..7`, `0..56 step 8`; in `width` columns, or in a few runs.
+
+    A run is left out rather than cut, so that every number in the text is a rank.
+
+    >>> short_ranks([0, 4, 8, 12, 1, 5, 9, 13], 12), short_ranks(range(1000, 9000, 7), 9)
+    ('0 4 8 .. 13', '1,143 ranks')
+    """
+    runs = list(islice(runs_of(ranks), MOST_RUNS + 1))
+    if len(runs) > MOST_RUNS:
+        last = list(runs_of(ranks[-len(runs[0]) :]))
+        runs[-1] = last[-1]
+    texts = list(map(_run, runs))
+    separator = ", " if any(" step " in text for text in texts) else " "
+    short = joined(len(texts), texts.__getitem__, separator, width, "")
+    return short or joined(len(ranks), lambda at: str(ranks[at]), " ", width, f"{len(ranks):,} ranks")
+
+
+def runs_of(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The ranks as evenly spaced runs, each as long as it can be.
+
+    >>> list(runs_of([0, 2, 4, 9, 8, 7]))
+    [[0, 2, 4], [9, 8, 7]]
+    """
+    if isinstance(ranks, range):
+        yield ranks
+        return
+    start = 0
+    while start < len(ranks):
+        stop = start + 1
+        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == ranks[start + 1] - ranks[start]:
+            stop += 1
+        yield ranks[start:stop]
+        start = stop
+
+
+def _run(run: Sequence[int]) -> str:
+    step = run[1] - run[0] if len(run) > 1 else 1
+    short = f"{run[0]}..{run[-1]}" + ("" if step == 1 else f" step {step}")
+    if len(run) > 2 and (step == 1 or len(run) > 4):
+        return short
+    return " ".join(map(str, run))
+
+
+def joined(count: int, text: Callable[[int], str], separator: str, width: int | None, instead: str) -> str:
+    """`count` texts with the last one, and as many of the first as fit; `instead` where not even these two do.
+
+    Asks only for the texts that it shows, so `count` may be large.
+
+    >>> joined(1000, str, " ", 20, "many")
+    '0 1 2 3 4 5 6 .. 999'
+    """
+    most = RANGES if width is None else max(1, width)
+    if count <= most + 1:
+        whole = separator.join(map(text, range(count)))
+        if width is None or len(whole) <= width:
+            return whole
+    last = f"{LEFT_OUT} {text(count - 1)}"
+    shown: list[str] = []
+    for at in range(min(count - 1, most)):
+        longer = [*shown, text(at)]
+        if width is not None and len(separator.join([*longer, last])) > width:
+            break
+        shown = longer
+    return separator.join([*shown, last]) if shown else instead
+
+
+def folded(count: int, wanted: Iterable[int], room: int) -> list[int | range]:
+    """Which of `count` things are shown in `room` places: their numbers, and a range for each that is left out.
+
+    The first of `wanted` is always shown, the others in their order of importance, then the first things.
+
+    >>> folded(4, [], 5), folded(1000, [500, 0, 999], 8)
+    ([0, 1, 2, 3], [0, 1, 2, 3, range(4, 500), 500, range(501, 999), 999])
+    """
+    if count <= room:
+        return list(range(count))
+    shown: set[int] = set()
+    for at in chain(wanted, range(min(count, room))):
+        more = shown | {at}
+        if not shown or len(_with_gaps(count, more)) <= room:
+            shown = more
+    return _with_gaps(count, shown)
+
+
+def _with_gaps(count: int, shown: Iterable[int]) -> list[int | range]:
+    found: list[int | range] = []
+    at = 0
+    for number in (*sorted(shown), count):
+        if number == at + 1:
+            found.append(at)
+        elif number > at:
+            found.append(range(at, number))
+        if number < count:
+            found.append(number)
+        at = number + 1
+    return found

@@ -1,0 +1,179 @@
+"""`axes.show`: a mesh, a sharding, a plan or a DTensor as a picture.
+
+    axes.show(mesh)                          ranks as a grid, and the groups that each axis forms
+    axes.show(mesh, rank=40000)              the same from one rank: whom does it talk to?
+    axes.show(sharding, (8, 2048, 4096))     blocks of the tensor, and the ranks that hold them
+    axes.show(plan)                          what moves, between whom, bytes and time
+
+What is shown is a `Sheet` of boards, tables and remarks (`panels`), made by `mesh_sheet`, `sharding_sheet` or
+`plan_sheet`, and put into text, SVG and HTML by `in_text`, `in_svg` and `in_html`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.mesh import Mesh
+from axes.algebra.plan import Plan
+from axes.algebra.sharding import Sharding
+from axes.algebra.sizes import checked_rank, checked_shape
+from axes.show.in_html import page_of, part_of_page
+from axes.show.in_svg import svg_of
+from axes.show.in_text import lines_of, plain
+from axes.show.mesh_sheet import sheet_of_mesh
+from axes.show.panels import Room, Sheet
+from axes.show.plan_sheet import sheet_of_plan
+from axes.show.sharding_sheet import sheet_of_sharding
+from axes.show.terminal import rich_text, room_of, written
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+DRAWN = Room(width=96, height=32)
+"""How much SVG and HTML show."""
+
+
+class Picture:
+    """What `axes.show` gives: text, SVG or HTML of one value.
+
+    `str()` and `print()` give plain text of 80 columns and 24 lines; `text` of another size. A prompt and
+    `show()` use the terminal's size and, where rich is installed, its colours. A notebook shows it by itself.
+    """
+
+    def __init__(self, sheet: Callable[[Room], Sheet]):
+        self._sheet = sheet
+
+    def text(self, width: int = 80, height: int = 24) -> str:
+        """Plain ASCII text, of at most `width` columns, folded to about `height` lines where it can be."""
+        return plain(lines_of(self._sheet(Room(width, height)), width))
+
+    def svg(self) -> str:
+        """An SVG for light and dark, with its summary as text; without scripts, nothing comes from outside."""
+        return svg_of(self._sheet(DRAWN))
+
+    def html(self) -> str:
+        """A page of its own, for light and dark and for any width."""
+        return page_of(self._sheet(DRAWN))
+
+    def print(self, file: IO[str] | None = None) -> None:
+        """Write it to `file`, by default to `sys.stdout`; in colour where that is a terminal and rich is installed."""
+        stream = sys.stdout if file is None else file
+        print(self._for(stream), file=stream)
+
+    def _for(self, stream: IO[str] | None) -> str:
+        room = room_of(stream)
+        return written(lines_of(self._sheet(room), room.width), stream)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return self._for(sys.stdout)
+
+    def _repr_html_(self) -> str:
+        return part_of_page(self._sheet(DRAWN))
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """The picture in a program that prints by rich."""
+        yield rich_text(lines_of(self._sheet(Room(options.max_width, Room().height)), options.max_width))
+
+
+def show(
+    x: Mesh | Sharding | Plan | DTensor, shape: Sequence[int] | None = None, *, rank: int | None = None
+) -> Picture:
+    """A picture of a mesh, a sharding, a plan or a DTensor, as text, SVG or HTML. Needs no process.
+
+    Of a mesh: the ranks as a grid, the last axis across, and the groups that each name forms. Of a sharding of
+    a tensor of `shape` (left out: any that divides) and of a DTensor: the blocks, with the ranks that hold each;
+    `0 4` are copies, `sum(0 4)` summands. Of a plan: each step, what each rank sends to each, bytes, time.
+
+    rank: the global rank to see it from, by default the one that `x` is seen from. Its place is in brackets,
+    the ranks that it communicates with bear the letter of the axis, and what is large is folded around it.
+
+    Raises `ShardingError` for anything else and for a shape where there is one already, `MeshError` for a rank
+    that isn't of the mesh.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> print(show(Mesh("dp=2 tp=4"), rank=5))
+    Mesh dp=2 tp=4
+    8 ranks, seen from rank 5
+    <BLANKLINE>
+    dp  tp  0  1  2  3
+    0       0  1d 2  3
+    1       4t[5] 6t 7t
+    <BLANKLINE>
+       axis  size  at  group of rank 5  all groups
+    d  dp       2   1  1 5              4: 0 4, 1 5, 2 6, 3 7
+    t  tp       4   1  4..7             2: 0..3, 4..7
+    """
+    seen = None if rank is None else checked_rank("rank", rank)
+    if isinstance(x, Mesh | Plan) and shape is not None:
+        raise ShardingError(f"axes.show takes a shape with a Sharding alone; found {shape!r:.60} with a {_kind(x)}")
+    if isinstance(x, Mesh):
+        mesh = x.at(_rank_of(x, seen))
+        return Picture(lambda room: sheet_of_mesh(mesh, room))
+    if isinstance(x, Plan):
+        made = x if seen is None else _seen_plan(x, seen)
+        return Picture(lambda room: sheet_of_plan(made, room))
+    if isinstance(x, Sharding):
+        whole = None if shape is None else checked_shape(shape)
+        return _of_sharding(x, whole, seen, None)
+    tensors = sys.modules.get("torch.distributed.tensor")  # who shows a mesh needs no torch
+    if tensors is None or not isinstance(x, tensors.DTensor):
+        raise ShardingError(
+            f"axes.show takes a Mesh, a Sharding, a Plan or a DTensor; found {_kind(x)}{_instead(x) or f': {x!r:.60}'}"
+        )
+    if shape is not None:
+        raise ShardingError(f"a DTensor has a shape; leave out {shape!r:.60}")
+    sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
+    return _of_sharding(sharding, tuple(map(int, x.shape)), seen, str(x.dtype).removeprefix("torch."))
+
+
+def html_of(value: object) -> str:
+    """The picture of a mesh, a sharding or a plan as a part of a page: what a notebook shows of it."""
+    return show(value)._repr_html_()  # type: ignore[arg-type]
+
+
+def _of_sharding(sharding: Sharding, shape: tuple[int, ...] | None, rank: int | None, dtype: str | None) -> Picture:
+    seen = _rank_of(sharding.mesh, rank)
+    if shape is not None:
+        sharding.extents(shape)  # refuses what doesn't fit
+    return Picture(lambda room: sheet_of_sharding(sharding, shape, room, seen, dtype))
+
+
+def _rank_of(mesh: Mesh, rank: int | None) -> int:
+    """The rank to look from; the first one where the mesh's job has ended."""
+    if rank is not None:
+        if mesh.universe.position(rank) is None:
+            raise MeshError(f"rank {rank} isn't one of the ranks of {mesh!r}")
+        return rank
+    try:
+        return mesh.rank
+    except MeshError:
+        return mesh.universe.ranks[0]
+
+
+def _seen_plan(made: Plan, rank: int) -> Plan:
+    if made.source.universe.position(rank) is None and made.target.universe.position(rank) is None:
+        raise MeshError(f"rank {rank} isn't one of the ranks of {made.source.mesh!r} or {made.target.mesh!r}")
+    return made.at(rank)
+
+
+def _kind(x: object) -> str:
+    return type(x).__name__
+
+
+def _instead(x: object) -> str:
+    """What to write instead, where that is known."""
+    if isinstance(x, str):
+        return "\nread the text first: axes.Mesh(text), mesh.sharding(text) or axes.plan(source, target, shape)"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "\na plain tensor lies on this rank alone; axes.shard(x, spec, mesh=mesh) makes a DTensor of it"
+    if _kind(x) == "DeviceMesh":
+        return "\naxes.Mesh.from_device_mesh(x) is a Mesh"
+    return ""

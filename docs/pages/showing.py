@@ -1,0 +1,144 @@
+"""The page about `axes.show`: what it shows of meshes, shardings and plans, as text and as SVG.
+
+Prose and code stand here; what a picture holds is the library's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from axes.show.show import Picture
+from docs.pages.page import WRITTEN, Session, block
+
+SHOWN, DRAWN = "<!-- text -->", re.compile(r"<!-- svg (\S+): (.*?) -->")
+
+
+def text() -> str:
+    """The page: after its code each picture that is asked for, as text or as a link to the SVG."""
+    return "".join(part for part, _ in _parts()).rstrip() + "\n"
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """The name and the SVG of every picture."""
+    return (found for _, found in _parts() if found is not None)
+
+
+def _parts() -> Iterator[tuple[str, tuple[str, str] | None]]:
+    """The page part by part, each with the file that belongs to it."""
+    session = Session()
+    for part in re.split(rf"({SHOWN}|{DRAWN.pattern.replace('(', '(?:')})", PAGE):
+        drawn = DRAWN.fullmatch(part)
+        if part != SHOWN and drawn is None:
+            yield session.page(part), None
+            continue
+        picture = session.space["picture"]
+        assert isinstance(picture, Picture), "the code before a picture makes it"
+        if drawn is None:
+            yield block(str(picture)), None
+        else:
+            name, alternative = drawn.groups()
+            yield f"![{alternative}](pictures/{name}.svg)", (f"{name}.svg", picture.svg())
+
+
+PAGE = f"""# Seeing meshes, shardings and plans
+
+{WRITTEN}
+
+`axes.show(x)` is a picture of a mesh, a sharding, a plan or a DTensor. Nothing on this page needs a process or a
+device; but for the DTensor at the end it needs no torch.
+
+## A mesh: who is where, and who talks to whom
+
+```python
+import axes
+mesh = axes.Mesh("dp=2 cp=2 tp=4", "fsdp = dp cp", ranks_per_node=8)
+picture = axes.show(mesh, rank=5)
+```
+
+`print(picture)` writes
+
+{SHOWN}
+
+The ranks are a grid, the last axis across. It is seen from one rank, in brackets, here 5: `mesh.at(5)` is the same
+as `rank=5`. The ranks that share a group with it bear the letter of the axis, so `4t` and `[5]` are in one group
+of `tp`. The table has a line for each name of the mesh: the coordinate of the rank (`at`), its group, on how many nodes
+that is, and the groups of all ranks. The same as SVG, with colours that say what the letters say:
+
+<!-- svg show-mesh: sixteen ranks as a grid, and the groups of rank 5 -->
+
+What is large is folded around the rank. Which of 65,536 ranks does rank 40,000 talk to along `tp`?
+
+```python
+job = axes.Mesh("pp=4 dp=2048 tp=8", "fsdp = dp tp", ranks_per_node=8)
+picture = axes.show(job, rank=40_000)
+```
+
+{SHOWN}
+
+`0..7` are eight ranks, `0..56 step 8` as well; `..` stands for what is left out, and never for a part of a number.
+Where a node ends within a row, a `|` stands.
+
+## A sharding: which rank holds which block
+
+```python
+sharding = mesh.sharding("batch@dp seq@tp embed | sum@cp")
+picture = axes.show(sharding, (8, 10, 16), rank=5)
+```
+
+{SHOWN}
+
+Each place is a block of the tensor, with the ranks that hold it: `0 4` would be copies, `sum(0 4)` are summands of a
+sum that hasn't happened. The dims that are split go down and across; where there are more than two, a board is one
+block of the others. Sizes may be uneven, and a dim may be a group of which a factor is split, as in a fused projection:
+
+```python
+fused = axes.Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4)
+picture = axes.show(fused, (48, 8), rank=1)
+```
+
+{SHOWN}
+
+<!-- svg show-factor: a dim of three times four heads, of which a rank has two in each third -->
+
+Blocks of the same ranks have the same colour. Without a shape the picture is of any that divides.
+
+## A plan: what moves
+
+```python
+small = axes.Mesh("dp=2 tp=4")
+plan = axes.plan("b@dp s@tp d", "b@dp s d@tp", (8, 2048, 4096), mesh=small, dtype="bfloat16")
+picture = axes.show(plan)
+```
+
+{SHOWN}
+
+Bytes `in` and `out` are over the links, for the rank that has most of them; times are the
+[cost model's](redistribution.md). Who has something from whom is shown for the group of the rank (`rank=`), and so is
+what the rank has of it: boxes of the whole tensor. Where a mesh has at most eight ranks, the SVG begins with all:
+
+<!-- svg show-plan: an all-to-all among two groups of four ranks -->
+
+## Where it is shown
+
+| | |
+| --- | --- |
+| at a prompt | it shows itself, as wide as the terminal; in colour with rich (`pip install '.[show]'`) |
+| in a script | `print(axes.show(x))` is plain text of 80 columns; `axes.show(x).print()` as at a prompt |
+| in a notebook | `axes.show(x)`, and a mesh, a sharding or a plan by itself |
+| in a file | `.text(width=120)`, `.svg()`, and `.html()`, which is a page of its own |
+| by rich | `rich.print(axes.show(x))` |
+
+Text is ASCII. A pipe gets no colour, nor does a terminal where `NO_COLOR` is set. SVG and HTML are for light and dark,
+for a phone as well; they hold no script, and nothing comes from outside.
+
+A DTensor is shown as it lies, with the names that it has; `dim 0` is one without a name.
+
+```python
+with axes.simulate(8, rank=5):
+    mesh = axes.init_mesh("dp=2 tp=4", device_type="cpu")
+    picture = axes.show(axes.zeros("b@dp s@tp", mesh=mesh, b=4, s=8))
+```
+
+{SHOWN}
+"""
