@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from axes.runtime.sharded import unshard as unshard
     from axes.runtime.simulate import simulate as simulate
     from axes.runtime.world import init_mesh as init_mesh
+    from axes.show.explain import explain as explain
 
 _HOME = {
     "axes.algebra.cost": ("CostModel",),
@@ -124,6 +125,7 @@ _HOME = {
     "axes.runtime.sharded": ("from_local", "lift", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),
     "axes.runtime.world": ("init_mesh",),
+    "axes.show.explain": ("explain",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _FOLDERS = {"nn": "axes.nn"}
