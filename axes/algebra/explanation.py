@@ -28,6 +28,7 @@ SCHEMA = 1
 
 WIDTH = 80
 _NARROWEST = 30
+_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,16 @@ def _lines(found: Explanation) -> Iterator[str]:
 
 def _wrapped(before: str, text: str) -> Iterator[str]:
     """`text` behind `before`, broken between words; what follows stands under its beginning."""
-    indent = len(before) if len(before) <= WIDTH - _NARROWEST else 6
-    room = max(_NARROWEST, WIDTH - len(before))
+    room = WIDTH - len(before)
+    indent = len(before) if room >= _NARROWEST else 6
     if len(text) <= room:
         yield (before + text).rstrip()
         return
-    first, *_ = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    first = textwrap.wrap(text, max(1, room), **_WORDS)[0]
+    if len(first) > room:  # not even a word
+        first = ""
     yield (before + first).rstrip()
-    for line in textwrap.wrap(
-        text[len(first) :].strip(), WIDTH - indent, break_long_words=False, break_on_hyphens=False
-    ):
+    for line in textwrap.wrap(text[len(first) :].strip(), WIDTH - indent, **_WORDS):
         yield " " * indent + line
 
 

@@ -291,7 +291,7 @@ def _note_frame(found: _Caller, frame: FrameType, module: str, function: str) ->
     if module == "torch.distributed.tensor._dispatch" and "op_call" in frame.f_locals and not found.operation:
         found.operation = str(frame.f_locals["op_call"])
     if module == "torch.distributed.tensor._api" and function in ("redistribute", "full_tensor", "distribute_tensor"):
-        found.operation = found.operation or f"DTensor.{function}"
+        found.operation = f"DTensor.{function}"  # the last of several that call one another is what is written
     if is_users(frame):
         found.place = place_of_frame(frame)
         found.by = found.by or "program"
