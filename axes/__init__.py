@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from axes.runtime.sharded import unshard as unshard
     from axes.runtime.simulate import simulate as simulate
     from axes.runtime.world import init_mesh as init_mesh
+    from axes.show.explain import explain as explain
     from axes.show.show import show as show
 
 _HOME = {
@@ -125,6 +126,7 @@ _HOME = {
     "axes.runtime.sharded": ("from_local", "lift", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),
     "axes.runtime.world": ("init_mesh",),
+    "axes.show.explain": ("explain",),
     "axes.show.show": ("show",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

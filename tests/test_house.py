@@ -345,7 +345,7 @@ def test_what_sends_goes_through_one_place():
     found = {str(path): set(sending(tree(path))) for path in MODULES if path != PRIVATE}
     assert {path: names for path, names in found.items() if names} == SENDING
     through = {"axes/nn/clipping.py": "together", "axes/runtime/lines.py": "together"}
-    for path, name in (*through.items(), ("axes/runtime/redistribute.py", "compare_operation")):
+    for path, name in (*through.items(), ("axes/runtime/redistribute.py", "announce")):
         assert any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree(Path(path)))), path
 
 

@@ -135,6 +135,7 @@ NOT_OF_TENSORS = [
     "debug",
     "destroy_process_groups",
     "empty",
+    "explain",
     "full",
     "init_mesh",
     "launch",

@@ -323,7 +323,7 @@ class Mesh:
           permute  tp a b
         """
         found = mesh_expression.compile(self.axes, self.namespace, expression, dict(written_sizes(keywords, sizes)))
-        return Explanation(found.lines())
+        return found.explanation()
 
     def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from axes.algebra.equations import Namespace
 from axes.algebra.errors import ExpressionError, MeshError, pointed, shortened, suggestion
+from axes.algebra.explanation import Explanation, Section
 from axes.algebra.grammar import Ellipsis_, Group, Item, MeshExpression, Side, leaves, parse_mesh
 from axes.algebra.layout import Layout
 from axes.algebra.sizes import Product, given_sizes, solve
@@ -61,9 +62,22 @@ class Rearrangement:
             made.update(step.after)
         return axes, made
 
-    def lines(self) -> tuple[str, ...]:
-        """The reading, then one line per step."""
-        return _reading(self), *(f"  {step}" for step in self.steps or ("nothing to do",))
+    def explanation(self) -> Explanation:
+        """The reading, and what is done step by step."""
+        rows = tuple([(str(step),) for step in self.steps]) or (("nothing to do",),)
+        facts = {
+            "kind": "mesh",
+            "read": _reading(self),
+            "sizes": dict(self.sizes),
+            "steps": [
+                {"kind": step.kind, "before": _names(step.before), "after": _names(step.after)} for step in self.steps
+            ],
+        }
+        return Explanation(_reading(self), (Section("", rows),), facts)
+
+
+def _names(axes: Sequence[tuple[str, Layout]]) -> dict[str, str]:
+    return {name: str(layout) for name, layout in axes}
 
 
 def compile(axes: Axes, namespace: Namespace, expression: str, sizes: Mapping[str, int | None]) -> Rearrangement:

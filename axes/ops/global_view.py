@@ -158,7 +158,7 @@ def apply_global(
         return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple(map(torch_private.spec_of, operands))
     made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
-    if flags.check:
+    if flags.told:
         with part_of(f"axes.{kind} '{text}'"):
             return _applied(made, operands, grad)
     return _applied(made, operands, grad)
@@ -273,7 +273,7 @@ class _LinearRecipe(torch.autograd.Function):
         if cotangent is None:
             return (None,) * (1 + len(needed))
         operands = ctx.saved_tensors if len(needed) > 1 else (None,)
-        if flags.check:
+        if flags.told:
             with part_of(f"gradient of {ctx.made.recipe.kind} '{ctx.made.recipe.text}'"):
                 return _gradients(ctx.made, needed, cotangent, operands)
         return _gradients(ctx.made, needed, cotangent, operands)
@@ -303,13 +303,18 @@ def _arriving(cotangent: DTensor) -> Spec:
 
 @_per_program
 def _wanted(made: Global, needed: tuple[bool, ...], spec: Spec) -> Sharding | None:
-    """Where the gradients of several operands all want the cotangent, so that it is sent once for all of them.
+    """Where the cotangent is brought once for the gradients of several operands, if these agree."""
+    if sum(needed) < 2:
+        return None
+    return shared_cotangent([_gradient(made, index, spec).recipe for index, wanted in enumerate(needed) if wanted])
+
+
+def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
+    """Where the gradients of several operands all want the cotangent: then it is brought there once for all of them.
 
     None where they don't agree, or want it where it is.
     """
-    if sum(needed) < 2:
-        return None
-    inputs = [_gradient(made, index, spec).recipe.inputs[0] for index, wanted in enumerate(needed) if wanted]
+    inputs = [each.inputs[0] for each in gradients]
     first = inputs[0]
     if any(len(group) != 1 for i in inputs for group in i.groups) or any(i.prepared != first.prepared for i in inputs):
         return None
@@ -338,13 +343,18 @@ def _gradient(made: Global, index: int, spec: Spec) -> Global:
     arrived = _arrived(made.recipe, made, spec)
 
     def of(forward: Recipe) -> Recipe:
-        if forward.kind != "reduce" or forward.op in _LINEAR_OPS:
-            return gradient(forward, index, arrived)
-        # What is compared with the operand, element by element, lies as the operand does.
-        return gradient(_as_sum(forward), index, arrived, lazy=False)
+        return gradient_of(forward, index, arrived)
 
     _, dtype = both(made.program.comm_dtype)
     return _global(made.program.extents.derived(of), made.device_mesh, (dtype, dtype))
+
+
+def gradient_of(forward: Recipe, index: int, arrived: Sharding) -> Recipe:
+    """The recipe of an operand's gradient; of a maximum, of what takes a value to each place that may have it."""
+    if forward.kind != "reduce" or forward.op in _LINEAR_OPS:
+        return gradient(forward, index, arrived)
+    # What is compared with the operand, element by element, lies as the operand does.
+    return gradient(as_sum(forward), index, arrived, lazy=False)
 
 
 def _arrived(forward: Recipe, made: Global, spec: Spec) -> Sharding:
@@ -355,7 +365,7 @@ def _arrived(forward: Recipe, made: Global, spec: Spec) -> Sharding:
     return found.on(forward.mesh)
 
 
-def _as_sum(forward: Recipe) -> Recipe:
+def as_sum(forward: Recipe) -> Recipe:
     """The sum with the same names: its gradient takes a value to every place that was reduced to it."""
 
     def summed(sharding: Sharding) -> Sharding:
@@ -429,7 +439,7 @@ class _Scaled(torch.autograd.Function):
 @_per_program
 def _counting(made: Global) -> BoundRecipe:
     """The sum with the same names as a maximum."""
-    return bind(made.program.extents.derived(_as_sum), "global")
+    return bind(made.program.extents.derived(as_sum), "global")
 
 
 def _check_resolved(made: Recipe) -> None:

@@ -64,7 +64,7 @@ def apply_local(
     made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
         operands = (_Owning.apply(operands[0]),)
-    if flags.check:
+    if flags.told:
         with part_of(f"axes.{kind} '{text}'"):
             return _run(made, operands)
     return _run(made, operands)

@@ -72,7 +72,7 @@ def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool
         return BoundRecipe(extents, _nothing, view, comm_dtype)
     last = _last(extents, view, comm_dtype, async_op)
     feeds = [_feed(extents, i, view, comm_dtype) for i in found.inputs]
-    compute = _compute(extents, [feed is None for feed in feeds], merged=last is None)
+    compute = local_computation(extents)
     if view == "local" and last is not None and is_extreme_across_ranks(found):
         whole = extreme(extents, compute, last, feeds[0] is None, comm_dtype)
         return BoundRecipe(extents, _chained(feeds, whole, None), view, comm_dtype)
@@ -250,6 +250,34 @@ def _merging(extents: Extents) -> Stage | None:
 
 
 # --- local computation
+
+
+def local_computation(extents: Extents) -> Run:
+    """What a rank computes between what it sends: from operands, or what has been moved of them, to the result."""
+    return _compute(extents, _raw(extents.recipe), merged=not _moves_result(extents.recipe))
+
+
+def computed_shapes(extents: Extents) -> tuple[Shape, ...]:
+    """The shapes that `local_computation` takes on this rank."""
+    found = extents.recipe
+    return tuple(
+        i.source.local_shape(i.shape) if as_is else extents.local(i.atoms, i.prepared)
+        for i, as_is in zip(found.inputs, _raw(found), strict=True)
+    )
+
+
+def _raw(found: Recipe) -> list[bool]:
+    """Which operands are computed on as they come: nothing is moved of them."""
+    return [
+        unmoved(i.source, i.opened, i.shape) and unmoved(i.elementary, i.prepared, found.shape_of(i.atoms))
+        for i in found.inputs
+    ]
+
+
+def _moves_result(found: Recipe) -> bool:
+    """Whether something is done to the result after it is computed, but for merging its dims."""
+    r = found.result
+    return not (unmoved(r.derived, r.target, found.shape_of(r.atoms)) and unmoved(r.closed, r.output, r.shape))
 
 
 def _compute(extents: Extents, raw: Sequence[bool], merged: bool, dtype: torch.dtype | None = None) -> Run:

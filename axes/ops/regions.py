@@ -182,13 +182,31 @@ def region_of(expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[H
         checked_mesh(mesh)
     try:
         check_count("the function is called with", len(specs), reading.inputs, "left")
-        return _made(reading, mesh, is_given, specs)
+        inputs = [_input(place, *each) for place, each in enumerate(zip(reading.inputs, specs, strict=False))]
+        region = _made(reading, mesh, is_given, inputs)
+    except (ShardingError, SizeError, MeshError) as error:
+        raise located(error, reading) from None
+    if region.device_mesh is None:
+        return replace(region, device_mesh=region.home.device_mesh)
+    return region
+
+
+def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> Region:
+    """The region of tensors that lie so, without a running job: nothing can run in it."""
+    reading = read_region(expression)
+    try:
+        check_count("the function is called with", len(shapes), reading.inputs, "left")
+        inputs = []
+        for place, (spec, sharding, shape) in enumerate(zip(reading.inputs, shardings, shapes, strict=False)):
+            placements = torch_placements(sharding)
+            dims = expanded(spec, len(shape), f"tensor {place}")
+            inputs.append(RegionInput(spec, dims, sharding, shape, None, placements, placements, ()))
+        return _made(reading, mesh, True, inputs)
     except (ShardingError, SizeError, MeshError) as error:
         raise located(error, reading) from None
 
 
-def _made(reading: RegionExpression, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
-    inputs = [_input(place, *each) for place, each in enumerate(zip(reading.inputs, specs, strict=False))]
+def _made(reading: RegionExpression, mesh: Mesh | None, is_given: bool, inputs: list[RegionInput]) -> Region:
     home = _home([each.sharding.mesh for each in inputs])
     names = _mesh_of_names(mesh, is_given, home)
     _check_names(reading, names)
@@ -204,7 +222,8 @@ def _made(reading: RegionExpression, mesh: Mesh | None, is_given: bool, specs: t
         inputs[place] = replace(each, counted=_counted(each.sharding.mesh, each.placements, same), same=same)
         _take_over(splits, reading, each)
     device_meshes = [each.device_mesh for each in inputs if each.sharding.mesh == home]
-    region = Region(reading, names, home, (device_meshes or [home.device_mesh])[0], splits, sizes, tuple(inputs))
+    device_mesh = device_meshes[0] if device_meshes else None
+    region = Region(reading, names, home, device_mesh, splits, sizes, tuple(inputs))
     for spec in reading.outputs:
         # What can't be is an error before the function runs and sends anything.
         result_sharding(region, spec, [dim for dim in spec.dims if not _is_dots(dim)])

@@ -122,7 +122,7 @@ def _reshard(
     found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
-    if flags.check:
+    if flags.told:
         with part_of(f"axes.reshard to '{spec}'"):
             return found.take(x, async_op)
     return found.take(x, async_op)

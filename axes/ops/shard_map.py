@@ -222,7 +222,7 @@ def run_region(
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
     """
-    if not torch.compiler.is_compiling() and flags.check:
+    if not torch.compiler.is_compiling() and flags.told:
         with part_of(f"shard_map '{expression}'"):
             return _run_region(fn, expression, args, kwargs, mesh, check, used, plain)
     return _run_region(fn, expression, args, kwargs, mesh, check, used, plain)

@@ -75,15 +75,28 @@ def together(describe: Callable[..., Operation], subject: tuple[Any, ...], run: 
 
     Raises `DesyncError` where ranks differ, and where the backend fails.
     """
-    if flags.check:
-        compare_operation(describe(*subject))
+    if flags.told:
+        announce(describe, *subject)
     try:
         return run(*args)
     except RuntimeError as error:
-        explain(error, describe, *subject)
+        raise_located(error, describe, *subject)
 
 
-def explain(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
+def announce(describe: Callable[..., Operation], *subject: Any) -> None:
+    """Before the ranks of `describe(*subject)` communicate, where flags have it told: compare it, if asked for."""
+    _context.announced = describe, subject
+    if flags.check:
+        compare_operation(describe(*subject))
+
+
+def announced() -> Operation | None:
+    """The operation of this thread that was announced last."""
+    found = _context.__dict__.get("announced")
+    return found and found[0](*found[1])
+
+
+def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
     """Raises what says where `describe(*subject)` failed; the error itself where it is this rank's own."""
     if isinstance(error, _ONES_OWN):
         raise error
@@ -116,16 +129,39 @@ _context = threading.local()
 @contextlib.contextmanager
 def part_of(what: str) -> Iterator[None]:
     """Operations in this block are part of `what`, an expression: ranks compare that, too."""
+    listener = _context.__dict__.get("listener")
     parts = _context.__dict__.setdefault("parts", [])
     parts.append(what)
+    if listener is not None:
+        listener()
     try:
         yield
     finally:
         parts.pop()
+        if listener is not None:
+            listener()
+
+
+def parts() -> tuple[str, ...]:
+    """What operations are part of just now, the outermost first."""
+    return tuple(_context.__dict__.get("parts", ()))
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[], None]) -> Iterator[None]:
+    """In this block operations of this thread say what they are; `listener` is called where `parts` has changed."""
+    before = _context.__dict__.get("listener")
+    _context.listener = listener
+    flags.listen(1)
+    try:
+        yield
+    finally:
+        flags.listen(-1)
+        _context.listener = before
 
 
 def _whole() -> str:
-    """What operations are part of just now, the outermost first."""
+    """`parts` as text, after the pass that runs."""
     parts = [*_context.__dict__.get("parts", ())]
     if torch_private.backward_runs():
         parts.insert(0, "backward")
@@ -176,11 +212,21 @@ def user_place() -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-        if module.partition(".")[0] not in _PASSED and not file.startswith(("<frozen", "<eval_with_key")):
-            return f"{_short(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if is_users(frame):
+            return place_of_frame(frame)
         frame = frame.f_back
     return ""
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is of the user's code."""
+    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    return module.partition(".")[0] not in _PASSED and not file.startswith(("<frozen", "<eval_with_key"))
+
+
+def place_of_frame(frame: FrameType) -> str:
+    """Where a frame is, as `file:line in function`."""
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 _PASSED = {"axes", "torch", "einops", "contextlib", "functools"}
@@ -248,7 +294,7 @@ def waited(x: torch.Tensor) -> torch.Tensor:
         return torch_private.arrived(x)
     except RuntimeError as error:
         if (found := getattr(x, _OPERATION, None)) is not None:
-            explain(error, *found)
+            raise_located(error, *found)
         raise DesyncError(f"a collective that was under way failed{_at(user_place())}: {error}") from error
 
 

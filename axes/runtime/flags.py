@@ -11,7 +11,11 @@ import os
 check = os.environ.get("AXES_CHECK") == "1"
 """Whether ranks compare each operation before they communicate."""
 
+told = check
+"""Whether operations say what they are and what they are part of: for who compares them, or listens (`listen`)."""
+
 _said: bool | None = None
+_listeners = 0
 
 
 def said() -> bool | None:
@@ -28,8 +32,16 @@ def say(wanted: bool | None) -> None:
 
 def read_environment() -> None:
     """Takes `AXES_CHECK` for what it is now, where the program has said nothing."""
-    global check
+    global check, told
     check = os.environ.get("AXES_CHECK") == "1" if _said is None else _said
+    told = check or _listeners > 0
+
+
+def listen(more: int) -> None:
+    """Have operations say what they are to one more who listens, or with -1 to one less."""
+    global _listeners
+    _listeners += more
+    read_environment()
 
 
 def flags_text() -> str:

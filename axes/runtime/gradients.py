@@ -41,6 +41,25 @@ Same = frozenset[Mode] | None
 """The digits that are `same` on one side; None for all that are replicated: the global view."""
 
 
+def of_shards(
+    source: Sharding, target: Sharding, source_same: Iterable[NamedLayout], target_same: Iterable[NamedLayout]
+) -> tuple[Sharding, Sharding, tuple[frozenset[Mode], frozenset[Mode]]]:
+    """Both ends of a redistribution in the local view, on the axes that one side mentions, and what is `same` there.
+
+    Tensors may differ along the other axes, so nothing may be taken from there.
+    """
+    same = _modes(source_same), _modes(target_same)
+    layouts = [*source.used, *target.used, *(Layout.of([digit]) for side in same for digit in side)]
+    found = {digit for refined in digits(*layouts) for digit in refined}
+    line = Layout.of(sorted(found, key=lambda digit: -digit[1]))
+    source, target = (replace(end, mesh=end.mesh.along(line)) for end in (source, target))
+    return source, target, same
+
+
+def _modes(axes: Iterable[NamedLayout]) -> frozenset[Mode]:
+    return frozenset(mode for axis in axes for mode in axis.layout.modes)
+
+
 def transposed(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> tuple[Sharding, Sharding, int]:
     """`(arriving, middle, divisor)` of the gradient of a redistribution.
 

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from axes.algebra.chunks import tile_shape
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.layout import Layout, Mode, NamedLayout, digits
+from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, even_ways, only_way, plan
 from axes.algebra.planning.exchange import Region, regions
@@ -52,14 +52,14 @@ from axes.algebra.universe import Universe
 from axes.runtime import flags
 from axes.runtime.check import (
     Operation,
-    compare_operation,
-    explain,
+    announce,
     lane_of,
     patience_of,
+    raise_located,
     under_way,
     waited,
 )
-from axes.runtime.gradients import Same, transposed
+from axes.runtime.gradients import Same, of_shards, transposed
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.packing import slices_of
 from axes.runtime.programs import Program, check_dtypes, part_text
@@ -169,23 +169,8 @@ def _move(
         if source_same or target_same:
             raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
         return Move(source, target, shape, dtype, (None, None), (there, back))
-    same = _digits(source_same), _digits(target_same)
-    line = mentioned(source, target, same)
-    source, target = (replace(end, mesh=end.mesh.along(line)) for end in (source, target))
+    source, target, same = of_shards(source, target, source_same, target_same)
     return Move(source, target, shape, dtype, same, (there, back))
-
-
-def _digits(axes: Iterable[NamedLayout]) -> frozenset[Mode]:
-    return frozenset(mode for axis in axes for mode in axis.layout.modes)
-
-
-def mentioned(source: Sharding, target: Sharding, same: tuple[frozenset[Mode], frozenset[Mode]]) -> Layout:
-    """The axes that one side mentions. In the local view tensors may differ along the others, so nothing may be
-    taken from there.
-    """
-    layouts = [*source.used, *target.used, *(Layout.of([digit]) for side in same for digit in side)]
-    found = {digit for refined in digits(*layouts) for digit in refined}
-    return Layout.of(sorted(found, key=lambda digit: -digit[1]))
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -204,8 +189,8 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
         local = waited(local)
     if type(local) in PLAIN:
         # What `together` does, at no price where nothing is compared.
-        if flags.check and program.sends:
-            compare_operation(_operation(program))
+        if flags.told and program.sends:
+            announce(_operation, program)
         sent = local.contiguous()
         try:
             if async_op:
@@ -215,7 +200,7 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
         except RuntimeError as error:
             if not program.sends:
                 raise
-            explain(error, _operation, program)
+            raise_located(error, _operation, program)
     # A size that no step cuts may be any: the program is then for a stand-in of the whole, and not for this tile.
     tile = tuple(local.shape)
     traced = program.at_sizes(tile) if is_symbolic(tile) or program.tile not in (None, tile) else program.traced

@@ -31,6 +31,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -892,6 +893,73 @@ def children_of(tree: object) -> list[Any] | None:
     if pytree.tree_is_leaf(tree):
         return None
     return pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[0]
+
+
+def next_node_number() -> int:
+    """The number that the next autograd node of this thread gets; nodes are numbered in the order of their making.
+
+    Would be replaced by a public `torch.autograd.graph.get_sequence_nr`.
+    """
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node_number() -> int | None:
+    """The number of the node whose gradient this thread computes just now; None where it computes none.
+
+    This and the next would be replaced by a public way to the running node.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None or hasattr(node, "variable") else node._sequence_nr()
+
+
+def running_leaf() -> torch.Tensor | None:
+    """The leaf whose gradient is accumulated just now, hooks of the leaf included."""
+    return getattr(torch._C._current_autograd_node(), "variable", None)
+
+
+def group_handed_over(given: Any) -> dist.ProcessGroup:
+    """The process group that an operator of torch is called with: boxed, by its name, or itself.
+
+    Would be replaced by operators that take what `torch.distributed` gives out.
+    """
+    if isinstance(given, str):
+        return c10d._resolve_process_group(c10d.GroupName(given))
+    return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
+
+
+def class_before_fsdp(module: torch.nn.Module) -> type:
+    """The class that a module had before `fully_shard` gave it one of its own making. Public API: none planned."""
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+
+
+def module_of_fsdp(holder: object) -> torch.nn.Module | None:
+    """The first module of a group of parameters that FSDP2 gathers together; None where `holder` is no such group.
+
+    Would be replaced by hooks of FSDP2 around what it sends.
+    """
+    modules = getattr(holder, "modules", None) if type(holder).__name__ == "FSDPParamGroup" else None
+    return modules[0] if isinstance(modules, tuple) and modules else None
+
+
+def name_of_operator(func: Any) -> str:
+    """`allreduce_` of `c10d::allreduce_`.
+
+    This and the next would be replaced by a public schema of `OpOverload`.
+    """
+    return func._schema.name.partition("::")[2]
+
+
+def arguments_of(func: Any) -> list[str]:
+    """The names of what an operator takes, in order."""
+    return [argument.name for argument in func._schema.arguments]
+
+
+def is_view(func: Any) -> bool:
+    """Whether an ATen operation gives a view of what it takes.
+
+    Would be replaced by a public question of `OpOverload`.
+    """
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def backward_runs() -> bool:

@@ -1,0 +1,102 @@
+"""`axes.explain`: what an operation or a step of a model sends, before it runs anywhere.
+
+print(axes.explain("b s@tp d -> b s d@tp", (8, 2048, 4096), mesh="dp=4 tp=2"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from axes.algebra.errors import AxesError, SizeError, shown
+from axes.algebra.explanation import Explanation
+from axes.algebra.mesh import Mesh
+from axes.algebra.opaque import Dtype
+from axes.algebra.scopes import required_mesh
+from axes.algebra.sizes import written_sizes
+from axes.show.operations import explained_operation
+from axes.show.step import explained_step
+
+
+def explain(
+    what: str | Callable[..., Any],
+    /,
+    *inputs: Any,
+    mesh: Mesh | str | None = None,
+    dtype: str | Dtype = "float32",
+    op: str = "sum",
+    kind: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> Explanation:
+    """What an expression does on a mesh, or every collective of a step of a module or function.
+
+    **An expression**, `explain("b s@tp d -> b s d", (8, 64, 32), mesh="tp=4")`: how it is read, its sizes, the shards
+    on each rank, what torch computes on them, what is sent forward and backward with bytes and estimated time, and
+    which groups that takes. `inputs` are the whole shapes of its operands; without them, keywords are the sizes of all
+    names. The left side is how the operands lie. An expression of one operand is a rearrangement, a reduction by `op`
+    or a repetition, one of several an einsum; `kind="shard_map"` reads it as a region instead, and `kind="reshard"`
+    names a rearrangement so. `dtype` is that of the tensors. No process is needed.
+
+    **A step**, `explain(step, x, y)`: `step(x, y)` runs, and then the backward pass from what it returns, where that
+    needs gradients. Of each collective it is told who asked for it (axes, the program, or torch unasked, as DTensor
+    and FSDP2 do), the expression or operation, the axes, bytes, the path of the module and the line of the program;
+    for a gradient the line of the forward. Totals are per axis. In a simulated world (`axes.simulate`) one process
+    shows the step of any rank; in a running job all ranks call it. What is compiled runs eagerly. Gradients of a
+    module's parameters, and random numbers, are afterwards as before.
+
+    `mesh` is a mesh or its text, the ambient mesh by default. Where no job runs, a step gets a simulated world of that
+    mesh, which is ambient in it. The result prints itself, and has `json()`, `html()` and `svg()`.
+
+    Raises for an expression what its operation raises, `MeshError` without a mesh, `SizeError` for sizes that are
+    missing, `AxesError` for what can't be explained.
+
+    >>> import torch, axes
+    >>> print(explain("b s@tp d -> b s d", (8, 64, 32), mesh="dp=2 tp=4"))
+    rearrange "b s@tp d -> b s d"
+    read as
+      operand  [8, 64, 32] float32  b s@tp d
+      result   [8, 64, 32] float32  b s d
+      sizes    b=8 s=64 d=32
+      mesh     dp=2 tp=4, seen from rank 0
+    shards
+      operand  [8, 16, 32] on every rank, at most 16.0 KiB
+      result   [8, 64, 32] on every rank, at most 64.0 KiB
+    local work
+      nothing: views alone
+    communication
+      all_gather  tp  4 ranks  48.0 KiB in, 48.0 KiB out  20 us  result
+    backward, of DTensors: the result's gradient lies as the result
+      slice      no communication    gradient
+    backward, of plain shards: the sum of all ranks' losses
+      reduce_scatter  tp  4 ranks  48.0 KiB in, 48.0 KiB out  20 us  gradient
+    groups, by the one that this rank is in
+      tp  4 ranks  ranks 0..3; new
+    >>> def step():
+    ...     x = axes.ones("b@tp d", b=8, d=4).requires_grad_()
+    ...     return axes.einsum(x, "b@tp d -> d").sum()
+    >>> [(each["kind"], each["axes"], each["bytes_in"]) for each in explain(step, mesh="tp=4").json()["collectives"]]
+    [('all_reduce', ['tp'], 24)]
+    """
+    if isinstance(what, str):
+        given = dict(written_sizes(keywords, sizes))
+        where = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.explain")
+        _check_shapes(what, inputs)
+        return explained_operation(what, inputs, where, str(dtype).removeprefix("torch."), op, kind, given)
+    if not callable(what):
+        raise AxesError(f"axes.explain takes the text of an expression, a module or a function; found {shown(what)}")
+    if keywords or sizes or (str(dtype), op, kind) != ("float32", "sum", None):
+        raise AxesError(
+            "sizes, dtype, op and kind are of expressions; pass keywords of a step in a function: "
+            "axes.explain(lambda x: model(x, cache=None), x)"
+        )
+    return explained_step(what, inputs, mesh)
+
+
+def _check_shapes(text: str, shapes: tuple[Any, ...]) -> None:
+    for shape in shapes:
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise SizeError(
+                f"with an expression, axes.explain takes whole shapes, like axes.explain({text!r}, (8, 64)); found "
+                f"{shown(shape)}"
+            )

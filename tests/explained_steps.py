@@ -1,0 +1,235 @@
+"""Steps of the examples, for tests of `axes.explain`: explained in one process, and counted on real ranks.
+
+What is counted is what torch's process groups are handed: each collective with the ranks of its group, and the bytes
+that this rank receives from others and sends to them, by plain arithmetic on the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import axes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import llama
+import megatron_block
+import ring_attention
+import ulysses
+from pipelined import forward_backward, mesh_of
+
+Counted = tuple[str, tuple[int, ...], int, int]
+"""A collective: its kind, the ranks of its group, the bytes that come in and go out."""
+
+Step = Callable[[], Any]
+
+
+def llama_step(mesh_text: str) -> tuple[Step, axes.Mesh]:
+    """Forward and backward of the Llama, whose parameters FSDP2 gathers."""
+    options = llama.Options(mesh=mesh_text)
+    mesh = mesh_of(options, llama.AXES, "fsdp = dp cp")
+    run = forward_backward(llama.made(options, mesh), llama.loss_on(mesh), mesh, 2, "1f1b")
+    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence)), dtype=torch.long)
+    return lambda: run(tokens, tokens), mesh
+
+
+def megatron_step(version: str) -> tuple[Step, axes.Mesh]:
+    """A step of one version of the block, its optimizer included."""
+    mesh = axes.init_mesh("tp", device_type="cpu")
+    with mesh:
+        training = megatron_block.versions(mesh, megatron_block.Size(32, 8, 16, 2), torch.float32)[version]
+
+    def step() -> None:
+        with mesh:
+            training.step()
+
+    return step, mesh
+
+
+def ulysses_step() -> tuple[Step, axes.Mesh]:
+    """Attention by two rearranges, on DTensors and on plain shards."""
+    mesh = axes.init_mesh("cp=4 tp=2", device_type="cpu")
+    return lambda: ulysses.compare(4, 2, 16, 8), mesh
+
+
+def ring_step() -> tuple[Step, axes.Mesh]:
+    """Attention around a ring."""
+    mesh = axes.init_mesh("cp", device_type="cpu")
+    return lambda: ring_attention.compare(8, 32, torch.float32), mesh
+
+
+STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
+    "llama": lambda: llama_step("dp=2 cp=2 tp=2"),
+    "megatron by hand": lambda: megatron_step("by hand"),
+    "megatron, plain shards": lambda: megatron_step("plain shards"),
+    "megatron, DTensors": lambda: megatron_step("DTensors"),
+    "ulysses": ulysses_step,
+    "ring attention": ring_step,
+}
+
+
+class Counter(TorchDispatchMode):
+    """Counts what process groups are handed while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Counted] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1] if str(func).startswith(("c10d.", "_c10d_functional.")) else ""
+        if name and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self.found.append(counted(name, args, out))
+        return out
+
+
+def counted(name: str, args: Sequence[Any], out: Any) -> Counted:
+    """One collective. An operator that isn't known here is an error: then the test would miss something."""
+    if name == "allreduce_":
+        (x,), group = args[0], dist.ProcessGroup.unbox(args[1])
+        return around(group, x)
+    if name == "all_reduce":
+        return around(named(args[2]), args[0])
+    if name in ("_allgather_base_", "_reduce_scatter_base_"):
+        filled, given, group = args[0], args[1], dist.ProcessGroup.unbox(args[2])
+        moved = abs(filled.nbytes - given.nbytes)
+        return "all_gather" if name == "_allgather_base_" else "reduce_scatter", members(group), moved, moved
+    if name == "all_gather_into_tensor":
+        moved = args[0].nbytes * (args[1] - 1)
+        return "all_gather", members(named(args[2])), moved, moved
+    if name == "reduce_scatter_tensor":
+        moved = args[0].nbytes - args[0].nbytes // args[2]
+        return "reduce_scatter", members(named(args[3])), moved, moved
+    if name == "alltoall_base_":
+        filled, given, group = args[0], args[1], dist.ProcessGroup.unbox(args[2])
+        return "all_to_all", members(group), others(filled, args[3], group), others(given, args[4], group)
+    raise AssertionError(f"the counter doesn't know {name}")
+
+
+def around(group: dist.ProcessGroup, x: torch.Tensor) -> Counted:
+    """A ring takes every part of a reduction around twice, but for one hop of each; in whole elements."""
+    moved = math.ceil(2 * x.numel() * (group.size() - 1) / group.size()) * x.element_size()
+    return "all_reduce", members(group), moved, moved
+
+
+def others(x: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> int:
+    """The bytes of a tensor that aren't this rank's own."""
+    if not rows:
+        return x.nbytes - x.nbytes // group.size()
+    row = x.nbytes // x.shape[0] if x.shape[0] else 0
+    return sum(count * row for peer, count in enumerate(rows) if peer != group.rank())
+
+
+def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def named(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def count_steps(names: Sequence[str]) -> dict[str, list[Counted]]:
+    """What this rank is counted to send in a step of each of these, after one that isn't counted."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        step, _ = STEPS[name]()
+        with Counter() as counter:
+            step()
+        found[name] = counter.found
+    return found
+
+
+def explain_steps(names: Sequence[str], rank: int) -> dict[str, Any]:
+    """The same steps, explained in this process as that rank of eight."""
+    found = {}
+    for name in names:
+        with axes.simulate(8, rank):
+            step, mesh = STEPS[name]()
+            found[name] = axes.explain(step, mesh=mesh)
+    return found
+
+
+# --- operations
+
+
+class Operation(NamedTuple):
+    """An operation on `dp=4 tp=2`, with the whole shapes of its operands."""
+
+    kind: str
+    text: str
+    shapes: tuple[tuple[int, ...], ...]
+    op: str = "sum"
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        how = (self.op,) if self.kind == "reduce" else ()
+        return getattr(axes, self.kind)(*tensors, self.text, *how, **dict(self.sizes))
+
+    @property
+    def specs(self) -> list[str]:
+        """How the operands lie."""
+        return [spec.strip() for spec in self.text.split("->")[0].split(",")]
+
+
+MESH = "dp=4 tp=2"
+
+OPERATIONS = [
+    Operation("rearrange", "b s@tp d -> b s d", ((4, 8, 6),)),
+    Operation("rearrange", "b s@tp d -> b s d@tp", ((4, 8, 6),)),
+    Operation("rearrange", "b@dp s@tp -> b s@(dp tp)", ((8, 16),)),
+    Operation("rearrange", "b s@tp -> b s", ((4, 7),), sizes=(("s", 7),)),
+    Operation("rearrange", "b (h d)@tp -> b h d@tp", ((4, 12),), sizes=(("h", 2),)),
+    Operation("rearrange", "b s@(dp tp) -> b s@(tp dp)", ((4, 16),)),
+    Operation("reduce", "b@dp s@tp -> b@dp", ((8, 6),)),
+    Operation("reduce", "b@dp s@tp -> b", ((8, 6),), op="mean"),
+    Operation("reduce", "b@dp s@tp -> b@dp", ((8, 6),), op="max"),
+    Operation("repeat", "b@dp -> b@dp n@tp", ((8,),), sizes=(("n", 4),)),
+    Operation("einsum", "b@dp d, d f@tp -> b@dp f@tp", ((8, 6), (6, 4))),
+    Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d@tp", ((8, 6), (6, 4))),
+    Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d | sum@tp", ((8, 6), (6, 4))),
+]
+
+
+def count_operations() -> list[dict[str, list[Counted]]]:
+    """What this rank is counted to send for each of them: forward, backward, and backward of plain shards."""
+    torch.set_num_threads(1)
+    found = []
+    with axes.init_mesh(MESH, device_type="cpu"):
+        for each in OPERATIONS:
+            wholes = [torch.arange(float(math.prod(shape))).view(shape) for shape in each.shapes]
+            tensors = [axes.shard(x, spec, **_sizes(each, spec)) for x, spec in zip(wholes, each.specs, strict=True)]
+            shards = [axes.to_local(x).clone().requires_grad_() for x in tensors]
+            for x in tensors:
+                x.requires_grad_()
+            with Counter() as forward:
+                y = each(tensors)
+            cotangent = axes.shard(torch.ones(y.shape), axes.spec_of(y).partition(" |")[0])
+            with Counter() as backward:
+                y.backward(cotangent)
+            y = each(shards)
+            with Counter() as of_shards:
+                y.backward(torch.ones_like(y))
+            counters = {"forward": forward, "backward": backward, "of shards": of_shards}
+            found.append({name: counter.found for name, counter in counters.items()})
+    return found
+
+
+def _sizes(each: Operation, spec: str) -> dict[str, int]:
+    return {name: size for name, size in each.sizes if name in spec.replace("(", " ").split()}
+
+
+def explain_operation(each: Operation) -> Any:
+    """The same, explained."""
+    return axes.explain(each.text, *each.shapes, mesh=MESH, kind=each.kind, op=each.op, **dict(each.sizes))

@@ -1,0 +1,337 @@
+"""`axes.explain` says what happens: what is counted on real ranks, collective by collective, byte by byte."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import axes
+from axes.algebra.explanation import Explanation, Section
+from axes.runtime import flags
+from tests import explained_steps as steps
+
+SNAPSHOTS = Path(__file__).parent / "explained_operations.txt"
+"""The text of explanations, one after the other; `python -m tests.test_explain` writes it."""
+
+BY_EXCHANGE = {"reduce_scatter": "all_to_all", "permute": "all_to_all", "reduce_move": "all_to_all"}
+"""What gloo runs for a step of another kind: an exchange, of as many bytes."""
+
+
+# --- as it is counted
+
+
+def told(explained: Explanation, rank: int) -> list[tuple[str, tuple[int, ...], int, int]]:
+    """The collectives of a step as the counter of real ranks sees them over gloo."""
+    mesh = axes.Mesh(explained.facts["mesh"].split(";")[0])
+    found = []
+    for each in explained.json()["collectives"]:
+        planned = each["by"] == "axes" and not each["what"].startswith("psum")
+        kind = BY_EXCHANGE.get(each["kind"], each["kind"]) if planned else each["kind"]
+        names = [name for axis in each["axes"] for name in {"fsdp": ["dp", "cp"]}.get(axis, [axis])]
+        found.append((kind, members(mesh, names, rank), each["bytes_in"], each["bytes_out"]))
+    return found
+
+
+def members(mesh: axes.Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
+    """The ranks that differ from this one along these axes alone."""
+    here = mesh.at(rank).coordinate
+    there = {other: mesh.at(other).coordinate for other in range(mesh.size)}
+    return tuple(
+        other
+        for other, at in there.items()
+        if all(at[name] == here[name] for name in mesh.axis_names if name not in names)
+    )
+
+
+def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
+    names = list(steps.STEPS)
+    counted = pool.run(steps.count_steps, names)
+    for rank in (0, 7):
+        for name, found in steps.explain_steps(names, rank).items():
+            assert told(found, rank) == counted[rank][name], (name, rank)
+            assert len(counted[rank][name]) > 5
+
+
+def test_operations_send_what_is_said_forward_and_backward(pool):
+    counted = pool.run(steps.count_operations)
+    for at, each in enumerate(steps.OPERATIONS):
+        facts = steps.explain_operation(each).json()
+        said = {"forward": facts["communication"], "backward": facts["backward"]}
+        said["of shards"] = facts["backward_of_shards"]
+        for phase, rows in said.items():
+            if rows is None:
+                assert (phase, each.op) == ("of shards", "max")
+                continue
+            wanted = [
+                (BY_EXCHANGE.get(row["kind"], row["kind"]), row["bytes_in"]) for row in rows if row["kind"] != "slice"
+            ]
+            ranks = [[(kind, received) for kind, _, received, _ in found[at][phase]] for found in counted]
+            busiest = [(row[0][0], max(received for _, received in row)) for row in zip(*ranks, strict=True)]
+            assert busiest == wanted, (each, phase)
+
+
+# --- a step: who asked, for which line of which module
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return axes.rearrange(h, "b f@tp -> b f")  # line of the gather
+
+
+def line_of(text: str) -> str:
+    """Where a line of this file is, as explanations say it."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"test_explain.py:{next(at for at, line in enumerate(lines, 1) if text in line)}"
+
+
+@pytest.fixture
+def world() -> Iterator[axes.Mesh]:
+    with axes.simulate(8, 3), axes.init_mesh("dp=4 tp=2", device_type="cpu") as mesh:
+        yield mesh
+
+
+def test_each_collective_has_its_expression_module_and_line_and_a_gradient_those_of_the_forward(world):
+    net = axes.shard_module(Net(), {"up.weight": "f@tp d"}, world["tp"])
+    x = axes.shard(torch.ones(6, 4), "b d", mesh=world["tp"])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = net(x)
+        return axes.reduce(y * y, "b f -> ", "sum")
+
+    x.requires_grad_()
+    gathered, summed = axes.explain(step, x).json()["collectives"]
+    assert (gathered["kind"], gathered["axes"], gathered["phase"]) == ("all_gather", ["tp"], "forward")
+    assert gathered["what"] == "axes.rearrange 'b f@tp -> b f'"
+    assert gathered["module"] == "Net"
+    assert f"{line_of('# line of the gather')} in forward" in gathered["place"]
+    assert (gathered["bytes_in"], gathered["input_bytes"]) == (6 * 4 * 4, 6 * 4 * 4)
+    assert (summed["phase"], summed["by"], summed["kind"]) == ("backward", "axes", "all_reduce")
+
+
+def test_what_torch_sends_unasked_is_marked_and_what_the_program_asks_for_is_not(world):
+    mesh = world["tp"].device_mesh
+    x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
+
+    def step() -> None:
+        (x @ distribute_tensor(torch.ones(6, 2), mesh, [Replicate()])).relu()  # relu of a pending sum
+        torch.distributed.all_reduce(torch.ones(5), group=world.axis("dp").group)  # asked for
+        x.full_tensor()
+
+    unasked, asked, full = axes.explain(step).json()["collectives"][-3:]
+    assert unasked["by"] == "torch: DTensor"
+    assert unasked["what"].startswith("aten.relu")
+    assert line_of("# relu of a pending sum") in unasked["place"]
+    assert (asked["by"], asked["axes"], asked["bytes_in"]) == ("program", ["dp"], 4 * 8)
+    assert line_of("# asked for") in asked["place"]
+    assert (full["by"], full["what"]) == ("torch: DTensor", "DTensor.full_tensor")
+
+
+def test_collectives_by_name_and_what_is_computed_once_more_have_their_lines(world):
+    def part(x: torch.Tensor) -> torch.Tensor:
+        y = axes.psum(x * x, "tp")  # by name
+        return y * y
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False).sin()
+
+    found = axes.explain(step, torch.ones(4, requires_grad=True)).json()["collectives"]
+    assert [each["phase"] for each in found] == ["forward", "backward", "backward"]
+    assert all(line_of("# by name") in each["place"] for each in found)
+    assert found[0]["what"] == "psum over 'tp' of [4] float32"
+
+
+def test_gradients_and_random_numbers_are_as_before_and_nothing_listens_any_more(world):
+    net = axes.shard_module(Net(), {"up.weight": "f@tp d"}, world["tp"])
+    kept = net.up.weight.grad = torch.zeros_like(net.up.weight)
+    state = torch.random.get_rng_state()
+    axes.explain(net, axes.shard(torch.rand(6, 4), "b d", mesh=world["tp"]))
+    torch.rand(3)
+    torch.random.set_rng_state(state)
+    axes.explain(lambda: torch.rand(3))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert net.up.weight.grad is kept
+    assert not flags.told
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_world_of_any_size_is_simulated_for_a_step_and_gone_after_it():
+    def step() -> Any:
+        x = axes.ones("b@dp d", b=131072, d=4).requires_grad_()
+        return axes.reduce(x, "b@dp d -> d", "mean").sum()
+
+    found = axes.explain(step, mesh=axes.Mesh("dp=16384 tp=8").at(77_777))
+    assert not torch.distributed.is_initialized()
+    (only,) = found.json()["collectives"]
+    assert (only["axes"], only["group_size"]) == (["dp"], 16384)
+    assert found.json()["rank"] == 77_777
+    assert found.json()["totals"][0]["collectives"] == 1
+
+
+def test_a_step_that_raises_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError):
+        axes.explain(lambda: 1 // 0, mesh="dp=2")
+    assert not torch.distributed.is_initialized()
+    assert not flags.told
+
+
+# --- an operation
+
+
+EXPLAINED: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    (("b s@tp d -> b s d@tp", (8, 2048, 4096)), {"mesh": "dp=4 tp=2", "dtype": torch.bfloat16}),
+    (("b@dp s f@tp, f@tp d -> b@dp s@tp d",), {"mesh": "dp=4 tp=2", "b": 8, "s": 2048, "f": 8192, "d": 4096}),
+    (("b s@cp (h d)@tp -> b s h d", (4, 7, 12)), {"mesh": "cp=3 tp=2", "h": 4}),
+    (("b@dp s@tp -> b@dp", (8, 16)), {"mesh": "dp=4 tp=2", "op": "max"}),
+    (("b -> b n@tp", (8,)), {"mesh": "tp=2", "n": 6}),
+    (("b s | sum@tp -> b s@tp | same@dp", (8, 16)), {"mesh": "dp=4 tp=2"}),
+    (("b@dp s d, d f@tp -> b@dp s f@tp", (8, 64, 32), (32, 48)), {"mesh": "dp=4 tp=2", "kind": "shard_map"}),
+    (("s@fsdp d -> s d", (8, 4)), {"mesh": axes.Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").at(5), "kind": "reshard"}),
+]
+
+
+def explanations() -> str:
+    return "\n\n".join(str(axes.explain(*inputs, **keywords)) for inputs, keywords in EXPLAINED) + "\n"
+
+
+def test_the_text_is_that_of_the_snapshots_and_at_most_80_columns_wide():
+    assert explanations() == SNAPSHOTS.read_text(encoding="utf-8")
+    assert max(map(len, explanations().splitlines())) <= 80
+    assert explanations().isascii()
+
+
+def test_html_and_svg_are_whole_and_load_nothing(world):
+    x = axes.shard(torch.ones(4, 4), "b@dp d")
+    found = [axes.explain(*inputs, **keywords) for inputs, keywords in EXPLAINED]
+    found += [world.explain("dp tp -> tp dp"), axes.explain(lambda: axes.rearrange(x, "b@dp d -> b d"))]
+    for each in found:
+        page, svg = each.html(), each.svg()
+        root = ElementTree.fromstring(svg)
+        names = [element.tag.partition("}")[2] for element in root.iter()]
+        assert root.get("role") == "img"
+        assert {"title", "desc"} <= {*names}
+        assert "max-width:100%" in svg
+        ElementTree.fromstring(page.partition("\n")[2].replace('<meta charset="utf-8">', "").replace(META, ""))
+        for text in (page, svg):
+            assert "prefers-color-scheme: dark" in text
+            assert "<script" not in text
+            assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+        assert each._repr_html_() in page
+        assert escape(each.heading) in page
+
+
+META = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+
+
+def test_json_has_its_version_and_is_data_of_its_own():
+    for inputs, keywords in EXPLAINED:
+        found = axes.explain(*inputs, **keywords)
+        data = found.json()
+        assert json.loads(json.dumps(data)) == data
+        assert data["schema"] == 1
+        data["tensors"].clear()
+        assert found.json()["tensors"]
+
+
+def test_the_local_work_is_that_of_the_call():
+    facts = axes.explain("b@dp d, d f@tp -> b@dp f@tp", b=8, d=6, f=4, mesh="dp=4 tp=2").json()
+    (product,) = [each for each in facts["local_work"] if each["flop"]]
+    assert product["flop"] == 2 * 2 * 6 * 2
+    assert [each["shape"] for tensor in facts["tensors"] for each in tensor["local"]] == [[2, 6], [6, 2], [2, 2]]
+
+
+def test_shards_of_uneven_sizes_are_said_rank_by_rank():
+    (operand, _) = axes.explain("b@dp -> b", (5,), mesh="dp=4 tp=2").json()["tensors"]
+    assert operand["local"] == [
+        {"shape": [2], "ranks": "ranks 0..3"},
+        {"shape": [1], "ranks": "ranks 4, 5"},
+        {"shape": [0], "ranks": "ranks 6, 7"},
+    ]
+
+
+def test_groups_that_are_there_are_shared_and_names_of_the_same_ranks_said(world):
+    mesh = world.define("model = tp")
+    assert not axes.explain("b@tp -> b", (4,), mesh=mesh).json()["groups"][0]["exists"]
+    world.axis("tp").group  # noqa: B018 - made by being asked for
+    (group,) = axes.explain("b@tp -> b", (4,), mesh=mesh).json()["groups"]
+    assert (group["axes"], group["also"], group["exists"], group["made_as"]) == (["tp"], ["model"], True, ["tp"])
+    assert group["ranks"] == "ranks 2, 3"
+
+
+def test_an_operation_takes_less_than_20_ms():
+    axes.explain("b s@tp d -> b s d@tp", (8, 64, 32), mesh="dp=4 tp=2")
+    taken = []
+    for size in range(64, 64 + 20 * 16, 16):
+        began = time.process_time()
+        axes.explain("b@dp s f@tp, f@tp d -> b@dp s@tp d", b=8, s=size, f=256, d=64, mesh="dp=4 tp=2")
+        taken.append(time.process_time() - began)
+    assert statistics.median(taken) < 0.02
+
+
+def test_a_mesh_of_a_million_ranks_takes_no_longer():
+    began = time.process_time()
+    found = axes.explain("b@dp s@tp -> b s", (1 << 20, 64), mesh="dp=131072 tp=8")
+    assert time.process_time() - began < 1
+    assert found.json()["communication"][0]["group_size"] == 1 << 20
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keywords", "error", "says"),
+    [
+        (("b s",), {"mesh": "tp=2"}, axes.ExpressionError, "two sides"),
+        (("b s@tp -> b s", (4, 8)), {}, axes.MeshError, "needs a mesh"),
+        (("b s@tp -> b s",), {"mesh": "tp=2", "b": 4}, axes.SizeError, "the size of 's' is open"),
+        (("b ... -> b ...",), {"mesh": "tp=2", "b": 4}, axes.SizeError, "has no name for a size"),
+        (("b s@tp -> b s", (4, 8), (8,)), {"mesh": "tp=2"}, axes.SizeError, "has 1 operands, and 2 shapes"),
+        (("b s@tp -> b s", torch.ones(4)), {"mesh": "tp=2"}, axes.SizeError, "takes whole shapes"),
+        (("b s@xp -> b s", (4, 8)), {"mesh": "tp=2"}, axes.MeshError, "no axis 'xp'"),
+        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "kind": "einsum2"}, axes.ExpressionError, "kind is one of"),
+        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "kind": "reduce"}, axes.ExpressionError, "this is a rearrange"),
+        (("b s@tp -> b", (4, 8)), {"mesh": "tp=2", "op": "median"}, axes.ShardingError, "'median'"),
+        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "dtype": "float33"}, axes.ShardingError, "unknown dtype"),
+        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "q": 3}, axes.SizeError, "'q'"),
+        (("b s@* -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write it"),
+        (("b s | * -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write what is"),
+        (("b (f + f)@tp -> b f@tp, b f@tp", (4, 8)), {"mesh": "tp=2"}, axes.ExpressionError, "without the '+'"),
+        (("b@dp -> f@tp", (4,)), {"mesh": "dp=2 tp=2", "kind": "shard_map"}, axes.SizeError, "say it"),
+        ((3,), {"mesh": "tp=2"}, axes.AxesError, "expression, a module or a function"),
+        ((len,), {}, axes.AxesError, "in a simulated world"),
+        ((len, []), {"mesh": "tp=2", "b": 3}, axes.AxesError, "are of expressions"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_to_write(inputs, keywords, error, says):
+    with pytest.raises(error, match=r"(?s).*") as raised:
+        axes.explain(*inputs, **keywords)
+    assert says in str(raised.value)
+    assert not torch.distributed.is_initialized()
+
+
+def test_rows_that_are_too_long_go_on_under_themselves():
+    found = Explanation("heading", (Section("rows", (("a", "word " * 40), ("bb", "short"))),))
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2].startswith("  a   word")
+    assert lines[3].startswith("      word")
+
+
+if __name__ == "__main__":
+    SNAPSHOTS.write_text(explanations(), encoding="utf-8")
+    sys.exit(0)
