@@ -121,8 +121,8 @@ ROWS = [
 RANK_LIMIT = 15.0
 """Seconds that a surviving rank may take to end: `LIMIT`, five more for who hosts the store, and slack."""
 
-TORCHRUNS_PATIENCE = 30.0
-"""Seconds that torchrun waits after SIGTERM for a rank that is stopped."""
+TORCHRUNS_PATIENCE = {"SIGSTOP": 30.0, "cut link": 90.0}
+"""Seconds that torchrun waits after SIGTERM for a rank that is stopped, and at its end for a store that is unreachable."""
 
 
 @dataclass
@@ -170,7 +170,7 @@ class Outcome:
         if self.skipped:
             return []
         row = self.row
-        late = TORCHRUNS_PATIENCE if (row.launcher, row.fault) == ("torchrun", "SIGSTOP") else 0.0
+        late = TORCHRUNS_PATIENCE.get(row.fault, 0.0) if row.launcher == "torchrun" else 0.0
         found = [f"left: {each}" for each in self.left]
         found += [f"rank {rank} didn't end" for rank in row.survivors if rank not in self.ends]
         if self.seconds > RANK_LIMIT + 10 + late:
@@ -358,7 +358,7 @@ def by_torchrun(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
         waited(lambda: torchrun.exitcode is not None or watch.fault_at, START)
         if row.fault == "store stopped" and waited(lambda: watch.all_gone, RANK_LIMIT):
             os.kill(torchrun.pid, signal.SIGCONT)  # whoever stopped it lets it go on
-        torchrun.join(2 * RANK_LIMIT + TORCHRUNS_PATIENCE)
+        torchrun.join(2 * RANK_LIMIT + TORCHRUNS_PATIENCE["SIGSTOP"])
         late = "" if torchrun.exitcode is not None else "torchrun didn't end"
     finally:
         torchrun.kill()

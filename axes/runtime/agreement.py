@@ -295,16 +295,22 @@ def _in_time(member: Member, subject: str, timeout: timedelta, ask: Callable[[Me
     outcome.result()
 
 
-def in_time(member: Member, subject: str, timeout: timedelta, call: Callable[[], T]) -> T:
-    """`call()`, where torch asks the store and gives up by itself when `timeout` is over, unless the store is silent.
+def in_time(member: Member | None, subject: str, timeout: timedelta, call: Callable[[], T]) -> T:
+    """`call()`, in which torch connects to others or to the store, and which it ends by itself when `timeout` is over.
 
-    Then the thread of the call stays behind, and this raises `DesyncError`.
+    It doesn't where the store, or a host behind a link that is cut, says nothing. Then the thread of the call stays
+    behind, and this raises `DesyncError` for a store that doesn't answer `member`, otherwise `dist.DistNetworkError`.
     """
     outcome = _on_a_thread(call)
     patience = timeout.total_seconds() + _SILENCE_SECONDS
-    while not wait([outcome], patience).done:
-        _in_time(member, subject, timedelta(0), lambda asking: asking.store.check(["axes"]))
-        patience = _SILENCE_SECONDS
+    if not wait([outcome], patience).done:
+        if member is not None:
+            _in_time(member, subject, timedelta(0), lambda asking: asking.store.check(["axes"]))
+        if not wait([outcome], _LINGER_SECONDS).done:
+            seconds = patience + _LINGER_SECONDS
+            raise dist.DistNetworkError(
+                f"no answer within {seconds:g} s from a host that is stopped, or can't be reached"
+            )
     return outcome.result()
 
 

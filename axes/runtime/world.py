@@ -180,11 +180,14 @@ def _start(device_type: str | None, timeout: object) -> None:
     connecting = torch_private.usual_timeout("gloo")
     with contextlib.suppress(MeshError):  # which is told to all ranks below
         connecting = as_timeout(timeout, "timeout") or connecting
-    with store_errors("the start of torch.distributed"):
-        store, rank, size = next(dist.rendezvous("env://", timeout=connecting))
+    first = "the start of torch.distributed"
+    with store_errors(first):
+        store, rank, size = in_time(
+            None, first, connecting, lambda: next(dist.rendezvous("env://", timeout=connecting))
+        )
     # The store may be older than this world, and then it keeps what an earlier one left there.
     member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
-    subject = f"the start of torch.distributed on ranks 0..{size - 1}"
+    subject = f"{first} on ranks 0..{size - 1}"
     barrier = Barrier(subject, range(size), "start", 0, "All ranks call init_mesh with the same device type")
     try:
         waits, device = _device(device_type, timeout, rank)
@@ -205,8 +208,8 @@ def _start(device_type: str | None, timeout: object) -> None:
         if isinstance(error, OF_ONE_RANK):
             raise
         others = without_report(member, replace(barrier, kind="start-failure"))
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DesyncError(f"{subject} failed on rank {rank}, in connecting: {first}{others}") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DesyncError(f"{subject} failed on rank {rank}, in connecting: {said}{others}") from error
     current_world().started_here = True
 
 
