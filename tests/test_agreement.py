@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import axes
 from axes.algebra.errors import DesyncError, MeshError
 from axes.runtime import agreement
-from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text, refuse
+from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text, refuse, without_report
 
 SECOND = timedelta(seconds=1)
 PATIENCE = timedelta(seconds=20)
@@ -61,7 +61,7 @@ class CountingStore:
 
     def __init__(self) -> None:
         self.store, self.calls, self.lock = dist.HashStore(), Counter(), threading.Lock()
-        self.added: list[tuple[int, str, int]] = []
+        self.added: list[tuple[int | None, str, int]] = []
         self.ranks: dict[int, int] = {}
         """By thread the rank whose note it left last: each question to the store has a thread of its own."""
 
@@ -75,7 +75,7 @@ class CountingStore:
             if name != "add":
                 return method(*args)
             with self.lock:
-                self.added.append((self.ranks[threading.get_ident()], *args))
+                self.added.append((self.ranks.get(threading.get_ident()), *args))
                 return method(*args)
 
         return counted
@@ -168,6 +168,53 @@ def test_a_rank_that_never_comes_is_named_with_what_it_was_last_seen_waiting_for
         assert "rank 2 didn't come to init_mesh within 1 s" in error
         assert "rank 2 waits for init_mesh over ranks 2, 3" in error
     assert "rank 3 hasn't been seen" in ended[2]
+
+
+class DyingStore:
+    """A store that a rank asks for the last time when it is to be counted at a barrier."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return self.dies if name == "add" else getattr(self.store, name)
+
+    def dies(self, *_):
+        raise InterruptedError
+
+
+def test_a_rank_that_dies_at_the_barrier_before_it_is_counted_is_named():
+    def meet(member: Member) -> None:
+        if member.rank == 1:
+            with pytest.raises(InterruptedError):
+                agree(Member(DyingStore(member.store), 1), mesh_barrier(range(3)), "x", PATIENCE)
+        else:
+            agree(member, mesh_barrier(range(3)), "x", SECOND)
+
+    ended = on_threads(3, meet)
+    for error in (ended[0], ended[2]):
+        assert "rank 1 didn't come to init_mesh within 1 s" in error
+        assert "ranks 0, 2 waited for init_mesh" in error
+
+
+def test_members_that_report_no_failure_are_named_with_where_they_were_last_seen():
+    def fail(member: Member) -> None:
+        agree(member, mesh_barrier(range(3)), "x", PATIENCE)
+        if member.rank != 1:
+            raise DesyncError(without_report(member, Barrier("the sum", range(3), "failure", 0)))
+
+    ended = on_threads(3, fail)
+    assert ended[1] is None
+    for error in (ended[0], ended[2]):
+        assert "no report of it by rank 1, which ended, is stopped, or failed elsewhere" in error
+        assert "rank 1 was last seen passing in init_mesh" in error
+
+
+def test_where_all_report_their_failure_none_is_named():
+    def fail(member: Member) -> None:
+        assert without_report(member, Barrier("the sum", range(3), "failure", 0)) == ""
+
+    assert on_threads(3, fail) == [None] * 3
 
 
 def test_a_rank_that_comes_after_the_time_was_up_gets_the_same_error_at_once():
@@ -470,7 +517,7 @@ def the_host_dies():
 def test_a_store_that_is_gone_is_an_error_that_says_so(world):
     found = world(the_host_dies, 2)
     assert "store can't be reached in init_mesh" in found[1]
-    assert "Rank 0, which hosts it, may have ended" in found[1]
+    assert "Its host may have ended, and says why: the launcher" in found[1]
 
 
 def one_comes_with_an_error(options, started):

@@ -5,9 +5,9 @@ ranks rely on a common declaration or connect a process group, they compare what
 the store that every `torch.distributed` job has. They do so at a *barrier*: each member *states* a
 line of text, and the barrier *ends* well when all members have stated the same:
 
-    store.set(note)                      this rank is at this barrier
     store.compare_set(statement)         the first statement stays; another one ends the barrier
     store.add(count)                     the last rank to come ends the barrier
+    store.set(note)                      this rank is at this barrier
     wait for the end
 
 That is five store operations for each rank, whatever their number, and a poll now and then while it
@@ -44,17 +44,20 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError
 from axes.algebra.universe import Universe
 
+T = TypeVar("T")
+
 _HOST = 0
 _RANK = operator.itemgetter("rank")
 _LINGER_SECONDS = 5.0
 _SILENCE_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
 _FIRST_LOOK_SECONDS = 0.5
@@ -105,7 +108,7 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
     Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails.
     """
     if len(barrier.members) > 1:
-        with _store_errors(barrier):
+        with store_errors(barrier.subject):
             _in_time(member, barrier.subject, timeout, lambda asking: _meet(asking, barrier, statement, timeout))
 
 
@@ -135,7 +138,7 @@ def agree_and_forget(
                     for part in ("stated", "count", "end", "left", "reporter", "done", *tells):
                         store.delete_key(f"{key}/{part}")
 
-    with _store_errors(barrier):
+    with store_errors(barrier.subject):
         _in_time(member, barrier.subject, timeout, meet)
     return found
 
@@ -202,6 +205,48 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks {shown}, ... ({digest(ranks)})"
 
 
+@contextlib.contextmanager
+def store_errors(subject: str) -> Iterator[None]:
+    """Makes an error of the store, in this block, a `DesyncError` that says what it was asked for."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise DesyncError(
+            f"the job's store can't be reached in {subject}: {str(error).splitlines()[0]}\n"
+            "Its host may have ended, and says why: the launcher where it has an agent, as torchrun has, "
+            f"else rank {_HOST}"
+        ) from error
+
+
+def without_report(member: Member, barrier: Barrier) -> str:
+    """Reports that what the members of a barrier do fails on this rank; says which of them report nothing.
+
+    The others have a second for it. One that has ended, is stopped, or failed somewhere else reports nothing: each is
+    shown with where it was last seen. Returns "" where all report.
+    """
+    key, found = _key(barrier), list[str]()
+
+    def ask(asking: Member) -> None:
+        _leave_note(asking, {"key": key, "subject": barrier.subject, "failed": True})
+        asking.store.set(f"{key}/failed/{member.rank}", "")
+        silent = [rank for rank in itertools.islice(barrier.members, _NOTES_READ_AT_ONCE) if rank != member.rank]
+        end = time.monotonic() + _REPORT_SECONDS
+        while silent := [rank for rank in silent if not asking.store.check([f"{key}/failed/{rank}"])]:
+            if time.monotonic() > end:
+                break
+            time.sleep(_SLOWEST_POLL_SECONDS)
+        if silent:
+            found.append(f"\n  no report of it by {ranks_text(silent)}, which ended, is stopped, or failed elsewhere:")
+            found.extend(f"\n    {_last_seen(asking, rank)}" for rank in silent[:_RANKS_SHOWN])
+
+    try:
+        with store_errors("a question for who else failed"):
+            _in_time(member, "a question for who else failed", timedelta(seconds=_REPORT_SECONDS), ask)
+    except DesyncError as error:  # that it failed matters more
+        return f"\n  {str(error).splitlines()[0]}"
+    return "".join(found)
+
+
 # Questions to the store
 
 
@@ -238,16 +283,7 @@ def _in_time(member: Member, subject: str, timeout: timedelta, ask: Callable[[Me
     that thread stays behind, and this raises.
     """
     store = _AskedStore(member.store)
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            ask(replace(member, store=cast("dist.Store", store)))
-            outcome.set_result(None)
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="axes: a question to the store", daemon=True).start()
+    outcome = _on_a_thread(lambda: ask(replace(member, store=cast("dist.Store", store))))
     patience = timeout.total_seconds()
     while not wait([outcome], patience).done:
         if store.silence > _SILENCE_SECONDS:
@@ -257,6 +293,38 @@ def _in_time(member: Member, subject: str, timeout: timedelta, ask: Callable[[Me
             )
         patience = _SLOWEST_POLL_SECONDS
     outcome.result()
+
+
+def in_time(member: Member | None, subject: str, timeout: timedelta, call: Callable[[], T]) -> T:
+    """`call()`, in which torch connects to others or to the store, and which it ends by itself when `timeout` is over.
+
+    It doesn't where the store, or a host behind a link that is cut, says nothing. Then the thread of the call stays
+    behind, and this raises `DesyncError` for a store that doesn't answer `member`, otherwise `dist.DistNetworkError`.
+    """
+    outcome = _on_a_thread(call)
+    patience = timeout.total_seconds() + _SILENCE_SECONDS
+    if not wait([outcome], patience).done:
+        if member is not None:
+            _in_time(member, subject, timedelta(0), lambda asking: asking.store.check(["axes"]))
+        if not wait([outcome], _LINGER_SECONDS).done:
+            seconds = patience + _LINGER_SECONDS
+            raise dist.DistNetworkError(
+                f"no answer within {seconds:g} s from a host that is stopped, or can't be reached"
+            )
+    return outcome.result()
+
+
+def _on_a_thread(call: Callable[[], T]) -> Future[T]:
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="axes: a question to the store", daemon=True).start()
+    return outcome
 
 
 def _host_of(store: dist.Store) -> str:
@@ -272,13 +340,14 @@ def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
     """States the text at the barrier and waits for its end."""
     key = _key(barrier)
     mine = {"rank": member.rank, "text": statement, "shown": barrier.doing or statement}
-    _leave_note(member, {"key": key, "subject": barrier.seen, "members": _packed(barrier.members)})
     first = json.loads(member.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
     if first["text"] != statement:
         error = _mismatch(barrier, first, mine)
         _end(member.store, key, error, len(barrier.members), disagree=True)
     elif member.store.add(f"{key}/count", 1) == len(barrier.members):
         _end(member.store, key, None, len(barrier.members))
+    # After the count: a rank that died before it hasn't come, and is named.
+    _leave_note(member, {"key": key, "subject": barrier.seen, "members": _packed(barrier.members)})
     end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
     if end["error"] is not None:
         _leave_note(member, {"key": key, "subject": barrier.seen, "failed": True})
@@ -369,7 +438,7 @@ def _note(member: Member, rank: int) -> dict[str, Any]:
 def _last_seen(member: Member, rank: int) -> str:
     note = _note(member, rank)
     if not note:
-        return f"rank {rank} hasn't been seen: it is still starting, has ended, or makes no mesh"
+        return f"rank {rank} hasn't been seen: it is still starting, has ended, is stopped, or makes no mesh"
     if "outside" in note:
         return f"rank {rank} isn't a member of what it declared last, {note['subject']}"
     if "raised" in note:
@@ -466,14 +535,3 @@ def _unpacked(text: str) -> Sequence[int]:
     if ":" in text:
         return range(*map(int, text.split(":")))
     return tuple(map(int, text.split(","))) if text else ()
-
-
-@contextlib.contextmanager
-def _store_errors(barrier: Barrier) -> Iterator[None]:
-    try:
-        yield
-    except dist.DistError as error:
-        raise DesyncError(
-            f"the job's store can't be reached in {barrier.subject}: {str(error).splitlines()[0]}\n"
-            f"Rank {_HOST}, which hosts it, may have ended; its own error says why"
-        ) from error

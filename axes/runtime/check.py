@@ -36,7 +36,7 @@ from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.algebra.mesh import Mesh
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import Barrier, agree_and_forget, ranks_text, stay_away
-from axes.runtime.groups import World, current_world, options_known
+from axes.runtime.groups import OF_ONE_RANK, World, current_world, options_known, who_else_failed
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -98,13 +98,9 @@ def announced() -> Operation | None:
 
 def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
     """Raises what says where `describe(*subject)` failed; the error itself where it is this rank's own."""
-    if isinstance(error, _ONES_OWN):
+    if isinstance(error, OF_ONE_RANK):
         raise error
     raise failed(describe(*subject), error) from error
-
-
-_ONES_OWN = torch.OutOfMemoryError, NotImplementedError, RecursionError
-"""Runtime errors of this rank alone, which no backend has for others."""
 
 
 def lane_of(mesh: Mesh) -> str:
@@ -253,10 +249,12 @@ def failed(operation: Operation, error: RuntimeError) -> DesyncError:
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_PART)]
     part = notes[0] if notes else f"{_PART}{operation.part()}" if operation.part else ""
     first = str(error).strip().splitlines() or [type(error).__name__]
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, others = 0, ""
+    if dist.is_initialized():
+        rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.said)
     return DesyncError(
         f"{_whole()}{operation.said} failed on rank {rank}{part}{_at(user_place())}\n"
-        f"  with {ranks_text(operation.ranks)}: {first[0]}\n"
+        f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
     )

@@ -32,6 +32,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError, MeshError, shortened
@@ -39,7 +40,7 @@ from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private
-from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text
+from axes.runtime.agreement import Barrier, Member, agree, digest, in_time, ranks_text, without_report
 
 _FAKE = "fake"
 _WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
@@ -532,8 +533,9 @@ def _made(
     pg_options = None if world.fake else copy.deepcopy(options.pg_options)
     timeout = options.timeout or torch_private.options_timeout(pg_options) or _default_timeout(world, device_type)
     assert isinstance(timeout, timedelta)
-    try:
-        group = torch_private.make_group(
+
+    def connect() -> dist.ProcessGroup:
+        return torch_private.make_group(
             f"axes_{digest(ranks)}_{content}{again}",
             ranks,
             world.rank,
@@ -542,9 +544,31 @@ def _made(
             timeout,
             f"axes {name}",
         )
-    except dist.DistError as error:
-        raise DesyncError(f"the members of {barrier.subject} agreed on it, then connecting failed: {error}") from error
+
+    try:
+        group = connect() if world.fake else in_time(world.member, barrier.subject, timeout, connect)
+    except RuntimeError as error:
+        if isinstance(error, OF_ONE_RANK):
+            raise
+        others = who_else_failed(ranks, barrier.subject)
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DesyncError(
+            f"the members of {barrier.subject} agreed on it, then connecting failed on rank {world.rank}: "
+            f"{first}{others}"
+        ) from error
     return _Entry(group, ranks, backend, options, "made")
+
+
+OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
+"""Runtime errors of this rank alone, which no backend has for others."""
+
+
+def who_else_failed(ranks: Sequence[int], what: str) -> str:
+    """Reports that `what` these ranks do together fails on this one; lines that say which of them report nothing."""
+    world = current_world()
+    if world.fake or len(ranks) == 1 or world.rank not in ranks:
+        return ""
+    return without_report(world.member, world.barrier("failure", ranks, what, ""))
 
 
 def _default_timeout(world: World, device_type: str) -> timedelta:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from axes.algebra.errors import AxesError
@@ -29,6 +30,7 @@ from axes.runtime.transfer import Call, loads, main_of_this_process
 T = TypeVar("T")
 
 _PATIENCE = 4 * GRACE  # for the agent, which waits as long as `GRACE` three times
+_STOPPED = 5.0  # a whole job that is suspended, and goes on, may have its agent stopped for a moment longer than us
 
 
 class Pool:
@@ -116,14 +118,30 @@ class Pool:
         return ends
 
     def _receive(self, name: str, deadline: float) -> Any:
+        went = time.monotonic()
         while not self._channel.poll(max(0, min(0.5, deadline - time.monotonic()))):
             if self._agent is None:
                 self._server.check()
+            elif not is_stopped(self._agent):
+                went = time.monotonic()
+            elif time.monotonic() - went > _STOPPED:
+                raise AxesError(
+                    f"{name}: the process that started the ranks, {self._agent}, which hosts their store, has been "
+                    f"stopped for {_STOPPED:g} s; it and the ranks are ended"
+                )
             if time.monotonic() > deadline:
                 missing = "the fork server, which may still import torch," if self._agent is None else "the agent"
                 pid = self._agent or self._server.pid
                 raise AxesError(f"{name}: time is up, {missing} (process {pid}) hasn't answered")
         return self._channel.recv()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal, where the system tells (Linux)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # another system, or it has ended
+        return False
 
 
 def _deadline(timeout: float | None) -> float:

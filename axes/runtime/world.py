@@ -16,20 +16,31 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, SizeError
+from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private
-from axes.runtime.agreement import Barrier, Member, agree, pass_by, ranks_text, refuse
+from axes.runtime.agreement import (
+    Barrier,
+    Member,
+    agree,
+    in_time,
+    pass_by,
+    ranks_text,
+    refuse,
+    store_errors,
+    without_report,
+)
 from axes.runtime.groups import (
+    OF_ONE_RANK,
     GroupOptions,
     World,
     as_timeout,
@@ -169,10 +180,14 @@ def _start(device_type: str | None, timeout: object) -> None:
     connecting = torch_private.usual_timeout("gloo")
     with contextlib.suppress(MeshError):  # which is told to all ranks below
         connecting = as_timeout(timeout, "timeout") or connecting
-    store, rank, size = next(dist.rendezvous("env://", timeout=connecting))
+    first = "the start of torch.distributed"
+    with store_errors(first):
+        store, rank, size = in_time(
+            None, first, connecting, lambda: next(dist.rendezvous("env://", timeout=connecting))
+        )
     # The store may be older than this world, and then it keeps what an earlier one left there.
     member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
-    subject = f"the start of torch.distributed on ranks 0..{size - 1}"
+    subject = f"{first} on ranks 0..{size - 1}"
     barrier = Barrier(subject, range(size), "start", 0, "All ranks call init_mesh with the same device type")
     try:
         waits, device = _device(device_type, timeout, rank)
@@ -182,8 +197,19 @@ def _start(device_type: str | None, timeout: object) -> None:
         raise
     limit = waits or torch_private.usual_timeout(backend)
     agree(member, barrier, f"device type {device}, backend {backend}", limit)
-    member.store.set_timeout(limit)
-    dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
+
+    def connect() -> None:
+        member.store.set_timeout(limit)
+        dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
+
+    try:
+        in_time(member, subject, limit, connect)
+    except RuntimeError as error:
+        if isinstance(error, OF_ONE_RANK):
+            raise
+        others = without_report(member, replace(barrier, kind="start-failure"))
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DesyncError(f"{subject} failed on rank {rank}, in connecting: {said}{others}") from error
     current_world().started_here = True
 
 

@@ -1,0 +1,235 @@
+"""What the ranks of tests/faults.py do: a job of four phases, at one point of which a fault happens.
+
+The phases are `axes.init_mesh`, the making of a group, a collective, and a checkpoint's save. The fault is injected by
+the rank `victim` before a phase, in it, or after it: the point is reached by a hook, and never by waiting some time. Each
+rank writes into a folder who it is, and how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import axes
+from axes.runtime import agreement, torch_private
+from axes.runtime.pool import is_stopped
+
+_ = axes.init_mesh, axes.psum, axes.from_local  # imported now: what is forked from this process has them
+
+PHASES = ("init_mesh", "group", "collective", "save")
+MOMENTS = ("before", "in", "after")
+
+LIMIT = 4.0
+"""Seconds that ranks wait for one another: the timeout of the mesh and of its groups."""
+
+START = 120.0
+"""Seconds that a rank may take to start, on a machine that is busy."""
+
+
+class InjectedError(Exception):
+    """The exception that a rank raises where that is its fault."""
+
+
+def written(path: Path, text: str) -> None:
+    """Writes a file that nobody can read half of."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = START) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("what this rank waits for didn't happen")
+        time.sleep(0.005)
+
+
+@dataclass
+class Injector:
+    """Where the fault of this run happens, seen from one rank."""
+
+    folder: Path
+    fault: str
+    phase: str
+    moment: str
+    rank: int = field(default_factory=lambda: int(os.environ["RANK"]))
+    size: int = field(default_factory=lambda: int(os.environ["WORLD_SIZE"]))
+    saving: bool = False
+
+    @property
+    def victim(self) -> int:
+        """The rank that injects the fault: the middle one of three, the first of two."""
+        return (self.size - 1) // 2
+
+    def is_at(self, phase: str, moment: str) -> bool:
+        return (phase, moment) == (self.phase, self.moment)
+
+    def meet(self, name: str) -> None:
+        """Waits until all ranks are here."""
+        (self.folder / f"{name}.{self.rank}").touch()
+        wait_for(lambda: all((self.folder / f"{name}.{rank}").exists() for rank in range(self.size)))
+
+    def reach(self, phase: str, moment: str) -> None:
+        """The fault, where it is that of this point; the ranks that it doesn't hit go on when it has happened."""
+        if self.is_at(phase, moment):
+            self.meet("point")
+            if self.rank == self.victim:
+                self.inject()
+            wait_for((self.folder / "fault").exists)
+
+    def inject(self) -> None:
+        """The fault. Returns where it is another process that it hits."""
+        written(self.folder / "time", str(time.monotonic()))
+        if self.fault in _ON_THIS_RANK:
+            written(self.folder / "fault", "")
+            _ON_THIS_RANK[self.fault]()
+        elif self.fault == "cut link":
+            (self.folder / "cut").touch()  # tests/hosts.sh does it
+            wait_for((self.folder / "cut.done").exists)
+        else:
+            launcher = os.getppid()  # it hosts the store
+            os.kill(launcher, signal.SIGKILL if self.fault == "store killed" else signal.SIGSTOP)
+            wait_for(lambda: os.getppid() != launcher or is_stopped(launcher))
+        written(self.folder / "fault", "")
+
+    def hook(self) -> None:
+        """Has the fault happen in its phase, where this rank is the one that injects it."""
+        if self.moment == "in" and self.rank == self.victim:
+            {"init_mesh": self._at_the_barrier, "group": self._connecting}.get(self.phase, lambda: None)()
+        if self.is_at("collective", "in"):
+            self._in_the_collective()
+
+    def _at_the_barrier(self) -> None:
+        """When this rank has stated its mesh, and isn't counted yet: the others wait for it."""
+        found = agreement._AskedStore.__getattr__
+
+        def asked(store: Any, name: str) -> Callable[..., Any]:
+            method = found(store, name)
+
+            def ask(key: str, *more: Any) -> Any:
+                if name == "add" and key.startswith("axes/mesh") and key.endswith("/count"):
+                    self.inject()
+                return method(key, *more)
+
+            return ask if name == "add" else method
+
+        agreement._AskedStore.__getattr__ = asked  # type: ignore[method-assign]
+
+    def _connecting(self) -> None:
+        """When the members of the group have agreed on it: the others connect, and wait for this one's address."""
+        make = torch_private.make_group
+
+        def making(*args: Any) -> dist.ProcessGroup:
+            self.inject()
+            return make(*args)
+
+        torch_private.make_group = making
+
+    def _in_the_collective(self) -> None:
+        """When the backend has begun, which it can't end: the last rank comes when the fault has happened."""
+        collectives_of = torch_private.collectives_of
+
+        def hooked(group: dist.ProcessGroup) -> Any:
+            gather, exchange, reduce, scatter = collectives_of(group)
+
+            def reducing(x: torch.Tensor, op: Any) -> None:
+                if self.rank == self.victim:
+                    work = dist.all_reduce(x, op, group, async_op=True)
+                    self.inject()
+                    work.wait()
+                else:
+                    if self.rank == self.size - 1:
+                        wait_for((self.folder / "fault").exists)
+                    reduce(x, op)
+
+            return gather, exchange, reducing, scatter
+
+        torch_private.collectives_of = hooked
+
+    def planner(self) -> dcp.DefaultSavePlanner:
+        """A planner of a save that injects the fault when its rank writes."""
+        injector = self
+
+        class Planner(dcp.DefaultSavePlanner):
+            def resolve_data(self, write_item: Any) -> Any:
+                injector.inject()
+                return super().resolve_data(write_item)
+
+        return Planner() if self.is_at("save", "in") and self.rank == self.victim else dcp.DefaultSavePlanner()
+
+
+def _raise() -> NoReturn:
+    raise InjectedError("the fault of this rank")
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+_ON_THIS_RANK: dict[str, Callable[[], None]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": _stop,
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "exit": lambda: os._exit(0),
+    "exception": _raise,
+}
+
+
+def job(at: Injector) -> None:
+    """The four phases, with the points before and after each."""
+    at.reach("init_mesh", "before")
+    options = {"x": axes.GroupOptions(timeout=LIMIT)}
+    mesh = axes.init_mesh("x", device_type="cpu", timeout=LIMIT, options=options)
+    at.reach("init_mesh", "after")
+
+    at.reach("group", "before")
+    group = mesh.axis("x").group
+    at.reach("group", "after")
+
+    at.reach("collective", "before")
+    total = axes.psum(torch.tensor([float(at.rank)]), "x", mesh=mesh)
+    assert total.item() == sum(range(at.size))
+    at.reach("collective", "after")
+
+    state = {"w": axes.from_local(torch.full((2, 3), float(at.rank)), "a@x b", mesh=mesh)}
+    at.reach("save", "before")
+    at.saving = True
+    dcp.save(state, checkpoint_id=at.folder / "saved", planner=at.planner(), process_group=group)
+    at.saving = False
+    at.reach("save", "after")
+    axes.destroy_process_groups()
+
+
+def program(folder: str, fault: str, phase: str, moment: str) -> None:
+    """`job`, and a file that says how this rank ended. An error of it goes on."""
+    os.environ["TMPDIR"] = f"{folder}/tmp"
+    at = Injector(Path(folder), fault, phase, moment)
+    who = {"pid": os.getpid(), "launcher": os.getppid(), "group": os.getpgid(0)}
+    written(at.folder / f"who{at.rank}", json.dumps(who))
+    at.meet("start")
+    at.hook()
+    kind, text, cause = "", "", ""
+    try:
+        job(at)
+    except BaseException as error:
+        kind, text, cause = type(error).__name__, str(error), type(error.__cause__).__name__
+        raise
+    finally:
+        ended = {"kind": kind, "text": text, "cause": cause, "saving": at.saving, "time": time.monotonic()}
+        written(at.folder / f"ended{at.rank}", json.dumps(ended))
+
+
+if __name__ == "__main__":
+    program(*sys.argv[1:])
