@@ -27,7 +27,7 @@ from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import flags, torch_private
+from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import Barrier, Member, agree, pass_by, ranks_text, refuse
 from axes.runtime.groups import (
     GroupOptions,
@@ -115,6 +115,8 @@ def init_mesh(
         except SizeError as error:
             raise _of_another_size(on, universe, world) or error from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options, waits))
+        if flags.trace:
+            trace.recorder()  # a file that can't be written is found here
     except Exception as error:
         _refuse(world, named, error)
         raise
