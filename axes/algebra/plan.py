@@ -495,14 +495,14 @@ def _row(number: int, step: Step) -> tuple[str, ...]:
         apart = ranks.step if isinstance(ranks, range) else 1
         strides = " ".join(str(stride * apart) for stride in step.layout.strides)
         group += f", stride{'s' if len(step.layout.strides) > 1 else ''} {strides}"
-    moved = f"{_size(step.bytes_in)} in, {_size(step.bytes_out)} out"
+    moved = f"{bytes_text(step.bytes_in)} in, {bytes_text(step.bytes_out)} out"
     return (str(number), step.kind, " ".join(step.axes), group, moved)
 
 
-def _size(count: int) -> str:
+def bytes_text(count: int) -> str:
     """Bytes in the unit that reads best.
 
-    >>> _size(12 << 20), _size(100)
+    >>> bytes_text(12 << 20), bytes_text(100)
     ('12.0 MiB', '100 B')
     """
     if count < 1024:
