@@ -166,7 +166,7 @@ def test_gradients_and_random_numbers_are_as_before_and_nothing_listens_any_more
     axes.explain(lambda: torch.rand(3))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert net.up.weight.grad is kept
-    assert not flags.told
+    assert not flags.watched
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
@@ -187,7 +187,7 @@ def test_a_step_that_raises_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         axes.explain(lambda: 1 // 0, mesh="dp=2")
     assert not torch.distributed.is_initialized()
-    assert not flags.told
+    assert not flags.watched
 
 
 # --- an operation

@@ -185,6 +185,7 @@ def test_a_function_has_one_name_in_the_whole_library():
 
 # What a function may import, and why it isn't imported at the top of the file.
 IMPORTED_LATE = {
+    "axes/show/cli.py": ["axes.show.demo"],  # imports torch, which no other command waits for
     "axes/nn/weight_files.py": ["safetensors"],  # an extra: who reads such files has installed it
     "axes/runtime/agent.py": ["torch"],  # who launches a program needs no torch: it is the ranks that have it
     "axes/runtime/launch.py": ["torch"],  # the same
@@ -321,8 +322,8 @@ SENDING = {
     "axes/nn/clipping.py": {"link_of"},
     "axes/runtime/lines.py": {"collectives_of", "functional", "dist"},
     "axes/runtime/links.py": {"collectives_of", "functional"},
-    "axes/runtime/programs.py": {"link_of", "pass_on"},
-    "axes/runtime/redistribute.py": {"eager"},
+    "axes/runtime/programs.py": {"link_of", "recorded_link_of", "pass_on"},
+    "axes/runtime/redistribute.py": {"eager", "recorded"},
 }
 COLLECTIVES = re.compile(r"(all_|broadcast|reduce|scatter|gather|send$|recv|isend|irecv|batch_isend|barrier)")
 
@@ -333,7 +334,7 @@ def sending(module: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Call):
             parts = dotted(node.func) if isinstance(node.func, ast.Attribute) else []
             name = node.func.id if isinstance(node.func, ast.Name) else parts[-1] if parts else ""
-            if name in ("collectives_of", "link_of", "pass_on", "eager"):
+            if name in ("collectives_of", "link_of", "recorded_link_of", "pass_on", "eager", "recorded"):
                 yield name
             elif name.startswith("functional_"):
                 yield "functional"

@@ -47,6 +47,7 @@ from axes.runtime.lines import AxisName
 from axes.runtime.links import link_of
 from axes.runtime.routes import resharded
 from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.trace import Traced
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 
@@ -160,6 +161,7 @@ class _SplitAxis:
     device_type: str
     layout: Layout
     group: dist.ProcessGroup = field(compare=False)
+    name: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,9 @@ def _stage_axes(stages: AxisName, mesh: Mesh | None) -> list[_SplitAxis]:
         return []
     axes = [where.axis(name) for name in names]
     device_type = "cpu" if where.binding is None else where.binding.device_type
-    found = [_SplitAxis(where.universe, device_type, axis.layout, axis.group) for axis in axes if axis.size > 1]
+    found = [
+        _SplitAxis(where.universe, device_type, axis.layout, axis.group, axis.name) for axis in axes if axis.size > 1
+    ]
     return _ordered(found)
 
 
@@ -237,8 +241,9 @@ def _place(spec: Any) -> _Place | None:
         return None
     universe = Universe.of(torch_private.root_ranks(mesh))
     layouts = [Layout.of(modes) for modes in torch_private.dims_of(mesh)]
+    names = mesh.mesh_dim_names or [f"dim {number}" for number in range(mesh.ndim)]
     split = [
-        _SplitAxis(universe, mesh.device_type, layout, mesh.get_group(number))
+        _SplitAxis(universe, mesh.device_type, layout, mesh.get_group(number), names[number])
         for number, (layout, placement) in enumerate(zip(layouts, spec.placements, strict=True))
         if layout.size > 1 and not placement.is_replicate()
     ]
@@ -332,7 +337,10 @@ def _reduced(values: Sequence[torch.Tensor], order: float, axis: _SplitAxis) -> 
 
 def _operation(axis: _SplitAxis, wire: torch.Tensor, op: str) -> Operation:
     """What the ranks along an axis do together."""
-    ranks = dist.get_process_group_ranks(axis.group)
+    ranks = Universe.of(dist.get_process_group_ranks(axis.group)).ranks
     said = f"the norm of gradients, {op} of {len(wire)} parts"
     waits = torch_private.default_timeout(axis.device_type)
-    return Operation(Universe.of(ranks).ranks, said, said, axis.device_type, waits)
+    moved = 2 * wire.numel() * wire.element_size() * (len(ranks) - 1) // len(ranks)
+    named = said, "the norm of gradients", "all_reduce", axis.name, str(axis.group.group_name), ranks
+    traced = Traced(*named, str(wire.dtype).removeprefix("torch."), axis.device_type, bytes_in=moved, bytes_out=moved)
+    return Operation(ranks, said, said, axis.device_type, waits, traced=traced)

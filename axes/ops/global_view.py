@@ -35,11 +35,11 @@ from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
-from axes.runtime.check import part_of
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
+from axes.runtime.places import within
 from axes.runtime.redistribute import PLAIN, Dtypes, both
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints, is_symbolic, spec_at
@@ -158,9 +158,8 @@ def apply_global(
         return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple(map(torch_private.spec_of, operands))
     made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
-    if flags.told:
-        with part_of(f"axes.{kind} '{text}'"):
-            return _applied(made, operands, grad)
+    if flags.watched:
+        return within(f"axes.{kind}", text, _applied, made, operands, grad)
     return _applied(made, operands, grad)
 
 
@@ -273,9 +272,10 @@ class _LinearRecipe(torch.autograd.Function):
         if cotangent is None:
             return (None,) * (1 + len(needed))
         operands = ctx.saved_tensors if len(needed) > 1 else (None,)
-        if flags.told:
-            with part_of(f"gradient of {ctx.made.recipe.kind} '{ctx.made.recipe.text}'"):
-                return _gradients(ctx.made, needed, cotangent, operands)
+        if flags.watched:
+            made = ctx.made.recipe
+            given = ctx.made, needed, cotangent, operands
+            return within(f"gradient of {made.kind}", made.text, _gradients, *given)
         return _gradients(ctx.made, needed, cotangent, operands)
 
 

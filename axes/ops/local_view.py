@@ -24,9 +24,9 @@ from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import flags, torch_private
-from axes.runtime.check import part_of
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
+from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.symbols import is_symbolic
 from axes.runtime.transforms import check_shards
@@ -64,9 +64,8 @@ def apply_local(
     made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
         operands = (_Owning.apply(operands[0]),)
-    if flags.told:
-        with part_of(f"axes.{kind} '{text}'"):
-            return _run(made, operands)
+    if flags.watched:
+        return within(f"axes.{kind}", text, _run, made, operands)
     return _run(made, operands)
 
 

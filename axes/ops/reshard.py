@@ -26,9 +26,9 @@ from axes.ops import local_view
 from axes.ops.global_view import Grad, check_grad_of_leaves
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
-from axes.runtime.check import part_of
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
+from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import ALL, Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
@@ -122,9 +122,8 @@ def _reshard(
     found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
-    if flags.told:
-        with part_of(f"axes.reshard to '{spec}'"):
-            return found.take(x, async_op)
+    if flags.watched:
+        return within("axes.reshard to", spec, found.take, x, async_op)
     return found.take(x, async_op)
 
 

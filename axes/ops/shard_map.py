@@ -81,11 +81,11 @@ from axes.ops.regions import (
 from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_tensors
 from axes.runtime import flags, torch_private
 from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
-from axes.runtime.check import part_of
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.packing import strides_of
+from axes.runtime.places import within
 from axes.runtime.routes import settled
 from axes.runtime.sharded import device_mesh_input, from_local, strides_like, to_local
 from axes.runtime.shards import shard_of
@@ -222,9 +222,8 @@ def run_region(
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
     """
-    if not torch.compiler.is_compiling() and flags.told:
-        with part_of(f"shard_map '{expression}'"):
-            return _run_region(fn, expression, args, kwargs, mesh, check, used, plain)
+    if not torch.compiler.is_compiling() and flags.watched:
+        return within("shard_map", expression, _run_region, fn, expression, args, kwargs, mesh, check, used, plain)
     return _run_region(fn, expression, args, kwargs, mesh, check, used, plain)
 
 

@@ -18,15 +18,12 @@ In compiled graphs nothing is compared: they hold the collectives alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -34,9 +31,11 @@ import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.algebra.mesh import Mesh
-from axes.runtime import flags, torch_private
+from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import Barrier, agree_and_forget, ranks_text, stay_away
 from axes.runtime.groups import OF_ONE_RANK, World, current_world, options_known, who_else_failed
+from axes.runtime.places import announce, user_place, whole_text
+from axes.runtime.trace import Event, Traced
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -57,7 +56,8 @@ class Operation:
     `said` is what a person reads, `compared` what is the same on all ranks, which names aren't. `lane` tells it from
     operations that other communicators of the same ranks carry out, maybe at the same time. `waits` is how long ranks
     wait for one another. `part` says which collective it begins with. `sends[i]` and `receives[i]` are for and from the
-    i-th of the ranks, where each says what comes from whom.
+    i-th of the ranks, where each says what comes from whom. `traced` is what a trace says of it, where it is one
+    collective.
     """
 
     ranks: Sequence[int]
@@ -68,6 +68,7 @@ class Operation:
     part: Callable[[], str] | None = None
     sends: Sequence[int] = ()
     receives: Sequence[int] = ()
+    traced: Traced | None = None
 
 
 def together(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
@@ -75,25 +76,62 @@ def together(describe: Callable[..., Operation], subject: tuple[Any, ...], run: 
 
     Raises `DesyncError` where ranks differ, and where the backend fails.
     """
-    if flags.told:
-        announce(describe, *subject)
+    if flags.watched:
+        return _watched(describe, subject, run, args)
     try:
         return run(*args)
     except RuntimeError as error:
         raise_located(error, describe, *subject)
 
 
-def announce(describe: Callable[..., Operation], *subject: Any) -> None:
-    """Before the ranks of `describe(*subject)` communicate, where flags have it told: compare it, if asked for."""
-    _context.announced = describe, subject
+def _watched(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], args: Any) -> T:
+    """`together` where operations are compared, recorded in a trace, or listened to."""
+    announce(describe, *subject)
     if flags.check:
         compare_operation(describe(*subject))
+    event: Event | None = None
+    if flags.trace:
+        traced = _traced(describe, subject)
+        event = trace.recorder().begin(traced, traced.bytes_in, traced.bytes_out, _OWN)
+    try:
+        result = run(*args)
+    except RuntimeError as error:
+        raise_located(error, describe, *subject)
+    if event is not None:
+        event[0].end(event)
+    return result
 
 
-def announced() -> Operation | None:
-    """The operation of this thread that was announced last."""
-    found = _context.__dict__.get("announced")
-    return found and found[0](*found[1])
+_OWN = 4
+"""Frames of axes at least between what begins an event and the user's."""
+
+
+def _traced(describe: Callable[..., Operation], subject: tuple[Any, ...]) -> Traced:
+    """The collective that this is, found by all that tells it from others: of tensors that is shape and dtype."""
+    known = trace.recorder().known
+    key = (describe, *[x if type(x) in _OTHERS else _told(x) for x in subject])
+    try:
+        found = known.get(key)
+    except TypeError:  # counts in a list
+        key = tuple([tuple(x) if isinstance(x, list) else x for x in key])
+        found = known.get(key)
+    if found is None:
+        found = describe(*subject).traced
+        assert found is not None, "what goes through `together` is one collective"
+        trace.with_room(known)[key] = found
+    return found
+
+
+_OTHERS: set[type] = set()
+"""Types that aren't tensors: to ask for a tensor takes long where it is none."""
+
+
+def _told(x: Any) -> Any:
+    """A part of a subject by what tells it from others."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.dtype
+    _OTHERS.add(type(x))
+    return x
 
 
 def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:
@@ -117,53 +155,6 @@ def patience_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> timedelta
     return mesh.binding.timeout or torch_private.default_timeout(mesh.binding.device_type)
 
 
-# what an operation is part of
-
-_context = threading.local()
-
-
-@contextlib.contextmanager
-def part_of(what: str) -> Iterator[None]:
-    """Operations in this block are part of `what`, an expression: ranks compare that, too."""
-    listener = _context.__dict__.get("listener")
-    parts = _context.__dict__.setdefault("parts", [])
-    parts.append(what)
-    if listener is not None:
-        listener()
-    try:
-        yield
-    finally:
-        parts.pop()
-        if listener is not None:
-            listener()
-
-
-def parts() -> tuple[str, ...]:
-    """What operations are part of just now, the outermost first."""
-    return tuple(_context.__dict__.get("parts", ()))
-
-
-@contextlib.contextmanager
-def listening(listener: Callable[[], None]) -> Iterator[None]:
-    """In this block operations of this thread say what they are; `listener` is called where `parts` has changed."""
-    before = _context.__dict__.get("listener")
-    _context.listener = listener
-    flags.listen(1)
-    try:
-        yield
-    finally:
-        flags.listen(-1)
-        _context.listener = before
-
-
-def _whole() -> str:
-    """`parts` as text, after the pass that runs."""
-    parts = [*_context.__dict__.get("parts", ())]
-    if torch_private.backward_runs():
-        parts.insert(0, "backward")
-    return "".join(f"{part}: " for part in parts)
-
-
 # before
 
 
@@ -172,7 +163,7 @@ def compare_operation(operation: Operation) -> None:
     world = current_world()
     if world.fake or len(operation.ranks) == 1 or world.rank not in operation.ranks:
         return
-    whole = _whole()
+    whole = whole_text()
     found = world.barrier(f"{_KIND}-{operation.lane}-{_debug_calls(world)}", operation.ranks, "", _ADVICE)
     subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
     barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{_at(user_place())}")
@@ -201,42 +192,6 @@ def _compare_sizes(barrier: Barrier, operation: Operation, every: Sequence[Any])
         raise DesyncError("\n  ".join([f"ranks disagree in {barrier.seen}:", *wrong[:_SHOWN], *rest]))
 
 
-def user_place() -> str:
-    """The line of the user's code that led here, as `file:line in function`; "" where there is none.
-
-    There is none in the backward pass on an accelerator, which has a thread of its own.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame):
-            return place_of_frame(frame)
-        frame = frame.f_back
-    return ""
-
-
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame is of the user's code."""
-    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-    return module.partition(".")[0] not in _PASSED and not file.startswith(("<frozen", "<eval_with_key"))
-
-
-def place_of_frame(frame: FrameType) -> str:
-    """Where a frame is, as `file:line in function`."""
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-_PASSED = {"axes", "torch", "einops", "contextlib", "functools"}
-"""Packages whose lines aren't the user's."""
-
-
-def _short(file: str) -> str:
-    """A path from the working directory, or from the folder of the program."""
-    program = getattr(sys.modules["__main__"], "__file__", None) or ""
-    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(program))):
-        file = file.removeprefix(folder + os.sep)
-    return file
-
-
 def _at(place: str) -> str:
     return f", at {place}" if place else ""
 
@@ -253,7 +208,7 @@ def failed(operation: Operation, error: RuntimeError) -> DesyncError:
     if dist.is_initialized():
         rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.said)
     return DesyncError(
-        f"{_whole()}{operation.said} failed on rank {rank}{part}{_at(user_place())}\n"
+        f"{whole_text()}{operation.said} failed on rank {rank}{part}{_at(user_place())}\n"
         f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
@@ -312,16 +267,18 @@ def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
 class Debugging:
     """What `axes.debug` has turned on: until the block ends, or for good where there is none."""
 
-    def __init__(self, check: bool):
+    def __init__(self, said: flags.Said):
         self._before = flags.said()
-        flags.say(check)
+        flags.say(said)
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        was_on = flags.check
+        was_on, traced = flags.check, flags.trace
         flags.say(self._before)
+        if traced != flags.trace:
+            trace.stop(traced)
         if was_on and not flags.check and dist.is_initialized():
             world = current_world()
             if not world.fake:
@@ -330,21 +287,32 @@ class Debugging:
                 stay_away(world.member, _KIND, f"{why}{_at(user_place()) if error is None else ''}")
 
 
-def debug(check: bool = False) -> Debugging:
-    """Has ranks compare each operation before they communicate: for a job that hangs, or whose numbers are wrong.
+def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None) -> Debugging:
+    """Has ranks compare each operation before they communicate, or records what they send: for a job that hangs, whose
+    numbers are wrong, or that is slow.
 
         axes.debug(check=True)                 # for the rest of the program
         with axes.debug(check=True): ...       # for a block
+        axes.debug(trace="trace.jsonl")        # each rank writes a file of its own: trace.0.jsonl, ...
 
-    `AXES_CHECK=1` in the environment is the same for the whole program. A difference is a `DesyncError` on all ranks
-    that would meet. It shows each side: the operation, its expression, dtype and whole shape, which in the order of
-    these ranks it is, and its line of the program. A rank that doesn't come is named, with what it did last, when the
-    time limit of the group is over. Compared is what axes does, forward and backward; not what torch's own operations
-    on DTensors send, and nothing in compiled graphs.
+    What isn't named stays as it is. `AXES_CHECK=1` and `AXES_TRACE=trace.jsonl` in the environment are the same for the
+    whole program.
 
-    All ranks of the job call it alike and wait for each other there, as they do in `axes.init_mesh`; `DesyncError`
-    where one asks for something else. A block ends on each rank by itself. Before the job has started it is part of
-    what `init_mesh` compares. It costs some store operations for each rank and operation: nothing to leave on.
+    **check.** A difference is a `DesyncError` on all ranks that would meet. It shows each side: the operation, its
+    expression, dtype and whole shape, which in the order of these ranks it is, and its line of the program. A rank that
+    doesn't come is named, with what it did last, when the time limit of the group is over. All ranks of the job call
+    it alike and wait for each other there, as they do in `axes.init_mesh`; `DesyncError` where one asks for something
+    else. A block ends on each rank by itself. Before the job has started it is part of what `init_mesh` compares. It
+    costs some store operations for each rank and operation: nothing to leave on.
+
+    **trace.** Every collective is a line of the file: its operation, expression and line of the program, axis, ranks,
+    bytes, dtype, whether in a backward pass, when it was issued and how long it took; on a GPU also by events on its
+    stream. The rank stands for `{rank}` in the path, else before the suffix; "" ends the trace. Files of an earlier job
+    are written over. `python -m axes trace FILE...` says what took the time and which rank the others waited for. Each
+    rank decides for itself, and waits for nobody. It costs a few microseconds for each collective.
+
+    Both see what axes does, forward and backward; not what torch's own operations on DTensors send, and nothing in
+    compiled graphs. Raises `AxesError` where the file can't be written.
 
     >>> import axes
     >>> with axes.simulate(8), debug(check=True):
@@ -352,8 +320,31 @@ def debug(check: bool = False) -> Debugging:
     ...     axes.psum(torch.ones(3), "tp", mesh=mesh).shape
     torch.Size([3])
     """
-    if not isinstance(check, bool):
+    if check is not None and not isinstance(check, bool):
         raise AxesError(f"axes.debug(check=): True or False; found {shown(check)}")
+    if trace is not None and not isinstance(trace, str | os.PathLike):
+        raise AxesError(f"axes.debug(trace=): the path of a file, or ''; found {shown(trace)}")
+    if check is not None:
+        _agree_on(check)
+    before = flags.said()
+    wanted = before.trace if trace is None else os.fspath(trace)
+    said = Debugging(flags.Said(before.check if check is None else check, wanted))
+    if trace is not None and wanted and dist.is_initialized():
+        _begin_trace(said)
+    return said
+
+
+def _begin_trace(said: Debugging) -> None:
+    """Begins the file, so that one that can't be written is found here."""
+    try:
+        trace.recorder()
+    except AxesError:
+        said.__exit__(None, None, None)
+        raise
+
+
+def _agree_on(check: bool) -> None:
+    """Returns where all ranks of the running job ask for the same."""
     if dist.is_initialized():
         world = current_world()
         if not world.fake and world.size > 1:
@@ -362,4 +353,3 @@ def debug(check: bool = False) -> Debugging:
             barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
             waits = torch_private.default_timeout("cpu")
             agree_and_forget(world.member, barrier, f"check={check}", waits)
-    return Debugging(check)

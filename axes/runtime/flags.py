@@ -1,40 +1,54 @@
 """Flags: what a run is asked for beside its results, by `axes.debug` or by the environment.
 
-`axes.debug` is what a program says, and goes before `AXES_CHECK`, which is read when axes is imported and by each
-`axes.init_mesh`. What is asked is part of what ranks compare when they make a mesh or a group: it is the same on all.
+`axes.debug` is what a program says, and goes before `AXES_CHECK` and `AXES_TRACE`, which are read when axes is imported
+and by each `axes.init_mesh`. That operations are compared is part of what ranks compare when they make a mesh or a
+group: it is the same on all. A trace is of each rank by itself.
 """
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
-check = os.environ.get("AXES_CHECK") == "1"
+
+class Said(NamedTuple):
+    """What the program has said; None where it has said nothing, and the environment counts."""
+
+    check: bool | None = None
+    trace: str | None = None
+
+
+check = False
 """Whether ranks compare each operation before they communicate."""
 
-told = check
-"""Whether operations say what they are and what they are part of: for who compares them, or listens (`listen`)."""
+trace = ""
+"""To which file collectives are recorded; "" where they aren't."""
 
-_said: bool | None = None
+watched = False
+"""Whether one of the two is so, or somebody listens (`listen`): all that an operation looks at where nothing is."""
+
+_said = Said()
 _listeners = 0
 
 
-def said() -> bool | None:
-    """What the program has said of `check`; None where it has said nothing, and the environment counts."""
+def said() -> Said:
+    """What the program has said."""
     return _said
 
 
-def say(wanted: bool | None) -> None:
-    """Have operations compared, or not; with None as the environment says."""
+def say(wanted: Said) -> None:
+    """Have operations compared and recorded, or not; with None as the environment says."""
     global _said
     _said = wanted
     read_environment()
 
 
 def read_environment() -> None:
-    """Takes `AXES_CHECK` for what it is now, where the program has said nothing."""
-    global check, told
-    check = os.environ.get("AXES_CHECK") == "1" if _said is None else _said
-    told = check or _listeners > 0
+    """Takes the environment for what it is now, where the program has said nothing."""
+    global check, trace, watched
+    check = os.environ.get("AXES_CHECK") == "1" if _said.check is None else _said.check
+    trace = os.environ.get("AXES_TRACE", "") if _said.trace is None else _said.trace
+    watched = check or trace != "" or _listeners > 0
 
 
 def listen(more: int) -> None:
@@ -45,5 +59,8 @@ def listen(more: int) -> None:
 
 
 def flags_text() -> str:
-    """What is asked for, as ranks compare it; nothing where nothing is."""
+    """What ranks are asked for together, as they compare it; nothing where nothing is."""
     return "operations are compared (AXES_CHECK=1, axes.debug)" if check else ""
+
+
+read_environment()

@@ -39,7 +39,7 @@ from axes.algebra.errors import DesyncError, MeshError, shortened
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import flags, torch_private
+from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import Barrier, Member, agree, digest, in_time, ranks_text, without_report
 
 _FAKE = "fake"
@@ -261,6 +261,7 @@ def forget_groups() -> None:
     """Forgets the world without touching its groups: for who ends a world by other means."""
     global _current
     _current = None
+    trace.forget_groups_of_traces()
 
 
 def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
@@ -330,6 +331,7 @@ def destroy_process_groups() -> None:
     if dist.group.WORLD is None:
         return
     times_destroyed += 1
+    trace.forget_groups_of_traces()
     world = current_world()
     made = [entry.group for entry in world.groups.values() if entry.origin == "made"]
     for group in sorted(made, key=lambda group: group.group_name):

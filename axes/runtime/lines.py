@@ -37,6 +37,7 @@ from axes.runtime.check import Operation, lane_of, patience_of, together, waited
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import ordered, unordered
+from axes.runtime.trace import Traced
 
 AxisName = str | tuple[str, ...]
 """A name of the mesh's namespace, or several: their product, the first the slowest."""
@@ -225,8 +226,8 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line)
     Every rank of the line calls it, also one that neither sends nor receives.
     """
     count = x.numel()
-    sends = [count if i == target else 0 for i in range(line.size)]
-    receives = [count if i == source else 0 for i in range(line.size)]
+    sends = tuple([count if i == target else 0 for i in range(line.size)])
+    receives = tuple([count if i == source else 0 for i in range(line.size)])
     described = "ppermute", x, None, line, sends, receives
     received = _exchanged(x if target is not None else x.new_empty(0), sends, receives, line, described)
     if source is not None:
@@ -315,7 +316,8 @@ def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:
 def _of_every_rank(value: Any, line: Line) -> list[Any]:
     found: list[Any] = [None] * line.size
     group = _group(line)
-    together(_on_group, (_COMPARISON, group.group, group.mesh), dist.all_gather_object, found, value, group.group)
+    described = _COMPARISON, "all_gather_object", 0, 0, group.group, group.mesh
+    together(_on_group, described, dist.all_gather_object, found, value, group.group)
     return found
 
 
@@ -324,14 +326,27 @@ _COMPARISON = "a comparison of what is the same on all ranks"
 
 def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup, mesh: Mesh, what: str) -> None:
     """Writes the `x` of the global rank `source` into that of all ranks of a group of the mesh. `what` is it for?"""
-    text = f"{what}, of rank {source}, {_tensor_text(x)}"
-    together(_on_group, (text, group, mesh), dist.broadcast, x, source, group)
+    text, sent = f"{what}, of rank {source}, {_tensor_text(x)}", x.numel() * x.element_size()
+    sides = (0, sent) if source == dist.get_rank() else (sent, 0)
+    together(_on_group, (text, "broadcast", *sides, group, mesh), dist.broadcast, x, source, group)
 
 
-def _on_group(what: str, group: dist.ProcessGroup, mesh: Mesh) -> Operation:
+def _on_group(what: str, by: str, bytes_in: int, bytes_out: int, group: dist.ProcessGroup, mesh: Mesh) -> Operation:
     """What the ranks of a group do together."""
-    ranks = dist.get_process_group_ranks(group)
-    return Operation(Universe.of(ranks).ranks, what, f"{what} in {ranks}", lane_of(mesh), patience_of(mesh, group))
+    ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
+    position = mesh.universe.position(mesh.rank)
+    lines = {} if position is None else {name: mesh.ranks_of(mesh.layout(name)) for name in mesh.names}
+    axis = next((name for name, line in lines.items() if line is not None and list(line) == list(ranks)), "")
+    traced = Traced(
+        *(what, by, by, axis, str(group.group_name), ranks, "", device_of(mesh)), bytes_in=bytes_in, bytes_out=bytes_out
+    )
+    compared = f"{what} in {[*ranks]}"
+    return Operation(ranks, what, compared, lane_of(mesh), patience_of(mesh, group), traced=traced)
+
+
+def device_of(mesh: Mesh) -> str:
+    """The type of the devices that a bound mesh is of."""
+    return mesh.binding.device_type
 
 
 def _operation(
@@ -344,20 +359,62 @@ def _operation(
 ) -> Operation:
     """What the ranks of a line do together, by its public name. The dim by which `sends` count isn't compared."""
     group = _group(line)
-    ranks = dist.get_process_group_ranks(group.group)
+    ranks = Universe.of(dist.get_process_group_ranks(group.group)).ranks
     varies = dims if sends else None
     tensor = _tensor_text(x, varies if isinstance(varies, int) else None)
     along = "" if dims is None else f", dim {dims}" if isinstance(dims, int) else f", dims {dims[0]} and {dims[1]}"
+    said = f"{what} over '{line.name}' of {tensor}{along}"
+    named = said, what, _METHODS[what], line.name, group.name, ranks, str(x.dtype).removeprefix("torch.")
+    received, sent = _bytes_moved(what, x, dims, line, sends, receives)
     return Operation(
-        Universe.of(ranks).ranks,
-        f"{what} over '{line.name}' of {tensor}{along}",
-        f"{what} in {ranks} of {tensor}{along}",
+        ranks,
+        said,
+        f"{what} in {[*ranks]} of {tensor}{along}",
         lane_of(group.mesh),
         patience_of(group.mesh, group.group),
         None,
         sends,
         receives,
+        Traced(*named, device_of(group.mesh), bytes_in=received, bytes_out=sent),
     )
+
+
+_METHODS = {
+    **dict.fromkeys(_NAMES.values(), "all_reduce"),
+    "psum_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "all_to_all",
+}
+"""The method of a process group behind each public name."""
+
+
+def _bytes_moved(
+    what: str,
+    x: torch.Tensor,
+    dims: int | tuple[int, ...] | None,
+    line: Line,
+    sends: Sequence[int],
+    receives: Sequence[int],
+) -> tuple[int, int]:
+    """What this rank receives and sends at least, in bytes as they travel."""
+    if sends:
+        row = math.prod(size for dim, size in enumerate(x.shape) if dim != dims) if isinstance(dims, int) else 1
+        sides = [(sum(counts) - counts[line.coordinate]) * row * x.element_size() for counts in (receives, sends)]
+        return sides[0], sides[1]
+    others = line.size - 1
+    if _METHODS[what] == "all_gather":
+        found = x.numel() * x.element_size() * others
+    elif _METHODS[what] == "all_to_all":
+        found = x.numel() * x.element_size() * others // line.size
+    else:
+        real = x.dtype.to_real() if x.dtype.is_complex else x.dtype
+        wide = _REDUCED_IN[real]
+        # A maximum of floats is taken of integers of 32 bits or more: see `ordered`.
+        least = 4 if what in ("pmax", "pmin") and wide.is_floating_point else 0
+        whole = x.numel() * (2 if x.dtype.is_complex else 1) * max(wide.itemsize, least)
+        found = whole * others * (2 if _METHODS[what] == "all_reduce" else 1) // line.size
+    return found, found
 
 
 def _tensor_text(x: torch.Tensor, varies: int | None = None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.packing import Shape
+from axes.runtime.trace import Event, Traced, recorder
 
 Counts = Sequence[int] | None
 """Elements for or from each rank of a group; None where all are equal."""
@@ -135,6 +136,59 @@ class _Traced:
         return torch_private.functional_scatter(x.view(-1), op, self.size, self.name).view(shape)
 
 
+_OWN = 6
+"""Frames of axes at least between a collective of a program and the user's."""
+
+
+class _Recorded:
+    """A link each of whose collectives is an event of the trace, as `about` says but for the method and the bytes.
+
+    The bytes that go through it are those of one stage of a program: the same for as many elements.
+    """
+
+    __slots__ = ("_about", "_known", "_link", "_size", "_who")
+
+    def __init__(self, link: Link, group: dist.ProcessGroup, about: Traced):
+        self._link, self._about, self._size, self._who = link, about, group.size(), group.rank()
+        self._known: dict[tuple[str, int], tuple[Traced, int, int]] = {}
+
+    def _begin(self, method: str, x: torch.Tensor, whole: int, receives: Counts = None, sends: Counts = None) -> Event:
+        """`whole`: how many times the tensor is moved in equal parts, if it is, one of them the rank's own."""
+        key = method, x.numel()
+        found = self._known.get(key)
+        if found is None:
+            even = key[1] * whole * (self._size - 1) // self._size
+            each = [even if of is None else sum(of) - of[self._who] for of in (receives, sends)]
+            bytes_in, bytes_out = [count * x.element_size() for count in each]
+            same = next((about for (by, _), (about, *_) in self._known.items() if by == method), None)
+            found = self._known[key] = same or replace(self._about, by=method), bytes_in, bytes_out
+        return recorder().begin(*found, _OWN)
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        event = self._begin("all_gather", x, self._size)
+        out = self._link.all_gather(x, shape)
+        event[0].end(event)
+        return out
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        event = self._begin("all_to_all", x, 1, receives, sends)
+        out = self._link.all_to_all(x, receives, sends, shape)
+        event[0].end(event)
+        return out
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        event = self._begin("all_reduce", x, 2)
+        out = self._link.all_reduce(x, op, owned)
+        event[0].end(event)
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        event = self._begin("reduce_scatter", x, 1)
+        out = self._link.reduce_scatter(x, op, shape)
+        event[0].end(event)
+        return out
+
+
 @dataclass(frozen=True)
 class _Carried:
     """A link that moves a dtype which the backend doesn't know, as another one of `ratio` per element."""
@@ -217,7 +271,15 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 @of_world(512)
 def link_of(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, op: str | None = None) -> Link:
     """The collectives of a group, for tensors of a dtype and the reduction `op`, if any."""
-    link: Link = _Eager(group) if eager else _Traced(group)
+    return _for_dtype(_Eager(group) if eager else _Traced(group), dtype, op)
+
+
+def recorded_link_of(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, op: str | None, about: Traced) -> Link:
+    """The same, with its collectives in the trace."""
+    return _for_dtype(_Recorded(_Eager(group) if eager else _Traced(group), group, about), dtype, op)
+
+
+def _for_dtype(link: Link, dtype: torch.dtype, op: str | None) -> Link:
     if op in ("max", "min") and dtype.is_floating_point:
         link = _Ordered(link)
     if dtype in MOVED:

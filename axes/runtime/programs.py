@@ -45,7 +45,7 @@ from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import in_part
-from axes.runtime.links import REDUCED, Link, link_of
+from axes.runtime.links import REDUCED, Link, link_of, recorded_link_of
 from axes.runtime.packing import (
     Boxes,
     Lattice,
@@ -60,6 +60,7 @@ from axes.runtime.packing import (
     times,
     unpacker,
 )
+from axes.runtime.trace import Traced, recorder
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -126,6 +127,27 @@ class Program:
     def traced(self) -> Run:
         """The same, of functional collectives."""
         return _compiled(self, eager=False)
+
+    @cached_property
+    def recorded(self) -> Run:
+        """`eager`, with each of its collectives in the trace."""
+        return _compiled(self, eager=True, recorded=True)
+
+    @cached_property
+    def recorded_later(self) -> Run:
+        """`traced` as it serves `async_op`, with each of its collectives in the trace."""
+        return _compiled(self, eager=False, recorded=True)
+
+    @property
+    def said(self) -> str:
+        """What it does, as errors and traces show it."""
+        return f"{self.plan.source} -> {self.plan.target} of {self.tensor}"
+
+    @property
+    def tensor(self) -> str:
+        """The whole shape, the dtype, and in which other one it travels."""
+        wire = "" if self.comm_dtype in (None, self.dtype) else f", moved as {name_of(self.comm_dtype)}"
+        return f"{list(self.shape or self.plan.shape)} {self.plan.dtype}{wire}"
 
     def at_sizes(self, tile: Shape) -> Run:
         """The traced form for a tile of other sizes than the plan's: for symbolic ones.
@@ -204,7 +226,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
+def _compiled(program: Program, eager: bool, tile: Shape | None = None, recorded: bool = False) -> Run:
     stages: list[Run] = []
     steps, groups, wire, owned = program.plan.steps, program.own.groups, program.dtype, False
     sending = [at for at, group in enumerate(groups) if group is not None]
@@ -218,7 +240,7 @@ def _compiled(program: Program, eager: bool, tile: Shape | None = None) -> Run:
             wire, owned = program.comm_dtype or wire, True
             stages.append(_cast(wire))
         task = task_of(program, at, tile)
-        stages.append(_stage(program, task, at, eager, wire, owned))
+        stages.append(_stage(program, task, at, eager, wire, owned, recorded))
         tile = None if tile is None else task.merged
         owned = groups[at] is not None
         if at in sending[-1:] and wire is not program.dtype:
@@ -248,9 +270,10 @@ def _chained(stages: Sequence[Run]) -> Run:
     return run
 
 
-def _stage(program: Program, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool) -> Run:
+def _stage(program: Program, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool, recorded: bool) -> Run:
     group = program.own.groups[at]
-    run = _run(program, task, group, eager, dtype, owned)
+    about = _about(program, at, group, eager, dtype) if recorded and group is not None else None
+    run = _run(program, task, group, eager, dtype, owned, about)
     if group is not None and program.own.groups.count(None) < len(program.own.groups) - 1:
         run = in_part(functools.partial(part_text, task.step, group), run)
     if task.step.opened is task.step:
@@ -265,13 +288,38 @@ def part_text(step: Step, group: dist.ProcessGroup) -> str:
     return f"{step.kind}{axes} of {ranks_text(Universe.of(dist.get_process_group_ranks(group)).ranks)}"
 
 
+def _about(program: Program, at: int, group: dist.ProcessGroup, eager: bool, dtype: torch.dtype) -> Traced:
+    """A step as a trace has it."""
+    steps = program.plan.steps
+    sending = [i for i, step in enumerate(steps) if step.kind != "slice"]
+    ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
+    step, axis = steps[at], " ".join(steps[at].axes) or "both meshes"
+    return Traced(
+        *(program.said, step.kind, "", axis, str(group.group_name), ranks, name_of(dtype), program.device_type),
+        step=(sending.index(at) + 1, len(sending)),
+        later=not eager,
+    )
+
+
+def name_of(dtype: torch.dtype | None) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _run(
-    program: Program, task: Task, group: dist.ProcessGroup | None, eager: bool, dtype: torch.dtype, owned: bool
+    program: Program,
+    task: Task,
+    group: dist.ProcessGroup | None,
+    eager: bool,
+    dtype: torch.dtype,
+    owned: bool,
+    about: Traced | None,
 ) -> Run:
     step = task.step
     if group is None:
         return _slice(task)
-    link = link_of(group, dtype, eager, step.op)
+    how = group, dtype, eager, step.op
+    link = link_of(*how) if about is None else recorded_link_of(*how, about)
     if step.kind == "all_reduce":
         return _all_reduce(step, link, owned)
     if step.kind == "all_gather":
@@ -283,7 +331,7 @@ def _run(
     if step.kind == "reduce_move":
         return _reduce_move(task, link)
     if step.kind == "permute" and program.own.backend == "gloo" and eager and _is_large(program, step, dtype):
-        return _permute(task, group)
+        return _permute(task, group, about)
     return _exchanged(task, link)
 
 
@@ -599,7 +647,7 @@ def _is_large(program: Program, step: Step, dtype: torch.dtype) -> bool:
     return step.source.largest_tile(program.shape or step.shape) * dtype.itemsize >= PASSED_ON
 
 
-def _permute(task: Task, group: dist.ProcessGroup) -> Run:
+def _permute(task: Task, group: dist.ProcessGroup, about: Traced | None) -> Run:
     """A tile sent to one rank and one received. Who keeps its own copies it, and meets nobody."""
     sends, receives, keep = task.at_sizes(task.unit.sends), task.at_sizes(task.unit.receives), _slice(task)
     to, origin = (next((peer for peer, of in enumerate(side.counts) if of), None) for side in (sends, receives))
@@ -611,7 +659,18 @@ def _permute(task: Task, group: dist.ProcessGroup) -> Run:
         torch_private.pass_on(group, pack(x), to, out, origin)
         return keep(x) if out is None else unpack(out)
 
-    return keep if to is None and origin is None else run
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        assert passing is not None
+        received, sent = (0 if peer is None else sum(of.counts) for peer, of in ((origin, receives), (to, sends)))
+        event = recorder().begin(passing, received * x.element_size(), sent * x.element_size())
+        out = run(x)
+        event[0].end(event)
+        return out
+
+    passing = None if about is None else replace(about, by="send and receive", together=False)
+    if to is None and origin is None:
+        return keep
+    return run if passing is None else recorded
 
 
 def _reduce_move(task: Task, link: Link) -> Run:

@@ -52,7 +52,7 @@ from axes.algebra.universe import Universe
 from axes.runtime import flags
 from axes.runtime.check import (
     Operation,
-    announce,
+    compare_operation,
     lane_of,
     patience_of,
     raise_located,
@@ -62,7 +62,8 @@ from axes.runtime.check import (
 from axes.runtime.gradients import Same, of_shards, transposed
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.packing import slices_of
-from axes.runtime.programs import Program, check_dtypes, part_text
+from axes.runtime.places import announce
+from axes.runtime.programs import Program, check_dtypes, name_of, part_text
 from axes.runtime.symbols import is_symbolic, settled_sizes, stages_of
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
 
@@ -188,15 +189,15 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     if type(local) not in PLAIN:
         local = waited(local)
     if type(local) in PLAIN:
-        # What `together` does, at no price where nothing is compared.
-        if flags.told and program.sends:
-            announce(_operation, program)
+        # What `together` does, at no price where nothing is compared or recorded.
+        recorded = flags.watched and _watched(program)
         sent = local.contiguous()
         try:
             if async_op:
                 sent = sent.clone() if sent is local and program.lends else sent
-                return under_way(program.traced(sent), _operation, program)
-            return program.eager(sent)
+                later = program.recorded_later if recorded else program.traced
+                return under_way(later(sent), _operation, program)
+            return program.recorded(sent) if recorded else program.eager(sent)
         except RuntimeError as error:
             if not program.sends:
                 raise
@@ -205,6 +206,14 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     tile = tuple(local.shape)
     traced = program.at_sizes(tile) if is_symbolic(tile) or program.tile not in (None, tile) else program.traced
     return traced(local.contiguous())
+
+
+def _watched(program: Program) -> bool:
+    """Has ranks compare a program where that is asked for. Whether it goes into the trace."""
+    announce(_operation, program)
+    if flags.check and program.sends:
+        compare_operation(_operation(program))
+    return flags.trace != ""
 
 
 def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
@@ -306,11 +315,6 @@ def plans_are_shown() -> bool:
     return os.environ.get("AXES_LOG") == "plan"
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 @functools.lru_cache(maxsize=64)
 def model_of(mesh: Mesh) -> CostModel:
     """The cost model of a mesh: the default one, with the mesh's own number of ranks per node."""
@@ -361,19 +365,17 @@ def _log_once(text: str) -> None:
 @of_world(4096)
 def _operation(program: Program) -> Operation:
     """What the ranks of a program do together: all those of its meshes through this one."""
-    made, shape = program.plan, list(program.shape or program.plan.shape)
+    made = program.plan
     meshes = made.source.mesh, made.target.mesh
     here = [mesh for mesh in meshes if mesh.universe.position(made.rank) is not None]
     lines = (mesh.universe.line(mesh.extent, made.rank) for mesh in here)
     members: Sequence[int] = sorted({rank for line in lines for rank in line})
     if meshes[0].universe != meshes[1].universe:
         members = sorted(union_of(*meshes).universe.ranks)
-    wire = "" if program.comm_dtype in (None, program.dtype) else f", moved as {name_of(program.comm_dtype)}"
-    tensor = f"{shape} {made.dtype}{wire}"
     return Operation(
         Universe.of(members).ranks,
-        f"{made.source} -> {made.target} of {tensor}",
-        f"{made.fingerprint} of {tensor}",
+        program.said,
+        f"{made.fingerprint} of {program.tensor}",
         lane_of(meshes[0]),
         patience_of(meshes[0]),
         functools.partial(_first_part, program),

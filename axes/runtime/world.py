@@ -27,7 +27,7 @@ from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import flags, torch_private
+from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import (
     Barrier,
     Member,
@@ -126,6 +126,8 @@ def init_mesh(
         except SizeError as error:
             raise _of_another_size(on, universe, world) or error from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options, waits))
+        if flags.trace:
+            trace.recorder()  # a file that can't be written is found here
     except Exception as error:
         _refuse(world, named, error)
         raise

@@ -33,8 +33,8 @@ from axes.algebra.plan import bytes_text
 from axes.algebra.scopes import checked_mesh
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.check import announced, is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.groups import ProcessGroupInfo, process_groups
+from axes.runtime.places import announced, is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
 from axes.runtime.world import init_mesh

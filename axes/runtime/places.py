@@ -1,0 +1,150 @@
+"""Places: the line of the user's code that an operation comes from, and the expression that it is part of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from axes.runtime import flags, torch_private
+
+T = TypeVar("T")
+Part = tuple[str, Any]
+"""What an operation is part of: its kind, and the expression or sharding."""
+
+
+class _Context(threading.local):
+    """What operations of a thread are part of just now, the outermost first; who listens; what was announced last."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.listener: Callable[[], None] | None = None
+        self.announced: tuple[Any, ...] | None = None
+
+
+context = _Context()
+
+
+def within(kind: str, expression: Any, run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, whose operations are part of an expression: ranks compare that, too, and a trace has it."""
+    parts, listener = context.parts, context.listener
+    parts.append((kind, expression))
+    if listener is not None:
+        listener()
+    try:
+        return run(*args)
+    finally:
+        parts.pop()
+        if listener is not None:
+            listener()
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[], None]) -> Iterator[None]:
+    """In this block operations of this thread say what they are; `listener` is called where `parts` has changed."""
+    before = context.listener
+    context.listener = listener
+    flags.listen(1)
+    try:
+        yield
+    finally:
+        flags.listen(-1)
+        context.listener = before
+
+
+def announce(describe: Callable[..., T], *subject: Any) -> None:
+    """Notes, before ranks communicate, that `describe(*subject)` says what they do."""
+    context.announced = describe, subject
+
+
+def announced() -> Any:
+    """What was announced last in this thread, described; None where nothing was."""
+    found = context.announced
+    return found and found[0](*found[1])
+
+
+def parts() -> tuple[str, ...]:
+    """What operations are part of just now, the outermost first, each as it is shown."""
+    return tuple(map(part_said, context.parts))
+
+
+def part_said(part: Part) -> str:
+    """A part as it is shown."""
+    kind, expression = part
+    return f"{kind} '{expression}'"
+
+
+def whole_text() -> str:
+    """What operations are part of just now, as errors show it."""
+    found = [*parts()]
+    if torch_private.backward_runs():
+        found.insert(0, "backward")
+    return "".join(f"{part}: " for part in found)
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the user's code that led here; None where there is none.
+
+    There is none in the backward pass on an accelerator, which has a thread of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+_PASSED = {"axes", "torch", "einops", "contextlib", "functools"}
+"""Packages whose lines aren't the user's."""
+
+passed_files: dict[str, bool] = {}
+"""Whether files are of these packages, as far as it is known."""
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is of the user's code."""
+    passed = passed_files.get(frame.f_code.co_filename)
+    return not (_is_passed(frame) if passed is None else passed)
+
+
+def place_of_frame(frame: FrameType) -> str:
+    """Where a frame is, as `file:line in function`."""
+    return line_of_code(frame.f_code, frame.f_lasti)
+
+
+def _is_passed(frame: FrameType) -> bool:
+    """Whether a frame isn't the user's, where `passed_files` doesn't know it."""
+    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    passed = module.partition(".")[0] in _PASSED or file.startswith(("<frozen", "<eval_with_key"))
+    if not file.startswith("<") and len(passed_files) < _FILES:
+        passed_files[file] = passed
+    return passed
+
+
+_FILES = 65536
+"""So many files are remembered."""
+
+
+def user_place() -> str:
+    """The line of the user's code that led here, as `file:line in function`; "" where there is none."""
+    frame = user_frame()
+    return "" if frame is None else place_of_frame(frame)
+
+
+def line_of_code(code: CodeType, instruction: int) -> str:
+    """An instruction of a function as `file:line in function`."""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    return f"{_short(code.co_filename)}:{next(lines, code.co_firstlineno)} in {code.co_name}"
+
+
+def _short(file: str) -> str:
+    """A path from the working directory, or from the folder of the program."""
+    program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(program))):
+        file = file.removeprefix(folder + os.sep)
+    return file

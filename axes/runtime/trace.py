@@ -1,0 +1,382 @@
+"""The trace of a running job: each collective that axes issues, one line of a file for each.
+
+    AXES_TRACE=trace.jsonl python train.py          # writes trace.0.jsonl, trace.1.jsonl, ...
+    axes.debug(trace="/tmp/{rank}.jsonl")           # the same from a line of the program
+    python -m axes trace trace.*.jsonl              # says what took the time, and who waited for whom
+
+A line is a JSON object. What repeats is said once, in lines of its own, and has a number:
+
+    {"axes_trace": 1, "rank": 0, "world": 4, ...}            the header: clocks, host
+    {"op": 0, "what": "psum over 'tp' ...", "axis": "tp", "ranks": [0, 1], "group": ..., ...}
+    {"at": 0, "place": "train.py:31 in step"}
+    {"of": 1, "parts": ["axes.rearrange 'b s@tp d -> b s d'"]}
+    {"op": 0, "at": 0, "of": 1, "back": 0, "in": 16, "out": 16, "t": 1200, "ns": 90100}
+
+The last is an event: `t` nanoseconds after the header's clock it was issued, after `ns` of them the call returned. A
+number 0 is none: no line of the user's, no expression. `in` and
+`out` are the bytes that this rank receives and sends, of the least that the collective can do with.
+
+The file is memory that is mapped, so that what is written outlives the process however it ends; nothing is to be
+flushed. `ns` is null until the collective has ended: who is killed in one has said in which. A file that its process
+hasn't closed ends with zeros.
+
+On an accelerator a call returns before its collective has ended; `gpu` is then the nanoseconds between two events on
+the stream that it was issued to, once they are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import multiprocessing.util
+import os
+import platform
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axes.algebra.errors import AxesError
+from axes.runtime import flags
+from axes.runtime.places import Part, context, line_of_code, part_said, passed_files, user_frame
+from axes.runtime.torch_private import backward_runs
+
+VERSION = 1
+"""Of the file; a reader refuses others."""
+
+WINDOW = 2**20
+"""Bytes of the file that are mapped at once: some eight thousand events."""
+
+_MOST = 65536
+"""Different operations, places or expressions that are remembered: then they are said once more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A kind of collective, as a trace has it. There is one object for each, by which it is looked up.
+
+    what: the operation with its tensor. kind: a step of a plan, or a collective by its public name. by: the method of
+    the process group. axis: its name, or several. group: the name of the process group, whose `ranks` are in order.
+    step: which of how many steps of the plan. dtype: of what is sent. later: whether the call returns before the
+    collective has ended (`async_op`). together: whether all ranks of the group take part.
+    """
+
+    what: str
+    kind: str
+    by: str
+    axis: str
+    group: str
+    ranks: Sequence[int]
+    dtype: str
+    device: str
+    step: tuple[int, int] = (1, 1)
+    bytes_in: int = 0
+    bytes_out: int = 0
+    later: bool = False
+    together: bool = True
+
+    def line(self, number: int) -> dict[str, Any]:
+        """The line that says what an operation's number stands for."""
+        ranks = self.ranks
+        listed = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step} if isinstance(ranks, range) else ranks
+        said = {"op": number, "what": self.what, "kind": self.kind, "by": self.by, "axis": self.axis}
+        said |= {"group": self.group, "ranks": listed, "dtype": self.dtype, "step": self.step}
+        return said | {name: True for name, wanted in (("later", self.later), ("apart", not self.together)) if wanted}
+
+
+Event = tuple[Any, Any, int, int, Any]
+"""A collective under way: who records it, the mapped memory, where its time goes, when it began, the event on its
+stream."""
+
+_NULL = b"         null"
+_WIDTH = len(_NULL)
+
+
+class Recorder:
+    """Writes the trace of this process to a file."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self.known: dict[Any, Traced] = {}
+        """By what operations are found; it keeps the groups that are in it, until they are ended."""
+        self._ops: dict[Traced, int] = {}
+        self._places: dict[tuple[int, int], int] = {}
+        self._codes: list[CodeType] = []
+        self._parts: dict[tuple[Part, ...], int] = {}
+        self._ends: deque[tuple[Any, Any, Any, int]] = deque()
+        self._numbers = self._used = self._start = 0
+        try:
+            again = self.path in _written
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | (0 if again else os.O_TRUNC), 0o644)
+            self._start = os.fstat(self._file).st_size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            self._used = os.fstat(self._file).st_size - self._start
+            self._window = self._mapped()
+            self._room = len(self._window)
+        except OSError as error:
+            raise AxesError(f"the trace can't be written: {error}. It needs a file that can be mapped") from error
+        _written.add(self.path)
+        self._clock = perf_counter_ns()
+        self._put(_line(self._header()))
+
+    def _header(self) -> dict[str, Any]:
+        rank, world = _place_in_job()
+        clock = _clock_of_machine()
+        told = {"host": platform.node(), "clock": clock, "pid": os.getpid(), "torch": str(torch.__version__)}
+        return {
+            "axes_trace": VERSION,
+            "rank": rank,
+            "world": world,
+            **told,
+            "start": self._clock,
+            "wall": time.time_ns(),
+        }
+
+    # events
+
+    def begin(self, traced: Traced, bytes_in: int, bytes_out: int, own: int = 1) -> Event:
+        """Writes that a collective is issued. The first `own` frames, of this and of its callers, are axes' own."""
+        # Each call that this makes, and each frame that it passes, is a part of what a trace costs.
+        number = self._ops.get(traced) or self._named_op(traced)
+        at = of = 0
+        frame: Any = sys._getframe(own)
+        try:
+            while passed_files[frame.f_code.co_filename]:
+                frame = frame.f_back
+        except (KeyError, AttributeError):  # a file that isn't known yet, or no frame that is the user's
+            frame = user_frame()
+        if frame is not None:
+            code, instruction = frame.f_code, frame.f_lasti
+            at = self._places.get((id(code), instruction)) or self._named_place(code, instruction)
+        if context.parts:
+            inside = tuple(context.parts)
+            of = self._parts.get(inside) or self._named_parts(inside)
+        back = backward_runs()
+        if traced.device != "cpu" and (stream := _recorded_on(traced.device)) is not None:
+            return self._begin_on(stream, (number, at, of, back, bytes_in, bytes_out))
+        now = perf_counter_ns()
+        with self._lock:
+            text = _EVENT % (number, at, of, back, bytes_in, bytes_out, now - self._clock)
+            stop = self._used + len(text)
+            if stop > self._room:
+                stop = self._move_on(len(text))
+            window = self._window
+            window[self._used : stop] = text
+            self._used = stop
+        return self, window, stop - _END_AT, now, None
+
+    def _begin_on(self, stream: Any, said: tuple[int, ...]) -> Event:
+        """The same where the device says when it is done, from this event on its stream."""
+        now = perf_counter_ns()
+        with self._lock:
+            self._put(_EVENT_ON_STREAM % (*said, now - self._clock))
+            return self, self._window, self._used - _GPU_AT, now, stream
+
+    def end(self, event: Event) -> None:
+        """Writes how long it has taken. Who fails never comes here."""
+        _, window, at, began, stream = event
+        window[at : at + _WIDTH] = b"%13d" % (perf_counter_ns() - began)
+        if stream is not None:
+            self._ends.append((stream, _recorded_on(stream.device.type), window, at + _WIDTH + len(_GPU)))
+            self._read_streams()
+
+    def _read_streams(self) -> None:
+        """Writes the times on the device that are known by now."""
+        while self._ends and self._ends[0][1].query():
+            first, last, window, at = self._ends.popleft()
+            window[at : at + _WIDTH] = b"%13d" % int(first.elapsed_time(last) * 1e6)
+
+    # what repeats
+
+    def _named_op(self, traced: Traced) -> int:
+        with self._lock:
+            number = self._next()
+            self._put(_line(traced.line(number)))
+            with_room(self._ops)[traced] = number
+        return number
+
+    def _named_place(self, code: CodeType, instruction: int) -> int:
+        with self._lock:
+            number = self._next()
+            self._put(_line({"at": number, "place": line_of_code(code, instruction)}))
+            if len(self._places) >= _MOST:
+                self._places.clear()
+                self._codes.clear()
+            self._places[id(code), instruction] = number
+            self._codes.append(code)  # which lives as long, so that no other has its id
+        return number
+
+    def _named_parts(self, inside: tuple[Part, ...]) -> int:
+        with self._lock:
+            number = self._next()
+            self._put(_line({"of": number, "parts": [*map(part_said, inside)]}))
+            with_room(self._parts)[inside] = number
+        return number
+
+    def _next(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    # the file
+
+    def _put(self, text: bytes) -> None:
+        """Writes a line, which ends at `_used`."""
+        stop = self._used + len(text)
+        if stop > self._room:
+            stop = self._move_on(len(text))
+        self._window[self._used : stop] = text
+        self._used = stop
+
+    def _move_on(self, size: int) -> int:
+        """Goes on in the next window, from the page in which a line of `size` bytes begins; where that ends."""
+        skipped = self._used // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        self._start, self._used = self._start + skipped, self._used - skipped
+        try:
+            self._window = self._mapped(size)
+        except OSError as error:
+            # A job isn't ended for its trace: the last window is written over from here on, and thrown away.
+            warnings.warn(f"the trace {self.path} ends here: {error}", stacklevel=2)
+            self._window, self._used = mmap.mmap(-1, max(WINDOW, size)), 0
+            self._start, self._file = 0, -1
+        self._room = len(self._window)
+        return self._used + size
+
+    def _mapped(self, least: int = 0) -> mmap.mmap:
+        """Memory that is the file from `_start`: room for more lines. `OSError` where there is none."""
+        if self._file < 0:
+            return mmap.mmap(-1, max(WINDOW, least))
+        size = -(-(self._used + least + WINDOW) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        if hasattr(os, "posix_fallocate"):
+            # A page without a place on the disk would end the process when it is written.
+            os.posix_fallocate(self._file, self._start, size)
+        else:
+            os.ftruncate(self._file, self._start + size)
+        return mmap.mmap(self._file, size, offset=self._start)
+
+    def close(self) -> None:
+        """Cuts the file where the trace ends. Times on a device that aren't known yet stay null."""
+        self._read_streams()
+        self.known.clear()
+        with self._lock:
+            if self._file >= 0:
+                os.ftruncate(self._file, self._start + self._used)
+                os.close(self._file)
+                self._file = -1
+                # Who is still under way writes its time to memory that is nobody's.
+                self._window = mmap.mmap(-1, WINDOW)
+                self._start, self._used, self._room = 0, 0, WINDOW
+
+    def leave(self) -> None:
+        """In a process that was forked: the file is its parent's."""
+        os.close(self._file)
+        self._file = -1
+
+
+_EVENT_BEGINS = b'{"op":%d,"at":%d,"of":%d,"back":%d,"in":%d,"out":%d,"t":%d,"ns":' + _NULL
+_GPU = b',"gpu":'
+_EVENT = _EVENT_BEGINS + b"}\n"
+_EVENT_ON_STREAM = _EVENT_BEGINS + _GPU + _NULL + b"}\n"
+_END_AT = len(_NULL + b"}\n")
+_GPU_AT = len(_NULL + _GPU + _NULL + b"}\n")
+
+_open: dict[str, Recorder] = {}
+"""Recorders by the path that was asked for."""
+
+_written: set[Path] = set()
+"""Files that this process has begun: it goes on in them, and writes over those of a job before."""
+
+
+def _line(said: dict[str, Any]) -> bytes:
+    return json.dumps(said, separators=(",", ":")).encode() + b"\n"
+
+
+def with_room(known: dict[Any, Any]) -> dict[Any, Any]:
+    """What is remembered, emptied where it has grown too large."""
+    if len(known) >= _MOST:
+        known.clear()
+    return known
+
+
+def _place_in_job() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _clock_of_machine() -> str:
+    """What is the same for all processes that read the same clock: the machine since it was started."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{platform.node()} {os.getpid()}"
+
+
+def _recorded_on(device: str) -> Any:
+    """An event on the current stream of a device; None while a graph is being captured, where events have no time."""
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+# what others call
+
+
+def path_for(wanted: str, rank: int) -> str:
+    """The file of a rank: with its number for `{rank}`, or before the suffix.
+
+    >>> path_for("/tmp/trace.jsonl", 3), path_for("{rank}/trace", 3), path_for("trace", 12)
+    ('/tmp/trace.3.jsonl', '3/trace', 'trace.12')
+    """
+    if "{rank}" in wanted:
+        return wanted.replace("{rank}", str(rank))
+    path = Path(wanted)
+    return str(path.with_name(f"{path.stem}.{rank}{path.suffix}"))
+
+
+def recorder() -> Recorder:
+    """That of the file which is asked for now; made where there is none yet. `AxesError` where it can't be.
+
+    event = recorder().begin(traced, bytes_in, bytes_out)
+    ...
+    event[0].end(event)
+    """
+    found = _open.get(flags.trace)
+    if found is None:
+        found = _open[flags.trace] = Recorder(path_for(flags.trace, _place_in_job()[0]))
+        # At the end of the program, and of a process that another has forked, which `atexit` doesn't serve.
+        multiprocessing.util.Finalize(None, stop, (flags.trace,), exitpriority=0)
+    return found
+
+
+def stop(path: str) -> None:
+    """Closes the file of a path that was asked for."""
+    if (found := _open.pop(path, None)) is not None:
+        found.close()
+
+
+def forget_groups_of_traces() -> None:
+    """Lets go of groups, which have been ended."""
+    for found in _open.values():
+        found.known.clear()
+
+
+def _forked() -> None:
+    for found in _open.values():
+        found.leave()
+    _open.clear()
+    _written.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
