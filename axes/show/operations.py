@@ -27,7 +27,7 @@ from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.grammar import Dim, Spec, TensorExpression, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import sharding_from
-from axes.algebra.plan import bytes_text, itemsize_of, plan
+from axes.algebra.plan import bytes_text, itemsize_of, plan, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
@@ -569,15 +569,6 @@ def _is_open(dim: Dim) -> bool:
 
 
 # --- amounts
-
-
-def time_text(microseconds: float) -> str:
-    """Modelled time as a person reads it.
-
-    >>> time_text(20.04), time_text(2500.0)
-    ('20 us', '2.5 ms')
-    """
-    return f"{microseconds:.0f} us" if microseconds < 1000 else f"{microseconds / 1000:.1f} ms"
 
 
 def count_text(count: int) -> str:

@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import MeshError
-from axes.algebra.plan import Plan, bytes_text, itemsize_of
+from axes.algebra.plan import Plan, bytes_text, itemsize_of, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.exchange import Region
 from axes.algebra.planning.step import Step
@@ -73,18 +73,6 @@ def dim_names(sharding: Sharding) -> tuple[str, ...]:
     factors = ([replace(factor, axes=()) for factor in dim.factors] for dim in sharding.dims)
     texts = (str(ShardedDim(tuple(each))) for each in factors)
     return tuple(f"dim {at}" if text == "_" else text for at, text in enumerate(texts))
-
-
-def time_text(microseconds: float) -> str:
-    """A time in the unit that reads best.
-
-    >>> time_text(61.94), time_text(2500.0), time_text(0.25), time_text(3.2e6)
-    ('62 us', '2.5 ms', '0.2 us', '3.2 s')
-    """
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= size:
-            return f"{microseconds / size:.1f} {unit}"
-    return f"{microseconds:.1f} us" if microseconds < 10 else f"{microseconds:.0f} us"
 
 
 def _is_drawn(made: Plan) -> bool:

@@ -378,7 +378,7 @@ class Timeline:
         return {"traceEvents": found, "displayTimeUnit": "ms"}
 
     def __str__(self) -> str:
-        return "\n".join(lines_of(self))
+        return "\n".join(report_of(self))
 
 
 _WORTH = 0.005
@@ -500,7 +500,7 @@ def _named(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
 # --- text
 
 
-def lines_of(job: Timeline) -> Iterator[str]:
+def report_of(job: Timeline) -> Iterator[str]:
     """A timeline as text of 80 columns."""
     ranks, hosts = len(job.logs), len({log.host for log in job.logs})
     events = job.events

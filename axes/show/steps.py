@@ -1,6 +1,6 @@
 """Every collective of a step, as it is issued: by whom, for which line and module, over which axes, how much.
 
-    with Recorder(mesh) as recorder:
+    with StepRecorder(mesh) as recorder:
         model(x).sum().backward()
     print(explained_step("model", recorder))
 
@@ -29,7 +29,7 @@ from axes.algebra.cost import CostModel, Traffic, members_of_node
 from axes.algebra.errors import AxesError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import bytes_text
+from axes.algebra.plan import bytes_text, time_text
 from axes.algebra.scopes import checked_mesh
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
@@ -38,7 +38,6 @@ from axes.runtime.places import announced, is_users, listening, parts, place_of_
 from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
 from axes.runtime.world import init_mesh
-from axes.show.operations import time_text
 
 # --- what is recorded
 
@@ -85,7 +84,7 @@ class _Spot(NamedTuple):
 _NOWHERE = _Spot("", (), "")
 
 
-class Recorder(torch_private.DispatchMode):
+class StepRecorder(torch_private.DispatchMode):
     """Notes the collectives of this process while it is open. `mesh` is what their groups are named by."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
@@ -102,7 +101,7 @@ class Recorder(torch_private.DispatchMode):
         self._operation = ""
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> StepRecorder:
         hooks = torch.nn.modules.module
         self._stack.callback(hooks.register_module_forward_pre_hook(self._entered).remove)
         self._stack.callback(hooks.register_module_forward_hook(self._left, always_call=True).remove)
@@ -505,7 +504,7 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
     with contextlib.ExitStack() as stack:
         where = _entered_world(stack, mesh, [*inputs, *_parameters(step)])
         stack.enter_context(_as_before(step))
-        with Recorder(where) as recorder:
+        with StepRecorder(where) as recorder:
             _backward(step(*inputs))
         return _explanation(_name_of(step), recorder.collectives, where)
 
