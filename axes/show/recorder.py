@@ -612,14 +612,8 @@ def _rows(sent: Sequence[Collective]) -> Iterator[tuple[str, ...]]:
     for each, count in counts.items():
         times = (f"{count} x" if count > 1 else "",) if several else ()
         who = each.what if each.by == "axes" else f"[{each.by}] {each.what}".strip()
-        line = each.place.partition(" in ")[0]
-        yield (
-            times,
-            each.kind,
-            _axes_text(each.axes),
-            bytes_text(each.bytes_in),
-            ", ".join(filter(None, (each.module, line, who))),
-        )
+        said = ", ".join(filter(None, (each.module, each.place.partition(" in ")[0], who)))
+        yield *times, each.kind, _axes_text(each.axes), bytes_text(each.bytes_in), said
 
 
 def _axes_text(axes: Sequence[str]) -> str:
