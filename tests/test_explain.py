@@ -63,6 +63,15 @@ def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
             assert len(counted[rank][name]) > 5
 
 
+def test_the_step_of_a_llama_takes_less_than_5_seconds():
+    began = time.process_time()
+    (found,) = steps.explain_steps(["llama"], 5).values()
+    assert time.process_time() - began < 5
+    assert {each["by"] for each in found.json()["collectives"]} == {"axes", "torch: FSDP2"}
+    assert {each["module"].partition(".")[0] for each in found.json()["collectives"]} == {"Llama", "Loss"}
+    assert all(each["place"] and each["axes"] for each in found.json()["collectives"])
+
+
 def test_operations_send_what_is_said_forward_and_backward(pool):
     counted = pool.run(steps.count_operations)
     for at, each in enumerate(steps.OPERATIONS):
@@ -181,6 +190,12 @@ def test_a_world_of_any_size_is_simulated_for_a_step_and_gone_after_it():
     assert (only["axes"], only["group_size"]) == (["dp"], 16384)
     assert found.json()["rank"] == 77_777
     assert found.json()["totals"][0]["collectives"] == 1
+    line = only["place"].partition(" in ")[0]
+    assert " ".join(str(found).split()) == (
+        "a step of step mesh dp=16384 tp=8, seen from rank 77777 "
+        f"forward all_reduce dp 32 B {line}, axes.reduce 'b@dp d -> d' "
+        "backward nothing is sent in all dp 1 collective 32 B in, 32 B out 20 us"
+    )
 
 
 def test_a_step_that_raises_leaves_nothing_behind():

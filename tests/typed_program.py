@@ -46,6 +46,8 @@ def meshes(model: nn.Module) -> axes.Mesh:
         assert_type(used, axes.Mesh)
     print(mesh.explain("dp tp -> tp dp"), axes.process_groups()[0].names)
     print(axes.show(mesh, rank=1), axes.show(mesh.sharding("b@dp d"), (8, 4)).text(120), axes.show(mesh).svg())
+    page: str = axes.explain("b s@tp -> b s", (4, 8), mesh=mesh, dtype=torch.bfloat16).html()
+    print(page, axes.explain(abs, torch.ones(3)).json()["schema"])
     return mesh
 
 

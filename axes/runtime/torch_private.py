@@ -602,6 +602,8 @@ def collectives_of(group: dist.ProcessGroup) -> tuple[Collective, Collective, Co
         # The fake backend makes up what arrives from what is sent, and can't from nothing. Equal parts are both.
         if not sends or len(x) or not len(out):
             exchange(out, x, receives, sends)
+        else:
+            exchange(out, torch.zeros_like(out), receives, receives)
 
     @functools.lru_cache(maxsize=8)
     def reducing(op: Any) -> tuple[Any, Any]:
@@ -959,7 +961,8 @@ def is_view(func: Any) -> bool:
 
     Would be replaced by a public question of `OpOverload`.
     """
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    unsafe = func is torch.ops.aten._unsafe_view.default  # a view of what nobody else has
+    return unsafe or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def backward_runs() -> bool:

@@ -15,7 +15,7 @@ from axes.algebra.opaque import Dtype
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sizes import written_sizes
 from axes.show.operations import explained_operation
-from axes.show.steps import explained_step
+from axes.show.recorder import explained_step
 
 
 def explain(

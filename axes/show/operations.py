@@ -260,7 +260,7 @@ def _gradients(subject: Recipe, dtype: str) -> list[Moved]:
             found += _moves_of(each, dtype, "how often it is reached")
         found += _moves_of(each, dtype, name)
         leaf = replace(operand.source, pending=())
-        found += _moved(f"{name}, at its leaf", each.result.output, leaf, operand.shape, dtype)
+        found += _moved(f"{name} at its leaf", each.result.output, leaf, operand.shape, dtype)
     return found
 
 
@@ -504,7 +504,7 @@ def _of_region(
         tensors.append(_tensor(f"tensor {number}", each.sharding, each.shape, dtype))
         arriving = sharding_from(mesh, gradient_of_local(each.counted), len(each.shape)).sized(each.shape)
         leaf = replace(each.sharding, pending=())
-        backward += _moved(f"gradient {number}, at its leaf", arriving, leaf, each.shape, dtype)
+        backward += _moved(f"gradient {number} at its leaf", arriving, leaf, each.shape, dtype)
     tensors += [_result(region, number, spec, dtype, sizes) for number, spec in enumerate(region.reading.outputs, 1)]
     known = {**region.sizes, **{n: size for n, size in sizes.items() if n in {f.name for f in _factors(tree)}}}
     _check_used(tree, sizes)

@@ -98,6 +98,7 @@ class StepRecorder(torch_private.DispatchMode):
         self._numbers: list[int] = []
         self._spots: list[_Spot] = []
         self._exact = False
+        self._running = -1
         self._operation = ""
         self._stack = contextlib.ExitStack()
 
@@ -115,6 +116,8 @@ class StepRecorder(torch_private.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note_node()
+        if (number := torch_private.running_node_number()) is not None:
+            self._running = number
         if any(issubclass(kind, DTensor) for kind in types):
             self._operation = str(func)
             return NotImplemented  # first what it does to its local tensors
@@ -171,8 +174,13 @@ class StepRecorder(torch_private.DispatchMode):
         return _Spot(module, parts(), user_place())
 
     def _spot_of_node(self) -> _Spot:
-        """Where the node was made whose gradient is being computed."""
+        """Where the node was made whose gradient is being computed; of a leaf, the one that went before.
+
+        That used it last in the forward: autograd has a leaf's gradient accumulated as soon as it is complete.
+        """
         number = torch_private.running_node_number()
+        if number is None and torch_private.running_leaf() is not None:
+            number = self._running
         at = -1 if number is None else bisect.bisect_right(self._numbers, number) - 1
         return self._spots[at] if at >= 0 else _NOWHERE
 
@@ -187,7 +195,7 @@ class StepRecorder(torch_private.DispatchMode):
             module = self._paths.get(id(caller.fsdp), module)
             caller.place = self._calls.get(id(caller.fsdp), caller.place)
         if leaf is not None:
-            spot, module = _NOWHERE, self._path_of(leaf) or module
+            module = self._path_of(leaf) or module
         self._add(sent, out, caller, backward, spot, module, leaf is not None)
 
     def _add(
@@ -599,17 +607,12 @@ def _rows(sent: Sequence[Collective]) -> Iterator[tuple[str, ...]]:
     counts: dict[Collective, int] = {}
     for each in sent:
         counts[each] = counts.get(each, 0) + 1
+    several = any(count > 1 for count in counts.values())
     for each, count in counts.items():
-        times = f"{count} x" if count > 1 else ""
+        times = (f"{count} x" if count > 1 else "",) if several else ()
         who = each.what if each.by == "axes" else f"[{each.by}] {each.what}".strip()
-        line = each.place.partition(" in ")[0]
-        yield (
-            times,
-            each.kind,
-            _axes_text(each.axes),
-            bytes_text(each.bytes_in),
-            ", ".join(filter(None, (each.module, line, who))),
-        )
+        said = ", ".join(filter(None, (each.module, each.place.partition(" in ")[0], who)))
+        yield *times, each.kind, _axes_text(each.axes), bytes_text(each.bytes_in), said
 
 
 def _axes_text(axes: Sequence[str]) -> str:
@@ -630,4 +633,6 @@ def _totals(sent: Sequence[Collective]) -> list[dict[str, Any]]:
 
 def _total_row(total: Mapping[str, Any]) -> tuple[str, ...]:
     moved = f"{bytes_text(total['bytes_in'])} in, {bytes_text(total['bytes_out'])} out"
-    return (_axes_text(total["axes"]), f"{total['collectives']} collectives", moved, time_text(total["time_us"]))
+    count = total["collectives"]
+    counted = f"{count} collective{'s' if count > 1 else ''}"
+    return (_axes_text(total["axes"]), counted, moved, time_text(total["time_us"]))
