@@ -96,9 +96,14 @@ class Row:
         """What the launcher says where it ends ranks: rank and cause."""
         if self.launcher == "launch":
             how = {"SIGSTOP": "hadn't finished", "exit": "of 3 exited with code 0", "exception": "of 3 failed first"}
+            if self.fault == "SIGSTOP" and self.may_finish:
+                return ""
             of_a_rank = rf"rank {self.victim} {how.get(self.fault, f'of 3 was killed by {self.fault}')}"
             how_of_the_store = {"store killed": "died", "store stopped": "has been stopped"}
-            return rf"the process .* {how_of_the_store[self.fault]}" if self.fault in how_of_the_store else of_a_rank
+            if self.fault in how_of_the_store:
+                return rf"the process .* {how_of_the_store[self.fault]}"
+            # Of a save torch tells all ranks itself which one raised what.
+            return rf"{of_a_rank}|CheckpointException ranks:dict_keys\(\[{self.victim}\]\)"
         code = {"SIGKILL": "-9", "SIGTERM": "-15", "exception": "1"}.get(self.fault)
         # Of a rank that is stopped or ended well torchrun knows nothing: the error of another is its root cause.
         rank = r"\d" if code is None else str(self.victim)
@@ -275,6 +280,12 @@ class Watch:
                     self.who[rank] = json.loads(file.read_text())
                 if rank in self.who and rank not in self.gone and not lives(self.who[rank]["pid"]):
                     self.gone[rank] = time.monotonic()
+            if str(self.row).endswith("SIGSTOP after save") and all(
+                (self.folder / f"ended{rank}").exists() for rank in self.row.survivors
+            ):
+                # Nobody needs the rank that is stopped, and the job waits for it: whoever stopped it lets it go on.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.who[self.row.victim]["pid"], signal.SIGCONT)
             if not self.ports and self.fault_at is not None:
                 self.ports = ports_of({who[name] for who in self.who.values() for name in ("pid", "launcher")})
 
