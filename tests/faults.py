@@ -280,14 +280,18 @@ class Watch:
                     self.who[rank] = json.loads(file.read_text())
                 if rank in self.who and rank not in self.gone and not lives(self.who[rank]["pid"]):
                     self.gone[rank] = time.monotonic()
-            if str(self.row).endswith("SIGSTOP after save") and all(
-                (self.folder / f"ended{rank}").exists() for rank in self.row.survivors
-            ):
-                # Nobody needs the rank that is stopped, and the job waits for it: whoever stopped it lets it go on.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.who[self.row.victim]["pid"], signal.SIGCONT)
+            if all((self.folder / f"ended{rank}").exists() for rank in self.row.survivors):
+                self._let_go()
             if not self.ports and self.fault_at is not None:
                 self.ports = ports_of({who[name] for who in self.who.values() for name in ("pid", "launcher")})
+
+    def _let_go(self) -> None:
+        """Ends what launchers wait for though every rank has finished: a rank that is stopped, the other host."""
+        if str(self.row).endswith("SIGSTOP after save"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.who[self.row.victim]["pid"], signal.SIGCONT)
+        if str(self.row).endswith("cut link after save"):
+            (self.folder / "ended").touch()  # tests/hosts.sh ends both torchruns
 
     def ends(self) -> dict[int, End]:
         """How the ranks ended, but the one that the fault hit."""
@@ -431,7 +435,11 @@ def on_two_hosts(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
     command = ["bash", str(ROOT / "tests/hosts.sh"), str(folder), "1", "-m", "tests.fault_program"]
     command += [str(folder), row.fault, row.phase, row.moment]
     script = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    said, _ = script.communicate(timeout=280)
+    try:
+        said, _ = script.communicate(timeout=280)
+    finally:
+        script.terminate()  # which takes its namespaces along
+        script.wait()
     if script.returncode == NO_NAMESPACES:
         return "", said.strip()
     hosts = [(folder / f"host{host}.log").read_text() for host in (0, 1)]
