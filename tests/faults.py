@@ -96,9 +96,14 @@ class Row:
         """What the launcher says where it ends ranks: rank and cause."""
         if self.launcher == "launch":
             how = {"SIGSTOP": "hadn't finished", "exit": "of 3 exited with code 0", "exception": "of 3 failed first"}
+            if self.fault == "SIGSTOP" and self.may_finish:
+                return ""
             of_a_rank = rf"rank {self.victim} {how.get(self.fault, f'of 3 was killed by {self.fault}')}"
             how_of_the_store = {"store killed": "died", "store stopped": "has been stopped"}
-            return rf"the process .* {how_of_the_store[self.fault]}" if self.fault in how_of_the_store else of_a_rank
+            if self.fault in how_of_the_store:
+                return rf"the process .* {how_of_the_store[self.fault]}"
+            # Of a save torch tells all ranks itself which one raised what.
+            return rf"{of_a_rank}|CheckpointException ranks:dict_keys\(\[{self.victim}\]\)"
         code = {"SIGKILL": "-9", "SIGTERM": "-15", "exception": "1"}.get(self.fault)
         # Of a rank that is stopped or ended well torchrun knows nothing: the error of another is its root cause.
         rank = r"\d" if code is None else str(self.victim)
@@ -275,8 +280,18 @@ class Watch:
                     self.who[rank] = json.loads(file.read_text())
                 if rank in self.who and rank not in self.gone and not lives(self.who[rank]["pid"]):
                     self.gone[rank] = time.monotonic()
+            if all((self.folder / f"ended{rank}").exists() for rank in self.row.survivors):
+                self._let_go()
             if not self.ports and self.fault_at is not None:
                 self.ports = ports_of({who[name] for who in self.who.values() for name in ("pid", "launcher")})
+
+    def _let_go(self) -> None:
+        """Ends what launchers wait for though every rank has finished: a rank that is stopped, the other host."""
+        if str(self.row).endswith("SIGSTOP after save"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.who[self.row.victim]["pid"], signal.SIGCONT)
+        if str(self.row).endswith("cut link after save"):
+            (self.folder / "ended").touch()  # tests/hosts.sh ends both torchruns
 
     def ends(self) -> dict[int, End]:
         """How the ranks ended, but the one that the fault hit."""
@@ -420,7 +435,11 @@ def on_two_hosts(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
     command = ["bash", str(ROOT / "tests/hosts.sh"), str(folder), "1", "-m", "tests.fault_program"]
     command += [str(folder), row.fault, row.phase, row.moment]
     script = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    said, _ = script.communicate(timeout=280)
+    try:
+        said, _ = script.communicate(timeout=280)
+    finally:
+        script.terminate()  # which takes its namespaces along
+        script.wait()
     if script.returncode == NO_NAMESPACES:
         return "", said.strip()
     hosts = [(folder / f"host{host}.log").read_text() for host in (0, 1)]

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 import axes
 from axes.algebra.errors import DesyncError, MeshError
 from axes.runtime import agreement
-from axes.runtime.agreement import Barrier, Member, agree, digest, ranks_text, refuse, without_report
+from axes.runtime.agreement import Barrier, Member, agree, digest, in_time, ranks_text, refuse, without_report
 
 SECOND = timedelta(seconds=1)
 PATIENCE = timedelta(seconds=20)
@@ -266,6 +267,24 @@ def test_the_host_of_the_store_leaves_a_failed_barrier_last():
     left = [(rank == 0, by) for rank, key, by in store.added if key.endswith("/left")]
     assert left.count((False, 1)) == 3
     assert left[-1] == (True, 0)  # the host looks once more after the last of them has said that it goes
+
+
+def test_what_connects_ends_in_time_where_nobody_answers(monkeypatch):
+    monkeypatch.setattr(agreement, "_LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(agreement, "_SILENCE_SECONDS", 0.1)
+    member, limit, never = Member(dist.HashStore(), 0), timedelta(seconds=0.1), threading.Event()
+    assert in_time(member, "a group", limit, lambda: 7) == 7
+    with pytest.raises(MeshError, match="of its own"):
+        in_time(member, "a group", limit, declined)
+    try:
+        with pytest.raises(dist.DistNetworkError, match=r"no answer within 0\.3 s"):
+            in_time(member, "a group", limit, never.wait)
+    finally:
+        never.set()
+
+
+def declined():
+    raise MeshError("of its own")
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8, unique=True))
@@ -518,6 +537,19 @@ def test_a_store_that_is_gone_is_an_error_that_says_so(world):
     found = world(the_host_dies, 2)
     assert "store can't be reached in init_mesh" in found[1]
     assert "Its host may have ended, and says why: the launcher" in found[1]
+
+
+def no_store():
+    """Starts a world where nobody listens."""
+    dist.destroy_process_group()
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    os.environ["MASTER_PORT"] = str(port)
+    return error_of(lambda: axes.init_mesh("dp", device_type="cpu", timeout=0.5))
+
+
+def test_a_start_without_a_store_is_an_error_that_says_so(world):
+    assert "the job's store can't be reached in the start of torch.distributed: The client" in world(no_store, 1)[0]
 
 
 def one_comes_with_an_error(options, started):

@@ -81,7 +81,8 @@ class Pool:
         """End the ranks, whatever they do, and wait for it. Idle ones end by themselves."""
         if not self.alive:
             return
-        deadline = time.monotonic() + _PATIENCE
+        stopped = self._agent is not None and is_stopped(self._agent)
+        deadline = time.monotonic() + (0 if stopped else _PATIENCE)
         with self._socket, self._channel, contextlib.suppress(EOFError, OSError):
             try:
                 self._socket.shutdown(socket.SHUT_WR)  # though a fork of this process has a copy
