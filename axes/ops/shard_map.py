@@ -36,8 +36,8 @@ a summand of what is replicated over it. `| same@tp` says that its gradient is w
 A block of Megatron's is `"b s d | same@tp, d f@tp, f@tp d -> b s d | same@tp"`. As JAX's `shard_map`.
 
 A plain tensor that needs a gradient and isn't an argument would get this rank's summand of it alone: one
-that the function closes over, like a parameter of a module. That is an error, which says how to pass it;
-`axes.to_local` inside says itself what its gradient is. What the function makes with
+that the function closes over, like a parameter of a module or the result of another region. That is an error,
+which says how to pass it; `axes.to_local` inside says itself what its gradient is. What the function makes with
 `requires_grad=True` looks the same, so it is detached before it is returned.
 
 **Memory.** Shards are the tensors' own memory. A function that writes to one writes to its DTensor, and
@@ -81,7 +81,15 @@ from axes.ops.regions import (
 )
 from axes.ops.trees import tensors_of_tree, with_tensors
 from axes.runtime import flags, torch_private
-from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
+from axes.runtime.border import (
+    ENTERING,
+    Changes,
+    enter_global,
+    enter_plain,
+    is_copied_result,
+    leave_global,
+    leave_plain,
+)
 from axes.runtime.check import part_of
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
@@ -583,7 +591,7 @@ def _holds_tensors(part: Any, seen: set[int]) -> bool:
 def _check_closed(
     results: Sequence[torch.Tensor], expression: str, fn: Function | None = None, own: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Refuses results that depend on a leaf by another way than an argument.
+    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument.
 
     Its gradient would be this rank's summand. The graph is walked back from the results to where the
     arguments came in; each node costs a third of a microsecond.
@@ -602,6 +610,12 @@ def _check_closed(
         kind = type(node)
         if kind in entering or (kind is to_local and torch_private.says_its_gradient(node)):
             continue
+        if is_copied_result(node):
+            raise ShardingError(
+                "the function uses a result of another region that needs a gradient and isn't an argument; what came "
+                "would be this rank's summand of its gradient\npass it as an argument, with its spec on the left; or "
+                f"use its detach()\n  in  shard_map '{expression}'"
+            )
         nearer = node.next_functions
         if not nearer and (leaf := getattr(node, "variable", None)) is not None:
             if any(leaf is each for each in own):
