@@ -213,6 +213,44 @@ def test_a_tensor_that_needs_a_gradient_and_is_closed_over_is_an_error(pool):
     pool.run(closures)
 
 
+class Scaled(torch.nn.Module):
+    """What is given, times what another region gave, if that is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(numbers(3))
+        self.memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        return y if self.memory is None else y + self.memory
+
+
+def results_of_other_regions() -> None:
+    said = "the function uses a result of another region that needs a gradient and isn't an argument"
+    with mesh():
+        w = axes.shard(numbers(3), "d").requires_grad_()
+        found = shard_map(lambda x, w: x * w, f"{SAME.split(' -> ')[0]}, d -> {SAME.split(' -> ')[1]}")(sharded(), w)
+        for body in (lambda x: x * axes.unshard(found)[:2], lambda x: x * found.to_local()):
+            assert said in error_of(lambda body=body: shard_map(body, SAME)(sharded()))
+        for spec, refused in (("n@tp d", True), ("n@(dp cp tp) d", False)):
+            first, second = (axes.shard_module(Scaled(), {"weight": "d"}) for _ in range(2))
+            for module in (first, second):
+                shard_map(module, f"{spec} -> {spec}")
+            x = numbers(2, 3)
+            second.memory = first(x)
+            if refused:
+                assert said in error_of(lambda x=x, second=second: second(x))
+                continue
+            # No rank has the same: each rank's gradient is its own.
+            second(x).sum().backward()
+            torch.testing.assert_close(axes.unshard(first.weight.grad), 8 * x.sum(0))
+
+
+def test_a_result_of_another_region_that_is_closed_over_is_an_error_where_ranks_have_copies(pool):
+    pool.run(results_of_other_regions)
+
+
 def fine_closures() -> None:
     with mesh():
         x = sharded().requires_grad_()

@@ -16,7 +16,7 @@ from axes.algebra.errors import ShardingError
 from axes.ops.module_regions import ModuleFunction
 from axes.ops.regions import read_region
 from axes.runtime import torch_private
-from axes.runtime.border import ENTERING
+from axes.runtime.border import ENTERING, is_copied_result
 
 Function = Callable[..., Any]
 
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 def check_closed(
     results: Sequence[torch.Tensor], expression: str, fn: Function | None = None, own: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Refuses results that depend on a leaf by another way than an argument.
+    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument.
 
     Its gradient would be this rank's summand. The graph is walked back from the results to where the
     arguments came in; each node costs a third of a microsecond.
@@ -43,6 +43,12 @@ def check_closed(
         kind = type(node)
         if kind in entering or (kind is to_local and torch_private.says_its_gradient(node)):
             continue
+        if is_copied_result(node):
+            raise ShardingError(
+                "the function uses a result of another region that needs a gradient and isn't an argument; what came "
+                "would be this rank's summand of its gradient\npass it as an argument, with its spec on the left; or "
+                f"use its detach()\n  in  shard_map '{expression}'"
+            )
         nearer = node.next_functions
         if not nearer and (leaf := getattr(node, "variable", None)) is not None:
             if any(leaf is each for each in own):

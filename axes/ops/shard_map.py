@@ -36,8 +36,8 @@ a summand of what is replicated over it. `| same@tp` says that its gradient is w
 A block of Megatron's is `"b s d | same@tp, d f@tp, f@tp d -> b s d | same@tp"`. As JAX's `shard_map`.
 
 A plain tensor that needs a gradient and isn't an argument would get this rank's summand of it alone: one
-that the function closes over, like a parameter of a module. That is an error, which says how to pass it;
-`axes.to_local` inside says itself what its gradient is. What the function makes with
+that the function closes over, like a parameter of a module or the result of another region. That is an error,
+which says how to pass it; `axes.to_local` inside says itself what its gradient is. What the function makes with
 `requires_grad=True` looks the same, so it is detached before it is returned.
 
 **Memory.** Shards are the tensors' own memory. A function that writes to one writes to its DTensor, and

@@ -62,6 +62,7 @@ __all__ = [
     "enter_global",
     "enter_plain",
     "gradient_of_local",
+    "is_copied_result",
     "leave_global",
     "leave_plain",
     "leave_together",
@@ -480,3 +481,16 @@ def _plain(sharding: Sharding) -> Sharding:
 
 ENTERING = torch_private.node_of(_Leave), torch_private.node_of(_EnterPlain)
 """The types of the nodes of the graph by which tensors come into a region."""
+
+_ENTER, _LEAVE_PLAIN = torch_private.node_of(_Enter), torch_private.node_of(_LeavePlain)
+
+
+def is_copied_result(node: Any) -> bool:
+    """Whether a node of the graph is that of a region's result, outside of it, of which ranks have copies.
+
+    Of a DTensor it isn't asked: what becomes of its copies is said where it becomes a plain tensor.
+    """
+    kind = type(node)
+    if kind is _LEAVE_PLAIN:
+        return bool(node.copies.axes)
+    return kind is _ENTER and node.changes is not None
