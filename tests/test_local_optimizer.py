@@ -28,6 +28,7 @@ import axes
 import axes.nn
 from axes import ShardingError
 from axes.runtime.torch_private import local_of
+from tests.conftest import takes_factors
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -397,6 +398,7 @@ def checkpoints(folder: str) -> None:
                 assert torch.equal(whole_of(optimizers[text].state[p][key]), value), (text, name, key)
 
 
+@takes_factors
 def test_a_checkpoint_of_the_state_goes_on_bit_for_bit_on_another_mesh(pool, tmp_path):
     pool.run(checkpoints, str(tmp_path), timeout=120)
 
