@@ -276,7 +276,7 @@ def graphs_of_layers() -> int:
 
 
 @pytest.mark.skipif(
-    not torch_private.DEVICE_MESHES_ARE_INPUTS, reason="torch before 2.13 runs compiled layers of a region uncompiled"
+    not torch_private.DEVICE_MESHES_ARE_INPUTS, reason="torch before 2.13 runs torch.nn's own layers uncompiled there"
 )
 def test_compiled_layers_that_are_alike_share_a_graph(world):
     assert world(graphs_of_layers, 2, timeout=120) == [2, 2]  # the first layer's input needs no gradient
