@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import axes
 from axes import ShardingError
 from axes.runtime.checkpoint import boxes_of
+from tests.conftest import takes_factors
 
 WHOLE = torch.arange(24 * 6.0).view(24, 6) + 0.5
 
@@ -205,6 +206,7 @@ def whole_state_dicts():
     return wrong
 
 
+@takes_factors
 def test_whole_state_dicts_of_models_and_optimizers_go_in_and_come_out(world):
     assert world(whole_state_dicts, 4) == [[]] * 4
 

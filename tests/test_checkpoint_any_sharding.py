@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import axes
+from tests.conftest import takes_factors
 
 WORLD = 4
 ROUNDS = 12
@@ -210,6 +211,7 @@ def whole_dicts():
     return wrong
 
 
+@takes_factors
 def test_whole_state_dicts_go_into_any_sharding_and_come_back(warm):
     assert warm(whole_dicts, WORLD) == [[]] * WORLD
 

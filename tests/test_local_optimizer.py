@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
@@ -383,7 +384,10 @@ def checkpoints(folder: str) -> None:
     again.load_state_dict(weights)
     from_whole = axes.nn.local_optimizer(torch.optim.AdamW, again.parameters(), lr=0.1, amsgrad=True)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_optimizer_state_dict(again, from_whole, copy.deepcopy(whole), options=options)  # else both count one `step`
+    # A copy, else both count one `step`; contiguous, since torch before 2.13 mixes up what it broadcasts otherwise,
+    # and gathers uneven dims so.
+    copied = pytree.tree_map_only(torch.Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), whole)
+    set_optimizer_state_dict(again, from_whole, copied, options=options)
     models["from the whole"], optimizers["from the whole"] = again, from_whole
     reference_state = {name: reference.state[p] for name, p in expected.named_parameters()}
     expected.learn(30)

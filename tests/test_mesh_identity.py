@@ -127,7 +127,9 @@ def what_is_equal():
         x + y
     moved = axes.reshard(x, "a@dp b@tp", mesh=own)
     checks = {
-        "others differ": one != two and hash(one) != hash(two) and one._stable_hash() != two._stable_hash(),
+        "others differ": one != two and hash(one) != hash(two),
+        "others differ in caches on disk": not hasattr(one, "_stable_hash")  # since 2.13
+        or one._stable_hash() != two._stable_hash(),
         "equal groups are one object": two is three,
         "of a sub-mesh too": only_tp["tp"].device_mesh == own["tp"].device_mesh,
         "where only some have options": only_tp.device_mesh not in (one, two)

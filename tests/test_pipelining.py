@@ -126,6 +126,12 @@ def in_stages(text: str, schedule: str, per_rank: int, stored: bool) -> list[str
     return wrong
 
 
+SENDS_TO_ITSELF = pytest.mark.skipif(
+    torch.__version__.startswith("2.11"),
+    reason="torch before 2.13 sends the shapes between two stages of one rank, too, and gloo sends no rank its own",
+)
+
+
 @pytest.mark.parametrize(
     ("text", "schedule", "per_rank", "stored"),
     [
@@ -133,8 +139,8 @@ def in_stages(text: str, schedule: str, per_rank: int, stored: bool) -> list[str
         ("pp=2 dp=2 tp=2", "Schedule1F1B", 1, True),
         ("pp=4 dp=1 tp=2", "Schedule1F1B", 1, False),
         ("dp=2 pp=2 tp=2", "ScheduleInterleaved1F1B", 2, True),
-        ("pp=2 dp=2 tp=2", "ScheduleZBVZeroBubble", 2, True),
-        ("pp=2 dp=2 tp=2", "ScheduleZBVZeroBubble", 2, False),
+        pytest.param("pp=2 dp=2 tp=2", "ScheduleZBVZeroBubble", 2, True, marks=SENDS_TO_ITSELF),
+        pytest.param("pp=2 dp=2 tp=2", "ScheduleZBVZeroBubble", 2, False, marks=SENDS_TO_ITSELF),
     ],
 )
 def test_losses_gradients_and_norms_are_those_of_one_device(pool, text, schedule, per_rank, stored):

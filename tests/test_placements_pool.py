@@ -26,6 +26,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
 from axes.runtime.torch_placements import torch_placements
+from tests.conftest import READS_FACTORS, takes_factors
 
 MESHES = {
     "a=2 b=2 c=2": ("x = a b", "y = b c", "z = a c", "w = a b c", "v = c b", "u = c b a"),
@@ -146,10 +147,6 @@ def naive_placements(sharding: Sharding, shape: tuple[int, ...]) -> list[Placeme
     return found
 
 
-READS_FACTORS = not torch.__version__.startswith("2.11")
-"""Whether torch gathers what is split by a factor: 2.11 takes every strided shard for an order of axes, and raises."""
-
-
 def examine(cases: list[Case], gather: int) -> list[Found]:
     """On every rank: each case against its own DTensor; gathered, too, every so many cases."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -263,7 +260,7 @@ def test_the_cases_are_of_every_kind(cases, found):
     assert len(reasons) > 10
 
 
-@pytest.mark.skipif(not READS_FACTORS, reason="torch 2.11 gathers nothing that is split by a factor")
+@takes_factors
 def test_what_is_refused_because_of_an_unsplit_factor_in_front_torch_gathers_wrongly(pool, cases, found):
     refused = [
         case for case, ranks in zip(cases, found, strict=True) if "two axes" in ranks[0].refused and 0 not in case.shape

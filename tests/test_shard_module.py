@@ -17,6 +17,7 @@ from axes.algebra.logical import Rules, use_rules
 from axes.nn.annotations import annotate, annotated
 from axes.nn.constrain import constrain
 from axes.nn.shard_module import shard_module
+from tests.conftest import takes_factors
 
 
 class Block(nn.Module):
@@ -97,7 +98,9 @@ def values_and_gradients(text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("text", TABLES)
+@pytest.mark.parametrize(
+    "text", [pytest.param("dp=2 tp=2", marks=takes_factors), pytest.param("dp tp=4", marks=takes_factors), "dp=4 tp"]
+)
 def test_values_ties_and_gradients_are_those_of_one_device(world, text):
     assert world(values_and_gradients, 4, text) == [[]] * 4
 

@@ -37,12 +37,13 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import ambient
 from axes.algebra.errors import MeshError
 from axes.algebra.grammar import checked_text
+from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
 from axes.runtime import groups, torch_private
 from axes.runtime.symbols import fixed
 
-for _kind in (Mesh, Sharding):
+for _kind in (Mesh, Sharding, Rules):
     torch_private.constant_in_graphs(_kind)
 
 Read = TypeVar("Read")
