@@ -51,6 +51,7 @@ from axes.runtime.transforms import check_one
 
 __all__ = [
     "ENTERING",
+    "LEAVING",
     "Changes",
     "Copies",
     "check_grad",
@@ -482,15 +483,14 @@ def _plain(sharding: Sharding) -> Sharding:
 ENTERING = torch_private.node_of(_Leave), torch_private.node_of(_EnterPlain)
 """The types of the nodes of the graph by which tensors come into a region."""
 
-_ENTER, _LEAVE_PLAIN = torch_private.node_of(_Enter), torch_private.node_of(_LeavePlain)
+LEAVING = torch_private.node_of(_Enter), torch_private.node_of(_LeavePlain)
+"""The types of the nodes by which results come out of one."""
 
 
 def is_copied_result(node: Any) -> bool:
-    """Whether a node of the graph is that of a region's result, outside of it, of which ranks have copies.
+    """Whether a node of one of these types is that of a result, outside of its region, of which ranks have copies.
 
     Of a DTensor it isn't asked: what becomes of its copies is said where it becomes a plain tensor.
     """
-    kind = type(node)
-    if kind is _LEAVE_PLAIN:
-        return bool(node.copies.axes)
-    return kind is _ENTER and node.changes is not None
+    kind: Any = type(node)
+    return node.changes is not None if kind is LEAVING[0] else bool(node.copies.axes)
