@@ -352,7 +352,7 @@ def _block_board(
     own_row = 0 if down is None else blocks.own[down]
     own_column = 0 if across is None else blocks.own[across]
     rows = folded(height, _near(own_row, height), max(5, lines - 2))
-    first = [_head(blocks, down, row, "more blocks") for row in rows]
+    first = _beside(blocks, down, rows)
     label = max(sum(map(len, head.labels)) + 2 * len(head.labels) for head in first if not head.gap)
     left = room.width - max(label, len(name_of(down)) + 2) - len(name_of(across)) - 1
     ends = [at(row, column) for row in (0, own_row, height - 1) for column in (0, own_column, breadth - 1)]
@@ -372,10 +372,8 @@ def _block_board(
         )
         for row in rows
     ]
-    corner = (name_of(down), *[""] * (len(first[0].labels) - 1))
     heads = [_head(blocks, across, column, None) for column in columns]
-    single = [Head(head.labels[:1], head.extent, head.gap) for head in heads]
-    return Board(corner, name_of(across), tuple(single), tuple(first), tuple(cells), caption=caption)
+    return Board((name_of(down),), name_of(across), tuple(heads), tuple(first), tuple(cells), caption=caption)
 
 
 def _near(own: int, count: int) -> list[int]:
@@ -389,8 +387,18 @@ def _head(blocks: Blocks, dim: int | None, block: int | range, left_out: str | N
     if dim is None:
         return Head(("",))
     start, stop = blocks.dims[dim].span(block)
-    inside = blocks.dims[dim].factors_label(block)
-    return Head((_label(blocks, dim, block), *([inside] if inside else [])), stop - start)
+    return Head((_label(blocks, dim, block),), stop - start)
+
+
+def _beside(blocks: Blocks, dim: int | None, rows: Sequence[int | range]) -> list[Head]:
+    """What stands beside the rows: the indices, and behind them those in the factors of the dim."""
+    heads = [_head(blocks, dim, row, "more blocks") for row in rows]
+    wide = max(len(head.labels[0]) for head in heads if not head.gap)
+    inside = ["" if isinstance(row, range) or dim is None else blocks.dims[dim].factors_label(row) for row in rows]
+    return [
+        replace(head, labels=(f"{head.labels[0]:{wide}}  {text}",)) if text else head
+        for head, text in zip(heads, inside, strict=True)
+    ]
 
 
 def _dims(blocks: Blocks) -> Listing:
