@@ -269,6 +269,13 @@ class Blocks:
         mine = sum(cut.offset(block) for cut, block in zip(self.dims, self.own, strict=True))
         return there == mine
 
+    def tone(self, blocks: Sequence[int]) -> int:
+        """A colour for each set of ranks."""
+        found = 0
+        for cut, block in zip(self.dims, blocks, strict=True):
+            found = found * cut.dim.pieces + cut.piece(block)
+        return found
+
     def name(self, dim: int) -> str:
         """A dim as the spec calls it, without its axes; by its number where it has no name."""
         factors = [replace(factor, axes=()) for factor in self.written.dims[dim].factors]
@@ -341,12 +348,6 @@ def _block_board(
     def name_of(dim: int | None) -> str:
         return "" if dim is None else blocks.name(dim)
 
-    def tone(row: int, column: int) -> int:
-        """A colour for each set of ranks."""
-        over = 1 if across is None else blocks.dims[across].dim.pieces
-        first = 0 if down is None else blocks.dims[down].piece(row)
-        return first * over + (0 if across is None else blocks.dims[across].piece(column))
-
     height = 1 if down is None else blocks.dims[down].count
     breadth = 1 if across is None else blocks.dims[across].count
     own_row = 0 if down is None else blocks.own[down]
@@ -367,7 +368,9 @@ def _block_board(
             if isinstance(row, range)
             else Cell(LEFT_OUT)
             if isinstance(column, range)
-            else Cell(blocks.holders(at(row, column), wide), tone(row, column), here=blocks.is_own(at(row, column)))
+            else Cell(
+                blocks.holders(at(row, column), wide), blocks.tone(at(row, column)), here=blocks.is_own(at(row, column))
+            )
             for column in columns
         )
         for row in rows
