@@ -347,14 +347,15 @@ def test_summands_stand_together_and_copies_side_by_side():
     assert blocks.holders((0,), None) == "max(sum(0 4) sum(1 5)) max(sum(2 6) sum(3 7))"
 
 
-def test_blocks_of_the_same_ranks_have_the_same_colour():
-    picture = axes.show(CUBE.sharding("(three=3 h@tp d)", h=4), (24,))
-    root = ElementTree.fromstring(picture.svg())
-    fills = [rect.get("style") for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("style")]
-    assert len(fills) == 6
-    assert fills[0::2] == fills[:1] * 3
-    assert fills[1::2] == fills[1:2] * 3
-    assert fills[0] != fills[1]
+def test_a_colour_is_of_the_ranks_that_hold_a_block():
+    def fills(sharding: Sharding, *shape: int) -> list[str | None]:
+        root = ElementTree.fromstring(axes.show(sharding, shape).svg())
+        return [rect.get("style") for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("style")]
+
+    found = fills(CUBE.sharding("(three=3 h@tp d)", h=4), 24)
+    assert found == found[:2] * 3
+    assert len(set(found)) == 2
+    assert len(set(fills(CUBE.sharding("a@dp b@cp c@tp"), 8, 8, 8))) == 8
 
 
 # --- plans ------------------------------------------------------------------------------------------

@@ -223,5 +223,5 @@ def _listing(listing: Listing) -> Elements:
 def _chip(x: float, y: float, text: str, tone: int) -> str:
     """A letter on its colour."""
     width = len(text) * LETTER + 6
-    box = f'<rect x="{x - 3:g}" y="{y - 12:g}" width="{width:g}" height="16" rx="3" fill="{color(tone)}"/>'
-    return box + _text(x, y, text, "on bold")
+    box = f'<rect x="{x:g}" y="{y - 12:g}" width="{width:g}" height="16" rx="3" fill="{color(tone)}"/>'
+    return box + _text(x + 3, y, text, "on bold")

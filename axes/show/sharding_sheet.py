@@ -269,6 +269,13 @@ class Blocks:
         mine = sum(cut.offset(block) for cut, block in zip(self.dims, self.own, strict=True))
         return there == mine
 
+    def tone(self, blocks: Sequence[int]) -> int:
+        """A colour for each set of ranks."""
+        found = 0
+        for cut, block in zip(self.dims, blocks, strict=True):
+            found = found * cut.dim.pieces + cut.piece(block)
+        return found
+
     def name(self, dim: int) -> str:
         """A dim as the spec calls it, without its axes; by its number where it has no name."""
         factors = [replace(factor, axes=()) for factor in self.written.dims[dim].factors]
@@ -341,18 +348,12 @@ def _block_board(
     def name_of(dim: int | None) -> str:
         return "" if dim is None else blocks.name(dim)
 
-    def tone(row: int, column: int) -> int:
-        """A colour for each set of ranks."""
-        over = 1 if across is None else blocks.dims[across].dim.pieces
-        first = 0 if down is None else blocks.dims[down].piece(row)
-        return first * over + (0 if across is None else blocks.dims[across].piece(column))
-
     height = 1 if down is None else blocks.dims[down].count
     breadth = 1 if across is None else blocks.dims[across].count
     own_row = 0 if down is None else blocks.own[down]
     own_column = 0 if across is None else blocks.own[across]
     rows = folded(height, _near(own_row, height), max(5, lines - 2))
-    first = [_head(blocks, down, row, "more blocks") for row in rows]
+    first = _beside(blocks, down, rows)
     label = max(sum(map(len, head.labels)) + 2 * len(head.labels) for head in first if not head.gap)
     left = room.width - max(label, len(name_of(down)) + 2) - len(name_of(across)) - 1
     ends = [at(row, column) for row in (0, own_row, height - 1) for column in (0, own_column, breadth - 1)]
@@ -367,15 +368,15 @@ def _block_board(
             if isinstance(row, range)
             else Cell(LEFT_OUT)
             if isinstance(column, range)
-            else Cell(blocks.holders(at(row, column), wide), tone(row, column), here=blocks.is_own(at(row, column)))
+            else Cell(
+                blocks.holders(at(row, column), wide), blocks.tone(at(row, column)), here=blocks.is_own(at(row, column))
+            )
             for column in columns
         )
         for row in rows
     ]
-    corner = (name_of(down), *[""] * (len(first[0].labels) - 1))
     heads = [_head(blocks, across, column, None) for column in columns]
-    single = [Head(head.labels[:1], head.extent, head.gap) for head in heads]
-    return Board(corner, name_of(across), tuple(single), tuple(first), tuple(cells), caption=caption)
+    return Board((name_of(down),), name_of(across), tuple(heads), tuple(first), tuple(cells), caption=caption)
 
 
 def _near(own: int, count: int) -> list[int]:
@@ -389,8 +390,18 @@ def _head(blocks: Blocks, dim: int | None, block: int | range, left_out: str | N
     if dim is None:
         return Head(("",))
     start, stop = blocks.dims[dim].span(block)
-    inside = blocks.dims[dim].factors_label(block)
-    return Head((_label(blocks, dim, block), *([inside] if inside else [])), stop - start)
+    return Head((_label(blocks, dim, block),), stop - start)
+
+
+def _beside(blocks: Blocks, dim: int | None, rows: Sequence[int | range]) -> list[Head]:
+    """What stands beside the rows: the indices, and behind them those in the factors of the dim."""
+    heads = [_head(blocks, dim, row, "more blocks") for row in rows]
+    wide = max(len(head.labels[0]) for head in heads if not head.gap)
+    inside = ["" if isinstance(row, range) or dim is None else blocks.dims[dim].factors_label(row) for row in rows]
+    return [
+        replace(head, labels=(f"{head.labels[0]:{wide}}  {text}",)) if text else head
+        for head, text in zip(heads, inside, strict=True)
+    ]
 
 
 def _dims(blocks: Blocks) -> Listing:
