@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -111,6 +112,20 @@ def test_a_chrome_trace_is_written(folder):
     assert called("trace 0.jsonl 1.jsonl --chrome out.json").exit_code == 0
     found = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     assert sum(event["name"] == "psum x" for event in found["traceEvents"]) == 6
+
+
+PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+ON_PAGE = re.findall(r"```sh\npython -m axes (.*)\n```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "output"), ON_PAGE)
+def test_the_page_shows_what_a_command_prints(command, output):
+    assert called(command).output == output
+
+
+def test_the_page_shows_some_commands_and_names_all():
+    assert len(ON_PAGE) == PAGE.count("```sh") == 4
+    assert all(f"| `{name}" in PAGE for name in main.commands)
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
