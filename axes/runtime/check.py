@@ -91,8 +91,7 @@ def _watched(describe: Callable[..., Operation], subject: tuple[Any, ...], run: 
         compare_operation(describe(*subject))
     event: Event | None = None
     if flags.trace:
-        traced = _traced(describe, subject)
-        event = trace.recorder().begin(traced, traced.bytes_in, traced.bytes_out, _OWN)
+        event = trace.recorder().begin(_traced(describe, subject), _OWN)
     try:
         result = run(*args)
     except RuntimeError as error:
@@ -102,8 +101,8 @@ def _watched(describe: Callable[..., Operation], subject: tuple[Any, ...], run: 
     return result
 
 
-_OWN = 4
-"""Frames of axes at least between what begins an event and the user's."""
+_OWN = 5
+"""Frames of axes at the top of the stack when an event begins, at least."""
 
 
 def _traced(describe: Callable[..., Operation], subject: tuple[Any, ...]) -> Traced:

@@ -136,8 +136,8 @@ class _Traced:
         return torch_private.functional_scatter(x.view(-1), op, self.size, self.name).view(shape)
 
 
-_OWN = 6
-"""Frames of axes at least between a collective of a program and the user's."""
+_OWN = 7
+"""Frames of axes at the top of the stack when a collective of a program begins, at least."""
 
 
 class _Recorded:
@@ -150,7 +150,7 @@ class _Recorded:
 
     def __init__(self, link: Link, group: dist.ProcessGroup, about: Traced):
         self._link, self._about, self._size, self._who = link, about, group.size(), group.rank()
-        self._known: dict[tuple[str, int], tuple[Traced, int, int]] = {}
+        self._known: dict[tuple[str, int], Traced] = {}
 
     def _begin(self, method: str, x: torch.Tensor, whole: int, receives: Counts = None, sends: Counts = None) -> Event:
         """`whole`: how many times the tensor is moved in equal parts, if it is, one of them the rank's own."""
@@ -159,10 +159,9 @@ class _Recorded:
         if found is None:
             even = key[1] * whole * (self._size - 1) // self._size
             each = [even if of is None else sum(of) - of[self._who] for of in (receives, sends)]
-            bytes_in, bytes_out = [count * x.element_size() for count in each]
-            same = next((about for (by, _), (about, *_) in self._known.items() if by == method), None)
-            found = self._known[key] = same or replace(self._about, by=method), bytes_in, bytes_out
-        return recorder().begin(*found, _OWN)
+            moved = [count * x.element_size() for count in each]
+            found = self._known[key] = replace(self._about, by=method, bytes_in=moved[0], bytes_out=moved[1])
+        return recorder().begin(found, _OWN)
 
     def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
         event = self._begin("all_gather", x, self._size)

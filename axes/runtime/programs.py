@@ -660,17 +660,19 @@ def _permute(task: Task, group: dist.ProcessGroup, about: Traced | None) -> Run:
         return keep(x) if out is None else unpack(out)
 
     def recorded(x: torch.Tensor) -> torch.Tensor:
-        assert passing is not None
-        received, sent = (0 if peer is None else sum(of.counts) for peer, of in ((origin, receives), (to, sends)))
-        event = recorder().begin(passing, received * x.element_size(), sent * x.element_size())
+        event = recorder().begin(passing)
         out = run(x)
         event[0].end(event)
         return out
 
-    passing = None if about is None else replace(about, by="send and receive", together=False)
     if to is None and origin is None:
         return keep
-    return run if passing is None else recorded
+    if about is None:
+        return run
+    size = getattr(torch, about.dtype).itemsize
+    received, sent = (0 if peer is None else sum(of.counts) * size for peer, of in ((origin, receives), (to, sends)))
+    passing = replace(about, by="send and receive", together=False, bytes_in=received, bytes_out=sent)
+    return recorded
 
 
 def _reduce_move(task: Task, link: Link) -> Run:

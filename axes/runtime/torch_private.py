@@ -970,7 +970,14 @@ def backward_runs() -> bool:
 
     Would be replaced by a public question of the autograd engine.
     """
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != NO_BACKWARD
+
+
+backward_pass = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread is in: the same question, where nanoseconds count."""
+
+NO_BACKWARD = -1
+"""What that says where there is none."""
 
 
 def mapped(fn: Callable[[Any], Any], tree: object) -> Any:

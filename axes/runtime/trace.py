@@ -7,10 +7,10 @@
 A line is a JSON object. What repeats is said once, in lines of its own, and has a number:
 
     {"axes_trace": 1, "rank": 0, "world": 4, ...}            the header: clocks, host
-    {"op": 0, "what": "psum over 'tp' ...", "axis": "tp", "ranks": [0, 1], "group": ..., ...}
+    {"op": 0, "what": "psum over 'tp' ...", "axis": "tp", "ranks": [0, 1], "in": 16, "out": 16, ...}
     {"at": 0, "place": "train.py:31 in step"}
     {"of": 1, "parts": ["axes.rearrange 'b s@tp d -> b s d'"]}
-    {"op": 0, "at": 0, "of": 1, "back": 0, "in": 16, "out": 16, "t": 1200, "ns": 90100}
+    {"op": 0, "at": 0, "of": 1, "back": 0, "t": 1200, "ns": 90100}
 
 The last is an event: `t` nanoseconds after the header's clock it was issued, after `ns` of them the call returned. A
 number 0 is none: no line of the user's, no expression. `in` and
@@ -50,7 +50,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError
 from axes.runtime import flags
 from axes.runtime.places import Part, context, line_of_code, part_said, passed_files, user_frame
-from axes.runtime.torch_private import backward_runs
+from axes.runtime.torch_private import NO_BACKWARD, backward_pass
 
 VERSION = 1
 """Of the file; a reader refuses others."""
@@ -92,6 +92,7 @@ class Traced:
         listed = {"start": ranks.start, "stop": ranks.stop, "step": ranks.step} if isinstance(ranks, range) else ranks
         said = {"op": number, "what": self.what, "kind": self.kind, "by": self.by, "axis": self.axis}
         said |= {"group": self.group, "ranks": listed, "dtype": self.dtype, "step": self.step}
+        said |= {"in": self.bytes_in, "out": self.bytes_out}
         return said | {name: True for name, wanted in (("later", self.later), ("apart", not self.together)) if wanted}
 
 
@@ -145,16 +146,17 @@ class Recorder:
 
     # events
 
-    def begin(self, traced: Traced, bytes_in: int, bytes_out: int, own: int = 1) -> Event:
-        """Writes that a collective is issued. The first `own` frames, of this and of its callers, are axes' own."""
+    def begin(self, traced: Traced, own: int = 1) -> Event:
+        """Writes that a collective is issued. The first `own` frames, of this and of its callers, are axes'."""
         # Each call that this makes, and each frame that it passes, is a part of what a trace costs.
         number = self._ops.get(traced) or self._named_op(traced)
         at = of = 0
-        frame: Any = sys._getframe(own)
+        frame: Any = None
         try:
+            frame = sys._getframe(own)
             while passed_files[frame.f_code.co_filename]:
                 frame = frame.f_back
-        except (KeyError, AttributeError):  # a file that isn't known yet, or no frame that is the user's
+        except (KeyError, AttributeError, ValueError):  # a file that isn't known yet, or no frame of the user's
             frame = user_frame()
         if frame is not None:
             code, instruction = frame.f_code, frame.f_lasti
@@ -162,12 +164,12 @@ class Recorder:
         if context.parts:
             inside = tuple(context.parts)
             of = self._parts.get(inside) or self._named_parts(inside)
-        back = backward_runs()
+        back = backward_pass() != NO_BACKWARD
         if traced.device != "cpu" and (stream := _recorded_on(traced.device)) is not None:
-            return self._begin_on(stream, (number, at, of, back, bytes_in, bytes_out))
+            return self._begin_on(stream, (number, at, of, back))
         now = perf_counter_ns()
         with self._lock:
-            text = _EVENT % (number, at, of, back, bytes_in, bytes_out, now - self._clock)
+            text = _EVENT % (number, at, of, back, now - self._clock)
             stop = self._used + len(text)
             if stop > self._room:
                 stop = self._move_on(len(text))
@@ -247,15 +249,17 @@ class Recorder:
         except OSError as error:
             # A job isn't ended for its trace: the last window is written over from here on, and thrown away.
             warnings.warn(f"the trace {self.path} ends here: {error}", stacklevel=2)
-            self._window, self._used = mmap.mmap(-1, max(WINDOW, size)), 0
-            self._start, self._file = 0, -1
+            os.ftruncate(self._file, self._start + self._used)
+            os.close(self._file)
+            self._file = -1
+            self._window = self._mapped(size)
         self._room = len(self._window)
         return self._used + size
 
     def _mapped(self, least: int = 0) -> mmap.mmap:
         """Memory that is the file from `_start`: room for more lines. `OSError` where there is none."""
         if self._file < 0:
-            return mmap.mmap(-1, max(WINDOW, least))
+            return mmap.mmap(-1, self._used + least + WINDOW)
         size = -(-(self._used + least + WINDOW) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         if hasattr(os, "posix_fallocate"):
             # A page without a place on the disk would end the process when it is written.
@@ -273,17 +277,18 @@ class Recorder:
                 os.ftruncate(self._file, self._start + self._used)
                 os.close(self._file)
                 self._file = -1
-                # Who is still under way writes its time to memory that is nobody's.
-                self._window = mmap.mmap(-1, WINDOW)
-                self._start, self._used, self._room = 0, 0, WINDOW
+                # What begins from here on is written to memory that is nobody's.
+                self._used, self._window = 0, mmap.mmap(-1, WINDOW)
+                self._room = len(self._window)
 
     def leave(self) -> None:
         """In a process that was forked: the file is its parent's."""
-        os.close(self._file)
-        self._file = -1
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
-_EVENT_BEGINS = b'{"op":%d,"at":%d,"of":%d,"back":%d,"in":%d,"out":%d,"t":%d,"ns":' + _NULL
+_EVENT_BEGINS = b'{"op":%d,"at":%d,"of":%d,"back":%d,"t":%d,"ns":' + _NULL
 _GPU = b',"gpu":'
 _EVENT = _EVENT_BEGINS + b"}\n"
 _EVENT_ON_STREAM = _EVENT_BEGINS + _GPU + _NULL + b"}\n"
@@ -348,7 +353,7 @@ def path_for(wanted: str, rank: int) -> str:
 def recorder() -> Recorder:
     """That of the file which is asked for now; made where there is none yet. `AxesError` where it can't be.
 
-    event = recorder().begin(traced, bytes_in, bytes_out)
+    event = recorder().begin(traced)
     ...
     event[0].end(event)
     """
@@ -373,10 +378,12 @@ def forget_groups_of_traces() -> None:
 
 
 def _forked() -> None:
-    for found in _open.values():
-        found.leave()
-    _open.clear()
-    _written.clear()
+    """In a process that was forked from one which writes a trace: that isn't its own, and it writes none."""
+    if _open:
+        for found in _open.values():
+            found.leave()
+        _open.clear()
+        flags.say(flags.Said(flags.said().check, ""))
 
 
 os.register_at_fork(after_in_child=_forked)

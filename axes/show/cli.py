@@ -120,7 +120,7 @@ def _mesh(text: str, world: int | None, rank: int | None) -> Mesh:
 def mesh_command(
     declaration: str, equations: tuple[str, ...], world: int | None, rank: int | None, as_json: bool
 ) -> None:
-    """A mesh: its axes and names, and the coordinates and groups of a rank.
+    """The axes and names of a mesh, and the groups of a rank.
 
     Example: python -m axes mesh "pp=2 dp=* tp=8" "fsdp = pp dp" --world 64 --rank 13
     """
@@ -304,7 +304,7 @@ def _shape(spec: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 @as_json
 @_command
 def trace_command(files: tuple[str, ...], chrome: str | None, as_json: bool) -> None:
-    """What took the time in a job, and which rank the others waited for.
+    """What took the time in a job, and for whom ranks waited.
 
     FILE... are what AXES_TRACE=trace.jsonl has written, one for each rank: trace.*.jsonl
     """
@@ -327,7 +327,7 @@ def trace_command(files: tuple[str, ...], chrome: str | None, as_json: bool) -> 
 @as_json
 @_command
 def demo_command(as_json: bool) -> None:
-    """Four processes multiply matrices that none has the whole of, and show what they send.
+    """Four local processes multiply, and show what they send.
 
     It takes some seconds, most of them to import torch.
     """

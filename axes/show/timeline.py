@@ -160,9 +160,10 @@ def read_log(path: Path) -> Log:
             elif "parts" in said:
                 parts[said["of"]] = tuple(said["parts"])
             else:
-                where = places[said["at"]], parts[said["of"]], bool(said["back"]), said["in"], said["out"]
+                where = places[said["at"]], parts[said["of"]], bool(said["back"])
                 times = header["start"] + said["t"], said["ns"], said.get("gpu")
-                events.append(Issued(header["rank"], ops[said["op"]], *where, *times))
+                op = ops[said["op"]]
+                events.append(Issued(header["rank"], op, *where, op["in"], op["out"], *times))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and header:
                 continue  # the last line, cut off
@@ -412,8 +413,11 @@ def _other(matched: Iterable[tuple[Issued, ...]]) -> Iterator[tuple[Issued, ...]
 
 def clocks_of(logs: Sequence[Log], matched: Sequence[tuple[str, tuple[Issued, ...]]]) -> dict[str, Clock]:
     """The clocks of the machines, by the collectives that their ranks have in common."""
-    hosts = {log.clock: log.host for log in reversed(logs)}
-    wall = {log.clock: log.wall for log in reversed(logs)}
+    hosts: dict[str, str] = {}
+    wall: dict[str, int] = {}
+    for log in logs:
+        hosts.setdefault(log.clock, log.host)
+        wall.setdefault(log.clock, log.wall)
     of_rank = {log.rank: log.clock for log in logs}
     bounds: dict[tuple[str, str], tuple[int, int]] = {}
     for _, members in matched:
@@ -511,10 +515,8 @@ def report_of(job: Timeline) -> Iterator[str]:
         yield "no collective was recorded"
         return
     spent, waited = sum(event.ns or 0 for event in events), sum(job.waits.values())
-    yield (
-        f"a rank spent {span_text(spent // ranks)} in {len(events) // ranks} collectives, "
-        f"{span_text(waited // ranks)} of it waiting for others on average"
-    )
+    of_rank = f"a rank spent {span_text(spent // ranks)} in {len(events) // ranks} collectives"
+    yield from wrapped(f"on average {of_rank}, {span_text(waited // ranks)} of it waiting for others")
     yield ""
     yield f"{'axis (means of a rank)':<24}{_HEAD}"
     for row in job.by_axis()[:_ROWS]:

@@ -1,0 +1,463 @@
+"""`AXES_TRACE` and `axes.debug(trace=)`: what ranks record is what they send, outlives them, and says who was slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import axes
+from axes.algebra.errors import AxesError
+from axes.runtime import flags, trace
+from axes.show import timeline
+
+Moved = tuple[str, int, int]
+
+
+class Counted(TorchDispatchMode):
+    """Every collective that torch's dispatcher sees, with the bytes that this rank receives and sends at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Moved] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found.append(moved(func.__name__.split(".")[0], args))
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def moved(name: str, args: Sequence[Any]) -> Moved:
+    """What one call of the backend moves."""
+    group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    size, rank = group.size(), group.rank()
+    if name == "allreduce_":
+        both = 2 * bytes_of(args[0][0]) * (size - 1) // size
+        return "all_reduce", both, both
+    if name == "_allgather_base_":
+        return "all_gather", bytes_of(args[0]) - bytes_of(args[1]), bytes_of(args[1]) * (size - 1)
+    if name == "_reduce_scatter_base_":
+        return "reduce_scatter", bytes_of(args[1]) * (size - 1) // size, bytes_of(args[1]) * (size - 1) // size
+    if name == "alltoall_base_":
+        out, x, _, receives, sends = args[:5]
+        row = out.element_size()
+        sides = [
+            (sum(counts) - counts[rank]) * row if counts else bytes_of(buffer) * (size - 1) // size
+            for buffer, counts in ((out, receives), (x, sends))
+        ]
+        return "all_to_all", sides[0], sides[1]
+    if name == "broadcast_":
+        count = bytes_of(args[0][0])
+        return "broadcast", *((0, count) if rank == args[2] else (count, 0))
+    assert name in ("send", "recv_"), name
+    count = bytes_of(args[0][0])
+    return ("recv", count, 0) if name == "recv_" else ("send", 0, count)
+
+
+def all_kinds(mesh: axes.Mesh) -> None:
+    """Something of all that is sent."""
+    x = torch.arange(64.0).view(8, 8)
+    axes.psum(x, "tp", mesh=mesh)
+    axes.pmax(x.bfloat16(), "dp", mesh=mesh)
+    axes.psum(x.to(torch.complex64), "tp", mesh=mesh)
+    axes.psum(x.bool(), "tp", mesh=mesh)
+    axes.psum_scatter(x, ("dp", "tp"), mesh=mesh)
+    axes.all_gather(x.to(torch.int16), "dp", 1, mesh=mesh)
+    axes.all_to_all(x, "dp", 0, 1, mesh=mesh)
+    sends, receives = ([1, 3], [1, 2]) if mesh.coordinate["tp"] == 0 else ([2, 2], [3, 2])
+    axes.all_to_all(x[:4], "tp", send_sizes=sends, recv_sizes=receives, mesh=mesh)
+    axes.ppermute(x, "tp", perm=[(0, 1)], mesh=mesh)
+    uneven = axes.shard(torch.arange(35.0).view(5, 7), "a@dp b@tp", mesh=mesh)
+    axes.reshard(uneven, "a b@(dp tp)")
+    axes.reshard(axes.shard(torch.ones(8, 8, dtype=torch.complex64), "a@tp b", mesh=mesh), "a b@dp")
+    axes.unshard(axes.reshard(uneven, "a b", comm_dtype=torch.bfloat16))
+    leaf = axes.shard(x, "a@dp b@tp", mesh=mesh).requires_grad_()
+    axes.to_local(axes.rearrange(leaf, "a@dp b@tp -> a b@dp"), grad="summed").sum().backward()
+    axes.reduce(axes.shard(x.half(), "a@dp b@tp", mesh=mesh), "a@dp b@tp -> a", "max")
+    axes.nn.clip_grad_norm_([leaf], 1.0)
+    large = axes.shard(torch.ones(256, 512), "a@(dp tp) b", mesh=mesh)
+    axes.reshard(large, "a@(tp dp) b")
+    axes.reshard(axes.shard(torch.ones(4096, 2048), "a@tp b", mesh=mesh), "a b@dp")
+
+
+def is_here(event: timeline.Issued) -> bool:
+    return event.place.startswith("tests/test_trace.py:")
+
+
+def recorded(folder: str) -> tuple[list[Moved], list[Moved], bool]:
+    """What the dispatcher sees and what the trace says, of the same calls."""
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    all_kinds(mesh)
+    counted = Counted()
+    with axes.debug(trace=f"{folder}/kinds.jsonl"), counted:
+        all_kinds(mesh)
+        axes.shard(torch.ones(4), "a@dp", mesh=mesh, source_rank=3)
+    log = timeline.read_log(Path(folder, f"kinds.{dist.get_rank()}.jsonl"))
+    told: list[Moved] = []
+    for event in log.events:
+        if event.op["by"] == "send and receive":
+            told += [("recv", event.bytes_in, 0)] * (event.bytes_in > 0)
+            told += [("send", 0, event.bytes_out)] * (event.bytes_out > 0)
+        else:
+            told.append((event.op["by"], event.bytes_in, event.bytes_out))
+    return counted.found, told, all(map(is_here, log.events))
+
+
+def slow(folder: str) -> None:
+    """A step in which rank 2 computes for longer than the others."""
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    x = torch.ones(64, 64)
+    for axis in ("tp", "dp"):
+        axes.psum(x, axis, mesh=mesh)
+    with axes.debug(trace=f"{folder}/slow.jsonl"):
+        for _ in range(5):
+            if dist.get_rank() == 2:
+                time.sleep(0.1)
+            axes.psum(x, "tp", mesh=mesh)
+            axes.psum(x, "dp", mesh=mesh)
+
+
+def both(folder: str) -> tuple[list[Moved], list[Moved], bool]:
+    found = recorded(folder)
+    slow(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(world, tmp_path_factory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("traces")
+    return folder, world(both, 4, str(folder))
+
+
+def test_events_are_what_the_dispatcher_counts_call_by_call_and_byte_by_byte(ran):
+    for counted, told, here in ran[1]:
+        assert told == counted
+        assert here
+    kinds = {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "recv"}
+    assert {name for _, told, _ in ran[1] for name, *_ in told} == kinds
+
+
+def test_an_event_says_what_it_is_part_of(ran):
+    events = timeline.read_log(ran[0] / "kinds.1.jsonl").events
+    found = [event for event in events if event.parts and "a@dp b@tp -> a b@dp" in event.parts[0]]
+    forward, backward = found
+    assert forward.parts == ("axes.rearrange 'a@dp b@tp -> a b@dp'",)
+    assert backward.parts == ("gradient of rearrange 'a@dp b@tp -> a b@dp'",)
+    assert (forward.backward, backward.backward) == (False, True)
+    assert forward.place.endswith(" in all_kinds")
+    assert forward.op["axis"] == "dp tp"
+    assert list(forward.op["ranks"]) == [0, 1, 2, 3]
+    assert forward.op["dtype"] == "float32"
+    assert forward.what == "all_to_all of a@dp b@tp -> a b@dp of [8, 8] float32"
+    assert all(event.ns is not None and event.ns > 0 for event in events)
+    two = [event for event in events if event.op["step"][1] == 2]
+    assert [event.op["step"] for event in two][:2] == [[1, 2], [2, 2]]
+
+
+def test_the_rank_that_others_wait_for_is_named_also_by_those_who_never_meet_it(ran):
+    job = timeline.read_traces(sorted(ran[0].glob("slow.*.jsonl")))
+    slowest = job.slowest
+    assert slowest is not None
+    assert slowest.rank == 2
+    assert slowest.at.startswith("psum over 'tp' of [64, 64] float32, at tests/test_trace.py:")
+    assert slowest.awaited_ns > 0.8 * slowest.waited_ns
+    # Rank 1 never meets rank 2, and waits for it all the same: for rank 3, which has waited for rank 2.
+    assert job.causes[1].most_common(1)[0][0] == 2
+    assert not job.open
+    assert not job.unlike
+    text = str(job)
+    assert "The others waited for rank 2: " in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.isascii()
+
+
+def test_a_chrome_trace_has_each_collective_and_each_wait(ran):
+    job = timeline.read_traces(sorted(ran[0].glob("slow.*.jsonl")))
+    events = json.loads(json.dumps(job.chrome()))["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"dp", "tp"}
+    issued = [event for event in events if event["name"] in ("psum tp", "psum dp")]
+    assert len(issued) == len(job.events) == 40
+    assert all(event["ph"] == "X" and event["dur"] > 0 and event["ts"] >= 0 for event in issued)
+    waits = [event for event in events if event["name"] == "waits for rank 2"]
+    assert {event["pid"] for event in waits} >= {0, 3}
+
+
+# --- how a process ends
+
+
+def hung(folder: str, how: int) -> None:
+    """Rank 1 ends rank 0, which waits for it."""
+    mesh, x = axes.init_mesh("tp=2", device_type="cpu"), torch.ones(3)
+    axes.debug(trace=f"{folder}/{{rank}}.jsonl")
+    axes.psum(x, "tp", mesh=mesh)
+    if dist.get_rank() == 0:
+        axes.pmin(x, "tp", mesh=mesh)
+    else:
+        other = Path(folder, "0.jsonl")
+        while b"null" not in other.read_bytes():
+            time.sleep(0.01)
+        os.kill(json.loads(other.read_bytes().split(b"\n")[0])["pid"], how)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_who_is_killed_in_a_collective_has_said_in_which(world, tmp_path, how):
+    with pytest.raises(AxesError, match="rank 0 of 2 was "):
+        world(hung, 2, str(tmp_path), how)
+    job = timeline.read_traces([tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
+    (event,) = job.open
+    assert event.rank == 0
+    assert event.what == "pmin over 'tp' of [3] float32"
+    assert job.missing(event) == [1]
+    assert [each.what for each in job.logs[1].events] == ["psum over 'tp' of [3] float32"]
+    assert "rank 0 hadn't ended pmin over 'tp' of [3] float32" in " ".join(str(job).split())
+    assert "rank 1 never came to it" in " ".join(str(job).split())
+
+
+def raising() -> None:
+    mesh = axes.init_mesh("tp=2", device_type="cpu")
+    axes.psum(torch.ones(3), "tp", mesh=mesh)
+    raise ValueError("a mistake")
+
+
+def test_the_environment_begins_a_trace_and_an_exception_loses_none_of_it(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("AXES_TRACE", str(tmp_path / "trace.jsonl"))
+    (tmp_path / "trace.0.jsonl").write_text("of an earlier job\n" * 100)
+    with pytest.raises(ValueError, match="a mistake"):
+        world(raising, 2)
+    for path in (tmp_path / "trace.0.jsonl", tmp_path / "trace.1.jsonl"):
+        assert path.read_bytes().endswith(b"}\n"), "closed, without the rest of its window"
+        assert [event.op["kind"] for event in timeline.read_log(path).events] == ["psum"]
+
+
+# --- the file, in a simulated world
+
+
+@pytest.fixture
+def mesh():
+    with axes.simulate(4):
+        yield axes.init_mesh("tp=4", device_type="cpu")
+
+
+def sums(mesh: axes.Mesh, *lengths: int) -> None:
+    for length in lengths:
+        axes.psum(torch.ones(length), "tp", mesh=mesh)
+
+
+def lengths(path: Path) -> list[int]:
+    return [int(event.what.partition("[")[2].partition("]")[0]) for event in timeline.read_log(path).events]
+
+
+def test_a_file_has_more_events_than_a_window(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "WINDOW", 1)
+    wanted = [1 + number % 97 for number in range(200)]
+    with axes.debug(trace=str(tmp_path / "t")):
+        sums(mesh, *wanted)
+    assert lengths(tmp_path / "t.0") == wanted
+
+
+def test_what_is_remembered_is_bounded(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "_MOST", 3)
+    with axes.debug(trace=str(tmp_path / "t")):
+        sums(mesh, *range(1, 9), *range(1, 9))
+        assert all(len(known) <= 3 for known in (trace.recorder().known, trace.recorder()._ops))
+    assert lengths(tmp_path / "t.0") == [*range(1, 9)] * 2
+
+
+def test_blocks_are_nested_and_go_on_in_their_files(mesh, tmp_path):
+    for first in (1, 11):
+        with axes.debug(trace=tmp_path / "outer.jsonl"):
+            sums(mesh, first)
+            with axes.debug(trace=tmp_path / "inner.jsonl"):
+                sums(mesh, first + 1)
+            sums(mesh, first + 2)
+            axes.debug(trace="")
+            sums(mesh, first + 3)
+    sums(mesh, 100)
+    assert lengths(tmp_path / "outer.0.jsonl") == [1, 3, 11, 13]
+    assert lengths(tmp_path / "inner.0.jsonl") == [2, 12]
+    assert flags.trace == ""
+    assert not flags.watched
+
+
+def test_a_forked_process_leaves_the_trace_alone(mesh, tmp_path):
+    with axes.debug(trace=tmp_path / "t"):
+        sums(mesh, 1)
+        child = os.fork()
+        if not child:
+            sums(mesh, 2)
+            os._exit(0 if flags.trace == "" else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        sums(mesh, 3)
+    assert lengths(tmp_path / "t.0") == [1, 3]
+
+
+def test_an_asynchronous_collective_is_marked(mesh, tmp_path):
+    x = axes.shard(torch.ones(8), "a@tp", mesh=mesh)
+    with axes.debug(trace=tmp_path / "t"):
+        axes.unshard(axes.reshard(x, "a", async_op=True))
+    (event,) = timeline.read_log(tmp_path / "t.0").events
+    assert event.op["later"]
+    assert not event.counts
+
+
+def test_where_the_disk_is_full_the_trace_ends_and_the_job_goes_on(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "WINDOW", 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with axes.debug(trace=tmp_path / "t"):
+        sums(mesh, 1)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.warns(UserWarning, match=r"the trace .* ends here: .*No space left on device"):
+            sums(mesh, *[2] * 200)
+    found = lengths(tmp_path / "t.0")
+    assert found == [1] + [2] * (len(found) - 1)
+    assert len(found) < 200
+
+
+def test_groups_that_are_ended_are_let_go(mesh, tmp_path):
+    with axes.debug(trace=tmp_path / "t"):
+        sums(mesh, 1)
+        assert trace.recorder().known
+        axes.destroy_process_groups()
+        assert not trace.recorder().known
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trace": 3}, r"axes.debug\(trace=\): the path of a file, or ''; found .*3"),
+        ({"trace": "/nowhere/t"}, "the trace can't be written: .*No such file or directory"),
+        ({"trace": "/dev/null/t"}, "the trace can't be written: .*Not a directory"),
+    ],
+)
+def test_a_trace_that_cant_be_is_one_error(mesh, given, message):
+    before = flags.said()
+    with pytest.raises(AxesError, match=message):
+        axes.debug(**given)
+    assert flags.said() == before
+
+
+# --- the reader
+
+
+def log(rank: int, events: Sequence[tuple[str, Sequence[int], int, int | None]], **header: Any) -> str:
+    """A file: of each event its kind, ranks, when it was issued and for how long."""
+    about = {"axes_trace": 1, "rank": rank, "world": 4, "host": "h", "clock": "c", "start": 0, "wall": 0, **header}
+    lines = [json.dumps(about)]
+    for number, (kind, ranks, at, ns) in enumerate(events, 1):
+        group = {
+            "group": str(ranks),
+            "ranks": [*ranks],
+            "dtype": "float32",
+            "axis": "x",
+            "step": [1, 1],
+            "in": 8,
+            "out": 8,
+        }
+        lines.append(json.dumps({"op": number, "what": f"{kind} over 'x'", "kind": kind, "by": kind, **group}))
+        lines.append(json.dumps({"op": number, "at": 0, "of": 0, "back": 0, "t": at, "ns": ns}))
+    return "\n".join(lines) + "\n"
+
+
+def job_of(folder: Path, texts: Mapping[int, str]) -> timeline.Timeline:
+    for rank, text in texts.items():
+        (folder / f"{rank}").write_text(text)
+    return timeline.read_traces(folder / f"{rank}" for rank in texts)
+
+
+def test_clocks_of_machines_are_set_by_the_collectives_that_they_have_in_common(tmp_path):
+    """Rank 1's clock is a second ahead: 5 is issued there at 10^9 + 5."""
+    ahead = 10**9
+    first = [("all_reduce", (0, 1), 0, 100), ("all_reduce", (0, 1), 1000, 50)]
+    second = [("all_reduce", (0, 1), ahead + 80, 21), ("all_reduce", (0, 1), ahead + 1010, 41)]
+    job = job_of(tmp_path, {0: log(0, first), 1: log(1, second, clock="d", host="i")})
+    clock = job.clocks["d"]
+    assert abs(clock.offset + ahead) <= clock.error <= 60
+    assert [job.start(event) for event in job.logs[0].events] == [0, 1000]
+    starts = [job.start(event) for event in job.logs[1].events]
+    assert all(abs(found - wanted) <= clock.error for found, wanted in zip(starts, [80, 1010], strict=True))
+    assert "2 hosts" in str(job)
+    assert "agree within" in str(job)
+
+
+def test_ranks_of_one_machine_have_one_clock_whatever_the_time_of_day(tmp_path):
+    texts = {rank: log(rank, [("psum", (0, 1), 10 * rank, 100)], wall=rank * 10**9) for rank in (0, 1)}
+    job = job_of(tmp_path, texts)
+    assert job.waits[id(job.logs[0].events[0])] == 10
+
+
+def test_lateness_is_handed_on_to_the_rank_that_caused_it(tmp_path):
+    """Rank 2 computes for 900; 3 waits for it, and 1 for 3. At last 1 is late by itself, by 50."""
+    job = job_of(
+        tmp_path,
+        {
+            1: log(1, [("psum", (1, 3), 0, 1000), ("psum", (1, 3), 1150, 20)]),
+            2: log(2, [("psum", (2, 3), 900, 60)]),
+            3: log(3, [("psum", (2, 3), 0, 960), ("psum", (1, 3), 970, 30), ("psum", (1, 3), 1100, 70)]),
+        },
+    )
+    assert job.causes == {1: {2: 900, 3: 70}, 3: {2: 900, 1: 50}}
+    assert job.slowest is not None
+    assert job.slowest.rank == 2
+
+
+def test_where_no_rank_stands_out_none_is_named(tmp_path):
+    turns = [("psum", (0, 1), 1000 * i + 100 * (i % 2), 200 - 100 * (i % 2)) for i in range(10)]
+    others = [("psum", (0, 1), 1000 * i + 100 * (1 - i % 2), 100 + 100 * (i % 2)) for i in range(10)]
+    job = job_of(tmp_path, {0: log(0, turns), 1: log(1, others)})
+    assert sum(job.waits.values()) == 1000
+    assert job.slowest is None
+
+
+def test_traces_that_dont_match_are_said(tmp_path):
+    texts = {0: log(0, [("psum", (0, 1), 0, 5), ("pmax", (0, 1), 9, 5)]), 1: log(1, [("psum", (0, 1), 0, 5)] * 2)}
+    job = job_of(tmp_path, texts)
+    assert len(job.together) == 1
+    assert "don't match from here on: rank 0 pmax over 'x'; rank 1 psum over 'x'" in " ".join(str(job).split())
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    (tmp_path / "t").write_bytes(log(0, [("psum", (0, 1), 0, 5)] * 2).encode()[:-40] + b"\0" * 100)
+    assert len(timeline.read_log(tmp_path / "t").events) == 1
+
+
+WRONG = {
+    "no trace": ("import axes\n", "line 1: this isn't a trace of axes"),
+    "another JSON": ('{"a": 1}\n', "line 1: this isn't a trace of axes"),
+    "a list": ("[1]\n", "line 1: this isn't a trace of axes"),
+    "empty": ("", "is empty: a trace of axes begins"),
+    "another version": ('{"axes_trace": 2}\n', "of version 2; this reads version 1"),
+    "broken in the middle": (log(0, [("psum", (0, 1), 0, 5)]).replace('"t"', "t"), "line 3: this isn't a trace"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_file_that_isnt_a_trace_is_one_error(tmp_path, case):
+    text, message = WRONG[case]
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(AxesError, match=message):
+        timeline.read_log(tmp_path / "t")
+
+
+def test_traces_of_two_jobs_and_two_of_a_rank_are_told_apart(tmp_path):
+    with pytest.raises(AxesError, match="there is another trace of rank 0"):
+        job_of(tmp_path, {0: log(0, []), 1: log(0, [])})
+    with pytest.raises(AxesError, match="of several jobs: of 4 and of 8 ranks"):
+        job_of(tmp_path, {0: log(0, []), 1: log(1, [], world=8)})
+    with pytest.raises(AxesError, match="no trace is given"):
+        timeline.read_traces([])
