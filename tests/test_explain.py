@@ -63,6 +63,13 @@ def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
             assert len(counted[rank][name]) > 5
 
 
+def test_in_a_running_job_the_step_runs_and_each_rank_has_its_own_explanation(pool):
+    for said, counted, total in pool.run(steps.explain_in_a_job):
+        assert said == counted
+        assert said
+        assert total == 28
+
+
 def test_the_step_of_a_llama_takes_less_than_5_seconds():
     began = time.process_time()
     (found,) = steps.explain_steps(["llama"], 5).values()
