@@ -7,7 +7,7 @@ import sys
 NEEDED = "python -m axes needs click, which reads its options: pip install 'axes-torch[cli]'"
 
 
-def run() -> None:
+def from_shell() -> None:
     """Runs the command line; one line on stderr where click isn't installed."""
     try:
         import click  # noqa: F401
@@ -20,4 +20,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    from_shell()
