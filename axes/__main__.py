@@ -7,7 +7,7 @@ import sys
 NEEDED = "python -m axes needs click, which reads its options: pip install 'axes-torch[cli]'"
 
 
-def command_line() -> None:
+def from_shell() -> None:
     """Runs the command line; one line on stderr where click isn't installed."""
     try:
         import click  # noqa: F401
@@ -20,4 +20,4 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    command_line()
+    from_shell()

@@ -115,7 +115,7 @@ def test_a_chrome_trace_is_written(folder):
 
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-ON_PAGE = re.findall(r"```sh\npython -m axes (.*)\n```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+ON_PAGE = re.findall(r"```sh\npython -m axes ([^\n]*)\n```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize(("command", "output"), ON_PAGE)
