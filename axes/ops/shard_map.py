@@ -63,9 +63,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import ambient
-from axes.algebra.errors import ExpressionError, ShardingError, shortened
+from axes.algebra.errors import ExpressionError, ShardingError, shown
 from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import required_mesh
+from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
@@ -197,9 +197,7 @@ class _Run:
 
 def _check_check(check: Check) -> None:
     if not isinstance(check, bool) and not (isinstance(check, float) and 0 < check < 1):
-        raise ShardingError(
-            f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shortened(repr(check))}"
-        )
+        raise ShardingError(f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shown(check)}")
 
 
 def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: Check) -> Function:
@@ -244,11 +242,15 @@ def _run_region(
     used: Used | None,
     plain: bool,
 ) -> Any:
+    if mesh is not None:
+        checked_mesh(mesh)
     passed: list[object] = []
     try:
         tensors = tensors_of_tree((args, kwargs), functools.partial(_check_argument, passed))
     except ShardingError as error:
         raise _in_region(error, expression) from None
+    except RecursionError:
+        raise ShardingError(f"an argument of a region holds itself, or is nested too deep\nin  {expression}") from None
     if not torch.compiler.is_compiling():
         _check_number(read_region(expression), tensors, args, kwargs)
     if plain:
