@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from axes.nn.functions import rms_norm as rms_norm
     from axes.nn.functions import softmax as softmax
     from axes.nn.shard_module import shard_module as shard_module
-    from axes.nn.verify import verify as verify
+    from axes.nn.verification import verify as verify
     from axes.ops.collectives import all_gather as all_gather
     from axes.ops.collectives import all_to_all as all_to_all
     from axes.ops.collectives import axis_index as axis_index
@@ -102,7 +102,7 @@ _HOME = {
     "axes.nn.constrain": ("constrain",),
     "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
     "axes.nn.shard_module": ("shard_module",),
-    "axes.nn.verify": ("verify",),
+    "axes.nn.verification": ("verify",),
     "axes.ops.collectives": (
         "all_gather",
         "all_to_all",

@@ -315,7 +315,11 @@ MISTAKES = [
     ),
     (lambda: named.psum(X, "tp", mesh="tp"), MeshError, "axes are looked up in an axes mesh; found str"),
     (lambda: named.psum(X.tolist(), "tp"), ShardingError, "psum takes a tensor; found list"),
-    (lambda: named.psum(X.to_sparse(), "tp"), ShardingError, "psum takes a dense tensor; found torch.sparse_coo"),
+    (
+        lambda: named.psum(X.to_sparse(), "tp"),
+        ShardingError,
+        "psum takes a dense tensor; found one of layout torch.sparse_coo",
+    ),
     (
         lambda: named.psum(axes.shard(X, "a b"), "tp"),
         ShardingError,

@@ -11,7 +11,7 @@ from torch import nn
 
 import axes
 from axes.nn.diagnosis import Parts, Piece, Tolerance, diagnosed, fitting, times_text
-from axes.nn.verify import _call, shrunk
+from axes.nn.verification import _call, shrunk
 from tests import verify_programs as programs
 from tests.test_module_regions import TOKENS
 from tests.verify_models import program, tokens_and_labels

@@ -19,10 +19,13 @@ To choose by another model, give the planner anything hashable with this `time_u
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from axes.algebra.errors import ShardingError, brief
+from axes.algebra.sizes import whole_number
 from axes.algebra.universe import Universe
 
 _NODE_AWARE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
@@ -72,6 +75,19 @@ class CostModel:
     memory_gbps: float = 2000.0
     ranks_per_node: int = 8
 
+    def __post_init__(self) -> None:
+        for name in ("latency_us", "intra_node_gbps", "inter_node_gbps", "memory_gbps"):
+            found = getattr(self, name)
+            is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+            is_number = is_number and not (isinstance(found, int) and float_of(found) == math.inf)
+            if not is_number or not float_of(found) >= 0 or (found == 0 and name != "latency_us"):
+                raise ShardingError(f"CostModel.{name} is a positive number; found {brief(found)}")
+        ranks = whole_number(self.ranks_per_node)
+        if ranks is None or ranks < 1:
+            raise ShardingError(
+                f"CostModel.ranks_per_node is a whole number from 1; found {brief(self.ranks_per_node)}"
+            )
+
     def time_us(self, traffic: Traffic) -> float:
         """Microseconds for one step; nothing for a step that only takes a view."""
         if traffic.group_size <= 1:
@@ -82,6 +98,28 @@ class CostModel:
         inside = traffic.bytes_in - outside
         seconds = inside / self.intra_node_gbps + outside / self.inter_node_gbps
         return self.latency_us + (seconds + traffic.bytes_copied / self.memory_gbps) / 1e3
+
+
+def float_of(number: object) -> float:
+    """A real number as a float, infinite where it is too large for one."""
+    try:
+        return float(number)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf  # type: ignore[operator]
+
+
+def checked_model(model: object) -> Model:
+    """`model`; `ShardingError` for what can't price a step, or can't be a key."""
+    try:
+        hash(model)
+        fits = callable(model.time_us) and whole_number(model.ranks_per_node) is not None  # type: ignore[attr-defined]
+    except Exception:  # of the model's own class
+        fits = False
+    if not fits or isinstance(model, type):
+        raise ShardingError(
+            f"cost_model is a CostModel, or has time_us(traffic), ranks_per_node and a hash; found {brief(model)}"
+        )
+    return model  # type: ignore[return-value]
 
 
 def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_node: int) -> int:

@@ -7,7 +7,7 @@ True
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _EXCERPT = 72
@@ -49,6 +49,10 @@ class ExpressionError(AxesError):
     """
 
     def __init__(self, message: str, text: str = "", start: int = 0, stop: int | None = None):
+        if not isinstance(text, str):
+            raise TypeError(f"the text of an error is a string; found {type(text).__name__}")
+        if not isinstance(start, int) or not isinstance(stop, int | None):
+            raise TypeError("start and stop of an error are whole numbers")
         self.message, self.text = message, text
         self.start, self.stop = start, start + 1 if stop is None else stop
         super().__init__(f"{message}\n{pointed(text, self.start, self.stop)}" if text else message)
@@ -63,7 +67,8 @@ def unknown_axis(name: object, known: Iterable[str], hint: str | None = None) ->
     >>> unknown_axis("tpp", ["dp", "tp"])
     MeshError("the mesh has no axis 'tpp'; did you mean 'tp'?")
     """
-    return MeshError(f"the mesh has no axis {shortened(name)}{suggestion(str(name), known) if hint is None else hint}")
+    further = suggestion(_written(name, str), known) if hint is None else hint
+    return MeshError(f"the mesh has no axis {shortened(name)}{further}")
 
 
 def _fitting(message: str) -> str:
@@ -99,7 +104,7 @@ def pointed(text: str, start: int, stop: int) -> str:
 
 def shortened(name: object) -> str:
     """`name` quoted, escaped and cut to a length that fits a line."""
-    text = printable(str(name))
+    text = printable(_written(name, str)[: _LONGEST_NAME + 1])
     return f"'{text}'" if len(text) <= _LONGEST_NAME else f"'{text[:_LONGEST_NAME]}...'"
 
 
@@ -109,10 +114,28 @@ def shown(value: object) -> str:
     >>> shown([1, 2]), shown(10**5000)
     ("'[1, 2]'", 'int too long to show')
     """
+    text = _written(value, repr)
+    unwritten = (f"{type(value).__name__} too long to show", f"a {type(value).__name__}")
+    return text if text in unwritten else shortened(text)
+
+
+def brief(value: object) -> str:
+    """The repr of `value`, cut and without quotes of its own; its type where it has no repr.
+
+    >>> brief("cpu"), brief(10**5000)
+    ("'cpu'", 'int too long to show')
+    """
+    return _written(value, repr)[:_LONGEST_NAME]
+
+
+def _written(value: object, write: Callable[[object], str]) -> str:
+    """`str` or `repr` of any value, whatever its class does when it is asked for that."""
     try:
-        return shortened(repr(value)[: 2 * _LONGEST_NAME])
+        return write(value)
     except ValueError:  # Python refuses to write integers of thousands of digits
         return f"{type(value).__name__} too long to show"
+    except Exception:  # of the value's own class
+        return f"a {type(value).__name__}"
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -121,9 +144,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     >>> suggestion("dpp", ["dp", "tp"])
     "; did you mean 'dp'?"
     """
-    names = list(known)
-    swapped = [known for known in names[:1000] if sorted(known) == sorted(name)]
-    near = swapped or difflib.get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.6)
+    names, letters = list(known), sorted(name[:_LONGEST_NAME])
+    swapped = [known for known in names[:1000] if len(known) == len(name) and sorted(known) == letters]
+    near = swapped or difflib.get_close_matches(name[:_LONGEST_NAME], names[:1000], n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"
     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

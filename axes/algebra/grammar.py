@@ -53,6 +53,7 @@ Span = tuple[int, int]
 T = TypeVar("T")
 
 _LONGEST_CACHED = 4096
+_LONGEST_TEXT = 50_000
 _LONGEST_NAME = 255
 
 
@@ -267,6 +268,8 @@ def checked_text(text: object) -> str:
     """`text` where it is a string; `ExpressionError` otherwise."""
     if not isinstance(text, str):
         raise ExpressionError(f"an expression is text; found {type(text).__name__}")
+    if len(text) > _LONGEST_TEXT:
+        raise ExpressionError(f"an expression has at most {_LONGEST_TEXT:,} characters; found {len(text):,}", text)
     return text
 
 
@@ -544,7 +547,7 @@ def _cached_by_text(parse: Callable[[str], T]) -> Callable[[str], T]:
 
     @functools.wraps(parse)
     def parsed(text: str) -> T:
-        return cached(text) if isinstance(text, str) and len(text) <= _LONGEST_CACHED else parse(text)
+        return cached(text) if type(text) is str and len(text) <= _LONGEST_CACHED else parse(text)
 
     return parsed
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from axes.algebra.errors import MeshError, SizeError, shown
-from axes.algebra.sizes import whole_numbers
+from axes.algebra.errors import MeshError, SizeError, brief, shown
+from axes.algebra.sizes import checked_rank, listed, whole_number, whole_numbers
 
 Mode = tuple[int, int]
 """`(size, stride)`."""
@@ -51,13 +51,12 @@ class Layout:
     _hash: int
 
     def __init__(self, sizes: Iterable[int] = (), strides: Iterable[int] = ()):
-        sizes, strides = tuple(sizes), tuple(strides)
-        if len(sizes) != len(strides):
-            raise MeshError(f"a layout has as many strides as sizes; found {sizes} and {strides}")
-        numbers = whole_numbers(sizes + strides)
-        if numbers is None:
+        one, two = whole_numbers(sizes), whole_numbers(strides)
+        if one is None or two is None:
             raise MeshError(f"sizes and strides of a layout are whole numbers; found {shown((sizes, strides))}")
-        modes = tuple(zip(numbers[: len(sizes)], numbers[len(sizes) :], strict=True))
+        if len(one) != len(two):
+            raise MeshError(f"a layout has as many strides as sizes; found {brief(one)} and {brief(two)}")
+        modes = tuple(zip(one, two, strict=True))
         if any(size < 1 or stride < 1 for size, stride in modes):
             raise MeshError(f"sizes and strides of a layout are at least 1; found {_text(modes)}")
         merged = _merged(modes)
@@ -81,8 +80,11 @@ class Layout:
         >>> Layout.of([(2, 4), (2, 2)])
         4:2
         """
-        modes = tuple(modes)
-        return cls((size for size, _ in modes), (stride for _, stride in modes))
+        found = listed(modes)
+        pairs = None if found is None else [mode for mode in found if isinstance(mode, tuple | list) and len(mode) == 2]
+        if found is None or pairs is None or len(pairs) < len(found):
+            raise MeshError(f"the modes of a layout are pairs (size, stride); found {shown(modes)}")
+        return cls([size for size, _ in pairs], [stride for _, stride in pairs])
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Layout is immutable")
@@ -120,11 +122,12 @@ class Layout:
         >>> Layout((2, 4), (1, 2)).offset(5)
         3
         """
-        if not 0 <= index < self.size:
-            raise MeshError(f"coordinate {index} is outside 0..{self.size - 1} of {self}")
+        at = whole_number(index)
+        if at is None or not 0 <= at < self.size:
+            raise MeshError(f"coordinate {brief(index)} is outside 0..{self.size - 1} of {self}")
         total = 0
         for size, stride in reversed(self.modes):
-            index, digit = divmod(index, size)
+            at, digit = divmod(at, size)
             total += digit * stride
         return total
 
@@ -148,9 +151,9 @@ class Layout:
         >>> Layout((2, 4), (1, 2)).coordinate(3)
         5
         """
-        index = 0
+        at, index = checked_rank("a position", position), 0
         for size, stride in self.modes:
-            index = index * size + position // stride % size
+            index = index * size + at // stride % size
         return index
 
     def split(self, sizes: Sequence[int]) -> tuple[Layout, ...]:
@@ -161,8 +164,12 @@ class Layout:
         >>> Layout((8,), (1,)).split((2, 4))
         (2:4, 4:1)
         """
-        if math.prod(sizes) != self.size or any(size < 1 for size in sizes):
-            raise SizeError(f"{self} has size {self.size}, not {' * '.join(map(str, sizes))}")
+        found = whole_numbers(sizes)
+        if found is None:
+            raise SizeError(f"sizes to split a layout into are whole numbers; found {shown(sizes)}")
+        if any(size < 1 for size in found) or math.prod(found) != self.size:
+            raise SizeError(f"{self} has size {self.size}, not {' * '.join(map(brief, found))}")
+        sizes = found
         parts: list[Layout] = []
         rest = list(reversed(self.modes))
         for wanted in reversed(sizes):
@@ -187,7 +194,7 @@ class Layout:
         >>> Layout.product(Layout((2,), (4,)), Layout((4,), (1,)))
         8:1
         """
-        return Layout.of(mode for layout in layouts for mode in layout.modes)
+        return Layout.of([mode for layout in layouts for mode in checked_layout(layout).modes])
 
     def splice(self, start: int, stop: int, layouts: Iterable[Layout]) -> Layout:
         """This layout with the digits `start..stop` replaced by those of `layouts`.
@@ -195,8 +202,11 @@ class Layout:
         >>> Layout((2, 2), (1, 4)).splice(0, 1, [Layout((2,), (2,))])
         (2:2, 2:4)
         """
-        between = (mode for layout in layouts for mode in layout.modes)
-        return Layout.of((*self.modes[:start], *between, *self.modes[stop:]))
+        found, first, last = listed(layouts), whole_number(start), whole_number(stop)
+        if found is None or first is None or last is None:
+            raise MeshError(f"splice takes two whole numbers and layouts; found {shown((start, stop, layouts))}")
+        between = [mode for layout in found for mode in checked_layout(layout).modes]
+        return Layout.of((*self.modes[:first], *between, *self.modes[last:]))
 
     def compose(self, other: Layout) -> Layout:
         """`self` after `other`: coordinate `i` lies at `self.offset(other.offset(i))`.
@@ -212,7 +222,7 @@ class Layout:
         for size, stride in reversed(self.modes):
             inner.append((stride_in, size, stride))
             stride_in *= size
-        if other.cosize > self.size:
+        if checked_layout(other).cosize > self.size:
             raise MeshError(f"{other} reaches {other.cosize - 1}, outside the {self.size} of {self}")
         found: list[Mode] = []
         for size, stride in other.modes:
@@ -241,14 +251,17 @@ class Layout:
         >>> Layout((2,), (4,)).complement(16)
         (2:8, 4:1)
         """
+        count = whole_number(size)
+        if count is None or count < 1:
+            raise MeshError(f"a complement is in a whole number of positions; found {brief(size)}")
         found: list[Mode] = []
         at = 1
         for mode_size, stride in sorted(self.modes, key=_stride):
             found.append((stride // at, at))
             at = stride * mode_size
-        if size % at:
-            raise MeshError(f"{self} has no complement in {size} positions: {at} doesn't divide {size}")
-        found.append((size // at, at))
+        if count % at:
+            raise MeshError(f"{self} has no complement in {count} positions: {at} doesn't divide {count}")
+        found.append((count // at, at))
         return Layout.of(reversed(found))
 
     def divide(self, other: Layout) -> Layout:
@@ -259,7 +272,7 @@ class Layout:
         >>> Layout((8,), (1,)).divide(Layout((2,), (2,)))
         (2:4, 2:1)
         """
-        mine, theirs = digits(self, other)
+        mine, theirs = digits(self, checked_layout(other))
         taken = set(theirs)
         if not taken <= set(mine):
             raise MeshError(f"{other} isn't made of the digits of {self}")
@@ -271,6 +284,7 @@ class Layout:
         >>> Layout((8,), (1,)).contains(Layout((2, 2), (1, 4)))
         True
         """
+        checked_layout(other)
         try:
             mine, theirs = digits(self, other)
         except MeshError:
@@ -286,8 +300,15 @@ class Layout:
         return any(
             stride < size_ * stride_ and stride_ < size * stride
             for size, stride in self.modes
-            for size_, stride_ in other.modes
+            for size_, stride_ in checked_layout(other).modes
         )
+
+
+def checked_layout(value: object) -> Layout:
+    """`value`; `MeshError` for what is no layout."""
+    if not isinstance(value, Layout):
+        raise MeshError(f"a layout is an axes.Layout, like mesh.layout('tp'); found {shown(value)}")
+    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from axes.algebra import ambient
-from axes.algebra.errors import MeshError, ShardingError, pointed, shortened, suggestion
+from axes.algebra.errors import MeshError, ShardingError, brief, pointed, shortened, suggestion
 from axes.algebra.grammar import Dim, Place, Spec, parse_spec, place_text, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sizes import Product, checked_shape, given_sizes, solve, written_sizes
+from axes.algebra.sizes import Product, checked_shape, given_sizes, listed, solve, written_sizes
 
 Axes: TypeAlias = str | Sequence[str] | None
 """Where a rule puts a dim: an axis, several axes, major first, or None for a dim that stays whole."""
@@ -83,8 +83,10 @@ class Rules:
     """
 
     def __init__(self, table: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = (), /, **more: Axes):
-        pairs = [*(table.items() if isinstance(table, Mapping) else table), *more.items()]
-        self.rules = tuple([_rule(pair) for pair in pairs])
+        pairs = listed(table.items() if isinstance(table, Mapping) else table)
+        if pairs is None:
+            raise ShardingError(f"rules are a mapping from logical names to axes, or pairs; found {brief(table)}")
+        self.rules = tuple([_rule(pair) for pair in (*pairs, *more.items())])
 
     def spec(
         self,
@@ -151,18 +153,18 @@ class Rules:
 def _rule(pair: object) -> Rule:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
         raise ShardingError(
-            f"a rule is a pair of a logical name and its axes, like ('heads', 'tp'); found {pair!r:.80}"
+            f"a rule is a pair of a logical name and its axes, like ('heads', 'tp'); found {brief(pair)}"
         )
     name, axes = pair
     names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) if _is_names(axes) else None
     if names is None or not all(each.isidentifier() for each in names):
-        raise ShardingError(f"the rule of {shortened(name)} is an axis, a tuple of axes, or None; found {axes!r:.80}")
+        raise ShardingError(f"the rule of {shortened(name)} is an axis, a tuple of axes, or None; found {brief(axes)}")
     if name == EVERYTHING and names:
-        raise ShardingError(f"'...' is every other name, whose dims stay whole: its axes are None; found {axes!r:.80}")
+        raise ShardingError(f"'...' is every other name, whose dims stay whole: its axes are None; found {brief(axes)}")
     if name != EVERYTHING and not name.isidentifier():
         raise ShardingError(f"a logical name is a name, or '...'; found {shortened(name)}")
     if len(set(names)) < len(names):
-        raise ShardingError(f"the rule of {shortened(name)} has an axis twice: {axes!r:.80}")
+        raise ShardingError(f"the rule of {shortened(name)} has an axis twice: {brief(axes)}")
     return Rule(name, names)
 
 
@@ -270,6 +272,13 @@ def _placed(dim: Dim, axes: Mapping[str, tuple[str, ...]]) -> Dim:
     return replace(dim, factors=tuple(factors))
 
 
+def checked_rules(rules: object, function: str) -> Rules:
+    """`rules`; `ShardingError` for what are none."""
+    if not isinstance(rules, Rules):
+        raise ShardingError(f"{function} takes axes.Rules; found {type(rules).__name__}")
+    return rules
+
+
 @contextmanager
 def use_rules(rules: Rules) -> Iterator[Rules]:
     """Makes `rules` those of a block: `constrain`, `shard` and `shard_module` read specs by them.
@@ -278,9 +287,7 @@ def use_rules(rules: Rules) -> Iterator[Rules]:
     ...     ambient_rules().names
     ('batch', 'embed')
     """
-    if not isinstance(rules, Rules):
-        raise ShardingError(f"use_rules takes axes.Rules; found {type(rules).__name__}")
-    ambient.push_rules(rules)
+    ambient.push_rules(checked_rules(rules, "use_rules"))
     try:
         yield rules
     finally:

@@ -42,10 +42,10 @@ from axes.algebra.grammar import (
     parse_declaration,
     parse_equation,
 )
-from axes.algebra.layout import Layout, Mode, NamedLayout, digits
+from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout, digits
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, listed, whole_number, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -206,7 +206,7 @@ class Mesh:
         """
         try:
             return self.namespace[name]
-        except (KeyError, TypeError):
+        except Exception:  # a KeyError; or what a foreign object raises when it is hashed or compared
             raise unknown_axis(name, self.namespace) from None
 
     def axis(self, name: str) -> Axis:
@@ -230,6 +230,7 @@ class Mesh:
             raise MeshError(f"a mesh is indexed by one or more axis names; found {shown(names)}")
         for name in wanted:
             self.layout(name)
+        for name in wanted:
             if wanted.count(name) > 1:
                 raise MeshError(f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]")
         return self._with(axis_names=wanted)
@@ -275,7 +276,7 @@ class Mesh:
         position = self.universe.position(self.rank if rank is None else checked_rank("a rank", rank))
         if position is None:
             return None
-        base = position - layout.offset(layout.coordinate(position))
+        base = position - checked_layout(layout).offset(layout.coordinate(position))
         offsets = layout.offsets()
         if isinstance(offsets, range):
             return self.universe.pick(range(base, base + offsets.stop, offsets.step))
@@ -449,7 +450,7 @@ class Mesh:
         >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
         ['tp', 'dp']
         """
-        cut = self._cut_alike(layout)
+        cut = self._cut_alike(checked_layout(layout))
         if cut is None:
             return None
         mine, axes = cut
@@ -492,16 +493,20 @@ class Mesh:
         >>> Mesh("dp=2 tp=2").called(Layout((2,), (2,)))
         NamedLayout(layout=2:2, name='dp')
         """
+        checked_layout(layout)
         name = next((name for name, other in self.namespace.items() if other == layout), str(layout))
         return NamedLayout(layout, name)
 
     def named(self, names: Iterable[str]) -> tuple[NamedLayout, ...]:
         """Names as the layouts that they have here. Raises `MeshError` for a name that isn't one."""
-        return tuple([NamedLayout(self.layout(name), name) for name in names])
+        found = listed(names)
+        if found is None:
+            raise MeshError(f"names of axes are a sequence, like ('dp', 'tp'); found {shown(names)}")
+        return tuple([NamedLayout(self.layout(name), name) for name in found])
 
     def along(self, layout: Layout) -> Mesh:
         """The mesh of this rank's line along a layout, as one axis: who is elsewhere isn't of it."""
-        if layout == self.extent:
+        if checked_layout(layout) == self.extent:
             return self
         name = " ".join(map(str, self.calls(layout.modes))) or "1"
         return self._with(axis_names=(name,), namespace={**self.namespace, name: layout})
@@ -512,14 +517,17 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
         ['tp']
         """
-        cut = self._cut_alike(*layouts)
+        found = listed(layouts)
+        if found is None:
+            raise MeshError(f"layouts are a sequence of axes.Layout; found {shown(layouts)}")
+        cut = self._cut_alike(*map(checked_layout, found))
         if cut is None:
             return None
         *all_mine, axes = cut
         mine = {digit for digits in all_mine for digit in digits}
-        found = [i for i, axis in enumerate(axes) if axis and mine.issuperset(axis)]
-        whole = len(mine) == sum(len(axes[i]) for i in found)
-        return [self.axis_names[i] for i in found] if whole else None
+        made = [i for i, axis in enumerate(axes) if axis and mine.issuperset(axis)]
+        whole = len(mine) == sum(len(axes[i]) for i in made)
+        return [self.axis_names[i] for i in made] if whole else None
 
     def _cut_alike(self, *layouts: Layout) -> list[Any] | None:
         """The digits of layouts and, in a last list, those of the mesh's axes; None where they have none in common."""

@@ -5,6 +5,7 @@ order. A spec lists, per dim, axes in any order. The two meet here: an axis that
 an earlier one of the mesh, or behind a factor that isn't split, becomes a strided shard.
 
 >>> from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import checked_mesh
 >>> mesh = Mesh("cp=2 tp=2")
 >>> placement_specs(mesh.sharding("s@(tp cp) d"))[0]
 PlacementSpec(dim=0, split_factor=2, op=None)
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 from axes.algebra.errors import ShardingError, SizeError
 from axes.algebra.layout import Layout, NamedLayout
 from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import LINEAR, PendingReduction, ShardedDim, ShardedFactor, Sharding, same_cuts
 
 
@@ -221,6 +223,7 @@ _KNOWN = ("Replicate", "Shard", "_StridedShard", "Partial")
 
 def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int, shape: Sequence[int] | None = None) -> Sharding:
     """The sharding of placements on the axes of a mesh; see `Sharding.from_placements`."""
+    checked_mesh(mesh)
     found = _read(mesh, placements, ndim)
     if shape is not None:
         check_torch_can(found, shape)

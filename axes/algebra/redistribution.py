@@ -14,13 +14,23 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from axes.algebra import plan as planning
-from axes.algebra.cost import CostModel, Model
-from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError, shortened, suggestion
+from axes.algebra.cost import CostModel, Model, checked_model
+from axes.algebra.errors import (
+    AxesError,
+    ExpressionError,
+    MeshError,
+    ShardingError,
+    SizeError,
+    brief,
+    shortened,
+    suggestion,
+)
 from axes.algebra.grammar import Dim, Factor, Place, Spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
@@ -70,13 +80,24 @@ def plan(
       1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
     """
     shape, given = checked_shape(shape), dict(written_sizes(keywords, sizes))
+    if math.prod(shape) >= 2**63:
+        raise SizeError(f"a tensor has fewer than 2**63 elements; found the shape {brief(list(shape))}")
     _check_names(given, source, target)
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
     nodes = one.mesh.ranks_per_node
-    model = cost_model or (CostModel() if nodes is None else CostModel(ranks_per_node=nodes))
-    name = str(dtype).removeprefix("torch.")
+    model: Model = CostModel() if nodes is None else CostModel(ranks_per_node=nodes)
+    if cost_model is not None:
+        model = checked_model(cost_model)
+    name = _named_dtype(dtype)
     return planning.plan(one, two, shape, name, model, one.mesh.rank)
+
+
+def _named_dtype(dtype: object) -> str:
+    """The name of a dtype; `ShardingError` for what is neither a name nor a dtype."""
+    if not isinstance(dtype, str) and type(dtype).__module__ != "torch":
+        raise ShardingError(f"dtype is a torch dtype or its name, like 'bfloat16'; found {brief(dtype)}")
+    return str(dtype).removeprefix("torch.")
 
 
 def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:

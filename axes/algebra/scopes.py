@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from axes.algebra.ambient import ambient_mesh, pop, push
-from axes.algebra.errors import MeshError
+from axes.algebra.errors import MeshError, brief
 from axes.algebra.mesh import Mesh
 
 
@@ -45,5 +45,5 @@ def required_mesh(mesh: Mesh | None, what: str) -> Mesh:
 def checked_mesh(mesh: Mesh) -> Mesh:
     """`mesh`; `MeshError` for what is none."""
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {type(mesh).__name__}: {mesh!r:.60}")
+        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {type(mesh).__name__}: {brief(mesh)}")
     return mesh

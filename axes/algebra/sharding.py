@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from axes.algebra import seam
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk
-from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
+from axes.algebra.errors import MeshError, ShardingError, SizeError, brief, shown
 from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.opaque import Placement
-from axes.algebra.sizes import checked_rank, checked_shape, whole_number
+from axes.algebra.sizes import checked_rank, checked_shape, listed, whole_number
 from axes.algebra.universe import Universe
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 Indices = slice | tuple[slice, ...]
 Shape = tuple[int, ...]
+
+_MOST_DIMS = 4096
+"""More dims than any tensor has."""
 
 LINEAR = frozenset({"sum", "mean"})
 """The reductions that pass through anything linear."""
@@ -181,8 +184,8 @@ class Sharding:
         >>> Mesh("tp=2").sharding("(three heads@tp) d", three=3).tile((12, 5), 1)
         (((2, 4), (6, 8), (10, 12)), ((0, 5),))
         """
-        position = self.mesh.universe.position(rank)
-        return None if position is None else self._tile_at(shape, position)
+        position = self.mesh.universe.position(checked_rank("a rank", rank))
+        return None if position is None else self._tile_at(checked_shape(shape), position)
 
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
@@ -190,13 +193,14 @@ class Sharding:
 
     def slots(self, shape: Sequence[int]) -> Iterator[tuple[int, int, tuple[Layout, ...]]]:
         """`(dim, size, layouts)` of each factor of each dim."""
-        for number, (dim, extents) in enumerate(zip(self.dims, _extents(self, tuple(shape)), strict=True)):
+        for number, (dim, extents) in enumerate(zip(self.dims, _extents(self, checked_shape(shape)), strict=True)):
             for factor, size in zip(dim.factors, extents, strict=True):
                 yield number, size, factor.layouts
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether every dim divides into its pieces, as split factors of a group always do."""
-        return len(shape) == self.ndim and not any(map(operator.mod, shape, self._pieces))
+        whole = checked_shape(shape)
+        return len(whole) == self.ndim and not any(map(operator.mod, whole, self._pieces))
 
     @functools.cached_property
     def _pieces(self) -> tuple[int, ...]:
@@ -236,6 +240,8 @@ class Sharding:
         (True, False)
         """
         shape = None if shape is None else checked_shape(shape)
+        if not isinstance(other, Sharding):
+            raise ShardingError(f"is_equivalent takes an axes.Sharding; found {brief(other)}")
         if self.mesh.universe != other.mesh.universe or self.ndim != other.ndim:
             return False
         if not _same_pending(self, other):
@@ -269,9 +275,12 @@ class Sharding:
         '_@dp _'
         """
         count = whole_number(ndim)
-        if count is None or count < 0:
-            raise SizeError(f"ndim is a whole number from 0; found {shown(ndim)}")
-        return seam.runtime("Sharding.from_placements").from_placements(mesh, tuple(placements), count, shape)
+        if count is None or not 0 <= count <= _MOST_DIMS:
+            raise SizeError(f"ndim is a whole number from 0 to {_MOST_DIMS}; found {shown(ndim)}")
+        found = listed(placements)
+        if found is None:
+            raise ShardingError(f"placements are a sequence, one for each axis of the mesh; found {shown(placements)}")
+        return seam.runtime("Sharding.from_placements").from_placements(mesh, found, count, shape)
 
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""
@@ -288,13 +297,17 @@ class Sharding:
         >>> Mesh("dp=2 tp=2").sharding("(b@dp s) (qkv=3 heads@tp d)", b=4, d=4).at((8, 24)).spec
         '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
-        _extents(self, tuple(shape))  # refuses what doesn't fit
-        return self if self.is_plain else _at(self, tuple(shape))
+        whole = checked_shape(shape)
+        _extents(self, whole)  # refuses what doesn't fit
+        return self if self.is_plain else _at(self, whole)
 
     def named(self, names: Sequence[str]) -> Sharding:
         """The same with other names for the dims that aren't groups."""
+        found = listed(names)
+        if found is None or len(found) != self.ndim or not all(isinstance(name, str) for name in found):
+            raise ShardingError(f"'{self}' has {self.ndim} dims, each with a name that is text; found {brief(names)}")
         dims = []
-        for dim, name in zip(self.dims, names, strict=True):
+        for dim, name in zip(self.dims, found, strict=True):
             single = len(dim.factors) == 1
             dims.append(ShardedDim((replace(dim.factors[0], name=name),)) if single else dim)
         return replace(self, dims=tuple(dims))
@@ -308,6 +321,8 @@ class Sharding:
         >>> Mesh("dp=2 tp=2").sharding("b@tp | sum@dp").on(Mesh("a=2 b=2")).spec
         'b@b | sum@a'
         """
+        if not isinstance(mesh, type(self.mesh)):
+            raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {brief(mesh)}")
         if mesh == self.mesh:
             return self if mesh is self.mesh else replace(self, mesh=mesh)
         if mesh.layouts != self.mesh.layouts:
@@ -416,7 +431,9 @@ def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
 @functools.lru_cache(maxsize=8192)
 def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     if len(shape) != sharding.ndim:
-        raise ShardingError(f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {list(shape)}")
+        raise ShardingError(
+            f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {brief(list(shape))}"
+        )
     if sharding.is_plain:
         return tuple([(size,) for size in shape])
     return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
@@ -455,7 +472,7 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
     rest = math.prod(size for size in known if size is not None)
 
     def filled() -> str:
-        return f"{dim} = {extent}    (dim of {list(shape)} in '{sharding}')"
+        return f"{dim} = {brief(extent)}    (dim of {brief(list(shape))} in '{sharding}')"
 
     if missing > 1:
         raise SizeError(f"more than one size is missing in  {filled()}")

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from axes.algebra.errors import MeshError, SizeError, shortened, shown, suggestion
+from axes.algebra.errors import MeshError, ShardingError, SizeError, brief, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
 _SHOWN = 12
@@ -50,7 +50,19 @@ def whole_number(value: object) -> int | None:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # of the value's own class: tensors without values raise a RuntimeError
+        return None
+
+
+def listed(values: object) -> tuple[Any, ...] | None:
+    """What an iterable gives; None for what isn't one, and where it raises instead (as a sharded DTensor does).
+
+    >>> listed([1, "b"]), listed(3)
+    ((1, 'b'), None)
+    """
+    try:
+        return tuple(values)  # type: ignore[arg-type]
+    except Exception:  # of the iterable's own class
         return None
 
 
@@ -60,14 +72,18 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([4, -1]), whole_numbers((4, 1.0)), whole_numbers(4)
     ((4, -1), None, None)
     """
-    try:
-        found: tuple[Any, ...] = tuple(values)  # type: ignore[arg-type]
-    except TypeError:
+    found = listed(values)
+    if found is None:
         return None
     if _PLAIN.issuperset(map(type, found)):
         return found
-    numbers = [whole_number(value) for value in found]
-    return None if None in numbers else tuple(numbers)  # type: ignore[arg-type]
+    numbers = []
+    for value in found:
+        number = whole_number(value)
+        if number is None:
+            return None
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def checked_shape(shape: object) -> tuple[int, ...]:
@@ -85,9 +101,30 @@ def checked_shape(shape: object) -> tuple[int, ...]:
 def checked_rank(what: str, rank: object) -> int:
     """A rank as a plain `int`; `MeshError`, which says what was given, for anything else."""
     found = whole_number(rank)
-    if found is None:
+    if found is None or found.bit_length() > 4096:
         raise MeshError(f"{what} is a whole number from 0; found {shown(rank)}")
     return found
+
+
+def checked_flag(what: str, value: object) -> bool:
+    """True or False, as a bool or a number; `ShardingError`, which says what was given, for anything else.
+
+    >>> checked_flag("async_op", True), checked_flag("async_op", 0)
+    (True, False)
+    """
+    if value is True or value is False:
+        return value
+    found = whole_number(value)
+    if found not in (0, 1) and type(value).__name__ not in ("bool", "bool_"):  # torch's symbolic bools, NumPy's
+        raise ShardingError(f"{what} is True or False; found {brief(value)}")
+    return bool(value)
+
+
+def checked_texts(what: str, values: object, hint: str) -> Mapping[str, str]:
+    """A mapping from text to text; `ShardingError`, with an example, for anything else."""
+    if not isinstance(values, Mapping) or not all(isinstance(each, str) for pair in values.items() for each in pair):
+        raise ShardingError(f"{what}, like {hint}; found {brief(values)}")
+    return values
 
 
 def given_sizes(
@@ -98,7 +135,7 @@ def given_sizes(
     `known` are the names that may have one. Raises `SizeError` for an unknown name, for what isn't
     a whole number from 1, and where two places disagree. -1 and None mean "to be solved".
     """
-    _check_mapping(sizes)
+    check_mapping(sizes)
     names = dict.fromkeys(known)
     found: dict[str, int] = {}
     written = [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]
@@ -128,7 +165,7 @@ def written_sizes(
         return ()
     if sizes is None and _PLAIN.issuperset(map(type, keywords.values())):
         return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
-    _check_mapping(sizes)
+    check_mapping(sizes)
     found: dict[str, int] = {}
     for name, value in [*keywords.items(), *(sizes or {}).items()]:
         size = checked_size(str(name), value)
@@ -138,7 +175,8 @@ def written_sizes(
     return tuple([(name, found[name]) for name in sorted(found)])
 
 
-def _check_mapping(sizes: object) -> None:
+def check_mapping(sizes: object) -> None:
+    """`SizeError` for sizes that aren't a mapping."""
     if sizes is not None and not isinstance(sizes, Mapping):
         raise SizeError(f"sizes is a mapping from names to sizes; found {type(sizes).__name__}")
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from axes.nn.layers import RMSNorm as RMSNorm
     from axes.nn.optimizers import local_optimizer as local_optimizer
     from axes.nn.scaler import GradScaler as GradScaler
-    from axes.nn.verify import verify as verify
+    from axes.nn.verification import verify as verify
     from axes.nn.weight_files import load_safetensors as load_safetensors
 
 _HOME = {
@@ -42,7 +42,7 @@ _HOME = {
     "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
     "axes.nn.optimizers": ("local_optimizer",),
     "axes.nn.scaler": ("GradScaler",),
-    "axes.nn.verify": ("verify",),
+    "axes.nn.verification": ("verify",),
     "axes.nn.weight_files": ("load_safetensors",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

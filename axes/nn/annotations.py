@@ -15,8 +15,10 @@ from typing import TypeVar
 
 import torch
 
-from axes.algebra.errors import ShardingError, shortened, suggestion
+from axes.algebra.errors import ShardingError, brief, shortened, suggestion
 from axes.algebra.grammar import parse_spec
+from axes.algebra.sizes import checked_texts
+from axes.runtime.transforms import check_dense
 
 T = TypeVar("T", torch.Tensor, torch.nn.Module)
 
@@ -39,19 +41,19 @@ def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
     {'weight': 'mlp embed', 'bias': 'mlp'}
     """
     if isinstance(thing, torch.nn.Module):
-        if not isinstance(spec, Mapping):
-            raise ShardingError(f"a module is annotated by a mapping from names to specs; found {spec!r:.80}")
+        specs = checked_texts("a module is annotated by a mapping from names to specs", spec, "{'weight': 'f d'}")
         own = dict(tensors_of(thing))
-        for name, each in spec.items():
+        for name, each in specs.items():
             if name not in own:
                 raise ShardingError(
                     f"{type(thing).__name__} has no parameter or buffer {shortened(name)}{suggestion(str(name), own)}"
                 )
             _check(each, own[name], f"{type(thing).__name__}.{name}")
-        thing.__dict__[_ATTRIBUTE] = {**thing.__dict__.get(_ATTRIBUTE, {}), **spec}
+        thing.__dict__[_ATTRIBUTE] = {**thing.__dict__.get(_ATTRIBUTE, {}), **specs}
     elif isinstance(thing, torch.Tensor):
         if not isinstance(spec, str):
-            raise ShardingError(f"a tensor is annotated by one spec, like 'heads embed'; found {spec!r:.80}")
+            raise ShardingError(f"a tensor is annotated by one spec, like 'heads embed'; found {brief(spec)}")
+        check_dense(thing, "axes.annotate")
         _check(spec, thing, "the tensor")
         setattr(thing, _ATTRIBUTE, spec)
     else:

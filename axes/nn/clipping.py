@@ -37,7 +37,8 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import AxesError, MeshError, ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import required_mesh
+from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.sizes import checked_flag, listed
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import torch_private
@@ -48,6 +49,7 @@ from axes.runtime.links import link_of
 from axes.runtime.routes import resharded
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Traced
+from axes.runtime.transforms import check_dense
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 
@@ -83,7 +85,14 @@ def total_norm(
     """
     order = _checked_order(norm_type)
     axes = _stage_axes(stages, mesh)
-    settled = [_nothing_pending(tensor) for tensor in distinct(tensors, "axes.nn.total_norm")]
+    every = distinct(tensors, "axes.nn.total_norm")
+    for tensor in every:
+        check_dense(tensor, "axes.nn.total_norm")
+        if tensor.is_meta:
+            raise ShardingError("axes.nn.total_norm takes tensors with values; found one on the device 'meta'")
+        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
+            raise ShardingError(f"axes.nn.total_norm is of floats; found {tensor.dtype}. Write x.float()")
+    settled = [_nothing_pending(tensor) for tensor in every]
     return _norm([_Part(tensor, local_tensor(tensor)) for tensor in settled], order, axes)
 
 
@@ -128,6 +137,7 @@ def clip_grad_norm_(
     tensor(5.) tensor([0.6000, 0.8000])
     """
     order, limit = _checked_order(norm_type), _checked_limit(max_norm)
+    error_if_nonfinite = checked_flag("axes.nn.clip_grad_norm_: error_if_nonfinite", error_if_nonfinite)
     axes = _stage_axes(stages, mesh)
     held = distinct(parameters, "axes.nn.clip_grad_norm_")
     elsewhere = {id(each) for each in distinct(copies, "axes.nn.clip_grad_norm_")}
@@ -184,7 +194,7 @@ class _Part:
 def _checked_order(norm_type: float) -> float:
     try:
         order = float(norm_type)
-    except (TypeError, ValueError):
+    except Exception:  # of a foreign object's own methods
         order = math.nan
     if not order > 0:
         raise ShardingError(f"norm_type is a number above 0, or math.inf; found {shown(norm_type)}")
@@ -194,7 +204,7 @@ def _checked_order(norm_type: float) -> float:
 def _checked_limit(max_norm: float) -> float:
     try:
         limit = float(max_norm)
-    except (TypeError, ValueError):
+    except Exception:  # of a foreign object's own methods
         limit = math.nan
     if not limit >= 0:
         raise ShardingError(f"max_norm is a number from 0, or math.inf; found {shown(max_norm)}")
@@ -209,7 +219,11 @@ def _nothing_pending(tensor: torch.Tensor) -> torch.Tensor:
 
 def _stage_axes(stages: AxisName, mesh: Mesh | None) -> list[_SplitAxis]:
     """The axes of the stages, those of size one left out, in an order that is the same on every rank."""
-    names = (stages,) if isinstance(stages, str) else tuple(stages)
+    names = (stages,) if isinstance(stages, str) else listed(stages)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise MeshError(f"stages is the name of an axis, or several; found {shown(stages)}")
+    if mesh is not None:
+        checked_mesh(mesh)
     if not names:
         return []
     where = required_mesh(mesh, "axes.nn.clip_grad_norm_(stages=...)")

@@ -7,7 +7,7 @@ import operator
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.logical import Rules, ambient_rules
+from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh
 from axes.ops.reshard import reshard
 from axes.runtime.sharded import sharding_of, spec_by_rules
@@ -35,6 +35,7 @@ def constrain(x: DTensor, spec: str, /, mesh: Mesh | None = None, rules: Rules |
     rules = rules if rules is not None else ambient_rules()
     if rules is None:
         raise ShardingError(f"axes.constrain(x, '{spec}') needs rules: pass rules=, or write it inside axes.use_rules")
+    checked_rules(rules, "axes.constrain")
     shape = tuple(map(operator.index, x.shape))
     where = mesh if mesh is not None else sharding_of(x).mesh
     return reshard(x, spec_by_rules(rules, spec, where, shape, tuple(sizes.items())), mesh=mesh, sizes=sizes)

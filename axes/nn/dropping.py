@@ -22,12 +22,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import MeshError, ShardingError, SizeError
+from axes.algebra.cost import float_of
+from axes.algebra.errors import MeshError, ShardingError, SizeError, brief
 from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import given_sizes, written_sizes
+from axes.algebra.sizes import checked_flag, given_sizes, written_sizes
 from axes.algebra.specs import marked_sharding
 from axes.ops.local_view import ALONE
 from axes.ops.typed import T
@@ -40,7 +41,7 @@ from axes.runtime.leaves import used
 from axes.runtime.sharded import strides_like
 from axes.runtime.shards import shape_of_whole
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import check_one, check_shards, check_whole
+from axes.runtime.transforms import check_dense, check_one, check_shards, check_whole
 
 _WIDE = 2**63
 """A random number is one of so many."""
@@ -90,15 +91,18 @@ def dropout(
     """
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"axes.nn.dropout takes a tensor; found {type(x).__name__}")
-    if not x.is_floating_point():
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ShardingError(f"axes.nn.dropout is of floats; found {x.dtype}. Write x.float()")
     _check_probability(p)
+    check_dense(x, "axes.nn.dropout")
+    if mesh is not None:
+        checked_mesh(mesh)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
-        raise ShardingError(f"axes.nn.dropout: seed is a whole number; found {seed!r:.60}")
+        raise ShardingError(f"axes.nn.dropout: seed is a whole number; found {brief(seed)}")
     if torch_private.transforms_are_on():
         (check_whole if isinstance(x, DTensor) else check_shards)("axes.nn.dropout", (x,))
     sharding, whole = _held(x, spec, mesh, written_sizes(keywords, sizes))
-    if not training or p == 0:
+    if not checked_flag("axes.nn.dropout: training", training) or p == 0:
         return x
     bits = _seed(sharding, seed)
     if isinstance(x, DTensor):
@@ -130,8 +134,8 @@ class Dropout(torch.nn.Module):
 
 
 def _check_probability(p: object) -> None:
-    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 <= float(p) <= 1:
-        raise ShardingError(f"axes.nn.dropout: p is a probability, from 0 to 1; found {p!r:.60}")
+    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 <= float_of(p) <= 1:
+        raise ShardingError(f"axes.nn.dropout: p is a probability, from 0 to 1; found {brief(p)}")
 
 
 # --- where a tensor lies
@@ -145,7 +149,7 @@ def _held(
         held = torch_private.spec_of(x)
         sharding, whole = sharding_of_spec(held), tuple(held.shape)
         if spec is not None:
-            names = mesh or ambient_mesh()
+            names = mesh if mesh is not None else ambient_mesh()
             names = names if names is not None and names.universe == sharding.universe else sharding.mesh
             _check_said(spec, marked_sharding(names, spec, sizes, x.ndim)[0], sharding, whole)
         return sharding, whole

@@ -34,11 +34,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, suggestion
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, brief, shortened, shown, suggestion
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import use_mesh
-from axes.algebra.sizes import checked_size
+from axes.algebra.sizes import checked_size, whole_number
 from axes.ops.autocast import is_cast, of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
@@ -46,7 +46,7 @@ from axes.ops.shard_map import run_region
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
-from axes.runtime.transforms import check_not_wrapped, check_shards, has_tangent, with_tangent
+from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_shards, has_tangent, with_tangent
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
@@ -64,7 +64,7 @@ def softmax(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None = N
     [0.25, 0.25, 0.25, 0.25]
     """
     _check_floats("softmax", x)
-    form = _form("softmax", spec, _names(over))
+    form = _form("softmax", spec, dims_to_work_over(over))
     return _applied("softmax", functools.partial(_softmax, form), f"{form.spec} -> {form.spec}", (x,), mesh)
 
 
@@ -78,7 +78,7 @@ def logsumexp(x: T, spec: str, /, over: str | Sequence[str], mesh: Mesh | None =
     2.0794
     """
     _check_floats("logsumexp", x)
-    form = _form("logsumexp", spec, _names(over))
+    form = _form("logsumexp", spec, dims_to_work_over(over))
     return _applied("logsumexp", functools.partial(_logsumexp, form), f"{form.spec} -> {form.rest}", (x,), mesh)
 
 
@@ -102,7 +102,7 @@ def rms_norm(
     [1.0, 1.0, 1.0, 1.0]
     """
     _check_floats("rms_norm", x)
-    form = _form("rms_norm", spec, _names(over))
+    form = _form("rms_norm", spec, dims_to_work_over(over))
     _checked_eps(eps)
     eps = torch.finfo(torch.float32 if x.dtype in _HALVES else x.dtype).eps if eps is None else eps
     local = functools.partial(_rms_norm, form, _wholes(form.places, x, sizes), eps)
@@ -129,7 +129,7 @@ def layer_norm(
     [-1.0, 1.0]
     """
     _check_floats("layer_norm", x)
-    form = _form("layer_norm", spec, _names(over))
+    form = _form("layer_norm", spec, dims_to_work_over(over))
     _checked_eps(eps)
     local = functools.partial(_layer_norm, form, _wholes(form.places, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
@@ -160,12 +160,15 @@ def cross_entropy(
     2.0794
     """
     form = _loss_form(expression)
-    if reduction not in ("mean", "sum"):
-        raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shortened(repr(reduction))}")
+    ignored = whole_number(ignore_index)
+    if ignored is None or not -(2**63) <= ignored < 2**63:
+        raise ShardingError(f"cross_entropy's ignore_index is a whole number; found {shown(ignore_index)}")
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
+        raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
     _check_floats("cross_entropy", logits)
     _check_integers("cross_entropy", "labels", labels)
     (whole,) = _wholes((form.vocabulary,), logits, sizes)
-    local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignore_index)
+    local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignored)
     return _applied("cross_entropy", local, form.expression, (logits, labels), mesh)
 
 
@@ -219,10 +222,11 @@ class _Form:
     axes: Axes
 
 
-def _names(over: str | Sequence[str]) -> Axes:
+def dims_to_work_over(over: str | Sequence[str]) -> Axes:
+    """The names in an `over`; `ShardingError` for what has none."""
     names = over.split() if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ShardingError(f"over names dims, like 'd' or 'h d'; found {over!r:.60}")
+        raise ShardingError(f"over names dims, like 'd' or 'h d'; found {brief(over)}")
     return tuple(names)
 
 
@@ -230,7 +234,7 @@ def _checked_eps(eps: float | None) -> None:
     # torch takes no larger integer. Of a float no bound is asked: a graph, where it is a symbol, would be made twice.
     fits = not isinstance(eps, int) or eps < 2**63
     if eps is not None and not (isinstance(eps, numbers.Real) and eps >= 0 and fits):
-        raise ShardingError(f"eps is a number from 0, like 1e-5; found {eps!r:.60}")
+        raise ShardingError(f"eps is a number from 0, like 1e-5; found {brief(eps)}")
 
 
 @read_once
@@ -389,8 +393,12 @@ def _applied(
         raise ShardingError(f"{what} takes DTensors or plain tensors, not both\n  in  '{expression}'")
     for x, spec in zip(tensors, _operands(expression), strict=True):
         _check_shape(what, x, spec)
+    if len(tensors) > 1 and not torch.compiler.is_compiling():
+        _check_alike(what, expression, tensors)
     if "@" in expression and torch_private.transforms_are_on():
         check_shards(f"axes.{what}", tensors)
+    if not torch.compiler.is_compiling():
+        tensors = [as_plain(x) for x in tensors]
     if mesh is None:
         return local(*tensors)
     with use_mesh(mesh):
@@ -417,14 +425,41 @@ def _operands(expression: str) -> tuple[Spec, ...]:
 def _check_shape(what: str, x: object, spec: Spec) -> None:
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
+    check_dense(x, f"axes.{what}")
     names = [_name(dim) for dim in spec.dims]
     if x.ndim != len(names) and "..." not in names:
         raise ShardingError(f"{what}: the spec '{spec}' has {len(names)} dims, the tensor {x.ndim}: {list(x.shape)}")
+    if x.ndim < len(names) - 1:
+        raise ShardingError(f"{what}: the spec '{spec}' names {len(names) - 1} dims, the tensor has {x.ndim}")
+
+
+def _check_alike(what: str, expression: str, tensors: Sequence[torch.Tensor]) -> None:
+    """`SizeError` where two shards have another size of one name."""
+    devices = {x.device for x in tensors}
+    if len(devices) > 1:
+        raise ShardingError(
+            f"{what}: the tensors are on {' and '.join(sorted(map(str, devices)))}; move them to one device"
+        )
+    if what != "cross_entropy":  # a table shares no name with its ids; norms say of their weights what they are
+        return
+    found: dict[str, int] = {}
+    for x, spec in zip(tensors, _operands(expression), strict=True):
+        names = [_name(dim) for dim in spec.dims]
+        at = names.index("...") if "..." in names else len(names)
+        behind = len(names) - at - 1
+        pairs = [*zip(names[:at], x.shape, strict=False)]
+        pairs += [*zip(names[at + 1 :], x.shape[x.ndim - behind :], strict=True)] if behind > 0 else []
+        for name, size in pairs:
+            if name is not None and name != "_" and found.setdefault(name, size) != size:
+                raise SizeError(f"{what}: '{name}' is {found[name]} and {size}\nin  {expression}")
 
 
 def _check_floats(what: str, x: torch.Tensor) -> None:
-    if isinstance(x, torch.Tensor) and not x.is_floating_point():
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"{what} takes tensors; found {type(x).__name__}")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ShardingError(f"{what} is of floats; found {x.dtype}. Write x.float()")
+    check_dense(x, f"axes.{what}")
 
 
 def _check_integers(what: str, which: str, x: torch.Tensor) -> None:
@@ -450,6 +485,8 @@ def _wholes(places: Sequence[_Where], x: torch.Tensor, sizes: Mapping[str, int])
         if name not in names:
             raise SizeError(f"a size is given for {shortened(name)}; it is for {', '.join(names)}")
     if isinstance(x, DTensor):
+        if any(not -x.ndim <= where.dim < x.ndim for where in places):
+            raise ShardingError(f"the spec has a dim {max(names)!r}, the tensor {x.ndim} dims: {list(x.shape)}")
         return tuple(x.shape[where.dim] for where in places)
     return tuple(given.get(name) for name in names)
 

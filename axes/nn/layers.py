@@ -24,11 +24,11 @@ from typing import Any, Literal
 
 import torch
 
-from axes.algebra.errors import ExpressionError, SizeError, shortened
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, brief, shortened
 from axes.algebra.grammar import Spec, parse_blocks, parse_spec, parse_tensor
-from axes.algebra.sizes import checked_size
+from axes.algebra.sizes import check_mapping, checked_flag, checked_size
 from axes.nn.annotations import annotate
-from axes.nn.functions import cross_entropy, embedding, layer_norm, rms_norm
+from axes.nn.functions import cross_entropy, dims_to_work_over, embedding, layer_norm, rms_norm
 from axes.ops.einops_ops import rearrange, reduce
 from axes.ops.einsum import einsum
 
@@ -55,6 +55,7 @@ class Einsum(torch.nn.Module):
         **keywords: int,
     ):
         super().__init__()
+        check_mapping(sizes)
         self.expression, self.sizes = expression, {**(sizes or {}), **keywords}
         self.input, weight, result = _two(expression, "Einsum")
         self.weight = _parameter(weight, self.sizes, expression, device, dtype)
@@ -133,7 +134,7 @@ class _Norm(torch.nn.Module):
     def __init__(self, spec: str, over: str | Sequence[str], sizes: dict[str, int], device: Any, dtype: Any):
         super().__init__()
         self.spec, self.over, self.sizes = spec, over, sizes
-        names = over.split() if isinstance(over, str) else list(over)
+        names = dims_to_work_over(over)
         dims = [dim for dim in parse_spec(spec).dims if _names(Spec((dim,))) & set(names)]
         self.parameter = Spec(tuple(dims))
         self.weight = _parameter(self.parameter, sizes, spec, device, dtype)
@@ -190,6 +191,7 @@ class LayerNorm(_Norm):
     ):
         super().__init__(spec, over, sizes, device, dtype)
         self.eps = eps
+        bias = checked_flag("LayerNorm: bias", bias)
         self.bias = _parameter(self.parameter, sizes, spec, device, dtype) if bias else None
         if bias:
             annotate(self, {"bias": _without_places(self.parameter, sizes)})
@@ -311,7 +313,25 @@ def _parameter(
     for dim in spec.dims:
         numbers = [f.size or 1 if f.name is None else _size(f.name, sizes, spec, text) for f in dim.factors]
         shape.append(math.prod(numbers))
-    return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+    return torch.nn.Parameter(torch.empty(shape, device=checked_place(device), dtype=_checked_dtype(dtype)))
+
+
+def _checked_dtype(dtype: object) -> torch.dtype | None:
+    """`dtype`; `ShardingError` for what a parameter can't have."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+        raise ShardingError(f"the dtype of a parameter is one of floats, like torch.bfloat16; found {brief(dtype)}")
+    return dtype
+
+
+def checked_place(device: Any) -> Any:
+    """`device`, as torch writes it; `ShardingError` for what is none."""
+    if device is None:
+        return None
+    try:
+        return torch.empty(0, device=device).device
+    except Exception as error:  # torch raises many kinds, also for devices that this machine hasn't
+        why = str(error).partition("\n")[0][:200]
+        raise ShardingError(f"device is a torch.device or like 'cuda'; found {brief(device)}: {why}") from None
 
 
 def _open_sizes(operands: Sequence[Spec], sizes: dict[str, int]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
+from axes.algebra.sizes import listed
 from axes.runtime import torch_private
 from axes.runtime.check import waited
 from axes.runtime.groups import of_world
@@ -35,7 +36,11 @@ def distinct(tensors: torch.Tensor | Iterable[torch.Tensor], function: str) -> l
         raise ShardingError(f"{function} takes tensors; found a module, so pass its module.parameters()")
     if not isinstance(tensors, Iterable):
         raise ShardingError(f"{function} takes tensors, like module.parameters(); found {type(tensors).__name__}")
-    found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    found = (tensors,) if isinstance(tensors, torch.Tensor) else listed(tensors)
+    if found is None:
+        raise ShardingError(
+            f"{function} takes tensors; found {type(tensors).__name__}, which fails when it is iterated"
+        )
     for tensor in found:
         if not isinstance(tensor, torch.Tensor):
             hint = "; pass module.parameters(), without names" if isinstance(tensor, tuple | str) else ""

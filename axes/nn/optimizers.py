@@ -31,6 +31,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, shown
+from axes.algebra.sizes import listed
 from axes.nn.local_gradients import local_tensor, settled_gradient
 from axes.runtime import torch_private
 from axes.runtime.sharded import strides_like
@@ -76,7 +77,26 @@ def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> t
     made: Any = _on_shards(optimizer)
     if isinstance(parameters, torch.nn.Module):
         raise ShardingError("axes.nn.local_optimizer takes parameters; found a module, so pass its module.parameters()")
-    return made(parameters, **options)
+    return made(_checked_parameters(parameters), **options)
+
+
+def _checked_parameters(parameters: Any) -> Any:
+    """What an optimizer is made of; `ShardingError` for what holds neither tensors, named tensors nor groups."""
+    if isinstance(parameters, torch.Tensor):
+        return parameters  # torch says that one tensor isn't several
+    found = listed(parameters)
+    if found is None or not all(isinstance(each, torch.Tensor | dict) or _is_named(each) for each in found):
+        raise ShardingError(
+            "axes.nn.local_optimizer takes tensors, named tensors or dicts of groups, like module.parameters(); "
+            f"found {shown(parameters)}"
+        )
+    return list(found)
+
+
+def _is_named(each: object) -> bool:
+    if not isinstance(each, tuple) or len(each) != 2:
+        return False
+    return isinstance(each[0], str) and isinstance(each[1], torch.Tensor)
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,6 +124,8 @@ class LocalSteps(torch.optim.Optimizer):
 
         Raises `ShardingError` where the optimizer, with the options of this group, needs more than an element.
         """
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise ShardingError(f"a group of parameters is a dict with 'params'; found {shown(param_group)}")
         if isinstance(param_group, dict) and not isinstance(param_group["params"], torch.Tensor | set):
             param_group["params"] = list(param_group["params"])
         super().add_param_group(param_group)

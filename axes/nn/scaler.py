@@ -16,12 +16,18 @@ one number over the whole mesh tells all of them.
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import torch
 
+from axes.algebra.cost import float_of
+from axes.algebra.errors import ShardingError, brief
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
+from axes.algebra.sizes import checked_flag, whole_number
+from axes.nn.layers import checked_place
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import torch_private
 from axes.runtime.lines import all_reduce, line_of
@@ -57,6 +63,8 @@ class GradScaler(torch_private.UnscalingByMethod):
         *,
         mesh: Mesh | None = None,
     ):
+        enabled = checked_flag("axes.nn.GradScaler: enabled", enabled)
+        _check_arguments(enabled, device, init_scale, growth_factor, backoff_factor, growth_interval)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.mesh = required_mesh(mesh, "axes.nn.GradScaler") if self.is_enabled() else mesh
         self.device_type = device
@@ -89,6 +97,26 @@ class GradScaler(torch_private.UnscalingByMethod):
         if everyone.size > 1:
             somewhere = all_reduce(somewhere, "max", everyone)
         return {device: somewhere.to(device, copy=True) for device in found}
+
+
+def _check_arguments(
+    enabled: bool, device: object, scale: object, growth: object, backoff: object, interval: object
+) -> None:
+    """`ShardingError` for what torch would take and fail with at a later step, or refuse by an assertion."""
+    if not isinstance(device, str):
+        raise ShardingError(f"axes.nn.GradScaler: device is the name of a device type; found {brief(device)}")
+    if enabled and checked_place(device).type == "meta":
+        raise ShardingError("axes.nn.GradScaler: device is where gradients are; found 'meta'")
+    bounds = {"init_scale": (scale, 0.0, math.inf), "growth_factor": (growth, 1.0, math.inf)}
+    for name, (found, low, high) in {**bounds, "backoff_factor": (backoff, 0.0, 1.0)}.items():
+        is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+        if not is_number or not low < float_of(found) < high:
+            raise ShardingError(
+                f"axes.nn.GradScaler: {name} is a number between {low} and {high}; found {brief(found)}"
+            )
+    count = whole_number(interval)
+    if count is None or not 1 <= count < 2**31:
+        raise ShardingError(f"axes.nn.GradScaler: growth_interval is a number of steps; found {brief(interval)}")
 
 
 def _local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -16,13 +16,13 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, suggestion
+from axes.algebra.errors import AxesError, ShardingError, SizeError, brief, shortened, suggestion
 from axes.algebra.grammar import parse_spec
-from axes.algebra.logical import Rules, ambient_rules
+from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import written_sizes
+from axes.algebra.sizes import checked_flag, checked_texts, written_sizes
 from axes.nn.activations import reshard_around
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
@@ -106,8 +106,15 @@ def shard_module(
     if not isinstance(module, torch.nn.Module):
         raise ShardingError(f"axes.shard_module takes a module; found {type(module).__name__}")
     meshes = _meshes(mesh)
-    rules = rules if rules is not None else ambient_rules()
+    rules = ambient_rules() if rules is None else checked_rules(rules, "axes.shard_module")
     given = dict(written_sizes(keywords, sizes))
+    if specs is not None:
+        checked_texts("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
+    if activations is not None:
+        checked_texts(
+            "activations map patterns of names to 'inputs -> outputs'", activations, "{'*.mlp': 'b d -> b d'}"
+        )
+    dry_run = checked_flag("dry_run", dry_run)
     entries = _entries(module, specs or {}, meshes, rules, given)
     hooks = []
     if activations:
@@ -137,10 +144,18 @@ def shard_module(
 def _meshes(mesh: Mesh | Mapping[str, Mesh] | None) -> dict[str, Mesh]:
     """The mesh of each pattern of names; one mesh is that of all names."""
     if not isinstance(mesh, Mapping):
-        return {_OTHERS: required_mesh(mesh, "axes.shard_module")}
+        return {_OTHERS: _usable(required_mesh(mesh, "axes.shard_module"))}
     if not mesh:
         raise ShardingError("axes.shard_module: mesh={} names no mesh; write a mesh, or {'*': mesh}")
-    return {pattern: checked_mesh(each) for pattern, each in mesh.items()}
+    if not all(isinstance(pattern, str) for pattern in mesh):
+        raise ShardingError(f"axes.shard_module: mesh maps patterns of names to meshes; found {brief(mesh)}")
+    return {pattern: _usable(checked_mesh(each)) for pattern, each in mesh.items()}
+
+
+def _usable(mesh: Mesh) -> Mesh:
+    """The mesh; `MeshError` where it isn't bound to the job of this process."""
+    mesh._bound("axes.shard_module")
+    return mesh
 
 
 def _entries(

@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -22,7 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError, shown, suggestion
+from axes.algebra.errors import ShardingError, brief, shown, suggestion
+from axes.algebra.sizes import listed
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
 from axes.runtime import torch_private
@@ -105,15 +107,19 @@ def load_safetensors(
 
 
 def _check_arguments(path: object, names: object, ignore: object) -> None:
-    if not isinstance(path, str | PathLike):
+    try:
+        written = isinstance(os.fspath(path), str)  # type: ignore[call-overload]
+    except Exception:  # no path, or a class that fails to say it
+        written = False
+    if not written:
         raise ShardingError(f"path is a file or a folder with safetensors files; found {type(path).__name__}")
     if not (names is None or isinstance(names, Mapping) or callable(names)):
         raise ShardingError(
             "names is a mapping from the module's names to those in the files, like {'weight': 'w'}, or a function "
             f"of the module's name; found {type(names).__name__}"
         )
-    patterns = (ignore,) if isinstance(ignore, str) else ignore
-    if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):
+    patterns = (ignore,) if isinstance(ignore, str) else listed(ignore)
+    if patterns is None or not all(isinstance(each, str) for each in patterns):
         raise ShardingError(f"ignore is patterns of names in the files, like ['*.inv_freq']; found {shown(ignore)}")
 
 
@@ -150,7 +156,12 @@ class _Files:
 
     def find(self, path: str | PathLike[str]) -> _Files:
         """Look up where each tensor is."""
-        self.where = self._places(Path(path))
+        try:
+            self.where = self._places(Path(path))
+        except (OSError, ValueError) as error:  # names that no file can have: too long, with a zero, not in UTF-8
+            raise ShardingError(
+                f"path is a file or a folder with safetensors files; found {brief(path)}: {error}"
+            ) from None
         return self
 
     def slice_of(self, name: str) -> Any:
@@ -252,9 +263,12 @@ def _matched(slots: Sequence[_Slot], files: _Files, names: Names | None, ignore:
 def _name_in_files(names: Names | None, name: str) -> str | None:
     if names is None:
         return name
-    found = names.get(name, name) if isinstance(names, Mapping) else names(name)
+    try:
+        found = names.get(name, name) if isinstance(names, Mapping) else names(name)
+    except Exception as error:  # of the caller's function, on this rank before anything is changed
+        raise ShardingError(f"names of {name!r} raised {type(error).__name__}: {error}") from error
     if found is not None and not isinstance(found, str):
-        raise ShardingError(f"names of {name!r} is the name of a tensor in the files, or None; found {found!r:.60}")
+        raise ShardingError(f"names of {name!r} is the name of a tensor in the files, or None; found {brief(found)}")
     return found
 
 

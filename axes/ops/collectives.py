@@ -45,12 +45,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown
+from axes.algebra.errors import MeshError, ShardingError, SizeError, brief, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import lines, torch_private
 from axes.runtime.lines import AxisName, Line, axis_layout, check_axis, line_of
-from axes.runtime.transforms import check_one, check_shards, has_tangent, with_tangent
+from axes.runtime.transforms import check_dense, check_one, check_shards, has_tangent, with_tangent
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""
@@ -300,7 +300,7 @@ def _mesh(what: str, axis: AxisName, mesh: Mesh | None) -> Mesh:
     found = mesh if mesh is not None else ambient_mesh()
     if found is None:
         raise MeshError(
-            f"{what}: no mesh says which ranks {axis!r} is. Call it in a function that axes.shard_map runs, "
+            f"{what}: no mesh says which ranks {brief(axis)} is. Call it in a function that axes.shard_map runs, "
             "inside `with mesh:`, or with mesh=..."
         )
     return found
@@ -315,8 +315,7 @@ def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line
         )
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise ShardingError(f"{what} takes a dense tensor; found {x.layout}. Write x.to_dense()")
+    check_dense(x, what)
     if torch_private.transforms_are_on():
         check_shards(what, (x,))
     return line_of(_mesh(what, axis, mesh), axis)
@@ -342,7 +341,7 @@ def _dim(what: str, x: torch.Tensor, dim: int) -> int:
     at = whole_number(dim)
     if at is None or not -x.ndim <= at < x.ndim:
         hint = "a scalar has none; write x[None]" if x.ndim == 0 else f"0 to {x.ndim - 1}"
-        raise ShardingError(f"{what} over dim {shortened(repr(dim))} of a tensor {list(x.shape)}: dims are {hint}")
+        raise ShardingError(f"{what} over dim {shown(dim)} of a tensor {list(x.shape)}: dims are {hint}")
     return at % x.ndim
 
 
@@ -389,7 +388,7 @@ def _neighbours(shift: int, line: Line) -> tuple[int, int]:
     """Where this rank sends to and receives from when all send by `shift`."""
     steps = whole_number(shift)
     if steps is None:
-        raise ShardingError(f"ppermute's shift is a whole number; found {shortened(repr(shift))}")
+        raise ShardingError(f"ppermute's shift is a whole number; found {shown(shift)}")
     return (line.coordinate + steps) % line.size, (line.coordinate - steps) % line.size
 
 
@@ -398,7 +397,7 @@ def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
     given = list(perm) if isinstance(perm, Sequence) else [perm]
     pairs = [pair for pair in map(_pair, given) if pair is not None]
     if len(pairs) != len(given):
-        raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shortened(repr(perm))}")
+        raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shown(perm)}")
     for place, role in enumerate(("source", "target")):
         seen = [pair[place] for pair in pairs]
         wrong = [i for i in seen if not 0 <= i < line.size]

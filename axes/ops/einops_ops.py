@@ -19,14 +19,15 @@ this rank's shard (the local view) it declares it. What an expression means is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import einops
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import ExpressionError, ShardingError, brief
 from axes.algebra.flow.blocks import has_blocks
 from axes.algebra.flow.reading import check_no_blocks
 from axes.algebra.flow.recipe import Op
@@ -34,13 +35,13 @@ from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sizes import written_sizes
+from axes.algebra.sizes import checked_size, written_sizes
 from axes.ops import fused, global_view, local_view
-from axes.ops.global_view import Grad, check_grad_of_leaves
+from axes.ops.global_view import Grad, check_options
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
-from axes.runtime.transforms import check_not_wrapped
+from axes.runtime.transforms import check_dense, check_not_wrapped
 
 Sizes = Mapping[str, int]
 
@@ -87,8 +88,7 @@ def rearrange(
     >>> q.shape, v.shape, rearrange((q, k, v), "h k d, g k d, g k d -> (h k + g k + g k) d").shape
     (torch.Size([4, 2, 5]), torch.Size([2, 2, 5]), torch.Size([16, 5]))
     """
-    if grad != "resolved":
-        check_grad_of_leaves(grad)
+    check_options(expression, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if has_blocks(expression):
         return _rearrange_blocks(x, expression, given, mesh, comm_dtype, async_op, grad)
@@ -99,7 +99,7 @@ def rearrange(
     elif is_einops(expression, mesh) and sizes is None:
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.rearrange", x)
-        return einops.rearrange(x, expression, **dict(given))
+        return by_einops(einops.rearrange, (x, expression), given)
     else:
         view = local_view.apply_local
     return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
@@ -149,9 +149,9 @@ def reduce(
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]
     """
-    if grad != "resolved":
-        check_grad_of_leaves(grad)
+    check_options(expression, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
+    _check_op(op, x)
     if type(x) is list:
         x = _stacked("reduce", x, expression)
     if isinstance(x, DTensor):
@@ -160,10 +160,9 @@ def reduce(
         check_no_blocks("reduce", expression)
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.reduce", x)
-        return einops.reduce(x, expression, op, **dict(given))
+        return by_einops(einops.reduce, (x, expression, op), given)
     else:
         view = local_view.apply_local
-    _check_op(op, x)
     return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op, grad)
 
 
@@ -186,8 +185,7 @@ def repeat(
     >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
     [[0, 0, 0], [1, 1, 1]]
     """
-    if grad != "resolved":
-        check_grad_of_leaves(grad)
+    check_options(expression, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if type(x) is list:
         x = _stacked("repeat", x, expression)
@@ -197,10 +195,47 @@ def repeat(
         check_no_blocks("repeat", expression)
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.repeat", x)
-        return einops.repeat(x, expression, **dict(given))
+        return by_einops(einops.repeat, (x, expression), given)
     else:
         view = local_view.apply_local
     return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
+
+
+class WrongForEinops(ExpressionError, einops.EinopsError):
+    """What einops doesn't take; einops' own error too, for who catches that."""
+
+
+class NotInEinops(ExpressionError, NotImplementedError):
+    """What einops can't do; einops' own error too."""
+
+
+class RefusedByTorch(ShardingError, RuntimeError):
+    """What torch can't compute: dtypes, devices or shapes that don't go together; torch's own error too."""
+
+
+class NotForEinops(ExpressionError, ValueError):
+    """What isn't one of einops' expressions; Python's own error too, as einops raises it."""
+
+
+def by_einops(function: Callable[..., Any], arguments: tuple[Any, ...], given: tuple[tuple[str, int], ...] = ()) -> Any:
+    """What einops gives for these arguments, the last but one of which may be a reduction."""
+    for x in arguments[0] if type(arguments[0]) is list else arguments:
+        if isinstance(x, torch.Tensor):
+            check_dense(x, f"axes.{function.__name__}")
+    try:
+        return function(*arguments, **{name: checked_size(name, size) for name, size in given if size != -1})
+    except einops.EinopsError as error:
+        raise WrongForEinops(str(error)) from None
+    except NotImplementedError as error:
+        raise NotInEinops(str(error)) from None
+    except ValueError as error:
+        raise NotForEinops(str(error)) from None
+    except RuntimeError as error:
+        if "unknown to einops" in str(error):
+            raise ShardingError(f"axes.{function.__name__} takes a tensor; found {brief(arguments[0])}") from None
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
+        raise RefusedByTorch(f"axes.{function.__name__}: {error}") from None
 
 
 def is_einops(expression: object, mesh: Mesh | None = None) -> bool:
@@ -212,14 +247,30 @@ def is_einops(expression: object, mesh: Mesh | None = None) -> bool:
 
 
 def _check_op(op: Op, x: Any) -> None:
-    if not callable(op) and op not in REDUCTIONS:
-        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {op!r:.60}")
+    if not callable(op) and not (isinstance(op, str) and op in REDUCTIONS):
+        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {brief(op)}")
     if not isinstance(x, torch.Tensor):
         return
+    if isinstance(op, str) and x.dtype in _RARE and not _is_reduced(x.dtype, op):
+        raise ShardingError(f"torch has no {op} of {x.dtype}; convert the tensor first")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ShardingError(f"a mean of {x.dtype} isn't {x.dtype}; convert it first, or take the sum")
     if op in ("max", "min") and x.is_complex():
         raise ShardingError(f"{x.dtype} has no order, so no {op}")
+
+
+_RARE = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Dtypes for which torch lacks some reductions."""
+
+
+@functools.lru_cache(maxsize=64)
+def _is_reduced(dtype: torch.dtype, op: str) -> bool:
+    """Whether torch reduces values of this dtype by an operation."""
+    try:
+        einops.reduce(torch.zeros(1, 1, dtype=dtype), "a b -> a", op)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:

@@ -29,12 +29,12 @@ from axes.algebra.flow.reading import check_no_blocks
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
-from axes.ops.einops_ops import is_einops
-from axes.ops.global_view import Grad, check_grad_of_leaves
+from axes.ops.einops_ops import by_einops, is_einops
+from axes.ops.global_view import Grad, check_options
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
-from axes.runtime.transforms import check_not_wrapped
+from axes.runtime.transforms import check_dense, check_not_wrapped
 
 
 def einsum(
@@ -68,8 +68,7 @@ def einsum(
     >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
     5.0
     """
-    if grad != "resolved":
-        check_grad_of_leaves(grad)
+    check_options("", mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     *tensors, expression = tensors_and_expression or (None,)
     if not isinstance(expression, str) or not tensors:
@@ -80,10 +79,13 @@ def einsum(
         if torch_private.functorch_is_active():
             for x in tensors:
                 check_not_wrapped("axes.einsum", x)
-        return einops.einsum(*tensors_and_expression)
+        _check_plain(tensors, distributed)
+        return by_einops(einops.einsum, tensors_and_expression)
     if all(distributed):
+        _check_dtypes(tensors)
         return global_view.apply_global("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
     _check_plain(tensors, distributed)
+    _check_dtypes(tensors)
     return local_view.apply_local("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
 
 
@@ -106,3 +108,19 @@ def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:
     for number, x in enumerate(tensors):
         if not isinstance(x, torch.Tensor):
             raise ShardingError(f"operand {number + 1} of einsum isn't a tensor but {type(x).__name__}")
+        check_dense(x, "einsum")
+
+
+_UNMULTIPLIED = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
+
+
+def _check_dtypes(tensors: list[Any]) -> None:
+    """`ShardingError` for dtypes that torch doesn't multiply, or not with each other."""
+    kinds = list(dict.fromkeys(x.dtype for x in tensors))
+    names = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+    if len(kinds) > 1 and not torch_private.autocast_may_be_on():
+        raise ShardingError(f"the operands of einsum have one dtype; found {names}. Write x.to(dtype)")
+    if any(kind in _UNMULTIPLIED or (kind.is_floating_point and kind.itemsize < 2) for kind in kinds):
+        raise ShardingError(
+            f"einsum multiplies numbers of 8 bits and more, and torch doesn't those of {names}; convert them"
+        )

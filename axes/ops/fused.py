@@ -38,7 +38,7 @@ from axes.runtime.packing import strides_of
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.transforms import check_shards, check_whole
+from axes.runtime.transforms import check_dense, check_shards, check_whole
 
 Sizes = tuple[tuple[str, int], ...]
 Rearrange = Callable[[Any, str, Sizes], Any]
@@ -76,6 +76,7 @@ def _check(text: str, tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     for x in tensors:
         if not isinstance(x, torch.Tensor):
             raise ShardingError(f"axes.rearrange takes tensors; found {type(x).__name__}\nin  {text}")
+        check_dense(x, "axes.rearrange")
     if len({isinstance(x, DTensor) for x in tensors}) > 1:
         raise ShardingError(
             "axes.rearrange takes DTensors or plain tensors, not both; make all of them DTensors with axes.shard or "

@@ -27,9 +27,11 @@ from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.recipe import Op, Shape
+from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import PendingReduction, Sharding
+from axes.algebra.sizes import checked_flag
 from axes.ops import autocast
 from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
@@ -128,8 +130,22 @@ def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
 
 def check_grad_of_leaves(grad: object) -> None:
     """`ShardingError` for a `grad` that is none of the two."""
-    if grad != "resolved" and grad != "pending":
+    if not isinstance(grad, str) or grad not in ("resolved", "pending"):
         raise ShardingError(f"grad is 'resolved' or 'pending'; found {shown(grad)}")
+
+
+def check_options(text: object, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: object) -> None:
+    """Refuse what the text and the options of an operation can't be, before they are looked up anywhere."""
+    if type(text) is not str:
+        checked_text(text)
+    if type(grad) is not str or grad != "resolved":
+        check_grad_of_leaves(grad)
+    if mesh is not None:
+        checked_mesh(mesh)
+    if comm_dtype is not None:
+        both(comm_dtype)
+    if async_op is not False:
+        checked_flag("async_op", async_op)
 
 
 def apply_global(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -27,14 +27,17 @@ from axes.runtime import flags, torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.places import within
-from axes.runtime.redistribute import Dtypes
+from axes.runtime.redistribute import PLAIN, Dtypes
 from axes.runtime.symbols import is_symbolic
-from axes.runtime.transforms import check_shards
+from axes.runtime.transforms import as_plain, check_dense, check_shards
 
 Sizes = tuple[tuple[str, Any], ...]
 
 ALONE = Mesh("rank=1")
 """Where an expression is looked up that names no axis."""
+
+
+_PLAIN = frozenset(PLAIN)
 
 
 def apply_local(
@@ -59,7 +62,9 @@ def apply_local(
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)
-    shapes = tuple([x.shape if isinstance(x, torch.Tensor) else _refuse(kind, x) for x in operands])
+    shapes = tuple([_shape(kind, x) for x in operands])
+    if not _PLAIN.issuperset(map(type, operands)):
+        operands = [as_plain(x) for x in operands]
     make = _made_alone if mesh.binding is None else _made
     made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
@@ -116,8 +121,11 @@ def _run(made: BoundRecipe, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     return made.run(*operands)
 
 
-def _refuse(kind: str, x: object) -> NoReturn:
-    raise ShardingError(f"axes.{kind} with '@' takes a tensor; found {type(x).__name__}")
+def _shape(kind: str, x: object) -> torch.Size:
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"axes.{kind} with '@' takes a tensor; found {type(x).__name__}")
+    check_dense(x, f"axes.{kind}")
+    return x.shape
 
 
 def _mesh_for(kind: str, text: str) -> Mesh:

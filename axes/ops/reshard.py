@@ -23,7 +23,7 @@ from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
 from axes.ops import local_view
-from axes.ops.global_view import Grad, check_grad_of_leaves
+from axes.ops.global_view import Grad, check_options
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
@@ -78,8 +78,7 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    if grad != "resolved":
-        check_grad_of_leaves(grad)
+    check_options("", mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")

@@ -59,9 +59,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import ambient
-from axes.algebra.errors import ExpressionError, ShardingError, shortened
+from axes.algebra.errors import ExpressionError, ShardingError, shown
 from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import required_mesh
+from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.closures import Function, check_closed
 from axes.ops.memory import unshared
 from axes.ops.module_regions import Used, region_of_module, without_same
@@ -191,9 +191,7 @@ class _Run:
 
 def _check_check(check: Check) -> None:
     if not isinstance(check, bool) and not (isinstance(check, float) and 0 < check < 1):
-        raise ShardingError(
-            f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shortened(repr(check))}"
-        )
+        raise ShardingError(f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shown(check)}")
 
 
 def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: Check) -> Function:
@@ -237,11 +235,15 @@ def _run_region(
     used: Used | None,
     plain: bool,
 ) -> Any:
+    if mesh is not None:
+        checked_mesh(mesh)
     passed: list[object] = []
     try:
         tensors = tensors_of_tree((args, kwargs), functools.partial(check_argument, passed))
     except ShardingError as error:
         raise _in_region(error, expression) from None
+    except RecursionError:
+        raise ShardingError(f"an argument of a region holds itself, or is nested too deep\nin  {expression}") from None
     if not torch.compiler.is_compiling():
         _check_number(read_region(expression), tensors, args, kwargs)
     if plain:

@@ -17,12 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import seam
-from axes.algebra.errors import ShardingError, SizeError
+from axes.algebra.errors import ShardingError, SizeError, brief
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, Sharding
-from axes.algebra.sizes import written_sizes
+from axes.algebra.sizes import checked_flag, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.runtime.leaves import resolving
 from axes.runtime.lines import broadcast
@@ -59,7 +59,7 @@ def zeros(
         spec,
         0,
         mesh=mesh,
-        dtype=dtype or torch.get_default_dtype(),
+        dtype=torch.get_default_dtype() if dtype is None else dtype,
         requires_grad=requires_grad,
         sizes=sizes,
         **keywords,
@@ -84,7 +84,7 @@ def ones(
         spec,
         1,
         mesh=mesh,
-        dtype=dtype or torch.get_default_dtype(),
+        dtype=torch.get_default_dtype() if dtype is None else dtype,
         requires_grad=requires_grad,
         sizes=sizes,
         **keywords,
@@ -109,7 +109,12 @@ def full(
 
     _check_dtype("axes.full", dtype, requires_grad)
     if not isinstance(value, numbers.Number):
-        raise ShardingError(f"axes.full takes a number; found {value!r:.60}")
+        raise ShardingError(f"axes.full takes a number; found {brief(value)}")
+    try:
+        one = torch.full((), value, dtype=dtype, device="cpu")
+    except Exception as error:  # the many kinds in which torch says that a number doesn't fit its dtype
+        raise ShardingError(f"axes.full: {brief(value)} is no value of {dtype or 'a tensor'}; {error}") from None
+    _check_dtype("axes.full", one.dtype, requires_grad)
 
     def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full(local, value, dtype=dtype, device=_device(sharding))
@@ -200,10 +205,11 @@ def _made(
 
 
 def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:
+    checked_flag(f"{function}: requires_grad", requires_grad)
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype):
-        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {dtype!r:.60}")
+        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {brief(dtype)}")
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise ShardingError(f"{function}: {dtype} has no gradient; found requires_grad=True")
 
@@ -234,7 +240,7 @@ def _random(
     keywords: Mapping[str, int],
 ) -> DTensor:
     _check_dtype(function, dtype, requires_grad)
-    wanted = dtype or torch.get_default_dtype()
+    wanted = torch.get_default_dtype() if dtype is None else dtype
     if wanted not in _BITS:
         raise ShardingError(f"{function} makes floating point values; found {wanted}")
     mesh = required_mesh(mesh, function)

@@ -96,7 +96,7 @@ def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
     @functools.wraps(read)
     def reading(*texts: Hashable) -> Read:
         for text in texts:
-            if not isinstance(text, Hashable):
+            if not isinstance(text, str | tuple | int | None):
                 checked_text(text)
         return cached(*texts)
 

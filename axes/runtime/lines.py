@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
@@ -38,6 +38,7 @@ from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import ordered, unordered
 from axes.runtime.trace import Traced
+from axes.runtime.transforms import as_plain
 
 AxisName = str | tuple[str, ...]
 """A name of the mesh's namespace, or several: their product, the first the slowest."""
@@ -138,7 +139,7 @@ def check_axis(mesh: Mesh, axis: AxisName) -> None:
     if not isinstance(mesh, Mesh):
         raise MeshError(f"axes are looked up in an axes mesh; found {type(mesh).__name__}")
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
-        raise MeshError(f"an axis is a name like 'tp', or several like ('cp', 'tp'); found {shortened(repr(axis))}")
+        raise MeshError(f"an axis is a name like 'tp', or several like ('cp', 'tp'); found {shown(axis)}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -174,6 +175,7 @@ def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
 
 def _all_reduced(x: torch.Tensor, wire: torch.Tensor, reduction: str, op: str, line: Line) -> torch.Tensor:
     """The reduction over the axis of a tensor that may be overwritten, which is `x` as it is sent."""
+    wire = wire if torch.compiler.is_compiling() else as_plain(wire)
     if torch.compiler.is_compiling() or type(wire) is not torch.Tensor:
         return torch_private.functional_reduce(wire, reduction, _group(line).name)
     together(_operation, (_NAMES[op], x, None, line), _group(line).reduce, wire, _OPS[reduction])

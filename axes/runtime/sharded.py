@@ -50,7 +50,7 @@ from axes.runtime.routes import resharded, route, routed, settled, unsharded
 from axes.runtime.shards import Described, Given, shard_of, traced_shard_of
 from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.transforms import check_not_wrapped, check_whole, refuse_transform
+from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole, refuse_transform
 
 Sizes = Mapping[str, int]
 Use: TypeAlias = Literal["whole", "summed"]
@@ -530,9 +530,7 @@ def _plain(tensor: Any, function: str, instead: str) -> None:
         raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use {instead}")
     if not isinstance(tensor, torch.Tensor):
         raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
-        raise ShardingError(f"{function} takes a dense tensor; found {kind}")
+    check_dense(tensor, function)
     if function == "axes.shard" and tensor.is_meta:
         raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
     if torch_private.transforms_are_on():

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError
+from axes.algebra.errors import AxesError, brief
 from axes.algebra.sizes import whole_number
 from axes.runtime.groups import forget_groups
 from axes.runtime.torch_private import fake_store, forget_dtensor_world
@@ -63,11 +63,11 @@ def _checked(world_size: object, rank: object) -> tuple[int, int]:
     size, seen_from = whole_number(world_size), whole_number(rank)
     for name, value, found in (("world size", world_size, size), ("rank", rank, seen_from)):
         if found is None:
-            raise AxesError(f"the {name} is a whole number, not {value!r}")
+            raise AxesError(f"the {name} is a whole number, not {brief(value)}")
     assert size is not None
     assert seen_from is not None
     if not 1 <= size <= MOST:
-        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {size:,}")
+        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {brief(size)}")
     if not 0 <= seen_from < size:
-        raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, not {seen_from:,}")
+        raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, not {brief(seen_from)}")
     return size, seen_from

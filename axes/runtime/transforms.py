@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
@@ -84,6 +85,28 @@ def check_whole(what: str, tensors: Iterable[Any]) -> None:
                 "torch.autograd.functional.jvp, which goes by backward; or open the dual level in a function that "
                 "axes.shard_map runs, where tensors are plain"
             )
+
+
+def check_dense(x: torch.Tensor, function: str) -> None:
+    """`ShardingError` for a tensor that isn't one block of numbers: sparse, nested or quantized."""
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        kind = "a nested one" if x.is_nested else "a quantized one" if x.is_quantized else f"one of layout {x.layout}"
+        hint = ". Write x.to_dense()" if x.layout is not torch.strided and not x.is_nested else ""
+        raise ShardingError(f"{function} takes a dense tensor; found {kind}{hint}")
+    if not torch.compiler.is_compiling() and is_lazy(x):
+        raise ShardingError(f"{function} takes a tensor; found a lazy parameter that has no shape yet")
+
+
+def as_plain(x: torch.Tensor) -> torch.Tensor:
+    """`x` without a class of the user's that changes nothing below autograd; its results would take that class."""
+    kind = type(x)
+    if (
+        kind is torch.Tensor
+        or kind is torch.nn.Parameter
+        or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    ):
+        return x
+    return x.as_subclass(torch.Tensor)
 
 
 def check_not_wrapped(what: str, x: object) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError
+from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError, brief
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
+from axes.algebra.sizes import listed
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import (
@@ -153,7 +154,8 @@ def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: Worl
 
 
 def _listed(ranks: Iterable[int]) -> Iterable[int]:
-    return tuple(ranks) if isinstance(ranks, Iterable) else ranks
+    found = listed(ranks)
+    return ranks if found is None else found
 
 
 def _device(device_type: str | None, timeout: object, rank: int) -> tuple[timedelta | None, str]:
@@ -228,7 +230,7 @@ def _select_device(device_type: str, rank: int) -> None:
         return
     if not module.device_count():
         raise MeshError(
-            f"device_type is {device_type!r}, of which this process has no device; torch {torch.__version__}"
+            f"device_type is {brief(device_type)}, of which this process has no device; torch {torch.__version__}"
         )
     by_turns = rank % module.device_count()
     module.set_device(int(os.environ.get("LOCAL_RANK") or by_turns))
@@ -240,9 +242,9 @@ def _checked_device(device_type: object) -> str:
         served = accelerator is not None and (dist.group.WORLD is None or serves(current_world(), accelerator.type))
         return accelerator.type if served else "cpu"
     if not isinstance(device_type, str) or not device_type.isalpha():
-        raise MeshError(f"device_type is a name without an index, such as 'cuda' or 'cpu'; found {device_type!r:.60}")
+        raise MeshError(f"device_type is a name without an index, such as 'cuda' or 'cpu'; found {brief(device_type)}")
     if own_backend(device_type) is None:
-        raise MeshError(f"torch.distributed has no backend for device type {device_type!r:.60}")
+        raise MeshError(f"torch.distributed has no backend for device type {brief(device_type)}")
     return device_type
 
 
@@ -250,7 +252,7 @@ def _checked_universe(ranks: Iterable[int], world: World) -> Universe:
     universe = Universe.of(ranks)
     largest = universe.ranks[-1] if isinstance(universe.ranks, range) else max(universe.ranks)
     if largest >= world.size:
-        raise MeshError(f"ranks has rank {largest}, but the world has {world.size} ranks, 0 to {world.size - 1}")
+        raise MeshError(f"ranks has rank {brief(largest)}, but the world has {world.size} ranks, 0 to {world.size - 1}")
     return universe
 
 

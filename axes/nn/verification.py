@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened
-from axes.algebra.logical import Rules
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
+from axes.algebra.logical import Rules, checked_rules
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import written_sizes
+from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
 from axes.nn.judgement import Limits, Mismatch, first_wrong, judged, rounding
@@ -149,6 +150,10 @@ def verify(
         print(axes.verify(program, tokens, mesh="tp=2"))
     """
     _check(program, inputs, reference, specs, rtol, atol)
+    if rules is not None:
+        checked_rules(rules, "axes.verify")
+    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise AxesError(f"timeout is a positive number of seconds, or None; found {shown(timeout)}")
     wanted = _mesh_of(mesh)
     sizes_of_specs = dict(written_sizes(keywords, sizes))
     job = _job(program, inputs, specs, rules, sizes_of_specs)
@@ -166,7 +171,7 @@ def _check(
         if not callable(each) and not (each is None and what == "reference"):
             raise AxesError(
                 f"axes.verify takes a module, or a function that builds, shards and runs one; found as {what} "
-                f"{shortened(repr(each))}"
+                f"{shown(each)}"
             )
     if isinstance(program, type):
         raise AxesError(f"axes.verify takes a module, not its class: write axes.verify({program.__name__}(...), ...)")
@@ -177,20 +182,28 @@ def _check(
                 f"axes.verify shards the module itself, and {sharded[0]} is sharded already: pass the plain module and "
                 "specs=, or a function that makes and shards it"
             )
+        if specs is not None:
+            checked_texts("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
     elif specs is not None:
         raise AxesError("specs= are for a module; a function shards what it makes by itself")
-    if any(isinstance(x, DTensor) for _, x in tensors_in(inputs, "")):
+    try:
+        tensors = [x for _, x in tensors_in(inputs, "")]
+    except RecursionError:
+        raise AxesError("axes.verify: an input holds itself, or is nested too deep") from None
+    if any(map(is_lazy, tensors)):
+        raise ShardingError("axes.verify takes tensors as inputs; found a lazy parameter that has no shape yet")
+    if any(isinstance(x, DTensor) for x in tensors):
         raise ShardingError("axes.verify takes whole, plain tensors as inputs and shards them itself; found a DTensor")
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
-            raise AxesError(f"{name} is a number that isn't negative, or None; found {shortened(repr(value))}")
+            raise AxesError(f"{name} is a number that isn't negative, or None; found {shown(value)}")
 
 
 def _mesh_of(mesh: Mesh | str) -> Mesh:
     if isinstance(mesh, str):
         return Mesh(mesh)
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shortened(repr(mesh))}")
+        raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shown(mesh)}")
     return mesh
 
 
