@@ -26,7 +26,7 @@ endif
 .DELETE_ON_ERROR:
 
 test: $(STAMP)
-	$(RUN) -m pytest -q -m "not exhaustive" -n 2 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -q -m "not exhaustive" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-exhaustive: $(STAMP)
 	$(RUN) -m pytest -q -m exhaustive -o faulthandler_timeout=1800
