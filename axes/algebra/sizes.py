@@ -54,10 +54,10 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def elements_of(values: object) -> tuple[Any, ...] | None:
+def tuple_of(values: object) -> tuple[Any, ...] | None:
     """What an iterable gives; None for what isn't one, and where it raises instead (as a sharded DTensor does).
 
-    >>> elements_of([1, "b"]), elements_of(3)
+    >>> tuple_of([1, "b"]), tuple_of(3)
     ((1, 'b'), None)
     """
     try:
@@ -72,7 +72,7 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([4, -1]), whole_numbers((4, 1.0)), whole_numbers(4)
     ((4, -1), None, None)
     """
-    found = elements_of(values)
+    found = tuple_of(values)
     if found is None:
         return None
     if _PLAIN.issuperset(map(type, found)):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, MeshError, SizeError, brief
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import elements_of
+from axes.algebra.sizes import tuple_of
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import Barrier, Member, agree, pass_by, ranks_text, refuse
@@ -141,7 +141,7 @@ def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: Worl
 
 
 def _listed(ranks: Iterable[int]) -> Iterable[int]:
-    found = elements_of(ranks)
+    found = tuple_of(ranks)
     return ranks if found is None else found
 
 
