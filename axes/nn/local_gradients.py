@@ -28,7 +28,7 @@ Spec = Any
 
 
 def distinct(tensors: torch.Tensor | Iterable[torch.Tensor], function: str) -> list[torch.Tensor]:
-    """The tensors in order, each once: a tied parameter has one gradient, however often it is tuple_of.
+    """The tensors in order, each once: a tied parameter has one gradient, however often it is listed.
 
     Raises `ShardingError` for what is no tensor; `function` is the name that the error gives to the caller.
     """
