@@ -29,7 +29,7 @@ from itertools import pairwise
 from typing import Any
 
 from axes.algebra.errors import MeshError, SizeError, brief, shown
-from axes.algebra.sizes import checked_rank, items_of, whole_number, whole_numbers
+from axes.algebra.sizes import checked_rank, tuple_of, whole_number, whole_numbers
 
 Mode = tuple[int, int]
 """`(size, stride)`."""
@@ -80,7 +80,7 @@ class Layout:
         >>> Layout.of([(2, 4), (2, 2)])
         4:2
         """
-        found = items_of(modes)
+        found = tuple_of(modes)
         pairs = None if found is None else [mode for mode in found if isinstance(mode, tuple | list) and len(mode) == 2]
         if found is None or pairs is None or len(pairs) < len(found):
             raise MeshError(f"the modes of a layout are pairs (size, stride); found {shown(modes)}")
@@ -202,7 +202,7 @@ class Layout:
         >>> Layout((2, 2), (1, 4)).splice(0, 1, [Layout((2,), (2,))])
         (2:2, 2:4)
         """
-        found, first, last = items_of(layouts), whole_number(start), whole_number(stop)
+        found, first, last = tuple_of(layouts), whole_number(start), whole_number(stop)
         if found is None or first is None or last is None:
             raise MeshError(f"splice takes two whole numbers and layouts; found {shown((start, stop, layouts))}")
         between = [mode for layout in found for mode in checked_layout(layout).modes]

@@ -29,7 +29,7 @@ from axes.algebra.grammar import Dim, Place, Spec, parse_spec, place_text, witho
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sizes import Product, checked_shape, given_sizes, items_of, solve, written_sizes
+from axes.algebra.sizes import Product, checked_shape, given_sizes, solve, tuple_of, written_sizes
 
 Axes: TypeAlias = str | Sequence[str] | None
 """Where a rule puts a dim: an axis, several axes, major first, or None for a dim that stays whole."""
@@ -83,7 +83,7 @@ class Rules:
     """
 
     def __init__(self, table: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = (), /, **more: Axes):
-        pairs = items_of(table.items() if isinstance(table, Mapping) else table)
+        pairs = tuple_of(table.items() if isinstance(table, Mapping) else table)
         if pairs is None:
             raise ShardingError(f"rules are a mapping from logical names to axes, or pairs; found {brief(table)}")
         self.rules = tuple([_rule(pair) for pair in (*pairs, *more.items())])

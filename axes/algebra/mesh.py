@@ -45,7 +45,7 @@ from axes.algebra.grammar import (
 from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout, digits
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, items_of, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, tuple_of, whole_number, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -499,7 +499,7 @@ class Mesh:
 
     def named(self, names: Iterable[str]) -> tuple[NamedLayout, ...]:
         """Names as the layouts that they have here. Raises `MeshError` for a name that isn't one."""
-        found = items_of(names)
+        found = tuple_of(names)
         if found is None:
             raise MeshError(f"names of axes are a sequence, like ('dp', 'tp'); found {shown(names)}")
         return tuple([NamedLayout(self.layout(name), name) for name in found])
@@ -517,7 +517,7 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
         ['tp']
         """
-        found = items_of(layouts)
+        found = tuple_of(layouts)
         if found is None:
             raise MeshError(f"layouts are a sequence of axes.Layout; found {shown(layouts)}")
         cut = self._cut_alike(*map(checked_layout, found))

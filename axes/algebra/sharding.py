@@ -29,7 +29,7 @@ from axes.algebra.errors import MeshError, ShardingError, SizeError, brief, show
 from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.opaque import Placement
-from axes.algebra.sizes import checked_rank, checked_shape, items_of, whole_number
+from axes.algebra.sizes import checked_rank, checked_shape, tuple_of, whole_number
 from axes.algebra.universe import Universe
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class Sharding:
         count = whole_number(ndim)
         if count is None or not 0 <= count <= _MOST_DIMS:
             raise SizeError(f"ndim is a whole number from 0 to {_MOST_DIMS}; found {shown(ndim)}")
-        found = items_of(placements)
+        found = tuple_of(placements)
         if found is None:
             raise ShardingError(f"placements are a sequence, one for each axis of the mesh; found {shown(placements)}")
         return seam.runtime("Sharding.from_placements").from_placements(mesh, found, count, shape)
@@ -303,7 +303,7 @@ class Sharding:
 
     def named(self, names: Sequence[str]) -> Sharding:
         """The same with other names for the dims that aren't groups."""
-        found = items_of(names)
+        found = tuple_of(names)
         if found is None or len(found) != self.ndim or not all(isinstance(name, str) for name in found):
             raise ShardingError(f"'{self}' has {self.ndim} dims, each with a name that is text; found {brief(names)}")
         dims = []

@@ -54,10 +54,10 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def items_of(values: object) -> tuple[Any, ...] | None:
+def tuple_of(values: object) -> tuple[Any, ...] | None:
     """What an iterable gives; None for what isn't one, and where it raises instead (as a sharded DTensor does).
 
-    >>> items_of([1, "b"]), items_of(3)
+    >>> tuple_of([1, "b"]), tuple_of(3)
     ((1, 'b'), None)
     """
     try:
@@ -72,7 +72,7 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([4, -1]), whole_numbers((4, 1.0)), whole_numbers(4)
     ((4, -1), None, None)
     """
-    found = items_of(values)
+    found = tuple_of(values)
     if found is None:
         return None
     if _PLAIN.issuperset(map(type, found)):

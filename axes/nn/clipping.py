@@ -38,7 +38,7 @@ from axes.algebra.errors import AxesError, MeshError, ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
-from axes.algebra.sizes import checked_flag, items_of
+from axes.algebra.sizes import checked_flag, tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import torch_private
@@ -219,7 +219,7 @@ def _nothing_pending(tensor: torch.Tensor) -> torch.Tensor:
 
 def _stage_axes(stages: AxisName, mesh: Mesh | None) -> list[_SplitAxis]:
     """The axes of the stages, those of size one left out, in an order that is the same on every rank."""
-    names = (stages,) if isinstance(stages, str) else items_of(stages)
+    names = (stages,) if isinstance(stages, str) else tuple_of(stages)
     if names is None or not all(isinstance(name, str) for name in names):
         raise MeshError(f"stages is the name of an axis, or several; found {shown(stages)}")
     if mesh is not None:

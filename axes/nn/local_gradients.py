@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.sizes import items_of
+from axes.algebra.sizes import tuple_of
 from axes.runtime import torch_private
 from axes.runtime.check import waited
 from axes.runtime.groups import of_world
@@ -36,7 +36,7 @@ def distinct(tensors: torch.Tensor | Iterable[torch.Tensor], function: str) -> l
         raise ShardingError(f"{function} takes tensors; found a module, so pass its module.parameters()")
     if not isinstance(tensors, Iterable):
         raise ShardingError(f"{function} takes tensors, like module.parameters(); found {type(tensors).__name__}")
-    found = (tensors,) if isinstance(tensors, torch.Tensor) else items_of(tensors)
+    found = (tensors,) if isinstance(tensors, torch.Tensor) else tuple_of(tensors)
     if found is None:
         raise ShardingError(
             f"{function} takes tensors; found {type(tensors).__name__}, which fails when it is iterated"

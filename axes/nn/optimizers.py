@@ -31,7 +31,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, shown
-from axes.algebra.sizes import items_of
+from axes.algebra.sizes import tuple_of
 from axes.nn.local_gradients import local_tensor, settled_gradient
 from axes.runtime import torch_private
 from axes.runtime.sharded import strides_like
@@ -84,7 +84,7 @@ def _checked_parameters(parameters: Any) -> Any:
     """What an optimizer is made of; `ShardingError` for what holds neither tensors, named tensors nor groups."""
     if isinstance(parameters, torch.Tensor):
         return parameters  # torch says that one tensor isn't several
-    found = items_of(parameters)
+    found = tuple_of(parameters)
     if found is None or not all(isinstance(each, torch.Tensor | dict) or _is_named(each) for each in found):
         raise ShardingError(
             "axes.nn.local_optimizer takes tensors, named tensors or dicts of groups, like module.parameters(); "

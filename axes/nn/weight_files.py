@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, brief, shown, suggestion
-from axes.algebra.sizes import items_of
+from axes.algebra.sizes import tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
 from axes.runtime import torch_private
@@ -118,7 +118,7 @@ def _check_arguments(path: object, names: object, ignore: object) -> None:
             "names is a mapping from the module's names to those in the files, like {'weight': 'w'}, or a function "
             f"of the module's name; found {type(names).__name__}"
         )
-    patterns = (ignore,) if isinstance(ignore, str) else items_of(ignore)
+    patterns = (ignore,) if isinstance(ignore, str) else tuple_of(ignore)
     if patterns is None or not all(isinstance(each, str) for each in patterns):
         raise ShardingError(f"ignore is patterns of names in the files, like ['*.inv_freq']; found {shown(ignore)}")
 

@@ -151,7 +151,8 @@ def reduce(
     """
     check_options(expression, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
-    _check_op(op, x)
+    if not isinstance(op, str) or op in REDUCTIONS or not is_einops(expression, mesh):
+        _check_op(op, x)
     if type(x) is list:
         x = _stacked("reduce", x, expression)
     if isinstance(x, DTensor):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError, brief
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import items_of
+from axes.algebra.sizes import tuple_of
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import (
@@ -154,7 +154,7 @@ def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: Worl
 
 
 def _listed(ranks: Iterable[int]) -> Iterable[int]:
-    found = items_of(ranks)
+    found = tuple_of(ranks)
     return ranks if found is None else found
 
 
