@@ -112,12 +112,16 @@ def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:
 
 
 _UNMULTIPLIED = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
+_MULTIPLIED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""What most calls have: found at once."""
 
 
 def _check_dtypes(tensors: list[Any]) -> None:
     """`ShardingError` for dtypes that torch doesn't multiply, or not with each other."""
-    kinds = list(dict.fromkeys(x.dtype for x in tensors))
-    names = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+    kinds = {x.dtype for x in tensors}
+    if len(kinds) == 1 and not kinds.isdisjoint(_MULTIPLIED):
+        return
+    names = ", ".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors))
     if len(kinds) > 1 and not torch_private.autocast_may_be_on():
         raise ShardingError(f"the operands of einsum have one dtype; found {names}. Write x.to(dtype)")
     if any(kind in _UNMULTIPLIED or (kind.is_floating_point and kind.itemsize < 2) for kind in kinds):
