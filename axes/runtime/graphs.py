@@ -89,14 +89,14 @@ def number_of(*thing: Hashable) -> int:
 
 
 def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
-    """A function of texts, cached; to `torch.compile` what it gives is a constant."""
+    """A function of texts, shapes and meshes, cached; to `torch.compile` what it gives is a constant."""
     cached = functools.lru_cache(maxsize=4096)(read)
 
     @torch.compiler.assume_constant_result
     @functools.wraps(read)
     def reading(*texts: Hashable) -> Read:
         for text in texts:
-            if not isinstance(text, str | tuple | int | None):
+            if not isinstance(text, str | tuple | int | Mesh | None):
                 checked_text(text)
         return cached(*texts)
 

@@ -1,13 +1,15 @@
-"""The command line: meshes, groups, plans and traces, from a terminal.
+"""The command line: meshes, groups, expressions, plans and traces, from a terminal.
 
     python -m axes mesh "pp=2 dp=* tp=8" --world 64 --rank 13
+    python -m axes explain "b s@tp d -> b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes plan "b s@tp d" "b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes groups --mesh "dp=4 tp=2"
     python -m axes trace trace.*.jsonl --chrome trace.json
     python -m axes demo
 
 Every command has `--json`: one object, whose `schema` is the version of its form. It exits with 0; with 1 and one line
-on stderr where what is asked can't be; with 2 where the command itself is wrong. Only `demo` needs torch.
+on stderr where what is asked can't be; with 2 where the command itself is wrong. `mesh`, `explain` and `plan` write
+pictures and pages with `--svg` and `--html`. Only `demo`, `explain` and pictures need torch.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import click
 from axes.algebra.errors import AxesError, SizeError
 from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import bytes_text
+from axes.algebra.plan import Plan, bytes_text
 from axes.algebra.redistribution import plan as plan_of
 from axes.show import timeline
 
@@ -74,12 +76,38 @@ def _title(text: str) -> str:
     return click.style(text, bold=True)
 
 
+def _write(path: str, text: str) -> None:
+    """Writes a file; `AxesError` where it can't be."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise AxesError(f"{path}: {error.strerror}") from None
+
+
+def _write_pages(found: Any, svg: str | None, html: str | None) -> None:
+    """Writes what is shown as a picture and as a page, where these are asked for."""
+    if svg is not None:
+        _write(svg, found.svg())
+    if html is not None:
+        _write(html, found.html())
+
+
+def _write_pictures(of: Mesh | Plan, svg: str | None, html: str | None) -> None:
+    """The same of a mesh or a plan, by `axes.show`."""
+    if svg is not None or html is not None:
+        from axes.show.show import show
+
+        _write_pages(show(of), svg, html)
+
+
 def _print_json(command: str, found: Mapping[str, Any]) -> None:
     _print(json.dumps({"schema": SCHEMA, "command": command, **found}, indent=2))
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 on_mesh = click.option("--mesh", "mesh", required=True, metavar="MESH", help='The axes, slowest first: "dp=4 tp=2".')
+to_svg = click.option("--svg", type=click.Path(), metavar="FILE", help="Write a picture.")
+to_html = click.option("--html", type=click.Path(), metavar="FILE", help="Write a page that a browser shows.")
 in_world = click.option("--world", type=click.IntRange(1), help="How many ranks there are; a size that is * follows.")
 by_rank = click.option("--rank", type=click.IntRange(0), help="The rank to look from.")
 
@@ -87,7 +115,7 @@ by_rank = click.option("--rank", type=click.IntRange(0), help="The rank to look 
 @click.group(context_settings={"max_content_width": _WIDTH, "help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="axes-torch", prog_name="axes")
 def main() -> None:
-    """Meshes, groups, plans and traces of distributed programs with named axes.
+    """Meshes, groups, expressions, plans and traces of distributed programs with named axes.
 
     A mesh is written as its axes, slowest first: "pp=2 dp=* tp=8", where a * follows from --world. What follows a
     semicolon is a further name: "dp=4 cp=2 tp=2; fsdp = dp cp".
@@ -115,16 +143,25 @@ def _mesh(text: str, world: int | None, rank: int | None) -> Mesh:
 @click.argument("equations", nargs=-1)
 @in_world
 @by_rank
+@to_svg
+@to_html
 @as_json
 @_command
 def mesh_command(
-    declaration: str, equations: tuple[str, ...], world: int | None, rank: int | None, as_json: bool
+    declaration: str,
+    equations: tuple[str, ...],
+    world: int | None,
+    rank: int | None,
+    svg: str | None,
+    html: str | None,
+    as_json: bool,
 ) -> None:
     """The axes and names of a mesh, and the groups of a rank.
 
     Example: python -m axes mesh "pp=2 dp=* tp=8" "fsdp = pp dp" --world 64 --rank 13
     """
     found = _mesh("; ".join((declaration, *equations)), world, rank)
+    _write_pictures(found, svg, html)
     if as_json:
         _print_json("mesh", mesh_data(found))
         return
@@ -221,6 +258,49 @@ def _lines_of_groups(found: Mesh, lists: Mapping[str, Sequence[Sequence[int]]], 
             yield f"  {listed_ranks(ranks, _WIDTH - 2)}"
 
 
+# --- explain
+
+
+@main.command("explain")
+@click.argument("expression")
+@click.argument("sizes", nargs=-1, metavar="NAME=SIZE...")
+@on_mesh
+@in_world
+@by_rank
+@click.option("--dtype", default="float32", show_default=True, help="The dtype of the tensors.")
+@click.option("--op", default="sum", show_default=True, help="By what a reduction reduces: sum, mean, max, min.")
+@click.option("--kind", metavar="KIND", help="reshard or shard_map, where the expression is meant as one.")
+@to_svg
+@to_html
+@as_json
+@_command
+def explain_command(
+    expression: str,
+    sizes: tuple[str, ...],
+    mesh: str,
+    world: int | None,
+    rank: int | None,
+    dtype: str,
+    op: str,
+    kind: str | None,
+    svg: str | None,
+    html: str | None,
+    as_json: bool,
+) -> None:
+    """What an expression computes and sends, forward and backward.
+
+    Example: python -m axes explain "b s@tp d, d f -> b s f@tp" b=8 s=2048 d=4096 f=8192 --mesh "dp=4 tp=2"
+    """
+    from axes.show.explain import explain  # which imports torch
+
+    made = explain(expression, mesh=_mesh(mesh, world, rank), dtype=dtype, op=op, kind=kind, sizes=_sizes(sizes))
+    _write_pages(made, svg, html)
+    if as_json:
+        _print_json("explain", made.json())
+        return
+    _print(str(made))
+
+
 # --- plan
 
 
@@ -232,6 +312,8 @@ def _lines_of_groups(found: Mesh, lists: Mapping[str, Sequence[Sequence[int]]], 
 @in_world
 @by_rank
 @click.option("--dtype", default="float32", show_default=True, help="The dtype of the tensor.")
+@to_svg
+@to_html
 @as_json
 @_command
 def plan_command(
@@ -242,6 +324,8 @@ def plan_command(
     world: int | None,
     rank: int | None,
     dtype: str,
+    svg: str | None,
+    html: str | None,
     as_json: bool,
 ) -> None:
     """What is sent to take a tensor from one sharding to another.
@@ -252,6 +336,7 @@ def plan_command(
     given = _sizes(sizes)
     shape = _shape(source, given)
     made = plan_of(source, target, shape, mesh=found, dtype=dtype, sizes=given)
+    _write_pictures(made, svg, html)
     if as_json:
         steps = [_step_data(step) for step in made.steps]
         ends = {"source": str(made.source), "target": str(made.target), "shape": [*made.shape], "dtype": made.dtype}
@@ -310,10 +395,7 @@ def trace_command(files: tuple[str, ...], chrome: str | None, as_json: bool) -> 
     """
     job = timeline.read_traces(files)
     if chrome is not None:
-        try:
-            Path(chrome).write_text(json.dumps(job.chrome()), encoding="utf-8")
-        except OSError as error:
-            raise AxesError(f"{chrome}: {error.strerror}") from None
+        _write(chrome, json.dumps(job.chrome()))
     if as_json:
         _print(json.dumps(job.json(), indent=2))
         return
