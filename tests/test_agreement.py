@@ -581,7 +581,7 @@ class Odd:
         ({"device_type": "nonsense"}, "torch.distributed has no backend for device type 'nonsense'"),
         ({"device_type": 7}, "device_type is a name without an index"),
         ({"timeout": -1}, "timeout is a positive timedelta"),
-        ({"ranks": Odd()}, "these ranks can't be listed"),
+        ({"ranks": Odd()}, "ranks is a sequence of distinct integers; found"),
         ({"ranks": 5}, ""),
         ({"ranks_per_node": 0}, ""),
         ({"options": {"dp": 3}}, "options['dp'] is a GroupOptions"),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -31,6 +32,9 @@ COMMANDS = [
     'groups --mesh "pp=16 dp=* tp=8" --world 65536 --axis tp --rank 40000',
     'groups --mesh "dp=* tp=8" --world 256 --axis tp',
     'groups --mesh "dp=2 tp=2" --axis dp --json',
+    'explain "b s@tp d, d f -> b s f@tp" b=8 s=2048 d=4096 f=8192 --mesh "dp=4 tp=2"',
+    'explain "b@dp s@tp d -> b@dp s" b=8 s=16 d=4 --mesh "dp=2 tp=*" --world 8 --rank 5 --op max --dtype bfloat16',
+    'explain "b s@tp -> b s" b=8 s=16 --mesh "tp=2" --kind reshard --json',
     'plan "b s@tp d" "b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"',
     'plan "b@dp (h@tp d) | sum@cp" "b@dp (h d)" b=8 h=4 d=64 --mesh "dp=2 cp=2 tp=2" --dtype bfloat16 --rank 5',
     'plan "b s" "b s" b=8 s=2 --mesh "dp=4 tp=2"',
@@ -43,7 +47,11 @@ COMMANDS = [
     'mesh "dp=2" --rank 2',
     'mesh "dp=2 2tp=2"',
     'groups --mesh "dp=4 tp=2" --axis tpp',
+    'explain "b s@tq d -> b s" b=8 s=16 d=4 --mesh "tp=2"',
+    'explain "b s@tp d -> b s" b=8 s=16 --mesh "tp=2"',
+    'explain "b s@tp d -> b s" b=8 s=16 d=4 --mesh "tp=2" --op mode',
     'plan "b s@tp d" "b s d@tp" b=8 s=2048 --mesh "dp=4 tp=2"',
+    'mesh "dp=2" --svg nowhere/mesh.svg',
     'plan "b s@tp" "b s" b=8 s=2048 x=3 --mesh "dp=4 tp=2"',
     'plan "b s@tp" "b s" b:8 --mesh "dp=4 tp=2"',
     'plan "b s@tp" "b s" b=8 s=8 --mesh "dp=4 tp=2" --dtype float33',
@@ -112,6 +120,23 @@ def test_a_chrome_trace_is_written(folder):
     assert called("trace 0.jsonl 1.jsonl --chrome out.json").exit_code == 0
     found = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     assert sum(event["name"] == "psum x" for event in found["traceEvents"]) == 6
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        'mesh "dp=2 tp=4" --rank 5',
+        'explain "b s@tp -> b s" b=8 s=16 --mesh "tp=2"',
+        'plan "b s@tp" "b s" b=8 s=16 --mesh "tp=2"',
+    ],
+)
+def test_pictures_and_pages_are_written_beside_the_text(folder, command):
+    done = called(f"{command} --svg out.svg --html out.html")
+    assert (done.exit_code, done.stdout) == (0, called(command).stdout)
+    assert ElementTree.parse(folder / "out.svg").getroot().tag.endswith("svg")
+    page = (folder / "out.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert "tp" in page
 
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
