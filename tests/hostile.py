@@ -729,6 +729,12 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "plan between meshes": Door(axes.plan, "b@dp d", "b@u d@v", (8, 24), source_mesh=algebra, target_mesh=axes.Mesh("u=4 v=2"), sized=True),
         "plan of shardings": Door(axes.plan, sharding, algebra.sharding("b d@tp"), (8, 8), dtype=torch.float32),
         "Plan.at": Door(lambda rank: str(plan.at(rank)), 3),
+        "explain": Door(axes.explain, "b@dp d@tp -> b d", (8, 8), mesh=algebra, dtype="float32", op="sum", kind=None, sizes=None, sized=True),
+        "explain of sizes": Door(axes.explain, "b@dp (h k) -> b", sizes={"b": 8, "h": 2, "k": 4}, mesh=algebra, op="max"),
+        "explain of a step": Door(lambda x, **k: axes.explain(lambda x: axes.reshard(x, "b d"), x, **k), x, mesh=None),
+        "show": Door(lambda what, *a, **k: str(axes.show(what, *a, **k)), sharding, (8, 12), rank=3),
+        "show a mesh": Door(lambda what, **k: axes.show(what, **k).svg(), algebra, rank=3),
+        "show a plan": Door(lambda what, width, height: axes.show(what).text(width, height), plan, 80, 24),
         "CostModel": Door(
             lambda **model: axes.plan("b@dp d@tp", "b d", (8, 8), mesh=algebra, cost_model=axes.CostModel(**model)).cost,
             latency_us=10.0,

@@ -89,7 +89,9 @@ class CostModel:
             )
 
     def time_us(self, traffic: Traffic) -> float:
-        """Microseconds for one step; nothing for a step that only takes a view."""
+        """Microseconds for one step; nothing for a step that only takes a view, no end to more than a float holds."""
+        if float_of(max(traffic.bytes_in, traffic.bytes_copied)) == math.inf:
+            return math.inf
         if traffic.group_size <= 1:
             return traffic.bytes_copied / self.memory_gbps / 1e3
         outside = traffic.bytes_in * (traffic.group_size - traffic.node_size) / (traffic.group_size - 1)

@@ -5,7 +5,6 @@ order. A spec lists, per dim, axes in any order. The two meet here: an axis that
 an earlier one of the mesh, or behind a factor that isn't split, becomes a strided shard.
 
 >>> from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import checked_mesh
 >>> mesh = Mesh("cp=2 tp=2")
 >>> placement_specs(mesh.sharding("s@(tp cp) d"))[0]
 PlacementSpec(dim=0, split_factor=2, op=None)

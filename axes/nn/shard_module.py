@@ -115,6 +115,9 @@ def shard_module(
             "activations map patterns of names to 'inputs -> outputs'", activations, "{'*.mlp': 'b d -> b d'}"
         )
     dry_run = checked_flag("dry_run", dry_run)
+    if not dry_run:
+        for each in meshes.values():
+            each._bound("axes.shard_module")
     entries = _entries(module, specs or {}, meshes, rules, given)
     hooks = []
     if activations:
@@ -144,18 +147,12 @@ def shard_module(
 def _meshes(mesh: Mesh | Mapping[str, Mesh] | None) -> dict[str, Mesh]:
     """The mesh of each pattern of names; one mesh is that of all names."""
     if not isinstance(mesh, Mapping):
-        return {_OTHERS: _usable(required_mesh(mesh, "axes.shard_module"))}
+        return {_OTHERS: required_mesh(mesh, "axes.shard_module")}
     if not mesh:
         raise ShardingError("axes.shard_module: mesh={} names no mesh; write a mesh, or {'*': mesh}")
     if not all(isinstance(pattern, str) for pattern in mesh):
         raise ShardingError(f"axes.shard_module: mesh maps patterns of names to meshes; found {brief(mesh)}")
-    return {pattern: _usable(checked_mesh(each)) for pattern, each in mesh.items()}
-
-
-def _usable(mesh: Mesh) -> Mesh:
-    """The mesh; `MeshError` where it isn't bound to the job of this process."""
-    mesh._bound("axes.shard_module")
-    return mesh
+    return {pattern: checked_mesh(each) for pattern, each in mesh.items()}
 
 
 def _entries(

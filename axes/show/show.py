@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.errors import MeshError, ShardingError, brief
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, checked_shape
+from axes.algebra.sizes import checked_rank, checked_shape, whole_number
 from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
 from axes.show.in_text import lines_of, plain
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 DRAWN = Room(width=96, height=32)
 """How much SVG and HTML show."""
 
+_NARROWEST = 20
+"""Columns of text at least."""
+
 
 class Picture:
     """What `axes.show` gives: text, SVG or HTML of one value.
@@ -48,8 +51,17 @@ class Picture:
         self._sheet = sheet
 
     def text(self, width: int = 80, height: int = 24) -> str:
-        """Plain ASCII text, of at most `width` columns, folded to about `height` lines where it can be."""
-        return plain(lines_of(self._sheet(Room(width, height)), width))
+        """Plain ASCII text, of at most `width` columns, folded to about `height` lines where it can be.
+
+        Raises `ShardingError` for a width below 20 and a height below 1.
+        """
+        columns, lines = whole_number(width), whole_number(height)
+        if columns is None or lines is None or columns < _NARROWEST or lines < 1:
+            raise ShardingError(
+                f"a picture's text has a width of {_NARROWEST} columns or more and a height of a line or more; found "
+                f"width={brief(width)}, height={brief(height)}"
+            )
+        return plain(lines_of(self._sheet(Room(columns, lines)), columns))
 
     def svg(self) -> str:
         """An SVG for light and dark, with its summary as text; without scripts, nothing comes from outside."""
