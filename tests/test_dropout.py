@@ -270,7 +270,7 @@ def test_tensors_and_specs_that_do_not_fit_are_refused():
             axes.nn.dropout(axes.from_local(WHOLE, "b s d | max@tp", mesh=mesh), 0.1)
         with pytest.raises(ShardingError, match="is of floats; found torch"):
             axes.nn.dropout(torch.arange(3), 0.1)
-        with pytest.raises(ShardingError, match="seed is a whole number; found"):
+        with pytest.raises(ShardingError, match="seed is a whole number of at most 64 bits; found"):
             axes.nn.dropout(torch.ones(3), 0.1, "s", seed=0.5)
     with pytest.raises(ShardingError, match="takes a tensor; found list"):
         axes.nn.dropout([1.0])

@@ -97,8 +97,9 @@ def dropout(
     check_dense(x, "axes.nn.dropout")
     if mesh is not None:
         checked_mesh(mesh)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
-        raise ShardingError(f"axes.nn.dropout: seed is a whole number; found {brief(seed)}")
+    is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    if seed is not None and not (is_whole and -(2**63) <= seed < 2**64):
+        raise ShardingError(f"axes.nn.dropout: seed is a whole number of at most 64 bits; found {brief(seed)}")
     if torch_private.transforms_are_on():
         (check_whole if isinstance(x, DTensor) else check_shards)("axes.nn.dropout", (x,))
     sharding, whole = _held(x, spec, mesh, written_sizes(keywords, sizes))

@@ -103,7 +103,7 @@ def rms_norm(
     """
     _check_floats("rms_norm", x)
     form = _form("rms_norm", spec, dims_to_work_over(over))
-    _checked_eps(eps)
+    checked_eps(eps)
     eps = torch.finfo(torch.float32 if x.dtype in _HALVES else x.dtype).eps if eps is None else eps
     local = functools.partial(_rms_norm, form, _wholes(form.places, x, sizes), eps)
     return _normed("rms_norm", local, form, (x, weight), mesh)
@@ -130,7 +130,7 @@ def layer_norm(
     """
     _check_floats("layer_norm", x)
     form = _form("layer_norm", spec, dims_to_work_over(over))
-    _checked_eps(eps)
+    checked_eps(eps)
     local = functools.partial(_layer_norm, form, _wholes(form.places, x, sizes), eps, weight is not None)
     return _normed("layer_norm", local, form, (x, weight, bias), mesh)
 
@@ -230,7 +230,8 @@ def dims_to_work_over(over: str | Sequence[str]) -> Axes:
     return tuple(names)
 
 
-def _checked_eps(eps: float | None) -> None:
+def checked_eps(eps: float | None) -> None:
+    """`ShardingError` for what is no number that is added to a variance."""
     # torch takes no larger integer. Of a float no bound is asked: a graph, where it is a symbol, would be made twice.
     fits = not isinstance(eps, int) or eps < 2**63
     if eps is not None and not (isinstance(eps, numbers.Real) and eps >= 0 and fits):

@@ -28,7 +28,7 @@ from axes.algebra.errors import ExpressionError, ShardingError, SizeError, brief
 from axes.algebra.grammar import Spec, parse_blocks, parse_spec, parse_tensor
 from axes.algebra.sizes import check_mapping, checked_flag, checked_size
 from axes.nn.annotations import annotate
-from axes.nn.functions import cross_entropy, dims_to_work_over, embedding, layer_norm, rms_norm
+from axes.nn.functions import checked_eps, cross_entropy, dims_to_work_over, embedding, layer_norm, rms_norm
 from axes.ops.einops_ops import rearrange, reduce
 from axes.ops.einsum import einsum
 
@@ -165,6 +165,7 @@ class RMSNorm(_Norm):
         **sizes: int,
     ):
         super().__init__(spec, over, sizes, device, dtype)
+        checked_eps(eps)
         self.eps = eps
         if not self.weight.is_meta:
             self.reset_parameters()
@@ -190,6 +191,7 @@ class LayerNorm(_Norm):
         **sizes: int,
     ):
         super().__init__(spec, over, sizes, device, dtype)
+        checked_eps(eps)
         self.eps = eps
         bias = checked_flag("LayerNorm: bias", bias)
         self.bias = _parameter(self.parameter, sizes, spec, device, dtype) if bias else None
