@@ -151,13 +151,14 @@ def reduce(
     """
     check_options(expression, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
-    if not isinstance(op, str) or op in REDUCTIONS or not is_einops(expression, mesh):
-        _check_op(op, x)
     if type(x) is list:
         x = _stacked("reduce", x, expression)
+    plainly = not isinstance(x, DTensor) and sizes is None and is_einops(expression, mesh)
+    if not plainly or not isinstance(op, str) or op in REDUCTIONS:
+        _check_op(op, x)
     if isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_einops(expression, mesh) and sizes is None:
+    elif plainly:
         check_no_blocks("reduce", expression)
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.reduce", x)

@@ -18,6 +18,7 @@ In compiled graphs nothing is compared: they hold the collectives alone.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -108,7 +109,7 @@ _OWN = 5
 def _traced(describe: Callable[..., Operation], subject: tuple[Any, ...]) -> Traced:
     """The collective that this is, found by all that tells it from others: of tensors that is shape and dtype."""
     known = trace.recorder().known
-    key = (describe, *[x if type(x) in _OTHERS else _told(x) for x in subject])
+    key = (describe, *[(x.shape, x.dtype) if _is_tensor(x.__class__) else x for x in subject])
     try:
         found = known.get(key)
     except TypeError:  # counts in a list
@@ -121,16 +122,10 @@ def _traced(describe: Callable[..., Operation], subject: tuple[Any, ...]) -> Tra
     return found
 
 
-_OTHERS: set[type] = set()
-"""Types that aren't tensors: to ask for a tensor takes long where it is none."""
-
-
-def _told(x: Any) -> Any:
-    """A part of a subject by what tells it from others."""
-    if isinstance(x, torch.Tensor):
-        return x.shape, x.dtype
-    _OTHERS.add(type(x))
-    return x
+@functools.lru_cache(maxsize=1024)
+def _is_tensor(kind: type) -> bool:
+    """Whether a type is one of tensors; remembered, since to ask takes long where it is none."""
+    return issubclass(kind, torch.Tensor)
 
 
 def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:

@@ -102,8 +102,20 @@ def user_frame() -> FrameType | None:
 _PASSED = {"axes", "torch", "einops", "contextlib", "functools"}
 """Packages whose lines aren't the user's."""
 
-passed_files: dict[str, bool] = {}
-"""Whether files are of these packages, as far as it is known."""
+_FILES = 65536
+"""So many files are remembered."""
+
+
+class _PassedFiles(dict[str, bool]):
+    """Whether files are of these packages, as far as it is known."""
+
+    def note(self, file: str, passed: bool) -> None:
+        """Remembers it, where there is room."""
+        if len(self) < _FILES:
+            self[file] = passed
+
+
+passed_files = _PassedFiles()
 
 
 def is_users(frame: FrameType) -> bool:
@@ -121,13 +133,9 @@ def _is_passed(frame: FrameType) -> bool:
     """Whether a frame isn't the user's, where `passed_files` doesn't know it."""
     module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
     passed = module.partition(".")[0] in _PASSED or file.startswith(("<frozen", "<eval_with_key"))
-    if not file.startswith("<") and len(passed_files) < _FILES:
-        passed_files[file] = passed
+    if not file.startswith("<"):
+        passed_files.note(file, passed)
     return passed
-
-
-_FILES = 65536
-"""So many files are remembered."""
 
 
 def user_place() -> str:

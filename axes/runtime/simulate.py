@@ -67,7 +67,8 @@ def _checked(world_size: object, rank: object) -> tuple[int, int]:
     assert size is not None
     assert seen_from is not None
     if not 1 <= size <= MOST:
-        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {brief(size)}")
+        asked = f"{size:,}" if abs(size) < 10**30 else brief(size)
+        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {asked}")
     if not 0 <= seen_from < size:
         raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, not {brief(seen_from)}")
     return size, seen_from

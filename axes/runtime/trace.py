@@ -38,7 +38,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
 from types import CodeType
@@ -119,7 +119,7 @@ class Recorder:
         self._ends: deque[tuple[Any, Any, Any, int]] = deque()
         self._numbers = self._used = self._start = 0
         try:
-            again = self.path in _written
+            again = self.path in _here.begun
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | (0 if again else os.O_TRUNC), 0o644)
             self._start = os.fstat(self._file).st_size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             self._used = os.fstat(self._file).st_size - self._start
@@ -127,7 +127,8 @@ class Recorder:
             self._room = len(self._window)
         except OSError as error:
             raise AxesError(f"the trace can't be written: {error}. It needs a file that can be mapped") from error
-        _written.add(self.path)
+        if not again:
+            _here.begun.append(self.path)
         self._clock = perf_counter_ns()
         self._put(_line(self._header()))
 
@@ -295,11 +296,20 @@ _EVENT_ON_STREAM = _EVENT_BEGINS + _GPU + _NULL + b"}\n"
 _END_AT = len(_NULL + b"}\n")
 _GPU_AT = len(_NULL + _GPU + _NULL + b"}\n")
 
-_open: dict[str, Recorder] = {}
-"""Recorders by the path that was asked for."""
 
-_written: set[Path] = set()
-"""Files that this process has begun: it goes on in them, and writes over those of a job before."""
+@dataclass
+class _OfProcess:
+    """What this process records.
+
+    open: recorders by the path that was asked for, until it isn't any more. begun: files that it has begun, the last
+    ones of many: it goes on in them, and writes over those of a job before.
+    """
+
+    open: dict[str, Recorder] = field(default_factory=dict)
+    begun: deque[Path] = field(default_factory=lambda: deque(maxlen=4096))
+
+
+_here = _OfProcess()
 
 
 def _line(said: dict[str, Any]) -> bytes:
@@ -357,9 +367,9 @@ def recorder() -> Recorder:
     ...
     event[0].end(event)
     """
-    found = _open.get(flags.trace)
+    found = _here.open.get(flags.trace)
     if found is None:
-        found = _open[flags.trace] = Recorder(path_for(flags.trace, _place_in_job()[0]))
+        found = _here.open[flags.trace] = Recorder(path_for(flags.trace, _place_in_job()[0]))
         # At the end of the program, and of a process that another has forked, which `atexit` doesn't serve.
         multiprocessing.util.Finalize(None, stop, (flags.trace,), exitpriority=0)
     return found
@@ -367,22 +377,22 @@ def recorder() -> Recorder:
 
 def stop(path: str) -> None:
     """Closes the file of a path that was asked for."""
-    if (found := _open.pop(path, None)) is not None:
+    if (found := _here.open.pop(path, None)) is not None:
         found.close()
 
 
 def forget_groups_of_traces() -> None:
     """Lets go of groups, which have been ended."""
-    for found in _open.values():
+    for found in _here.open.values():
         found.known.clear()
 
 
 def _forked() -> None:
     """In a process that was forked from one which writes a trace: that isn't its own, and it writes none."""
-    if _open:
-        for found in _open.values():
+    if _here.open:
+        for found in _here.open.values():
             found.leave()
-        _open.clear()
+        _here.open.clear()
         flags.say(flags.Said(flags.said().check, ""))
 
 

@@ -9,7 +9,7 @@
 
 Every command has `--json`: one object, whose `schema` is the version of its form. It exits with 0; with 1 and one line
 on stderr where what is asked can't be; with 2 where the command itself is wrong. `mesh`, `explain` and `plan` write
-pictures and pages with `--svg` and `--html`. Only `demo`, `explain` and pictures need torch.
+pictures and pages with `--svg` and `--html`. Only `demo` and `explain` need torch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, bytes_text
 from axes.algebra.redistribution import plan as plan_of
 from axes.show import timeline
+from axes.show.show import show
 
 P = ParamSpec("P")
 
@@ -95,8 +96,6 @@ def _write_pages(found: Any, svg: str | None, html: str | None) -> None:
 def _write_pictures(of: Mesh | Plan, svg: str | None, html: str | None) -> None:
     """The same of a mesh or a plan, by `axes.show`."""
     if svg is not None or html is not None:
-        from axes.show.show import show
-
         _write_pages(show(of), svg, html)
 
 

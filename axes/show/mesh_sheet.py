@@ -256,7 +256,7 @@ def _all_groups(mesh: Mesh, name: str, count: str, width: int) -> str:
     offsets = layout.offsets()
     longest = max(1, width - len(count) - 2)
 
-    @functools.cache
+    @functools.lru_cache(maxsize=4096)
     def group(number: int) -> str:
         start = firsts.offset(number)
         if isinstance(offsets, range):

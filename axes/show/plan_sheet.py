@@ -156,7 +156,7 @@ def _between(made: Plan, step: Step, ranks: Sequence[int], room: Room) -> Board:
         [rank for rank in ranks if end.universe.position(rank) is not None] for end in (step.source, step.target)
     )
 
-    @functools.cache
+    @functools.lru_cache(maxsize=4096)
     def came(rank: int) -> dict[int, int]:
         return {peer: _bytes(boxes, itemsize) for peer, boxes in arrivals(step, rank)}
 
