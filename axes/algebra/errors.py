@@ -141,10 +141,12 @@ def _written(value: object, write: Callable[[object], str]) -> str:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` where a known name is near, else the known names.
 
-    >>> suggestion("dpp", ["dp", "tp"])
-    "; did you mean 'dp'?"
+    >>> suggestion("dpp", ["dp", "tp"]), suggestion("x", {"s", "b"})
+    ("; did you mean 'dp'?", '; known: b, s')
     """
-    names, letters = list(known), sorted(name[:_LONGEST_NAME])
+    # The order of a set is another in each process, and a message is the same on all ranks.
+    names = sorted(known) if isinstance(known, set | frozenset) else list(known)
+    letters = sorted(name[:_LONGEST_NAME])
     swapped = [known for known in names[:1000] if len(known) == len(name) and sorted(known) == letters]
     near = swapped or difflib.get_close_matches(name[:_LONGEST_NAME], names[:1000], n=1, cutoff=0.6)
     if near:

@@ -111,12 +111,12 @@ def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[st
     return found.sized(shape)
 
 
-def _factors(spec: str) -> set[str]:
-    return {factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name}
+def _factors(spec: str) -> list[str]:
+    return [factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name]
 
 
 def _check_names(given: Mapping[str, int], *ends: End) -> None:
-    known = {name for end in ends if isinstance(end, str) for name in _factors(end)}
+    known = dict.fromkeys(name for end in ends if isinstance(end, str) for name in _factors(end))
     for name in given:
         if name not in known:
             raise SizeError(f"a size is given for {shortened(name)}, which isn't in the specs{suggestion(name, known)}")
