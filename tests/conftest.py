@@ -64,13 +64,19 @@ REST = 12
 
 
 def fit(pool: Pool | None, size: int) -> Pool:
-    """The pool without the many groups that its ranks have made; a fresh one where it is broken or can't let go."""
+    """The pool without the many groups that its ranks have made; a fresh one where it is broken or can't let go.
+
+    One that keeps half of the threads has to let go before every other test, which takes longer than the test.
+    """
+    crowded = pool is not None and pool.alive and most_threads(pool) >= THREADS
     rested(pool, THREADS)
-    if pool is not None and pool.alive and most_threads(pool) < THREADS:
+    if pool is not None and pool.alive and not (crowded and most_threads(pool) >= THREADS // 2):
         return pool
     if pool is not None:
         pool.close()
-    return Pool(size, timeout=LIMIT)
+    fresh = Pool(size, timeout=LIMIT)
+    fresh.run(gc.set_threshold, 10_000, 20, 20)  # what traces a graph makes many objects, and few cycles
+    return fresh
 
 
 def rested(pool: Pool | None, threads: int) -> None:
@@ -80,13 +86,16 @@ def rested(pool: Pool | None, threads: int) -> None:
 
 
 def without_groups() -> None:
-    """Ends all groups, and forgets what tests remember of them."""
+    """Ends all groups, those that torch made too, and forgets what tests remember of them."""
     destroy_process_groups()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
     for name in [name for name in sys.modules if name.startswith("tests.")]:
         for value in list(vars(sys.modules[name]).values()):
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()
     gc.collect()
+    gc.freeze()  # the next collection, of eight ranks, looks at what is made from now on
 
 
 def most_threads(pool: Pool) -> int:
@@ -164,17 +173,24 @@ def world() -> Callable[..., list[object]]:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Callable[..., list[object]]]:
-    """`world`, on ranks that stay: they have imported what a compiler needs. What they compiled is forgotten."""
+def warm_of_session() -> Iterator[dict[int, Pool]]:
     pools: dict[int, Pool] = {}
+    yield pools
+    for found in pools.values():
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def warm(warm_of_session: dict[int, Pool]) -> Iterator[Callable[..., list[object]]]:
+    """`world`, on ranks that stay: they have imported what a compiler needs. What they compiled is forgotten."""
 
     def run(fn: Callable[..., T], world_size: int, *args: object, timeout: float = LIMIT) -> list[T]:
-        found = pools[world_size] = fit(pools.get(world_size), world_size)
+        found = warm_of_session[world_size] = fit(warm_of_session.get(world_size), world_size)
         return found.run(forgetful, fn, *args, timeout=timeout)
 
     yield run
-    for found in pools.values():
-        found.close()
+    for found in warm_of_session.values():
+        rested(found, REST)
 
 
 def forgetful(fn: Callable[..., T], *args: object) -> T:
