@@ -149,7 +149,7 @@ def wrong_gradients(case: Case, factor: float) -> list[str]:
             if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
                 wrong.append(f"{text}: gradient {parameter.grad.placements}")
             tolerance = {torch.bfloat16: 1e-2}.get(whole.dtype, 1e-5)
-            found = whole_of(parameter.grad.detach())
+            found = whole_of(parameter.grad)
             if not torch.allclose(found.double(), whole.double() * factor, rtol=tolerance, atol=1e-6):
                 wrong.append(f"{text}: values")
     return wrong

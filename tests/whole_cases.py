@@ -507,6 +507,12 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
         raise AssertionError(f"{what} wrong numbers: {found.tolist()} for {expected.tolist()}"[:600])
 
 
+def held(x: torch.Tensor) -> torch.Tensor:
+    """The plain tensor of this rank. (`detach` of a DTensor is an operation, whose result torch has to work out.)"""
+    with torch.no_grad():
+        return x.to_local() if isinstance(x, DTensor) else x
+
+
 def check(
     x: torch.Tensor | None,
     value: torch.Tensor,
@@ -520,10 +526,9 @@ def check(
     if isinstance(x, DTensor):
         assert tuple(x.shape) == tuple(value.shape), f"{list(x.shape)} for {list(value.shape)}"
         assert x.dtype == value.dtype, f"{x.dtype} for {value.dtype}"
-        x = x.detach().to_local()
     if grid.here is None:
         return
-    same(x, part(value, grid, spec, seed, was), f"the shard of {list(value.shape)} by '{spec}':")
+    same(held(x), part(value, grid, spec, seed, was), f"the shard of {list(value.shape)} by '{spec}':")
 
 
 @contextlib.contextmanager
@@ -561,11 +566,11 @@ def owns(x: torch.Tensor | None) -> None:
     What was gathered from uneven parts may keep their padding: less than one row for each of the ranks.
     """
     assert x is not None, "there is no gradient"
-    local = x.detach().to_local() if isinstance(x, DTensor) else x
+    local = held(x)
     ranks = x.device_mesh.size() if isinstance(x, DTensor) else dist.get_world_size()
     room = [n + ranks - 1 if n == whole or x is local else n for n, whole in zip(local.shape, x.shape, strict=True)]
-    held, needed = local.untyped_storage().nbytes(), max(1, math.prod(room)) * local.itemsize
-    assert held <= needed, f"the gradient holds {held} bytes for {local.numel() * local.itemsize}"
+    owned, needed = local.untyped_storage().nbytes(), max(1, math.prod(room)) * local.itemsize
+    assert owned <= needed, f"the gradient holds {owned} bytes for {local.numel() * local.itemsize}"
 
 
 def whole_of(x: torch.Tensor) -> torch.Tensor:
@@ -612,18 +617,16 @@ def resolved(x: torch.Tensor, grid: Grid, spec: str, shape: Sequence[int]) -> to
     return value
 
 
-_groups: dict[tuple[int, ...], Any] = {}
+@functools.cache
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    return axes.init_mesh(f"all={len(ranks)}", ranks=ranks, device_type="cpu", timeout=TIMEOUT).axis("all").group
 
 
 def _gathered(x: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """What each position of a mesh holds; every rank of the mesh calls it."""
     ranks = tuple(sorted(_base + rank for rank in grid.ranks))
-    if ranks not in _groups:
-        _groups[ranks] = (
-            axes.init_mesh(f"all={len(ranks)}", ranks=ranks, device_type="cpu", timeout=TIMEOUT).axis("all").group
-        )
     found: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(found, x, group=_groups[ranks])
+    dist.all_gather_object(found, x, group=_group(ranks))
     return [found[ranks.index(_base + rank)] for rank in grid.ranks]
 
 
