@@ -309,5 +309,5 @@ def compiled() -> None:
                 torch.testing.assert_close(*(torch.autograd.grad((z**2).sum(), x) for z in (y, wanted)))
 
 
-def test_it_compiles_whole_for_constant_sizes_and_broken_for_those_of_a_tensor(world):
-    world(compiled, 2, timeout=240)
+def test_it_compiles_whole_for_constant_sizes_and_broken_for_those_of_a_tensor(warm):
+    warm(compiled, 2, timeout=240)

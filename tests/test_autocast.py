@@ -294,7 +294,7 @@ def product_under_autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def check_compiled() -> None:
-    with mesh():
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
         x, w = drawn((4, 6), F32, 0), drawn((6, 8), F32, 1)
         for function, outside in ((product, True), (product, False), (product_under_autocast, False)):
             torch._dynamo.reset()
@@ -321,5 +321,5 @@ def autocast(enabled: bool) -> Iterator[None]:
         yield
 
 
-def test_compiled_functions_follow_autocast_inside_and_outside(pool):
-    pool.run(check_compiled)
+def test_compiled_functions_follow_autocast_inside_and_outside(warm):
+    warm(check_compiled, 4, timeout=120)

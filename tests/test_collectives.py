@@ -441,8 +441,8 @@ def compiled() -> None:
         assert counter.frame_count == 1
 
 
-def test_they_compile_into_one_graph_without_recompiling_for_other_sizes(world):
-    world(compiled, 2, timeout=120)
+def test_they_compile_into_one_graph_without_recompiling_for_other_sizes(warm):
+    warm(compiled, 2, timeout=120)
 
 
 def graphs(rank: int) -> list[list[str]]:

@@ -275,8 +275,8 @@ def compiled() -> tuple[list[str], int]:
         return wrong, counted.frame_count
 
 
-def test_in_a_graph_tensors_cross_as_in_eager_mode(world):
-    for wrong, graphs in world(compiled, 4, timeout=240):
+def test_in_a_graph_tensors_cross_as_in_eager_mode(warm):
+    for wrong, graphs in warm(compiled, 4, timeout=240):
         assert wrong == []
         assert graphs == 1
 
@@ -305,8 +305,8 @@ def refused_in_a_graph() -> list[str]:
     return found
 
 
-def test_mistakes_say_in_a_graph_what_they_say_in_eager_mode(world):
-    for leave, enter, spec, grad, pending in world(refused_in_a_graph, 2, timeout=120):
+def test_mistakes_say_in_a_graph_what_they_say_in_eager_mode(warm):
+    for leave, enter, spec, grad, pending in warm(refused_in_a_graph, 2, timeout=120):
         assert "axes.to_local: the tensor needs a gradient and is replicated over" in leave
         assert "axes.from_local: the tensor needs a gradient and is replicated over" in enter
         assert "isn't sharded as the spec says" in spec

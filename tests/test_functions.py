@@ -469,8 +469,8 @@ def compiled() -> None:
     assert counter.frame_count == 1
 
 
-def test_they_compile_into_one_graph(world):
-    world(compiled, 2, timeout=120)
+def test_they_compile_into_one_graph(warm):
+    warm(compiled, 2, timeout=120)
 
 
 # out of range

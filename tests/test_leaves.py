@@ -132,8 +132,8 @@ def pending_in_a_graph() -> list[tuple[str, str]]:
     return found
 
 
-def test_a_pending_gradient_is_left_to_the_caller_of_a_graph(world):
-    for found in world(pending_in_a_graph, 4, timeout=240):
+def test_a_pending_gradient_is_left_to_the_caller_of_a_graph(warm):
+    for found in warm(pending_in_a_graph, 4, timeout=240):
         assert found == [("_ _@tp", "_ _@tp | sum@dp")] * 2 + [("_ _@tp", "_@dp _@tp")] * 2
 
 

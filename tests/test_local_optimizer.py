@@ -84,6 +84,13 @@ def whole_of(x: Any) -> Any:
     return axes.unshard(x.detach()) if isinstance(x, DTensor) else x
 
 
+def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """What this rank holds of a whole tensor that is sharded as another tensor is. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return whole
+    return local_of(axes.shard(whole, axes.spec_of(like), mesh=axes.sharding_of(like).mesh))
+
+
 def pair(
     mesh: axes.Mesh, seed: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -138,8 +145,8 @@ def differing(
     """Parameters and state that aren't the same, or not sharded as the parameter."""
     wrong = []
     for i, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
-        if not equal(whole.detach(), whole_of(shard).detach(), loose):
-            wrong.append(f"parameter {i}: off by {(whole - whole_of(shard)).abs().max()}")
+        if whole.shape != shard.shape or not equal(part_of(whole.detach(), shard), local_part(shard).detach(), loose):
+            wrong.append(f"parameter {i}: {local_part(shard)} for {part_of(whole.detach(), shard)}")
         theirs, ours = ordinary.state.get(whole, {}), local.state.get(shard, {})
         if list(theirs) != list(ours):
             wrong.append(f"parameter {i}: {list(theirs)} {list(ours)}")
@@ -150,7 +157,7 @@ def differing(
                 if value != found:
                     wrong.append(f"parameter {i}: state {key}")
                 continue
-            if not equal(value, whole_of(found), loose):
+            if value.shape != found.shape or not equal(part_of(value, found), local_part(found), loose):
                 wrong.append(f"parameter {i}: state {key}")
             of_elements = key not in ("step", "mu", "eta", "mu_product") and isinstance(shard, DTensor)
             if isinstance(found, DTensor) != of_elements or (of_elements and found.placements != shard.placements):

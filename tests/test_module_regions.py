@@ -278,8 +278,8 @@ def graphs_of_layers() -> int:
 @pytest.mark.skipif(
     not torch_private.DEVICE_MESHES_ARE_INPUTS, reason="torch before 2.13 runs torch.nn's own layers uncompiled there"
 )
-def test_compiled_layers_that_are_alike_share_a_graph(world):
-    assert world(graphs_of_layers, 2, timeout=120) == [2, 2]  # the first layer's input needs no gradient
+def test_compiled_layers_that_are_alike_share_a_graph(warm):
+    assert warm(graphs_of_layers, 2, timeout=120) == [2, 2]  # the first layer's input needs no gradient
 
 
 def compiled_inside(checkpointed: bool) -> list[str]:
@@ -298,11 +298,11 @@ def compiled_inside(checkpointed: bool) -> list[str]:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("job", ["fully_shard", "alone"])
-def test_modules_inside_a_region_can_be_compiled(world, job, checkpointed):
+def test_modules_inside_a_region_can_be_compiled(warm, job, checkpointed):
     if job == "alone":
-        assert world(compiled_inside, 2, checkpointed, timeout=240) == [[]] * 2
+        assert warm(compiled_inside, 2, checkpointed, timeout=240) == [[]] * 2
     else:
-        assert world(under_fsdp, 2, 2, checkpointed, True, timeout=240) == [[]] * 2
+        assert warm(under_fsdp, 2, 2, checkpointed, True, timeout=240) == [[]] * 2
 
 
 def on_plain() -> list[str]:

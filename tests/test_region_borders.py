@@ -500,8 +500,8 @@ def compiled() -> list[str]:
         return found
 
 
-def test_a_compiled_region_has_the_same_border(world):
-    for found in world(compiled, 2, timeout=180):
+def test_a_compiled_region_has_the_same_border(warm):
+    for found in warm(compiled, 2, timeout=180):
         assert len(found) == 4
         assert all("the function uses a tensor that needs a gradient" in text for text in found)
 

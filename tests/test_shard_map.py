@@ -658,5 +658,5 @@ def compiled() -> None:
     assert counter.frame_count == 1
 
 
-def test_a_region_compiles_into_the_graph_around_it(world):
-    world(compiled, 2, timeout=120)
+def test_a_region_compiles_into_the_graph_around_it(warm):
+    warm(compiled, 2, timeout=120)

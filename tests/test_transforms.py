@@ -499,5 +499,5 @@ def check_compiled() -> list[str]:
     return wrong
 
 
-def test_compiled_functions_are_right_or_refused(world):
-    assert world(check_compiled, 2) == [[]] * 2
+def test_compiled_functions_are_right_or_refused(warm):
+    assert warm(check_compiled, 2) == [[]] * 2

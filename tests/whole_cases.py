@@ -574,7 +574,8 @@ def owns(x: torch.Tensor | None) -> None:
 
 
 def whole_of(x: torch.Tensor) -> torch.Tensor:
-    return axes.unshard(x.detach())
+    with torch.no_grad():
+        return axes.unshard(x)
 
 
 def fails(change: Callable[[], object]) -> bool:
