@@ -558,12 +558,12 @@ def _slice(task: Task) -> Run:
 
 
 def _all_reduce(step: Step, link: Link, owned: bool) -> Run:
-    op, reduce, divide = step.op or "sum", link.all_reduce, _divided(step.divisor)
-    return lambda x: divide(reduce(x, op, owned))
+    op, reduce = step.op or "sum", link.all_reduce
+    return _divided(lambda x: reduce(x, op, owned), step.divisor)
 
 
-def _divided(divisor: int) -> Run:
-    return (lambda x: x) if divisor == 1 else (lambda x: x.div_(divisor))
+def _divided(run: Run, divisor: int) -> Run:
+    return run if divisor == 1 else lambda x: run(x).div_(divisor)
 
 
 def _all_gather(task: Task, link: Link) -> Run:
@@ -586,12 +586,12 @@ def _all_gather(task: Task, link: Link) -> Run:
 
 def _reduce_scatter(task: Task, link: Link) -> Run:
     step, shape, padded = task.step, task.shape, task.padded
-    op, divide, scatter = step.op or "sum", _divided(step.divisor), link.reduce_scatter
+    op, scatter = step.op or "sum", link.reduce_scatter
     pack = packer(task.at_sizes(task.unit.padded_sends).places, task.tile, task.unit.size * padded)
     count = math.prod(shape)
     if count == padded:
-        return lambda x: divide(scatter(pack(x), op, shape))
-    return lambda x: divide(scatter(pack(x), op, (padded,))[:count].view(shape))
+        return _divided(lambda x: scatter(pack(x), op, shape), step.divisor)
+    return _divided(lambda x: scatter(pack(x), op, (padded,))[:count].view(shape), step.divisor)
 
 
 WHOLE, STAGED = 16 * 2**20, 4 * 2**20

@@ -26,6 +26,10 @@ from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
 
 Run = Callable[[torch.Tensor], torch.Tensor]
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that aren't part of a graph that is being traced."""
+
+_STRIDED = torch.strided
 Push = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From a value, the result and the value's tangent to the result's tangent."""
 
@@ -97,14 +101,14 @@ def check_dense(x: torch.Tensor, function: str) -> None:
         raise ShardingError(f"{function} takes a tensor; found a lazy parameter that has no shape yet")
 
 
+def is_dense(x: object) -> bool:
+    """Whether `x` is a tensor of torch's own class that `check_dense` takes: at most calls there is nothing to ask."""
+    return type(x) in PLAIN and x.layout is _STRIDED and not x.is_nested and not x.is_quantized  # type: ignore[attr-defined]
+
+
 def as_plain(x: torch.Tensor) -> torch.Tensor:
     """`x` without a class of the user's that changes nothing below autograd; its results would take that class."""
-    kind = type(x)
-    if (
-        kind is torch.Tensor
-        or kind is torch.nn.Parameter
-        or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    ):
+    if type(x) in PLAIN or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return x
     return x.as_subclass(torch.Tensor)
 
