@@ -221,10 +221,7 @@ def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> to
 
     A DTensor has a version of its own: autograd wouldn't see that another one changed its memory.
     """
-    if program.idle:
-        return waited(local).clone()
-    found = run(program, local, async_op)
-    return found if program.plan.steps else found.clone()
+    return run(program, local, async_op) if program.plan.steps else waited(local).clone()
 
 
 def is_plain(local: torch.Tensor) -> bool:
@@ -525,7 +522,8 @@ class Move:
         """The move itself; `ShardingError` where this isn't the shape of this rank's tile of the source."""
         if tile != self.tile:
             raise ShardingError(
-                f"the tile of {list(self.shape)} on this rank is {list(self.tile)} by '{self.source}'; found {list(tile)}"
+                f"the tile of {list(self.shape)} on this rank is {list(self.tile)} by '{self.source}'; found "
+                f"{list(tile)}"
             )
         return self
 
