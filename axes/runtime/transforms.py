@@ -93,6 +93,8 @@ def check_whole(what: str, tensors: Iterable[Any]) -> None:
 
 def check_dense(x: torch.Tensor, function: str) -> None:
     """`ShardingError` for a tensor that isn't one block of numbers: sparse, nested or quantized."""
+    if is_dense(x):
+        return
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         kind = "a nested one" if x.is_nested else "a quantized one" if x.is_quantized else f"one of layout {x.layout}"
         hint = ". Write x.to_dense()" if x.layout is not torch.strided and not x.is_nested else ""
