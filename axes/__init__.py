@@ -16,6 +16,7 @@ algebra (`axes.Mesh`) needs no torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +137,7 @@ _FOLDERS = {"nn": "axes.nn"}
 __all__ = sorted([*_MODULE_OF, *_FOLDERS])
 
 _seam.provide(
-    runtime=lambda: importlib.import_module("axes.runtime.bridge"),
+    runtime=functools.lru_cache(maxsize=1)(lambda: importlib.import_module("axes.runtime.bridge")),
     pictures=lambda: importlib.import_module("axes.show.show"),
 )
 

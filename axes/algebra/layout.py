@@ -325,14 +325,13 @@ class NamedLayout:
     name: str
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NamedLayout) and self._key == other._key
+        if self is other or not isinstance(other, NamedLayout):
+            return self is other
+        modes = self.layout.modes
+        return modes == other.layout.modes and (modes != () or self.name == other.name)
 
     def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> Layout | str:
-        return self.layout if self.layout.modes else self.name
+        return hash(self.layout if self.layout.modes else self.name)
 
     @property
     def size(self) -> int:

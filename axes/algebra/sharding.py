@@ -187,6 +187,11 @@ class Sharding:
         position = self.mesh.universe.position(checked_rank("a rank", rank))
         return None if position is None else self._tile_at(checked_shape(shape), position)
 
+    def tiles(self, shape: Sequence[int], ranks: Iterable[int]) -> tuple[Tile | None, ...]:
+        """What each of these global ranks holds."""
+        extents, places = _extents(self, checked_shape(shape)), map(self.mesh.universe.position, ranks)
+        return tuple([None if at is None else tuple(map(_kept_runs, extents, self._cuts(at))) for at in places])
+
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
         return math.prod(largest_chunk(size, map(_size, layouts)) for _, size, layouts in self.slots(shape))

@@ -72,7 +72,7 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([4, -1]), whole_numbers((4, 1.0)), whole_numbers(4)
     ((4, -1), None, None)
     """
-    found = tuple_of(values)
+    found = values if type(values) is tuple else tuple_of(values)
     if found is None:
         return None
     if _PLAIN.issuperset(map(type, found)):
@@ -93,7 +93,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     (4, 8)
     """
     found = whole_numbers(shape)
-    if found is None or any(extent < 0 for extent in found):
+    if found is None or min(found, default=0) < 0:
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
     return found
 

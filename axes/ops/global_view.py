@@ -42,11 +42,11 @@ from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
-from axes.runtime.redistribute import PLAIN, Dtypes, both
+from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.transforms import check_whole
+from axes.runtime.transforms import PLAIN, check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
 Spec = Any
@@ -140,7 +140,7 @@ def check_options(text: object, mesh: Mesh | None, comm_dtype: Dtypes, async_op:
         checked_text(text)
     if type(grad) is not str or grad != "resolved":
         check_grad_of_leaves(grad)
-    if mesh is not None:
+    if mesh is not None and type(mesh) is not Mesh:
         checked_mesh(mesh)
     if comm_dtype is not None:
         both(comm_dtype)
@@ -264,7 +264,7 @@ def _global(extents: Extents, device_mesh: Any, comm_dtype: Dtypes, async_op: bo
 def _function(made: Global) -> Callable[..., DTensor]:
     op = made.recipe.op
     if made.recipe.kind != "reduce" or op in _LINEAR_OPS:
-        return _LinearRecipe.apply
+        return _apply_linear
     return _ExtremeRecipe.apply if op in ("max", "min") else _on_shards
 
 
@@ -293,6 +293,9 @@ class _LinearRecipe(torch.autograd.Function):
             given = ctx.made, needed, cotangent, operands
             return within(f"gradient of {made.kind}", made.text, _gradients, *given)
         return _gradients(ctx.made, needed, cotangent, operands)
+
+
+_apply_linear = torch_private.apply_of(_LinearRecipe)
 
 
 def _gradients(
@@ -349,7 +352,7 @@ def _pulled(made: Global, index: int, cotangent: DTensor, others: Sequence[DTens
 
 def _applied_back(back: Global, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
     if torch.is_grad_enabled():
-        return _LinearRecipe.apply(back, cotangent, *others)
+        return _apply_linear(back, cotangent, *others)
     return back.run((cotangent, *others), owned=False)  # nobody changes a gradient before a leaf has it
 
 
@@ -420,7 +423,7 @@ class _ExtremeRecipe(torch.autograd.Function):
         local = torch_private.local_of(x)
         reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
         count = spread.program.run(_counting(made).run(reached))
-        taken = _LinearRecipe.apply(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
+        taken = _apply_linear(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
         return None, _scaled(taken, reached / count)
 
 

@@ -19,7 +19,7 @@ from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, recipe
 from axes.algebra.flow.recipe import Op, Shape
 from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.scopes import required_mesh
 from axes.ops import autocast
 from axes.ops.extents import extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
@@ -27,17 +27,14 @@ from axes.runtime import flags, torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.places import within
-from axes.runtime.redistribute import PLAIN, Dtypes
+from axes.runtime.redistribute import Dtypes
 from axes.runtime.symbols import is_symbolic
-from axes.runtime.transforms import as_plain, check_dense, check_shards
+from axes.runtime.transforms import as_plain, check_dense, check_shards, is_dense
 
 Sizes = tuple[tuple[str, Any], ...]
 
 ALONE = Mesh("rank=1")
 """Where an expression is looked up that names no axis."""
-
-
-_PLAIN = frozenset(PLAIN)
 
 
 def apply_local(
@@ -51,20 +48,20 @@ def apply_local(
     async_op: bool = False,
     grad: str = "resolved",
 ) -> torch.Tensor:
-    """The operation on this rank's shards."""
+    """The operation on this rank's shards. The options are checked (`check_options`)."""
     if grad != "resolved":
         raise ShardingError(
             f"grad={grad!r} is about the leaves of DTensors; the gradient of a plain tensor is this rank's"
         )
     if torch_private.transforms_are_on():
         check_shards(f"axes.{kind}, '{text}',", operands)
-    mesh = (ambient_mesh() or _mesh_for(kind, text)) if mesh is None else checked_mesh(mesh)
+    mesh = (ambient_mesh() or _mesh_for(kind, text)) if mesh is None else mesh
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)
-    shapes = tuple([_shape(kind, x) for x in operands])
-    if not _PLAIN.issuperset(map(type, operands)):
-        operands = [as_plain(x) for x in operands]
+    if not all(map(is_dense, operands)):
+        operands = [_dense(kind, x) for x in operands]
+    shapes = tuple([x.shape for x in operands])
     make = _made_alone if mesh.binding is None else _made
     made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
     if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
@@ -121,11 +118,11 @@ def _run(made: BoundRecipe, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     return made.run(*operands)
 
 
-def _shape(kind: str, x: object) -> torch.Size:
+def _dense(kind: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"axes.{kind} with '@' takes a tensor; found {type(x).__name__}")
     check_dense(x, f"axes.{kind}")
-    return x.shape
+    return as_plain(x)
 
 
 def _mesh_for(kind: str, text: str) -> Mesh:

@@ -169,7 +169,7 @@ def redistribution(
         )
     moves = moves_of(source, target, shape, view, comm_dtype, source_same, target_same)
     if view == "local":
-        return lambda x: moves(x.dtype).checked(x, async_op)
+        return lambda x: moves(x.dtype).of_tile(x.shape).apply(x, async_op)
 
     def moved(x: torch.Tensor) -> torch.Tensor:
         # A DTensor's shard has the shape that it says; only a function of the caller's is differentiated on it.

@@ -123,7 +123,7 @@ def leave_together(
         spec = torch_private.spec_of(x)
         find = _leaving.__wrapped__ if is_symbolic(spec.shape) else _leaving
         leaving.append(find(spec, each))
-    return _Leave.apply(leaving, changes, *xs)
+    return _leave(leaving, changes, *xs)
 
 
 def enter_global(
@@ -144,7 +144,7 @@ def enter_global(
         return torch_private.dtensor(local, spec)
     if not torch.is_grad_enabled():
         return torch_private.dtensor(local.detach(), spec)
-    found = _Enter.apply(local, spec, _counted(spec, counted), changes)
+    found = _enter(local, spec, _counted(spec, counted), changes)
     if changes is not None:
         changes.watch(found, local)
     return found
@@ -396,7 +396,7 @@ def _left(leaving: _Leaving, gradient: torch.Tensor, changes: Changes | None) ->
     found, counted = leaving.gradient if is_own else leaving.gradient_of(gradient.dtype)
     scaled = (gradient * leaving.means if leaving.means > 1 else gradient).contiguous()
     if torch.is_grad_enabled():
-        return _Enter.apply(scaled, found, counted, changes)
+        return _enter(scaled, found, counted, changes)
     return torch_private.dtensor(scaled.detach(), found)
 
 
@@ -422,6 +422,9 @@ class _Enter(torch.autograd.Function):
         local = leave_global(moved, dual, ctx.changes)
         local = local if found.frame is None else found.frame.around(local)
         return local if found.share == 1 else local / found.share, None, None, None
+
+
+_leave, _enter = torch_private.apply_of(_Leave), torch_private.apply_of(_Enter)
 
 
 def _still_same(placements: Placements, counted: Placements, other: Placements) -> Placements | None:

@@ -5,13 +5,10 @@ It is imported when a mesh is first asked for what only a running job has.
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from axes.algebra.errors import MeshError
 from axes.algebra.placements import sharding_from as from_placements
 from axes.runtime.device_mesh import device_mesh, from_device_mesh
 from axes.runtime.groups import abort_groups as abort
-from axes.runtime.groups import create_groups
+from axes.runtime.groups import create_groups, current_world
 from axes.runtime.groups import group_of as group
 from axes.runtime.torch_placements import torch_placements as placements
 
@@ -29,6 +26,4 @@ __all__ = [
 
 def rank() -> int:
     """The global rank of this process; `MeshError` where `torch.distributed` isn't running."""
-    if dist.group.WORLD is None:
-        raise MeshError("torch.distributed isn't running (any more); axes.init_mesh(...) starts it")
-    return dist.get_rank()
+    return current_world().rank

@@ -27,6 +27,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,16 +40,14 @@ Shape = tuple[int, ...]
 Pack = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Elements `start..stop` of the tile's memory, in order."""
 
     start: int
     stop: int
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Boxes of one shape at regular distances: the buffer is the tile seen with these strides."""
 
     sizes: Shape
@@ -124,7 +123,10 @@ def arranged(parts: Sequence[Part]) -> Lattice | Boxes:
 
 def elements_of(box: Region) -> int:
     """Elements of a box."""
-    return math.prod([stop - start for start, stop in box])
+    found = 1
+    for start, stop in box:
+        found *= stop - start
+    return found
 
 
 def times(box: Region, multiples: Sequence[int]) -> Region:

@@ -74,7 +74,8 @@ class Program:
     group_of: the group of a step, None where this rank doesn't communicate in it; made at first use.
     device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
-    base, shape: of a program for a tensor of another shape than the plan's, cut as evenly, that for the plan's own.
+    base: a program of the same steps at another shape, which has what doesn't depend on sizes.
+    shape: of a tensor that the steps cut as evenly as one of the plan's shape, where it is for that one.
     """
 
     plan: Plan
@@ -93,11 +94,11 @@ class Program:
 
     def by(self, plan: Plan) -> Program:
         """The same by a plan with these steps at another shape."""
-        return Program(plan, self.dtype, self.group_of, self.device_type, self.comm_dtype)
+        return Program(plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self)
 
     @property
     def own(self) -> Program:
-        """The program for the plan's own shape, which has what doesn't depend on sizes."""
+        """The program which has what doesn't depend on sizes: groups, backend, in which steps this rank takes part."""
         return self.base or self
 
     @cached_property
@@ -106,9 +107,14 @@ class Program:
         return tuple(self.group_of(step) for step in self.plan.steps)
 
     @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The steps in which this rank takes part, by number."""
+        return tuple(at for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank))
+
+    @cached_property
     def units(self) -> tuple[Unit | None, ...]:
         """Each step on the smallest tensor that it cuts in the same way; None where this rank takes no part."""
-        return tuple(_unit(step) if step.takes_part(step.rank) else None for step in self.plan.steps)
+        return tuple(_unit(step) if at in self.parts else None for at, step in enumerate(self.plan.steps))
 
     @cached_property
     def backend(self) -> str:
@@ -168,8 +174,8 @@ class Program:
     @cached_property
     def lends(self) -> bool:
         """Whether what is sent last is the memory of the tile: until it has arrived nobody may change that."""
-        parts = [at for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank)]
-        sending = [at for at in parts if self.own.groups[at] is not None]
+        parts, groups = self.own.parts, self.own.groups
+        sending = [at for at in parts if groups[at] is not None]
         if not sending or sending[-1] != parts[0] or self.comm_dtype not in (None, self.dtype):
             return False
         task = task_of(self, parts[0], None)
@@ -233,9 +239,7 @@ def _compiled(program: Program, eager: bool, tile: Shape | None = None, recorded
     if steps and steps[0].source.universe.position(steps[0].rank) is None:
         # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
         stages.append(lambda x: x.new_empty(0))
-    for at, step in enumerate(steps):
-        if not step.takes_part(step.rank):
-            continue
+    for at in program.own.parts:
         if at in sending[:1] and program.comm_dtype not in (None, wire):
             wire, owned = program.comm_dtype or wire, True
             stages.append(_cast(wire))
@@ -370,8 +374,9 @@ def _side(boxed: Sequence[Boxed], shape: Shape, size: int, padded: int | None = 
         start = start if padded is None else peer * padded
         for box in boxes:
             parts.append((start, box))
-            start += elements_of(box)
-            counts[peer] += elements_of(box)
+            count = elements_of(box)
+            start += count
+            counts[peer] += count
     return Side(arranged(parts) if parts else Boxes(()), shape, counts)
 
 
@@ -452,8 +457,7 @@ def _boxed(transfers: Sequence[Transfer]) -> tuple[Boxed, ...]:
     return tuple((transfer.peer, transfer.regions) for transfer in transfers if transfer.regions)
 
 
-@dataclass(frozen=True, eq=False)
-class Task:
+class Task(NamedTuple):
     """A step as this rank carries it out: what it does at a `unit`, times `multiples`.
 
     `tile` and `shape` have one dim for each factor; `merged` is `shape` with the dims of the tensor. Numbers are
@@ -506,9 +510,9 @@ def _unit(step: Step) -> Unit:
 def task_of(program: Program, at: int, tile: Shape | None) -> Task:
     """A step on this rank, for the program's own sizes; or for a tile of sizes that vary."""
     step = program.plan.steps[at]
-    if tile is None and program.base is None:
+    if tile is None and not program.shape:
         return _task_at_own_sizes(step)
-    unit = program.own.units[at]
+    unit = (program.own if program.shape else program).units[at]
     assert unit is not None, "only what takes part is carried out"
     multiples = _multiples(step, unit, program.shape or step.shape, tile)
     before, after = tuple(map(operator.mul, unit.tile, multiples)), tuple(map(operator.mul, unit.shape, multiples))
@@ -558,12 +562,12 @@ def _slice(task: Task) -> Run:
 
 
 def _all_reduce(step: Step, link: Link, owned: bool) -> Run:
-    op, reduce, divide = step.op or "sum", link.all_reduce, _divided(step.divisor)
-    return lambda x: divide(reduce(x, op, owned))
+    op, reduce = step.op or "sum", link.all_reduce
+    return _divided(lambda x: reduce(x, op, owned), step.divisor)
 
 
-def _divided(divisor: int) -> Run:
-    return (lambda x: x) if divisor == 1 else (lambda x: x.div_(divisor))
+def _divided(run: Run, divisor: int) -> Run:
+    return run if divisor == 1 else lambda x: run(x).div_(divisor)
 
 
 def _all_gather(task: Task, link: Link) -> Run:
@@ -586,12 +590,12 @@ def _all_gather(task: Task, link: Link) -> Run:
 
 def _reduce_scatter(task: Task, link: Link) -> Run:
     step, shape, padded = task.step, task.shape, task.padded
-    op, divide, scatter = step.op or "sum", _divided(step.divisor), link.reduce_scatter
+    op, scatter = step.op or "sum", link.reduce_scatter
     pack = packer(task.at_sizes(task.unit.padded_sends).places, task.tile, task.unit.size * padded)
     count = math.prod(shape)
     if count == padded:
-        return lambda x: divide(scatter(pack(x), op, shape))
-    return lambda x: divide(scatter(pack(x), op, (padded,))[:count].view(shape))
+        return _divided(lambda x: scatter(pack(x), op, shape), step.divisor)
+    return _divided(lambda x: scatter(pack(x), op, (padded,))[:count].view(shape), step.divisor)
 
 
 WHOLE, STAGED = 16 * 2**20, 4 * 2**20

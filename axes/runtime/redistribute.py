@@ -49,7 +49,7 @@ from axes.algebra.planning.exchange import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
-from axes.runtime import flags
+from axes.runtime import flags, torch_private
 from axes.runtime.check import (
     Operation,
     compare_operation,
@@ -65,7 +65,7 @@ from axes.runtime.packing import slices_of
 from axes.runtime.places import announce
 from axes.runtime.programs import Program, check_dtypes, name_of, part_text
 from axes.runtime.symbols import is_symbolic, settled_sizes, stages_of
-from axes.runtime.transforms import check_one, has_tangent, with_tangent
+from axes.runtime.transforms import PLAIN, check_one, has_tangent, with_tangent
 
 Axes = tuple[NamedLayout, ...]
 Shape = tuple[int, ...]
@@ -102,7 +102,7 @@ def redistribute(
     shape, how = tuple(shape), (view, source_same, target_same, *both(comm_dtype))
     if is_symbolic(shape):
         return _move_of_symbols(source, target, shape, (local.dtype, *how), local.requires_grad).apply(local, async_op)
-    return _move(source, target, shape, local.dtype, *how).checked(local, async_op)
+    return _move(source, target, shape, local.dtype, *how).of_tile(local.shape).apply(local, async_op)
 
 
 def moves_of(
@@ -221,19 +221,12 @@ def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> to
 
     A DTensor has a version of its own: autograd wouldn't see that another one changed its memory.
     """
-    if program.idle:
-        return waited(local).clone()
-    found = run(program, local, async_op)
-    return found if program.plan.steps else found.clone()
+    return run(program, local, async_op) if program.plan.steps else waited(local).clone()
 
 
 def is_plain(local: torch.Tensor) -> bool:
     """Whether a tensor isn't part of a graph that is being traced."""
     return type(local) in PLAIN
-
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types of tensors that aren't part of a graph that is being traced."""
 
 
 # --- programs by what they do ---------------------------------------------------------------------
@@ -525,20 +518,20 @@ class Move:
         """Whether no maximum or minimum is resolved."""
         return not any(op in ("max", "min") for op in self.classes)
 
-    def checked(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
-        """`apply`, once it is clear that `x` is the source's tile."""
-        if x.shape != self.tile:
+    def of_tile(self, tile: Shape) -> Move:
+        """The move itself; `ShardingError` where this isn't the shape of this rank's tile of the source."""
+        if tile != self.tile:
             raise ShardingError(
                 f"the tile of {list(self.shape)} on this rank is {list(self.tile)} by '{self.source}'; found "
-                f"{list(x.shape)}"
+                f"{list(tile)}"
             )
-        return self.apply(x, async_op)
+        return self
 
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
         has_gradient = x.requires_grad and torch.is_grad_enabled()
         if not (has_gradient or has_tangent(x)):
-            return self.there(x, async_op)
+            return run(self.there.program, x, async_op)
         if self.idle if has_gradient else self.there.idle:
             return x
         if self.is_linear:
@@ -569,7 +562,7 @@ def _linear(x: torch.Tensor, made: Move, reverse: bool, async_op: bool = False) 
     """A move or its way back, differentiable, of `x` and of a tangent that it has."""
     if has_tangent(x):
         return with_tangent(lambda x: _linear(x, made, reverse, async_op), x)
-    return _Linear.apply(x, made, reverse, async_op)
+    return _apply_linear(x, made, reverse, async_op)
 
 
 class _Linear(torch.autograd.Function):
@@ -590,6 +583,9 @@ class _Linear(torch.autograd.Function):
         if here.idle and (ctx.made.idle or not g.requires_grad):
             return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
         return ctx.made.pull(g, ctx.reverse), None, None, None
+
+
+_apply_linear = torch_private.apply_of(_Linear)
 
 
 def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Route:
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
         if torch.is_grad_enabled() and x.requires_grad:
-            return x if self.stays else _Reshard.apply(x, self, async_op)
+            return x if self.stays else _apply(x, self, async_op)
         return x if self.stays else self.moved(x, async_op)
 
     def moved(self, x: DTensor, async_op: bool = False) -> DTensor:
@@ -220,6 +220,9 @@ class _Reshard(torch.autograd.Function):
         if cotangent is None:
             return None, None, None
         return ctx.there.back(cotangent), None, None
+
+
+_apply = torch_private.apply_of(_Reshard)
 
 
 def settled(x: DTensor) -> DTensor:

@@ -26,6 +26,10 @@ from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
 
 Run = Callable[[torch.Tensor], torch.Tensor]
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that aren't part of a graph that is being traced."""
+
+_STRIDED = torch.strided
 Push = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From a value, the result and the value's tangent to the result's tangent."""
 
@@ -89,6 +93,8 @@ def check_whole(what: str, tensors: Iterable[Any]) -> None:
 
 def check_dense(x: torch.Tensor, function: str) -> None:
     """`ShardingError` for a tensor that isn't one block of numbers: sparse, nested or quantized."""
+    if is_dense(x):
+        return
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         kind = "a nested one" if x.is_nested else "a quantized one" if x.is_quantized else f"one of layout {x.layout}"
         hint = ". Write x.to_dense()" if x.layout is not torch.strided and not x.is_nested else ""
@@ -97,14 +103,14 @@ def check_dense(x: torch.Tensor, function: str) -> None:
         raise ShardingError(f"{function} takes a tensor; found a lazy parameter that has no shape yet")
 
 
+def is_dense(x: object) -> bool:
+    """Whether `x` is a tensor of torch's own class that `check_dense` takes: at most calls there is nothing to ask."""
+    return type(x) in PLAIN and x.layout is _STRIDED and not x.is_nested and not x.is_quantized  # type: ignore[attr-defined]
+
+
 def as_plain(x: torch.Tensor) -> torch.Tensor:
     """`x` without a class of the user's that changes nothing below autograd; its results would take that class."""
-    kind = type(x)
-    if (
-        kind is torch.Tensor
-        or kind is torch.nn.Parameter
-        or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    ):
+    if type(x) in PLAIN or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return x
     return x.as_subclass(torch.Tensor)
 

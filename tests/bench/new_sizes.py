@@ -26,8 +26,13 @@ def once_each(
     sizes: Iterator[int],
     count: int = 300,
 ) -> Times:
-    """Medians in seconds of two calls that take turns, each on a tensor of another size."""
+    """Medians in seconds of two calls that take turns, each on a tensor of another size.
+
+    On one thread: a small product on several waits for theirs, where others use the cores, longer than all else takes.
+    """
     found: tuple[list[float], list[float]] = ([], [])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for number in range(count + 20):
         for call, times in zip(calls, found, strict=True):
             x = make(next(sizes))
@@ -35,6 +40,7 @@ def once_each(
             call(x)
             if number >= 20:
                 times.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
     return Times(*map(statistics.median, found))
 
 

@@ -309,8 +309,8 @@ def deal_of(
         layers = tuple(0 if at is None else resolved.coordinate(at) for at in positions)
     return Deal(
         ranks,
-        tuple(source.tile(shape, rank) for rank in ranks),
-        tuple(target.tile(shape, rank) for rank in ranks),
+        source.tiles(shape, ranks),
+        target.tiles(shape, ranks),
         layers,
         ranks_per_node,
     )
