@@ -16,6 +16,7 @@ from typing import NamedTuple
 from axes.algebra import grammar
 from axes.algebra.errors import ExpressionError, ShardingError, brief
 from axes.algebra.flow.blocks import Fused, read_blocks
+from axes.algebra.flow.reading import read
 from axes.algebra.grammar import Factor, Spec
 from axes.algebra.sizes import given_sizes, tuple_of
 
@@ -143,7 +144,7 @@ def layout_rule(key: object, value: object) -> LayoutRule:
 
 def _texts(names: object) -> list[str]:
     found = () if names is None else (names,) if isinstance(names, str) else tuple_of(names)
-    if found is None or not all(isinstance(name, str) for name in found):
+    if found is None or (names is not None and not found) or not all(isinstance(name, str) for name in found):
         raise ShardingError(
             "a layout rule is names: names, or names: (names, expression), like "
             f"('q', 'k'): ('qk', 'q d, k d -> (q + k) d'); found {brief(names)}"
@@ -167,7 +168,8 @@ def _check_expression(rule: LayoutRule, text: str) -> None:
             )
         for pattern, spec in zip(patterns, trees, strict=True):
             _check_spec(pattern, spec, text)
-    pairs_of(text)
+    for pair in pairs_of(text)[2]:
+        read("rearrange", pair.text, (len(grammar.parse_blocks(pair.text).operands[0].dims),))  # '...' may be one dim
 
 
 def _check_spec(pattern: NamePattern, spec: Spec, text: str) -> None:
@@ -189,7 +191,7 @@ def _check_spec(pattern: NamePattern, spec: Spec, text: str) -> None:
             raise ExpressionError(
                 f"'{pattern.text}' stands for one tensor with a dim '{name}': '{spec}' has no such dim of its own",
                 text,
-                text.index(str(spec).split(" ")[0]) if str(spec).split(" ")[0] in text else 0,
+                0,
                 len(text),
             )
 

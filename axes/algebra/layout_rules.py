@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, brief, shortened, suggestion
 from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, pairs_of, sizes_of_rule
-from axes.algebra.pieces import PieceDim, TensorPiece
+from axes.algebra.pieces import TensorPiece, same_dims
 from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
 
@@ -171,6 +171,12 @@ class LayoutRules:
         found._prepare()
         return found
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayoutRules) and (self.rules, self._given) == (other.rules, other._given)
+
+    def __hash__(self) -> int:
+        return hash((self.rules, tuple(sorted(self._given.items()))))
+
     def __repr__(self) -> str:
         return f"<LayoutRules: {'; '.join([str(rule) for rule in self.rules[:_LINES]])}>"
 
@@ -289,7 +295,7 @@ class LayoutRules:
                 name = next(name for name in sources if pattern.match(name))
                 lines.append(f"  {rule}: behind a wider one, {self.rules[self._taking(name)[0].rule]}")
             else:
-                known = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in sources)
+                known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sources)
                 wanted = rule.left[0].text
                 lines.append(f"  {rule}{suggestion(re.sub(r'{.*?}', '*', wanted), known)}")
         if idle:
@@ -315,8 +321,7 @@ def _checked_shape(name: str, shape: Sequence[int]) -> Shape:
 
 def _same(name: str, shape: Shape) -> TensorPiece:
     """A tensor that is the same on both sides."""
-    dims = [PieceDim(f"dim{at}", size, at, 1, at, 1) for at, size in enumerate(shape) if size != 1]
-    return TensorPiece(name, name, tuple(dims), (0,) * len(shape), (0,) * len(shape))
+    return TensorPiece(name, name, same_dims(shape), (0,) * len(shape), (0,) * len(shape))
 
 
 def _names_in(

@@ -202,3 +202,8 @@ def simplified(dims: Iterable[PieceDim]) -> tuple[PieceDim, ...]:
             found.pop()
         found.append(dim)
     return tuple(found)
+
+
+def same_dims(shape: tuple[int, ...]) -> tuple[PieceDim, ...]:
+    """The dims of a piece that is a whole tensor, the same on both sides."""
+    return tuple([PieceDim(f"dim{at}", size, at, 1, at, 1) for at, size in enumerate(shape) if size != 1])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from axes.algebra.flow.blocks import Fused, sizes_of_blocks
 from axes.algebra.flow.reading import Slot, is_name, read
 from axes.algebra.grammar import Spec
 from axes.algebra.layout_rule import BlockPair, Side, leaves_of, pairs_of
-from axes.algebra.pieces import PieceDim, simplified
+from axes.algebra.pieces import PieceDim, same_dims, simplified
 from axes.algebra.sizes import Product, solve
 
 Shape = tuple[int, ...]
@@ -207,6 +208,16 @@ def solved_pieces(
 
     shapes: of the left side, the numbers in names included as the dims that they are. given: sizes of names.
     """
+    shape, count = shapes[0], len(counters[1])
+    if set(re.split(r"[ ,]+", text)) == {"...", "->"} and len(set(shapes)) == 1:  # other names, and nothing to solve
+        whole, offset = same_dims(shape), (0,) * len(shape)
+        ends = [(pair.left.tensor, pair.right.tensor) for pair in pairs_of(text)[2]]
+        same = [PieceTemplate(left, right, whole, offset, offset, ()) for left, right in ends]
+        return SolvedRule((shape,) * count, ((),) * count, tuple(same))
+    if any(0 in shape for shape in shapes):
+        raise SizeError(
+            f"a tensor without elements has no sizes to tell; give it a rule without an expression\nin  {text}"
+        )
     bound = _bound(text, tuple(map(len, shapes)))
     sizes = _sizes(bound, shapes, dict(given))
     sources, targets = _placed(bound, 0, sizes), _placed(bound, 1, sizes)
