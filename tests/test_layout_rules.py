@@ -421,10 +421,23 @@ def test_a_rule_with_a_question_mark_may_be_about_no_tensor():
     assert LayoutRules({"head?": "output"}).inverse.applied({"output": (5,)}).targets == {"head": (5,)}
 
 
+def test_a_target_may_have_one_of_two_sources():
+    rules = LayoutRules({"b?": "x", "*.a?": "*.x", "c?": "x", "x": None})
+    for source in ("b", "c"):
+        shapes = {source: (3,), "x": (1,)}
+        change = rules.applied(shapes)
+        assert change.targets == {"x": (3,)}
+        assert rules.pieces_of("x", shapes) == ((3,), change.pieces["x"])
+    with pytest.raises(ShardingError, match="two tensors would be 'x': b and c"):
+        rules.applied({"b": (3,), "c": (3,), "x": (1,)})
+
+
 @pytest.mark.parametrize("name", ["1.qkv", "0.q", "nothing"])
 def test_a_target_that_the_table_does_not_make_is_refused(name):
     with pytest.raises(ShardingError, match=re.escape(f"make no '{name}' of these tensors")):
         LayoutRules(FUSE).pieces_of(name, QKV)
+    with pytest.raises(ShardingError, match="a name and a mapping to shapes"):
+        LayoutRules(FUSE).pieces_of(name, [name])
 
 
 # --- many ---------------------------------------------------------------------------------------------

@@ -53,6 +53,11 @@ class NamePattern:
                 )
         return tuple(found)
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What a name begins and ends with: most other names differ there."""
+        return self._parts[0], self._parts[-1]
+
     @functools.cached_property
     def stars(self) -> int:
         """How often `*` stands in it."""
@@ -66,8 +71,6 @@ class NamePattern:
 
     def match(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
         """What `*` stands for, and the numbers; None where it is another name."""
-        if not (name.startswith(self._parts[0]) and name.endswith(self._parts[-1])):
-            return None
         found = self._expression.fullmatch(name)
         if found is None:
             return None

@@ -151,16 +151,16 @@ class LayoutRules:
     @staticmethod
     def _index(
         sides: Sequence[tuple[NamePattern, ...]],
-    ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int, NamePattern]]]:
+    ) -> tuple[dict[str, list[tuple[int, int]]], list[tuple[int, int, NamePattern, str, str]]]:
         """Plain names with their rules, and patterns with theirs: a table may name 100,000 tensors one by one."""
-        plain: dict[str, tuple[int, int]] = {}
+        plain: dict[str, list[tuple[int, int]]] = {}
         patterns = []
         for rule, side in enumerate(sides):
             for slot, pattern in enumerate(side):
                 if pattern.stars or pattern.counters:
-                    patterns.append((rule, slot, pattern))
+                    patterns.append((rule, slot, pattern, *pattern.ends))
                 else:
-                    plain.setdefault(pattern.text, (rule, slot))
+                    plain.setdefault(pattern.text, []).append((rule, slot))
         return plain, patterns
 
     @property
@@ -218,6 +218,10 @@ class LayoutRules:
 
         Raises `ShardingError` where the table makes no such target of tensors of these names.
         """
+        if not isinstance(target, str) or not isinstance(shapes, Mapping):
+            raise ShardingError(
+                f"pieces_of takes a name and a mapping to shapes; found {brief(target)}, {brief(shapes)}"
+            )
         for rule, stars in self._making(target):
             taken: dict[int, dict[tuple[int, ...], str]] = {}
             for slot, pattern in enumerate(self.rules[rule].left):
@@ -245,15 +249,17 @@ class LayoutRules:
 
     def _matching(self, side: int, name: str) -> Iterator[tuple[_Instance, int, tuple[int, ...]]]:
         plain, patterns = self._sides[side]
-        rule, slot = plain.get(name, (len(self.rules), 0))
-        for other, there, pattern in patterns:
-            if other > rule:
-                yield _Instance(rule, ()), slot, ()
-                rule = len(self.rules)
+        waiting = list(plain.get(name, ()))
+        for rule, slot, pattern, first, last in patterns:
+            if not (name.endswith(last) and name.startswith(first)):
+                continue
+            while waiting and waiting[0][0] < rule:
+                before, there = waiting.pop(0)
+                yield _Instance(before, ()), there, ()
             found = pattern.match(name)
             if found is not None:
-                yield _Instance(other, found[0]), there, found[1]
-        if rule < len(self.rules):
+                yield _Instance(rule, found[0]), slot, found[1]
+        for rule, slot in waiting:
             yield _Instance(rule, ()), slot, ()
 
     def _taking(self, source: str) -> tuple[_Instance, int, tuple[int, ...]]:
@@ -275,7 +281,8 @@ class LayoutRules:
             if slot not in taken:
                 wanted = pattern.filled(instance.stars, dict.fromkeys(pattern.counters, 0))
                 there = next(iter(next(iter(taken.values())).values()))
-                near = suggestion(wanted, [name for name in itertools.islice(sources, 1000) if name != there])
+                used = {name for names in taken.values() for name in names.values()}
+                near = suggestion(wanted, [name for name in itertools.islice(sources, 1000) if name not in used])
                 raise ShardingError(f"the rule {rule}\ntakes {there} together with {wanted}, which isn't there{near}")
         shapes = tuple([_counted_shape(rule, slot, taken[slot], sources) for slot in range(len(rule.left))])
         try:
