@@ -253,8 +253,8 @@ def pairs_of(text: str) -> tuple[Side, Side, tuple[BlockPair, ...]]:
     names = [{leaf.name for leaf in leaves_of(spec)} for side in sides for spec in side]
     if "+" not in text and 1 in map(len, sides) and all(each == names[0] for each in names):
         left, right = ([str(spec) for spec in side] for side in sides)
-        ends = [(min(at, len(left) - 1), min(at, len(right) - 1)) for at in range(max(len(left), len(right)))]
-        pairs = [BlockPair(f"{left[one]} -> {right[other]}", BlockOf(one, 0), BlockOf(other, 0)) for one, other in ends]
+        joined = [(min(at, len(left) - 1), min(at, len(right) - 1)) for at in range(max(len(left), len(right)))]
+        pairs = [BlockPair(f"{left[one]} -> {right[other]}", BlockOf(one, 0), BlockOf(other, 0)) for one, other in joined]
         return tuple(left), tuple(right), tuple(pairs)
     expression = read_blocks(text)
     ends = [
@@ -265,5 +265,5 @@ def pairs_of(text: str) -> tuple[Side, Side, tuple[BlockPair, ...]]:
         ]
         for side in (expression.left, expression.right)
     ]
-    joined = [" -> ".join(pair) for pair in expression.pairs]
-    return expression.left, expression.right, tuple(map(BlockPair, joined, *ends))
+    texts = [" -> ".join(pair) for pair in expression.pairs]
+    return expression.left, expression.right, tuple(map(BlockPair, texts, *ends))

@@ -210,9 +210,9 @@ def solved_pieces(
     """
     shape, count = shapes[0], len(counters[1])
     if set(re.split(r"[ ,]+", text)) == {"...", "->"} and len(set(shapes)) == 1:  # other names, and nothing to solve
-        whole, offset = same_dims(shape), (0,) * len(shape)
+        dims, offset = same_dims(shape), (0,) * len(shape)
         ends = [(pair.left.tensor, pair.right.tensor) for pair in pairs_of(text)[2]]
-        same = [PieceTemplate(left, right, whole, offset, offset, ()) for left, right in ends]
+        same = [PieceTemplate(left, right, dims, offset, offset, ()) for left, right in ends]
         return SolvedRule((shape,) * count, ((),) * count, tuple(same))
     if any(0 in shape for shape in shapes):
         raise SizeError(
