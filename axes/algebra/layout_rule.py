@@ -253,9 +253,9 @@ def pairs_of(text: str) -> tuple[Side, Side, tuple[BlockPair, ...]]:
     names = [{leaf.name for leaf in leaves_of(spec)} for side in sides for spec in side]
     if "+" not in text and 1 in map(len, sides) and all(each == names[0] for each in names):
         left, right = ([str(spec) for spec in side] for side in sides)
-        joined = [(min(at, len(left) - 1), min(at, len(right) - 1)) for at in range(max(len(left), len(right)))]
-        pairs = [BlockPair(f"{left[one]} -> {right[other]}", BlockOf(one, 0), BlockOf(other, 0)) for one, other in joined]
-        return tuple(left), tuple(right), tuple(pairs)
+        joined = itertools.product(range(len(left)), range(len(right)))  # one of the two sides is one tensor
+        equal = [BlockPair(f"{left[i]} -> {right[j]}", BlockOf(i, 0), BlockOf(j, 0)) for i, j in joined]
+        return tuple(left), tuple(right), tuple(equal)
     expression = read_blocks(text)
     ends = [
         [
