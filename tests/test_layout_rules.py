@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from axes import ExpressionError, LayoutRules, ShardingError, SizeError
 from axes.algebra.chunks import count
-from axes.algebra.pieces import TensorPiece
+from axes.algebra.layout_pieces import LayoutPiece
 
 Arrays = dict[str, np.ndarray]
 
@@ -34,7 +34,7 @@ def steps(shape: tuple[int, ...]) -> list[int]:
 
 
 def copied(
-    pieces: Mapping[str, tuple[TensorPiece, ...]], shapes: Mapping[str, tuple[int, ...]], sources: Arrays
+    pieces: Mapping[str, tuple[LayoutPiece, ...]], shapes: Mapping[str, tuple[int, ...]], sources: Arrays
 ) -> Arrays:
     """The targets of pieces, each element written once."""
     found = {}

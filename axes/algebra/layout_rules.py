@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, brief, shortened, suggestion
+from axes.algebra.layout_pieces import LayoutPiece, same_dims
 from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, pairs_of, sizes_of_rule
-from axes.algebra.pieces import TensorPiece, same_dims
 from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
 
@@ -58,16 +58,16 @@ class LayoutChange:
 
     sources: Mapping[str, Shape]
     targets: Mapping[str, Shape]
-    pieces: Mapping[str, tuple[TensorPiece, ...]]
+    pieces: Mapping[str, tuple[LayoutPiece, ...]]
     unused: tuple[str, ...] = ()
-    equal: tuple[TensorPiece, ...] = ()
+    equal: tuple[LayoutPiece, ...] = ()
 
     @property
     def inverse(self) -> LayoutChange:
         """The way back, but for sources that nobody used."""
         unused = set(self.unused)
         made: _Made = {name: (shape, ()) for name, shape in self.sources.items() if name not in unused}
-        parts: dict[str, list[TensorPiece]] = {name: [] for name in made}
+        parts: dict[str, list[LayoutPiece]] = {name: [] for name in made}
         for piece in itertools.chain(*self.pieces.values(), self.equal):
             parts[piece.source].append(piece.inverse)
         return _change(self.targets, {name: (shape, tuple(parts[name])) for name, (shape, _) in made.items()}, ())
@@ -86,7 +86,7 @@ class LayoutChange:
 
 def _change(sources: Mapping[str, Shape], made: _Made, unused: Iterable[str]) -> LayoutChange:
     """Of pieces that are the same elements of a target the first is read."""
-    pieces, equal = {}, list[TensorPiece]()
+    pieces, equal = {}, list[LayoutPiece]()
     for name, (_, parts) in made.items():
         pieces[name], others = _distinct(parts)
         equal.extend(others)
@@ -95,8 +95,8 @@ def _change(sources: Mapping[str, Shape], made: _Made, unused: Iterable[str]) ->
     )
 
 
-def _distinct(parts: Sequence[TensorPiece]) -> tuple[tuple[TensorPiece, ...], list[TensorPiece]]:
-    first: dict[Shape, TensorPiece] = {}
+def _distinct(parts: Sequence[LayoutPiece]) -> tuple[tuple[LayoutPiece, ...], list[LayoutPiece]]:
+    first: dict[Shape, LayoutPiece] = {}
     others = [piece for piece in parts if first.setdefault(piece.target_offset, piece) is not piece]
     return tuple(first.values()), others
 
@@ -213,7 +213,7 @@ class LayoutRules:
                 made[target] = shape, parts
         return _change(sources, made, unused)
 
-    def pieces_of(self, target: str, shapes: Mapping[str, Sequence[int]]) -> tuple[Shape, tuple[TensorPiece, ...]]:
+    def pieces_of(self, target: str, shapes: Mapping[str, Sequence[int]]) -> tuple[Shape, tuple[LayoutPiece, ...]]:
         """The shape of one target and its pieces, as `applied` gives them, without looking at the other tensors.
 
         Raises `ShardingError` where the table makes no such target of tensors of these names.
@@ -326,9 +326,9 @@ def _checked_shape(name: str, shape: Sequence[int]) -> Shape:
     return found
 
 
-def _same(name: str, shape: Shape) -> TensorPiece:
+def _same(name: str, shape: Shape) -> LayoutPiece:
     """A tensor that is the same on both sides."""
-    return TensorPiece(name, name, same_dims(shape), (0,) * len(shape), (0,) * len(shape))
+    return LayoutPiece(name, name, same_dims(shape), (0,) * len(shape), (0,) * len(shape))
 
 
 def _names_in(
@@ -367,13 +367,13 @@ def _counted_shape(
     return tuple(shape)
 
 
-_Made = dict[str, tuple[Shape, tuple[TensorPiece, ...]]]
+_Made = dict[str, tuple[Shape, tuple[LayoutPiece, ...]]]
 """Targets with their shapes and all pieces, those of tensors that are equal included."""
 
 
 def _expanded(rule: LayoutRule, stars: tuple[str, ...], taken: _Sources, solved: SolvedRule) -> _Made:
     """The targets of a rule by name."""
-    found: dict[str, tuple[Shape, list[TensorPiece]]] = {}
+    found: dict[str, tuple[Shape, list[LayoutPiece]]] = {}
     for pattern, shape, counts in zip(rule.right, solved.shapes, solved.numbers, strict=True):
         for numbers in itertools.product(*map(range, counts)):
             name = pattern.filled(stars, dict(zip(pattern.counters, numbers, strict=True)))
@@ -395,6 +395,6 @@ def _expanded(rule: LayoutRule, stars: tuple[str, ...], taken: _Sources, solved:
                         offset[step[0]] += number * step[1]
             source = taken[template.left][tuple([by_name[name] for name in left.counters])]
             target = right.filled(stars, by_name)
-            piece = TensorPiece(source, target, template.dims, tuple(source_offset), tuple(target_offset))
+            piece = LayoutPiece(source, target, template.dims, tuple(source_offset), tuple(target_offset))
             found[target][1].append(piece)
     return {name: (shape, tuple(pieces)) for name, (shape, pieces) in found.items()}

@@ -23,8 +23,8 @@ from axes.algebra.errors import SizeError
 from axes.algebra.flow.blocks import Fused, sizes_of_blocks
 from axes.algebra.flow.reading import Slot, is_name, read
 from axes.algebra.grammar import Spec
+from axes.algebra.layout_pieces import PieceDim, same_dims, simplified
 from axes.algebra.layout_rule import BlockPair, Side, leaves_of, pairs_of
-from axes.algebra.pieces import PieceDim, same_dims, simplified
 from axes.algebra.sizes import Product, solve
 
 Shape = tuple[int, ...]
@@ -130,7 +130,7 @@ def _sizes(bound: _Bound, shapes: tuple[Shape, ...], given: Mapping[str, int]) -
     """The size of every atom; `SizeError` where one doesn't follow."""
     products = [Product(names, (whole,), 1, f"{whole} in {bound.text}") for whole, names in bound.wholes.items()]
     asked: list[Product] = []
-    known, seen = dict(given), set()
+    known = dict(given)
     for pair, grouping, slots in zip(bound.pairs, bound.grouping[0], bound.slots[0], strict=True):
         rest = iter(slots)
         for dim, blocks in enumerate(grouping):
@@ -147,9 +147,7 @@ def _sizes(bound: _Bound, shapes: tuple[Shape, ...], given: Mapping[str, int]) -
         shape = shapes[pair.left.tensor]
         names = {str(leaf.name) for leaf in leaves_of(tensor.tree)}
         found, counts = sizes_of_blocks(tensor, bound.text, shape, {n: s for n, s in known.items() if n in names}, {})
-        if pair.left.tensor not in seen:
-            seen.add(pair.left.tensor)
-            known.update({name: size for name, size in found.items() if is_name(name)})
+        known.update({name: size for name, size in found.items() if is_name(name)})
         for is_block, slot in zip(itertools.chain(*grouping), slots, strict=True):
             if is_block:
                 asked.append(

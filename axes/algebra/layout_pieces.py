@@ -6,7 +6,7 @@ heads of a fused projection `(g (r k + k + k)) d`, with 2 key heads, 3 queries e
 >>> g = PieceDim("g", 2, source=0, source_stride=12, target=0, target_stride=20)
 >>> rows = PieceDim("r k", 12, source=0, source_stride=1, target=0, target_stride=1)
 >>> d = PieceDim("d", 5, source=1, source_stride=1, target=1, target_stride=1)
->>> q = TensorPiece("q", "qkv", (g, rows, d), (0, 0), (0, 0))
+>>> q = LayoutPiece("q", "qkv", (g, rows, d), (0, 0), (0, 0))
 >>> q.target_tile
 (((0, 12), (20, 32)), ((0, 5),))
 
@@ -21,9 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from axes.algebra.chunks import Runs, Tile, merged
-
-Box = tuple[tuple[int, int], ...]
-"""`(start, stop)` for each dim of a piece, or of a tensor."""
+from axes.algebra.planning.exchange import Region
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `as_strided` takes them."""
@@ -50,7 +48,7 @@ class PieceDim:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPiece:
+class LayoutPiece:
     """A part of a source that is a part of a target, element by element.
 
     source, target: the names of the tensors. dims: in the target's order.
@@ -69,10 +67,10 @@ class TensorPiece:
         return tuple([dim.size for dim in self.dims])
 
     @property
-    def inverse(self) -> TensorPiece:
+    def inverse(self) -> LayoutPiece:
         """The way back."""
         dims = sorted([dim.inverse for dim in self.dims], key=lambda dim: (dim.target, -dim.target_stride))
-        return TensorPiece(self.target, self.source, tuple(dims), self.target_offset, self.source_offset)
+        return LayoutPiece(self.target, self.source, tuple(dims), self.target_offset, self.source_offset)
 
     def source_view(self, strides: Sequence[int]) -> View:
         """The piece as a view of a whole source that has these strides."""
@@ -99,7 +97,7 @@ class TensorPiece:
         steps = [(dim.target, dim.size, dim.target_stride) for dim in self.dims]
         return tuple([_runs(steps, at, offset) for at, offset in enumerate(self.target_offset)])
 
-    def within(self, box: Box) -> TensorPiece:
+    def within(self, box: Region) -> LayoutPiece:
         """The part of the piece in a box of its own dims."""
         source, target = list(self.source_offset), list(self.target_offset)
         dims = []
@@ -107,22 +105,22 @@ class TensorPiece:
             source[dim.source] += start * dim.source_stride
             target[dim.target] += start * dim.target_stride
             dims.append(replace(dim, size=stop - start))
-        return TensorPiece(self.source, self.target, tuple(dims), tuple(source), tuple(target))
+        return LayoutPiece(self.source, self.target, tuple(dims), tuple(source), tuple(target))
 
-    def boxes_in_source(self, tile: Tile) -> Iterator[Box]:
+    def boxes_in_source(self, tile: Tile) -> Iterator[Region]:
         """The boxes of the piece whose elements a tile of the source holds; they don't overlap."""
         return _boxes([(d.source, d.size, d.source_stride) for d in self.dims], self.source_offset, tile)
 
-    def boxes_in_target(self, tile: Tile) -> Iterator[Box]:
+    def boxes_in_target(self, tile: Tile) -> Iterator[Region]:
         """The boxes of the piece whose elements a tile of the target holds; they don't overlap.
 
         >>> dims = PieceDim("h", 3, 0, 4, 0, 4), PieceDim("k", 4, 0, 1, 0, 1)
-        >>> list(TensorPiece("q", "qkv", dims, (0,), (100,)).boxes_in_target((((102, 109),),)))
+        >>> list(LayoutPiece("q", "qkv", dims, (0,), (100,)).boxes_in_target((((102, 109),),)))
         [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
         """
         return _boxes([(d.target, d.size, d.target_stride) for d in self.dims], self.target_offset, tile)
 
-    def with_boxes_of_source(self) -> Iterator[TensorPiece]:
+    def with_boxes_of_source(self) -> Iterator[LayoutPiece]:
         """The piece cut so that each part is one box of the source, as few as that takes: what a file is read by."""
         whole = [(0, dim.size) for dim in self.dims]
         cut = [index for index, dim in enumerate(self.dims) if not self._is_dense(dim)]
@@ -148,10 +146,10 @@ def _runs(steps: Iterable[tuple[int, int, int]], dim: int, offset: int) -> Runs:
     return tuple([(offset + start, offset + stop) for start, stop in found])
 
 
-def _boxes(steps: Sequence[tuple[int, int, int]], offset: tuple[int, ...], tile: Tile) -> Iterator[Box]:
+def _boxes(steps: Sequence[tuple[int, int, int]], offset: tuple[int, ...], tile: Tile) -> Iterator[Region]:
     """The boxes of the steps `(dim, size, stride)` in a tile."""
     order: list[int] = []
-    choices: list[list[Box]] = []
+    choices: list[list[Region]] = []
     for dim, (begin, runs) in enumerate(zip(offset, tile, strict=True)):
         own = sorted([at for at, step in enumerate(steps) if step[0] == dim], key=lambda at: -steps[at][2])
         order.extend(own)
@@ -162,7 +160,7 @@ def _boxes(steps: Sequence[tuple[int, int, int]], offset: tuple[int, ...], tile:
         yield tuple([found[at] for at in range(len(steps))])
 
 
-def _in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Box]:
+def _in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Region]:
     """The boxes of nested steps `(size, stride)`, the widest first, whose elements lie from `start` to `stop`."""
     if not steps:
         if start <= 0 < stop:
