@@ -177,7 +177,7 @@ def _check_expression(rule: LayoutRule, text: str) -> None:
 
 def _check_spec(pattern: NamePattern, spec: Spec, text: str) -> None:
     dots = False
-    for factor in leaves_of(spec):
+    for factor in factors_of_spec(spec):
         if factor.place is not None:
             raise ExpressionError("a layout rule is of whole tensors; write '@' in their specs", text, *factor.span)
     for dim in spec.dims:
@@ -199,7 +199,7 @@ def _check_spec(pattern: NamePattern, spec: Spec, text: str) -> None:
             )
 
 
-def leaves_of(spec: Spec) -> Iterator[Factor]:
+def factors_of_spec(spec: Spec) -> Iterator[Factor]:
     """The factors of a tensor, those of blocks in the place of these."""
     for factor in itertools.chain(*[dim.factors for dim in spec.dims]):
         yield from itertools.chain(*factor.blocks) if factor.blocks else (factor,)
@@ -216,7 +216,7 @@ def names_of_rule(text: str) -> dict[str, int | None]:
     if not text:
         return {}
     tree = grammar.parse_blocks(text)
-    leaves = [leaf for spec in (*tree.operands, *(tree.results or ())) for leaf in leaves_of(spec)]
+    leaves = [leaf for spec in (*tree.operands, *(tree.results or ())) for leaf in factors_of_spec(spec)]
     found: dict[str, int | None] = {}
     for leaf in leaves:
         if leaf.name not in (None, "..."):
@@ -250,7 +250,7 @@ def pairs_of(text: str) -> tuple[Side, Side, tuple[BlockPair, ...]]:
     """The tensors of both sides, and what becomes what. One may become several that are equal, and the reverse."""
     tree = grammar.parse_blocks(text)
     sides = tree.operands, tree.results or ()
-    names = [{leaf.name for leaf in leaves_of(spec)} for side in sides for spec in side]
+    names = [{leaf.name for leaf in factors_of_spec(spec)} for side in sides for spec in side]
     if "+" not in text and 1 in map(len, sides) and all(each == names[0] for each in names):
         left, right = ([str(spec) for spec in side] for side in sides)
         joined = itertools.product(range(len(left)), range(len(right)))  # one of the two sides is one tensor

@@ -24,7 +24,7 @@ from axes.algebra.flow.blocks import Fused, sizes_of_blocks
 from axes.algebra.flow.reading import Slot, is_name, read
 from axes.algebra.grammar import Spec
 from axes.algebra.layout_pieces import PieceDim, same_dims, simplified
-from axes.algebra.layout_rule import BlockPair, Side, leaves_of, pairs_of
+from axes.algebra.layout_rule import BlockPair, Side, factors_of_spec, pairs_of
 from axes.algebra.sizes import Product, solve
 
 Shape = tuple[int, ...]
@@ -74,7 +74,7 @@ def _grouping(tensor: Fused | str, ndim: int) -> list[list[bool]]:
     return [[bool(factor.blocks) for factor in dim.factors] for dim in grammar.without_dots(tensor.tree, ndim).dims]
 
 
-class _Placed(NamedTuple):
+class _AtomSteps(NamedTuple):
     """Where the atoms of a pair are in a tensor: `(dim, stride)` of each, and where the block begins."""
 
     steps: dict[str, tuple[int, int]]
@@ -82,7 +82,7 @@ class _Placed(NamedTuple):
     shape: Shape
 
 
-def _placed(bound: _Bound, side: int, sizes: Mapping[str, int]) -> list[_Placed]:
+def _placed(bound: _Bound, side: int, sizes: Mapping[str, int]) -> list[_AtomSteps]:
     """For each pair where its atoms are in the tensor of one side."""
     grouping, slots = bound.grouping[side], bound.slots[side]
     tensors = [(pair.left, pair.right)[side].tensor for pair in bound.pairs]
@@ -107,7 +107,7 @@ def _placed(bound: _Bound, side: int, sizes: Mapping[str, int]) -> list[_Placed]
 
 def _placed_dims(
     grouping: list[list[bool]], slots: tuple[Slot, ...], sizes: Mapping[str, int], before: int, total: int
-) -> _Placed:
+) -> _AtomSteps:
     """before, total: elements of the blocks before the pair's own, and of all."""
     steps: dict[str, tuple[int, int]] = {}
     offset, shape = [], []
@@ -123,7 +123,7 @@ def _placed_dims(
             begin, stride = (before * stride, total * stride) if is_block else (begin, step)
         offset.append(begin)
         shape.append(stride)
-    return _Placed(steps, tuple(offset), tuple(shape))
+    return _AtomSteps(steps, tuple(offset), tuple(shape))
 
 
 def _sizes(bound: _Bound, shapes: tuple[Shape, ...], given: Mapping[str, int]) -> dict[str, int]:
@@ -145,7 +145,7 @@ def _sizes(bound: _Bound, shapes: tuple[Shape, ...], given: Mapping[str, int]) -
         if not isinstance(tensor, Fused):
             continue
         shape = shapes[pair.left.tensor]
-        names = {str(leaf.name) for leaf in leaves_of(tensor.tree)}
+        names = {str(leaf.name) for leaf in factors_of_spec(tensor.tree)}
         found, counts = sizes_of_blocks(tensor, bound.text, shape, {n: s for n, s in known.items() if n in names}, {})
         known.update({name: size for name, size in found.items() if is_name(name)})
         for is_block, slot in zip(itertools.chain(*grouping), slots, strict=True):
@@ -250,7 +250,7 @@ def _without(values: Sequence[int], dims: Iterable[int]) -> Shape:
 
 
 def _template(
-    bound: _Bound, counters: Counters, at: int, source: _Placed, target: _Placed, sizes: Mapping[str, int]
+    bound: _Bound, counters: Counters, at: int, source: _AtomSteps, target: _AtomSteps, sizes: Mapping[str, int]
 ) -> PieceTemplate:
     pair = bound.pairs[at]
     here = counted_dims(counters[0][pair.left.tensor], bound.tensors[0][pair.left.tensor])
@@ -258,7 +258,7 @@ def _template(
     own = _without(range(len(source.shape)), here.values())
     theirs = _without(range(len(target.shape)), there.values())
 
-    def step(placed: _Placed, atom: str, kept: Shape) -> tuple[int, int]:
+    def step(placed: _AtomSteps, atom: str, kept: Shape) -> tuple[int, int]:
         dim, stride = placed.steps[atom]
         return kept.index(dim), stride
 
