@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axes import ExpressionError, LayoutRules, ShardingError, SizeError
+from axes import AxesError, ExpressionError, LayoutRules, ShardingError, SizeError
 from axes.algebra.chunks import count
 from axes.algebra.layout_pieces import LayoutPiece
 
@@ -403,6 +403,32 @@ def test_shapes_that_do_not_fit_a_table_are_refused_with_their_names(table, shap
 def test_a_table_that_cannot_be_is_refused(table, error, said):
     with pytest.raises(error, match=re.escape(said)):
         LayoutRules(table)
+
+
+NAMES = st.text("ab.*{}?", max_size=6) | st.sampled_from(["a", "a.{e}", "{e}.b", "*", "a.*", "a.0"])
+EXPRESSIONS = st.text("ab e12().+->@|,_=", max_size=14) | st.sampled_from(
+    ["a b -> b a", "e ... -> e ...", "a, b -> (a + b)"]
+)
+SIDES = NAMES | st.none() | st.lists(NAMES, max_size=3).map(tuple)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.dictionaries(SIDES, SIDES | st.tuples(NAMES, EXPRESSIONS) | st.tuples(NAMES, NAMES, EXPRESSIONS), max_size=3),
+    st.dictionaries(NAMES, st.lists(st.integers(0, 4), max_size=3), max_size=4),
+)
+def test_any_text_is_a_table_or_an_error_that_says_why(table, shapes):
+    try:
+        rules = LayoutRules(table)
+        change = rules.applied(shapes)
+    except AxesError:
+        return
+    sources = values({name: tuple(shape) for name, shape in shapes.items()})
+    there = copied(change.pieces, change.targets, sources)
+    back = copied(change.inverse.pieces, change.inverse.targets, there)
+    same(back, {name: x for name, x in sources.items() if name not in change.unused})
+    for name in there:
+        assert rules.pieces_of(name, shapes) == (change.targets[name], change.pieces[name])
 
 
 def test_a_size_of_no_name_and_two_sizes_of_one_are_refused():
