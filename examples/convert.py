@@ -5,7 +5,8 @@
     python examples/convert.py                       # a small Llama with random weights: there, back, and compared
 
 What goes where is said by the tables of weight_layouts.py. A shard of the target is in memory at a time, and of the
-source the boxes that it takes, which are read from the files where they lie.
+source the boxes that it takes, which are read from the files where they lie. Needs safetensors and rich:
+`pip install 'axes-torch[safetensors,show]'`.
 """
 
 from __future__ import annotations
