@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from axes.algebra.errors import ShardingError as ShardingError
     from axes.algebra.errors import SizeError as SizeError
     from axes.algebra.layout import Layout as Layout
+    from axes.algebra.layout_rules import LayoutRules as LayoutRules
     from axes.algebra.logical import Rules as Rules
     from axes.algebra.logical import use_rules as use_rules
     from axes.algebra.mesh import Axis as Axis
@@ -93,6 +94,7 @@ _HOME = {
     "axes.algebra.cost": ("CostModel",),
     "axes.algebra.errors": ("AxesError", "DesyncError", "ExpressionError", "MeshError", "ShardingError", "SizeError"),
     "axes.algebra.layout": ("Layout",),
+    "axes.algebra.layout_rules": ("LayoutRules",),
     "axes.algebra.logical": ("Rules", "use_rules"),
     "axes.algebra.mesh": ("Axis", "Mesh"),
     "axes.algebra.plan": ("Plan",),

@@ -122,6 +122,7 @@ NOT_OF_TENSORS = [
     "ExpressionError",
     "GroupOptions",
     "Layout",
+    "LayoutRules",
     "Mesh",
     "MeshError",
     "Plan",
