@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes import ExpressionError, Mesh, MeshError, ShardingError, SizeError
+from tests.hostile import Loud, raising
 
 
 def layer() -> nn.Module:
@@ -271,3 +272,11 @@ def test_a_message_is_short_and_can_be_printed(kind):
     assert text.endswith(" ends")
     assert len(str(kind("b" * 10**6))) == 2_000
     assert str(kind("ä: all of it")) == "ä: all of it"
+
+
+@pytest.mark.parametrize("made_of", [raising(method, Loud)() for method in ("__str__", "__repr__")] + [10**5000])
+def test_an_error_of_anything_can_be_written(made_of):
+    assert str(MeshError(made_of)) and repr(MeshError(made_of, made_of))
+    assert repr(MeshError("all of it")) == "MeshError('all of it')"
+    with pytest.raises(TypeError, match="^the message of an error is a string; found "):
+        ExpressionError(made_of, "b d")
