@@ -16,7 +16,6 @@ one number over the whole mesh tells all of them.
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any
 
