@@ -131,6 +131,8 @@ def mistaken(x: DTensor, text: str) -> str:
     return str(found.value)
 
 
+RESHARD = 7
+
 OPERATIONS: list[Callable[[int, DTensor, torch.Tensor], object]] = [
     lambda n, x, shard: axes.unshard(axes.shard(shard, f"a{n}@dp b{n}@tp")),
     lambda n, x, shard: axes.ones(f"a{n}@dp b{n}", sizes={f"a{n}": x.shape[0], f"b{n}": x.shape[1]}),
@@ -155,10 +157,13 @@ OPERATIONS: list[Callable[[int, DTensor, torch.Tensor], object]] = [
 """Operations of names that there were never before. torch's own of DTensors aren't among them: torch remembers those for
 ever (docs/limits.md)."""
 
+IN_TURN = [*OPERATIONS, OPERATIONS[RESHARD], OPERATIONS[RESHARD]]
+"""Resharding comes more often: what it remembers, 8,192 routes, is its own."""
+
 
 def ever_new(number: int) -> None:
     """One operation, of a shape that it never had: 2 to 634 rows and columns."""
-    operation, count = OPERATIONS[number % len(OPERATIONS)], number // len(OPERATIONS)
+    operation, count = IN_TURN[number % len(IN_TURN)], number // len(IN_TURN)
     shard = torch.ones(count % 317 + 1, count // 317 + 1)
     operation(number, axes.from_local(shard, "a@dp b@tp"), shard.clone())
 
