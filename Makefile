@@ -26,7 +26,8 @@ endif
 .DELETE_ON_ERROR:
 
 test: $(STAMP)
-	$(RUN) -m pytest -q -m "not exhaustive" -n 3 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -q -m "not exhaustive" -n 3 --dist loadfile --no-loadscope-reorder --junitxml $(VENV)/results.xml \
+		-o junit_suite_name="torch $$($(RUN) -c 'import torch; print(torch.__version__)')"
 
 test-exhaustive: $(STAMP)
 	$(RUN) -m pytest -q -m exhaustive -o faulthandler_timeout=1800

@@ -526,6 +526,9 @@ def described(value: Any) -> str:
     return text if len(text) < 300 else f"{text[:300]}... ({len(text)} characters)"
 
 
+SHOWN = 100_000
+"""Of a result with more numbers a part is compared."""
+
 ADDRESS = re.compile(r"0x[0-9a-f]+|\bj\d+\b")
 """What differs from one call to the next: where an object lies, and what a nested tensor calls its dims."""
 
@@ -541,6 +544,8 @@ def summary(value: Any, values: bool = True, depth: int = 0) -> Any:
         spec = axes.spec_of(value) if isinstance(value, DTensor) else ""
         local = value.detach()
         local = local.to_local() if isinstance(value, DTensor) else local
+        for dim in range(local.ndim):  # a view may show 256 bytes as terabytes
+            local = local if local.numel() <= SHOWN else local.narrow(dim, 0, 1)
         return (tuple(value.shape), str(value.dtype), spec, ADDRESS.sub("", repr(local.tolist())) if values else "")
     if isinstance(value, tuple | list) and depth < 4:
         return [summary(each, values, depth + 1) for each in value]

@@ -285,6 +285,14 @@ def test_a_timeout_is_a_positive_time(timeout):
         GroupOptions(timeout=timeout)
 
 
+@pytest.mark.parametrize("tensor", [torch.ones(2), torch.nn.UninitializedParameter()])
+def test_tensors_are_no_options_of_a_backend(tensor):
+    with pytest.raises(
+        MeshError, match=r"GroupOptions.pg_options is the options object of a backend, such as .*; found "
+    ):
+        GroupOptions(pg_options=tensor)
+
+
 def test_options_without_a_backend_object_pickle():
     options = GroupOptions("gloo", timeout=3)
     assert pickle.loads(pickle.dumps(options)) == options

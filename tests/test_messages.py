@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes import ExpressionError, Mesh, MeshError, ShardingError, SizeError
+from tests.hostile import Loud, raising
 
 
 def layer() -> nn.Module:
@@ -35,6 +36,36 @@ MESH = "a mesh is an axes mesh, made by axes.init_mesh; found int: 3"
 UNKNOWN = "the mesh has no axis 'tpp'; did you mean 'tp'?"
 
 MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] = {
+    "operands on two devices": (
+        lambda mesh: axes.einsum(plain(4, 4), plain(4, 4).to("meta"), "b d@tp, d@tp f -> b f"),
+        ShardingError,
+        "the operands of einsum lie on one device; found cpu, meta. Write x.to(device)",
+    ),
+    "a dtype that is a long number": (
+        lambda mesh: axes.explain("b d -> b", (8, 8), mesh=mesh, dtype=10**5000),
+        ShardingError,
+        "unknown dtype 'int too long to show'; known: bool, int8",
+    ),
+    "lazy parameters in a list": (
+        lambda mesh: axes.rearrange([nn.UninitializedParameter()] * 2, "n b d@tp -> n b d"),
+        ShardingError,
+        "axes.rearrange takes a tensor; found a lazy parameter that has no shape yet",
+    ),
+    "a layout of long numbers": (
+        lambda mesh: axes.Layout([10**5000, 1], [1, 1]),
+        MeshError,
+        "sizes and strides of a layout have 63 bits; found ",
+    ),
+    "a tensor as a dim to work over": (
+        lambda mesh: axes.nn.RMSNorm("b d", over=plain(8).as_subclass(nn.Buffer), d=8),
+        ShardingError,
+        "over names dims, like 'd' or 'h d'; found Buffer(",
+    ),
+    "a scale that float32 doesn't have": (
+        lambda mesh: axes.nn.GradScaler(device="cpu", init_scale=1e300, mesh=mesh),
+        ShardingError,
+        "axes.nn.GradScaler: init_scale is a number between 0.0 and 3.4028234663852886e+38; found 1e+300",
+    ),
     "names of weights as a list": (
         lambda mesh: axes.nn.load_safetensors(layer(), "weights", names=["a"]),
         ShardingError,
@@ -271,3 +302,14 @@ def test_a_message_is_short_and_can_be_printed(kind):
     assert text.endswith(" ends")
     assert len(str(kind("b" * 10**6))) == 2_000
     assert str(kind("ä: all of it")) == "ä: all of it"
+
+
+@pytest.mark.parametrize(
+    "made_of", [raising("__str__", Loud)(), raising("__repr__", Loud)(), 10**5000], ids=["str", "repr", "digits"]
+)
+def test_an_error_of_anything_can_be_written(made_of):
+    assert str(MeshError(made_of))
+    assert repr(MeshError(made_of, made_of))
+    assert repr(MeshError("all of it")) == "MeshError('all of it')"
+    with pytest.raises(TypeError, match=r"^the message of an error is a string; found "):
+        ExpressionError(made_of, "b d")

@@ -23,7 +23,10 @@ class AxesError(Exception):
     """
 
     def __str__(self) -> str:
-        return _fitting(super().__str__())
+        return _fitting(_written(self, Exception.__str__))
+
+    def __repr__(self) -> str:
+        return _fitting(_written(self, Exception.__repr__))
 
 
 class SizeError(AxesError):
@@ -49,8 +52,9 @@ class ExpressionError(AxesError):
     """
 
     def __init__(self, message: str, text: str = "", start: int = 0, stop: int | None = None):
-        if not isinstance(text, str):
-            raise TypeError(f"the text of an error is a string; found {type(text).__name__}")
+        for what, value in (("message", message), ("text", text)):
+            if not isinstance(value, str):
+                raise TypeError(f"the {what} of an error is a string; found {type(value).__name__}")
         if not isinstance(start, int) or not isinstance(stop, int | None):
             raise TypeError("start and stop of an error are whole numbers")
         self.message, self.text = message, text

@@ -35,13 +35,16 @@ Mode = tuple[int, int]
 """`(size, stride)`."""
 
 
+_MOST_BITS = 63
+
+
 class Layout:
     """An ordered tuple of digits `(size, stride)`, slowest first, in canonical form.
 
     Canonical: no digit of size 1, neighbours merged where the left one continues the right one.
     Equal layouts compare and hash equal. A layout without digits has size 1.
 
-    Raises `MeshError` where sizes or strides aren't positive or the digits overlap.
+    Raises `MeshError` where sizes or strides aren't positive, have more than 63 bits, or the digits overlap.
     """
 
     __slots__ = ("_hash", "modes", "size")
@@ -58,7 +61,9 @@ class Layout:
             raise MeshError(f"a layout has as many strides as sizes; found {brief(one)} and {brief(two)}")
         modes = tuple(zip(one, two, strict=True))
         if any(size < 1 or stride < 1 for size, stride in modes):
-            raise MeshError(f"sizes and strides of a layout are at least 1; found {_text(modes)}")
+            raise MeshError(f"sizes and strides of a layout are at least 1; found {brief(one)} and {brief(two)}")
+        if any(size.bit_length() > _MOST_BITS or stride.bit_length() > _MOST_BITS for size, stride in modes):
+            raise MeshError(f"sizes and strides of a layout have 63 bits; found {brief(one)} and {brief(two)}")
         merged = _merged(modes)
         for (size, stride), (_, above) in pairwise(sorted(merged, key=_stride)):
             if above % (size * stride):

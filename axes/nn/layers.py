@@ -133,9 +133,9 @@ class _Norm(torch.nn.Module):
 
     def __init__(self, spec: str, over: str | Sequence[str], sizes: dict[str, int], device: Any, dtype: Any):
         super().__init__()
-        self.spec, self.over, self.sizes = spec, over, sizes
         names = dims_to_work_over(over)
         dims = [dim for dim in parse_spec(spec).dims if _names(Spec((dim,))) & set(names)]
+        self.spec, self.over, self.sizes = spec, over, sizes
         self.parameter = Spec(tuple(dims))
         self.weight = _parameter(self.parameter, sizes, spec, device, dtype)
         annotate(self, {"weight": _without_places(self.parameter, sizes)})

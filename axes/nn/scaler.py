@@ -16,7 +16,6 @@ one number over the whole mesh tells all of them.
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any
 
@@ -65,7 +64,8 @@ class GradScaler(torch_private.UnscalingByMethod):
     ):
         enabled = checked_flag("axes.nn.GradScaler: enabled", enabled)
         _check_arguments(enabled, device, init_scale, growth_factor, backoff_factor, growth_interval)
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        factors = map(float_of, (init_scale, growth_factor, backoff_factor))
+        super().__init__(device, *factors, growth_interval, enabled)
         self.mesh = required_mesh(mesh, "axes.nn.GradScaler") if self.is_enabled() else mesh
         self.device_type = device
         self._make_scale()
@@ -107,7 +107,8 @@ def _check_arguments(
         raise ShardingError(f"axes.nn.GradScaler: device is the name of a device type; found {brief(device)}")
     if enabled and checked_place(device).type == "meta":
         raise ShardingError("axes.nn.GradScaler: device is where gradients are; found 'meta'")
-    bounds = {"init_scale": (scale, 0.0, math.inf), "growth_factor": (growth, 1.0, math.inf)}
+    most = torch.finfo(torch.float32).max  # of which a scale is
+    bounds = {"init_scale": (scale, 0.0, most), "growth_factor": (growth, 1.0, most)}
     for name, (found, low, high) in {**bounds, "backoff_factor": (backoff, 0.0, 1.0)}.items():
         is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
         if not is_number or not low < float_of(found) < high:

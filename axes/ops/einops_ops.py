@@ -282,6 +282,8 @@ def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
         if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
             found = ", ".join(sorted({type(x).__name__ for x in tensors})) or "none"
             raise ShardingError(f"axes.{kind} takes a list of tensors; found {found}")
+        for x in tensors:
+            check_dense(x, f"axes.{kind}")
         if len({(x.shape, x.dtype) for x in tensors}) > 1:
             found = ", ".join(f"{list(x.shape)} {x.dtype}" for x in tensors)
             raise ShardingError(f"the tensors of a list have one shape and dtype; found {found}")

@@ -109,6 +109,10 @@ def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:
         if not isinstance(x, torch.Tensor):
             raise ShardingError(f"operand {number + 1} of einsum isn't a tensor but {type(x).__name__}")
         check_dense(x, "einsum")
+    # torch multiplies memory that isn't there: of a tensor on "meta" and another it gives numbers without a warning.
+    if len(tensors) > 1 and len(devices := {x.device for x in tensors}) > 1 and all(x.ndim for x in tensors):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ShardingError(f"the operands of einsum lie on one device; found {names}. Write x.to(device)")
 
 
 _UNMULTIPLIED = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})

@@ -84,6 +84,11 @@ class GroupOptions:
             raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {brief(self.backend)}")
         if self.lane is not None and not (isinstance(self.lane, str) and self.lane.isidentifier()):
             raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {brief(self.lane)}")
+        if isinstance(self.pg_options, torch.Tensor):  # one that is lazy has no attributes that could be compared
+            raise MeshError(
+                "GroupOptions.pg_options is the options object of a backend, such as dist.ProcessGroupNCCL.Options(); "
+                f"found {brief(self.pg_options)}"
+            )
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
     @cached_property

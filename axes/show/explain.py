@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from axes.algebra.errors import AxesError, SizeError, shown
+from axes.algebra.errors import AxesError, SizeError, brief, shown
 from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
@@ -78,14 +78,15 @@ def explain(
     >>> [(each["kind"], each["axes"], each["bytes_in"]) for each in explain(step, mesh="tp=4").json()["collectives"]]
     [('all_reduce', ['tp'], 24)]
     """
+    named = dtype if isinstance(dtype, str) else brief(dtype)
     if isinstance(what, str):
         given = dict(written_sizes(keywords, sizes))
         where = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.explain")
         _check_shapes(what, inputs)
-        return explained_operation(what, inputs, where, str(dtype).removeprefix("torch."), op, kind, given)
+        return explained_operation(what, inputs, where, named.removeprefix("torch."), op, kind, given)
     if not callable(what):
         raise AxesError(f"axes.explain takes the text of an expression, a module or a function; found {shown(what)}")
-    if keywords or sizes or (str(dtype), op, kind) != ("float32", "sum", None):
+    if keywords or sizes or (named, op, kind) != ("float32", "sum", None):
         raise AxesError(
             "sizes, dtype, op and kind are of expressions; pass keywords of a step in a function: "
             "axes.explain(lambda x: model(x, cache=None), x)"

@@ -124,7 +124,7 @@ def show(
     """
     seen = None if rank is None else checked_rank("rank", rank)
     if isinstance(x, Mesh | Plan) and shape is not None:
-        raise ShardingError(f"axes.show takes a shape with a Sharding alone; found {shape!r:.60} with a {_kind(x)}")
+        raise ShardingError(f"axes.show takes a shape with a Sharding alone; found {brief(shape)} with a {_kind(x)}")
     if isinstance(x, Mesh):
         mesh = x.at(_rank_of(x, seen))
         return Picture(lambda room: sheet_of_mesh(mesh, room))
@@ -137,10 +137,10 @@ def show(
     tensors = sys.modules.get("torch.distributed.tensor")  # who shows a mesh needs no torch
     if tensors is None or not isinstance(x, tensors.DTensor):
         raise ShardingError(
-            f"axes.show takes a Mesh, a Sharding, a Plan or a DTensor; found {_kind(x)}{_instead(x) or f': {x!r:.60}'}"
+            f"axes.show takes a Mesh, a Sharding, a Plan or a DTensor; found {_kind(x)}{_instead(x) or f': {brief(x)}'}"
         )
     if shape is not None:
-        raise ShardingError(f"a DTensor has a shape; leave out {shape!r:.60}")
+        raise ShardingError(f"a DTensor has a shape; leave out {brief(shape)}")
     sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
     return _of_sharding(sharding, tuple(map(int, x.shape)), seen, str(x.dtype).removeprefix("torch."))
 
