@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from pipelined import Curves, Training, compared, declaration, mesh_of, stage_of, summed, trained
+from pipelined import Curves, Training, compared, declaration, forward_backward, mesh_of, stage_of, summed, trained
 from support import flag, read_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -188,6 +188,22 @@ def train(options: Options) -> Curves:
     """What each rank does."""
     mesh = mesh_of(options, AXES, "fsdp = dp cp")
     return trained(options, mesh, made(options, mesh), loss_on(mesh))
+
+
+def build(mesh: axes.Mesh) -> tuple[nn.Module, Callable[[], None]]:
+    """A model and a step of its training, for `python -m axes lock llama.lock --model examples/llama.py:build`."""
+    options = Options(batch=2 * mesh.names["dp"], microbatches=2)
+    model = made(options, mesh)
+    optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=options.lr)
+    run = forward_backward(model, loss_on(mesh), mesh, options.microbatches, options.schedule)
+    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence)), dtype=torch.long)
+
+    def step() -> None:
+        run(tokens, tokens)
+        axes.nn.clip_grad_norm_(model.parameters(), options.clip, stages="pp", mesh=mesh)
+        optimizer.step()
+
+    return model, step
 
 
 # ------------------------------------------------------------------------------------ command line

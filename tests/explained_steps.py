@@ -188,15 +188,19 @@ class Operation(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     op: str = "sum"
     sizes: tuple[tuple[str, int], ...] = ()
+    lies: tuple[str, ...] = ()
+    """How operands with blocks lie: a spec has no '+'."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         how = (self.op,) if self.kind == "reduce" else ()
-        return getattr(axes, self.kind)(*tensors, self.text, *how, **dict(self.sizes))
+        given = (tuple(tensors),) if "+" in self.text else tensors
+        found = getattr(axes, self.kind)(*given, self.text, *how, **dict(self.sizes))
+        return found if isinstance(found, tuple) else (found,)
 
     @property
     def specs(self) -> list[str]:
         """How the operands lie."""
-        return [spec.strip() for spec in self.text.split("->")[0].split(",")]
+        return [*self.lies] or [spec.strip() for spec in self.text.split("->")[0].split(",")]
 
 
 MESH = "dp=4 tp=2"
@@ -215,6 +219,23 @@ OPERATIONS = [
     Operation("einsum", "b@dp d, d f@tp -> b@dp f@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d | sum@tp", ((8, 6), (6, 4))),
+    Operation(
+        "rearrange",
+        "(h k + g k + g k) d@tp -> h@tp k d, g k d, g k d@tp",
+        ((32, 6),),
+        sizes=(("h", 4), ("g", 2)),
+        lies=("f d@tp",),
+    ),
+    Operation("rearrange", "(f@tp + f@tp) d@dp -> f@tp d, f d@dp", ((8, 16),), lies=("(two=2 f@tp) d@dp",)),
+    Operation(
+        "rearrange",
+        "(g@tp (r q + k)) d -> g r q d, g@tp k d",
+        ((16, 4),),
+        sizes=(("g", 2), ("r", 3), ("q", 2)),
+        lies=("(g@tp f) d",),
+    ),
+    Operation("rearrange", "h k d@tp, g k d@dp -> (h k + g k) d", ((4, 2, 8), (2, 2, 8))),
+    Operation("rearrange", "q d@tp, k@tp d -> (q + k) d@dp", ((4, 8), (6, 8))),
 ]
 
 
@@ -230,20 +251,20 @@ def count_operations() -> list[dict[str, list[Counted]]]:
             for x in tensors:
                 x.requires_grad_()
             with Counter() as forward:
-                y = each(tensors)
-            cotangent = axes.shard(torch.ones(y.shape), axes.spec_of(y).partition(" |")[0])
+                ys = each(tensors)
+            cotangents = [axes.shard(torch.ones(y.shape), axes.spec_of(y).partition(" |")[0]) for y in ys]
             with Counter() as backward:
-                y.backward(cotangent)
-            y = each(shards)
+                torch.autograd.backward(ys, cotangents)
+            ys = each(shards)
             with Counter() as of_shards:
-                y.backward(torch.ones_like(y))
+                torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
             counters = {"forward": forward, "backward": backward, "of shards": of_shards}
             found.append({name: counter.found for name, counter in counters.items()})
     return found
 
 
 def _sizes(each: Operation, spec: str) -> dict[str, int]:
-    return {name: size for name, size in each.sizes if name in spec.replace("(", " ").split()}
+    return {name: size for name, size in each.sizes if name in spec.replace("(", " ").replace("@", " ").split()}
 
 
 def explain_operation(each: Operation) -> Any:

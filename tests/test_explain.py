@@ -223,6 +223,9 @@ EXPLAINED: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     (("b -> b n@tp", (8,)), {"mesh": "tp=2", "n": 6}),
     (("b s | sum@tp -> b s@tp | same@dp", (8, 16)), {"mesh": "dp=4 tp=2"}),
     (("b@dp s d, d f@tp -> b@dp s f@tp", (8, 64, 32), (32, 48)), {"mesh": "dp=4 tp=2", "kind": "shard_map"}),
+    (("(h k + g k + g k) d -> h@tp k d, g@tp k d, g@tp k d", (32, 6)), {"mesh": "dp=2 tp=2", "h": 4, "g": 2}),
+    (("h k d@tp, g k d@tp -> (h k + g k) d", (4, 2, 6), (2, 2, 6)), {"mesh": "dp=2 tp=2"}),
+    (("h@tp d, g@tp d -> (h@tp + g@tp) d",), {"mesh": "dp=2 tp=2", "h": 4, "g": 2, "d": 6}),
     (("s@fsdp d -> s d", (8, 4)), {"mesh": axes.Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").at(5), "kind": "reshard"}),
 ]
 
@@ -332,7 +335,10 @@ def test_a_mesh_of_a_million_ranks_takes_no_longer():
         (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "q": 3}, axes.SizeError, "'q'"),
         (("b s@* -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write it"),
         (("b s | * -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write what is"),
-        (("b (f + f)@tp -> b f@tp, b f@tp", (4, 8)), {"mesh": "tp=2"}, axes.ExpressionError, "without the '+'"),
+        (("(f + g) -> f, g@tp", (8,)), {"mesh": "tp=2"}, axes.SizeError, "'f' and 'g' don't follow"),
+        (("(f + g) -> f, g",), {"mesh": "tp=2", "f": 4}, axes.SizeError, "the size of 'g' is open"),
+        (("(f + f) -> f", (8,)), {"mesh": "tp=2"}, axes.ExpressionError, "each block becomes one tensor"),
+        (("f, f -> (f + f)", (4,), (4,)), {"mesh": "tp=2", "kind": "einsum"}, axes.ExpressionError, "a rearrange"),
         (("b@dp -> f@tp", (4,)), {"mesh": "dp=2 tp=2", "kind": "shard_map"}, axes.SizeError, "say it"),
         ((3,), {"mesh": "tp=2"}, axes.AxesError, "expression, a module or a function"),
         ((len,), {}, axes.AxesError, "in a simulated world"),

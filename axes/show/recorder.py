@@ -510,7 +510,7 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
     and random numbers, are as before.
     """
     with contextlib.ExitStack() as stack:
-        where = _entered_world(stack, mesh, [*inputs, *_parameters(step)])
+        where = entered_world(stack, mesh, [*inputs, *_parameters(step)])
         stack.enter_context(_as_before(step))
         with StepRecorder(where) as recorder:
             _backward(step(*inputs))
@@ -521,7 +521,7 @@ def _parameters(step: Any) -> list[torch.nn.Parameter]:
     return list(step.parameters()) if isinstance(step, torch.nn.Module) else []
 
 
-def _entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors: Sequence[Any]) -> Mesh | None:
+def entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors: Sequence[Any]) -> Mesh | None:
     """The ambient mesh of the step; a world of its own, where none runs."""
     if mesh is None:
         if not dist.is_initialized():
