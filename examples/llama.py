@@ -41,9 +41,8 @@ SPECS = {
 }
 AXES = "pp", "dp", "cp", "tp"
 HIDDEN, LOGITS = "s@(cp tp) b@dp d", "b@dp s@cp v@tp"  # hidden: positions first, so that shards of s are whole rows
-LOSS = (
-    f"{LOGITS}, b@dp s@cp -> | same@(dp cp tp)"  # every rank has the loss, and begins backward with its whole gradient
-)
+# Every rank has the loss, and begins backward with its whole gradient.
+LOSS = f"{LOGITS}, b@dp s@cp -> | same@(dp cp tp)"
 
 
 # ------------------------------------------------------------------------------------ the model
@@ -190,18 +189,25 @@ def train(options: Options) -> Curves:
     return trained(options, mesh, made(options, mesh), loss_on(mesh))
 
 
+def ends_of(model: nn.Module, options: Training, mesh: axes.Mesh, n: Size = Size()) -> tuple[Tensor, Tensor]:
+    """What this stage takes and gives of a microbatch, without numbers."""
+    b, s = options.batch // options.microbatches, options.sequence
+    shapes = {"b@dp s@cp": (b, s), HIDDEN: (s, b, n.d), LOGITS: (b, s, n.v)}
+    local = (mesh.sharding(spec).local_shape(shape) for spec, shape in shapes.items())
+    tokens, hidden, logits = (torch.empty(shape, device="meta", requires_grad=True) for shape in local)
+    return tokens.long() if model.first else hidden, logits if model.last else hidden
+
+
 def build(mesh: axes.Mesh) -> tuple[nn.Module, Callable[[], None]]:
     """A model and a step of its training, for `python -m axes lock llama.lock --model examples/llama.py:build`."""
-    options = Options(batch=2 * mesh.names["dp"], microbatches=2)
+    options = Options(batch=4 * mesh.names["dp"])
     model = made(options, mesh)
-    optimizer = axes.nn.local_optimizer(torch.optim.AdamW, model.parameters(), lr=options.lr)
-    run = forward_backward(model, loss_on(mesh), mesh, options.microbatches, options.schedule)
-    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence)), dtype=torch.long)
+    run = forward_backward(model, loss_on(mesh), mesh, 2, options.schedule, ends_of(model, options, mesh))
+    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence))).long()
 
     def step() -> None:
         run(tokens, tokens)
         axes.nn.clip_grad_norm_(model.parameters(), options.clip, stages="pp", mesh=mesh)
-        optimizer.step()
 
     return model, step
 

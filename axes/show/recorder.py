@@ -33,7 +33,7 @@ from axes.algebra.plan import bytes_text, time_text
 from axes.algebra.scopes import checked_mesh
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.groups import ProcessGroupInfo, process_groups
+from axes.runtime.groups import ProcessGroupInfo, current_world, process_groups
 from axes.runtime.places import announced, is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
@@ -204,6 +204,12 @@ class StepRecorder(torch_private.DispatchMode):
         group = torch_private.group_handed_over(sent.group)
         told = self._groups.of(group)
         amount = _amount(sent, out, group)
+        if caller.objects and amount.received and sent.kind != "all_gather" and current_world().fake:
+            raise AxesError(
+                f"{caller.place}: torch waits for an object here ({caller.objects}), and in a simulated world nobody "
+                "sends one. Stages of a pipeline ask one another for shapes so: say them, as PipelineStage(..., "
+                "input_args=, output_args=). Or explain the step in a running job, on all its ranks"
+            )
         traffic = Traffic(sent.kind, told.size, told.node_size, amount.received, 0)
         self.collectives.append(
             Collective(
@@ -273,6 +279,7 @@ class _Caller:
     by: str = ""
     place: str = ""
     operation: str = ""
+    objects: str = ""
     fsdp: torch.nn.Module | None = None
     backward: bool = False
 
@@ -299,6 +306,8 @@ def _note_frame(found: _Caller, frame: FrameType, module: str, function: str) ->
         found.operation = str(frame.f_locals["op_call"])
     if module == "torch.distributed.tensor._api" and function in ("redistribute", "full_tensor", "distribute_tensor"):
         found.operation = f"DTensor.{function}"  # the last of several that call one another is what is written
+    if module == "torch.distributed.distributed_c10d" and function.endswith("_object_list"):
+        found.objects = function
     if is_users(frame):
         found.place = place_of_frame(frame)
         found.by = found.by or "program"
