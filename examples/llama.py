@@ -189,20 +189,11 @@ def train(options: Options) -> Curves:
     return trained(options, mesh, made(options, mesh), loss_on(mesh))
 
 
-def ends_of(model: nn.Module, options: Training, mesh: axes.Mesh, n: Size = Size()) -> tuple[Tensor, Tensor]:
-    """What this stage takes and gives of a microbatch, without numbers."""
-    b, s = options.batch // options.microbatches, options.sequence
-    shapes = {"b@dp s@cp": (b, s), HIDDEN: (s, b, n.d), LOGITS: (b, s, n.v)}
-    local = (mesh.sharding(spec).local_shape(shape) for spec, shape in shapes.items())
-    tokens, hidden, logits = (torch.empty(shape, device="meta", requires_grad=True) for shape in local)
-    return tokens.long() if model.first else hidden, logits if model.last else hidden
-
-
 def build(mesh: axes.Mesh) -> tuple[nn.Module, Callable[[], None]]:
-    """A model and a step of its training, for `python -m axes lock llama.lock --model examples/llama.py:build`."""
+    """A model and a step of its training, as `python -m axes lock` asks for them: llama.lock has what they are."""
     options = Options(batch=4 * mesh.names["dp"])
     model = made(options, mesh)
-    run = forward_backward(model, loss_on(mesh), mesh, 2, options.schedule, ends_of(model, options, mesh))
+    run = forward_backward(model, loss_on(mesh), mesh, options.microbatches, options.schedule)
     tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence))).long()
 
     def step() -> None:

@@ -118,11 +118,9 @@ def stage_of(model: nn.Module, mesh: axes.Mesh) -> nn.Module:
 
 
 def forward_backward(
-    model: nn.Module, loss: nn.Module, mesh: axes.Mesh, microbatches: int, schedule: str, ends: Sequence[Tensor] = ()
+    model: nn.Module, loss: nn.Module, mesh: axes.Mesh, microbatches: int, schedule: str
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """From this rank's tokens and labels to the mean loss of all; gradients are in the parameters then.
-
-    `ends`: what a stage takes and gives of a microbatch; without them stages of a real job ask one another."""
+    """From this rank's tokens and labels to the mean loss of all; gradients are in the parameters then."""
     pp, like = mesh.axis("pp"), next(model.parameters())
 
     def at_once(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -132,7 +130,7 @@ def forward_backward(
 
     if pp.size == 1:
         return at_once
-    stage = PipelineStage(model, pp.index, pp.size, like.device, *ends, group=pp.group)
+    stage = PipelineStage(model, pp.index, pp.size, like.device, group=pp.group)
     running = SCHEDULES[schedule](stage, microbatches, loss_fn=loss)
 
     def in_stages(tokens: Tensor, labels: Tensor) -> Tensor:

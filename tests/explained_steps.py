@@ -112,7 +112,6 @@ def ring_step() -> tuple[Step, axes.Mesh]:
 
 STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama": lambda: llama_step("dp=2 cp=2 tp=2"),
-    "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
     "train": train_step,
     "moe with a capacity": lambda: moe_step(4),
     "megatron by hand": lambda: megatron_step("by hand"),
@@ -124,10 +123,11 @@ STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
 
 
 IN_A_JOB: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
+    "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
     "moe, dropless": lambda: moe_step(None),
     "moe_llama": moe_llama_step,
 }
-"""Steps that send by what they have computed of what was sent: a simulated world can't explain them."""
+"""Steps that a simulated world can't explain: they send by what was sent, or stages ask one another for shapes."""
 
 BY_EXCHANGE = {"reduce_scatter": "all_to_all", "permute": "all_to_all", "reduce_move": "all_to_all"}
 """What gloo runs for a step of another kind: an exchange, of as many bytes."""

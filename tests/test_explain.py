@@ -35,11 +35,13 @@ def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
             assert len(counted[rank][name]) > 5
 
 
-def test_a_step_that_sends_by_what_it_has_computed_is_explained_in_its_job(pool):
-    for rank, found in enumerate(pool.run(steps.explain_and_count_in_a_job)):
+def test_a_step_that_needs_what_other_ranks_send_is_explained_in_its_job(pool):
+    every = pool.run(steps.explain_and_count_in_a_job)
+    for rank, found in enumerate(every):
         for name, (facts, counted) in found.items():
             assert steps.told(facts, rank) == counted, (name, rank)
-            assert any(kind == "all_to_all" and taken != given for kind, _, taken, given in counted), name
+    for name, kind in (("moe_llama", "all_to_all"), ("moe, dropless", "all_to_all"), ("llama in two stages", "send")):
+        assert any(each == kind and taken != given for each, _, taken, given in every[0][name][1]), name
 
 
 def test_stages_that_ask_one_another_are_refused_in_a_simulated_world():
@@ -50,7 +52,7 @@ def test_stages_that_ask_one_another_are_refused_in_a_simulated_world():
         tokens = torch.zeros(4, 64, dtype=torch.long)
         steps.forward_backward(model, loss, mesh, 2, "1f1b")(tokens, tokens)
 
-    with axes.simulate(8, 4), pytest.raises(axes.AxesError, match="input_args=, output_args="):
+    with axes.simulate(8, 4), pytest.raises(axes.AxesError, match="Stages of a pipeline ask one another"):
         axes.explain(step)
 
 
@@ -64,8 +66,10 @@ def test_in_a_running_job_the_step_runs_and_each_rank_has_its_own_explanation(po
 def test_each_collective_of_a_llama_has_its_module_its_axes_and_its_line():
     (found,) = steps.explain_steps(["llama"], 5).values()
     assert {each["by"] for each in found.json()["collectives"]} == {"axes", "torch: FSDP2"}
-    assert {each["module"].partition(".")[0] for each in found.json()["collectives"]} == {"Llama", "Loss"}
+    assert {each["module"].partition(".")[0] for each in found.json()["collectives"]} == {"Llama", "Loss", ""}
     assert all(each["place"] and each["axes"] for each in found.json()["collectives"])
+    outside = {each["what"].partition(" of ")[0] for each in found.json()["collectives"] if not each["module"]}
+    assert outside == {"psum over 'fsdp'", "psum over 'tp'"}, "the norm of the gradients"
 
 
 def test_operations_send_what_is_said_forward_and_backward(pool):

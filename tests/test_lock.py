@@ -92,7 +92,7 @@ def net(tmp_path, monkeypatch):
 def test_each_parameter_group_and_collective_is_a_line(net):
     done = lock_command(LOCK)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == "net.lock: written\n  rank 0: 2 parameters, 2 groups, 3 collectives\n"
+    assert done.stdout == "net.lock: written\n  rank 0: 2 parameters, 3 groups, 3 collectives\n"
     assert net.text == WANTED
 
 
@@ -104,9 +104,18 @@ mesh   dp=4 tp=2; both = dp tp
 ranks  0
 
 rank 0
-group      tp              2 ranks       ranks 0, 1
-group      dp              4 ranks       ranks 0..6 step 2
-parameter  up.weight                         float32   f@tp d on dp tp               [32, 8] -> [16, 8]            512 B
+group      tp              size 2        ranks 0, 1
+group      dp              size 4        ranks 0..6 step 2
+group      both            size 8        ranks 0..7
+parameter  up.weight                         float32   _@tp _ on dp tp               [32, 8] -> [16, 8]            512 B
+parameter  down.weight                       float32   _ _@tp on dp tp               [8, 32] -> [8, 16]            512 B
+buffer     scale                             float32   _ on dp tp                    [1] -> [1]                    4 B
+forward    all_reduce      tp        64 B            Net                         axes.einsum 'b@dp f@tp, d f@tp -> b@dp d'
+backward   all_reduce      dp        768 B           Net.down.weight             a gradient that is pending, brought to its leaf
+backward   all_reduce      dp        768 B           Net.up.weight               a gradient that is pending, brought to its leaf
+total      tp              1 collective      64 B in, 64 B out
+total      dp              2 collectives     1,536 B in, 1,536 B out
+total      parameters      1,024 B
 """
 
 
@@ -192,7 +201,7 @@ MISTAKES = {
     'lock x.lock --model nowhere.py:build --mesh "tp=2"': "there is no file 'nowhere.py' in ",
     'lock x.lock --model no.where:build --mesh "tp=2"': "there is no module 'no'",
     'lock x.lock --model net_to_lock.py:buidl --mesh "tp=2"': "has no function 'buidl'; did you mean 'build'?",
-    'lock x.lock --model net_to_lock.py:raises --mesh "tp=2"': "KeyError: 'nothing'\nat net_to_lock.py:29 in raises",
+    'lock x.lock --model net_to_lock.py:raises --mesh "tp=2"': "KeyError: 'nothing'\nat net_to_lock.py:28 in raises",
     'lock x.lock --model net_to_lock.py:returns_text --mesh "tp=2"': "the function returns a module",
     'lock x.lock --model net_to_lock.py:build --mesh "tp=2"': "no axis 'dp'",
     'lock x.lock --model net_to_lock.py:build --mesh "dp=* tp=2"': "add --world N",

@@ -6,9 +6,9 @@
     ranks  0
 
     rank 0
-    group      tp             8 ranks      0..7
-    parameter  up.weight      float32  f@tp d on tp  [16384, 4096] -> [2048, 4096]  33,554,432 B
-    forward    all_reduce     tp  1,835,008 B  MLP  axes.einsum 'b f@tp, d f@tp -> b d'
+    group      tp  size 8  ranks 0..7
+    parameter  up.weight  float32  _@tp _ on dp tp  [16384, 4096] -> [2048, 4096]  33,554,432 B
+    forward    all_reduce  tp  1,835,008 B  MLP  axes.einsum 'b f@tp, d f@tp -> b d'
 
 Each line is a fact of its own, in columns that don't move with other lines, so that a change of layout is a changed
 line in a review. Lines have neither the place in a file nor times nor versions, which change without the layout.
@@ -67,7 +67,8 @@ class Subject:
 def subject_of(text: str, file: str) -> Subject:
     """What the lock in a file is of, by its first lines; `AxesError` where they aren't those of a lock."""
     head = text.split("\n\n", 1)[0].splitlines()
-    lines = dict((*line.split(None, 1), "")[:2] for line in head if line.strip() and not line.startswith("#"))
+    words = (line.partition(" ") for line in head if not line.startswith("#"))
+    lines = {name: value.strip() for name, _, value in words}
     version = lines.get("axes", "").removeprefix("lock ")
     if version != str(VERSION):
         what = f"is of version {version}, and this is version {VERSION}" if version.isdecimal() else "isn't a lock"
@@ -213,16 +214,17 @@ def _locked_rank(subject: Subject, make: Callable[..., Any], rank: int) -> dict[
     with contextlib.ExitStack() as stack:
         mesh = entered_world(stack, subject.mesh.at(rank), [])
         assert mesh is not None
-        stack.enter_context(_run_for(subject.model))
         torch.manual_seed(0)
-        module, step, inputs = _made(subject.model, make(mesh) if _takes_one(make) else make())
-        sent = [] if step is None else explained_step(step, inputs, mesh).facts["collectives"]
+        with _run_for(subject.model):
+            module, step, inputs = _made(make(mesh) if _takes_one(make) else make())
+            sent = [] if step is None else explained_step(step, inputs, mesh).facts["collectives"]
+        alike = (list(each) for _, each in itertools.groupby(sent, _line_of))
         return {
             "rank": rank,
             "groups": _groups_on(mesh),
             "parameters": _tensors_of(module.named_parameters(remove_duplicate=False)),
             "buffers": _tensors_of(module.named_buffers(remove_duplicate=False)),
-            "collectives": [_kept_of(each, len(list(alike))) for each, alike in itertools.groupby(sent, _line_of)],
+            "collectives": [_kept_of(each[0], len(each)) for each in alike],
         }
 
 
@@ -233,7 +235,7 @@ def _takes_one(make: Callable[..., Any]) -> bool:
     return any(each.kind in taken and each.default is empty for each in inspect.signature(make).parameters.values())
 
 
-def _made(model: str, made: Any) -> tuple[torch.nn.Module, Callable[..., Any] | None, tuple[Any, ...]]:
+def _made(made: Any) -> tuple[torch.nn.Module, Callable[..., Any] | None, tuple[Any, ...]]:
     """The module, the step and what it is called with, of what a function returned."""
     module, *rest = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(module, torch.nn.Module):
@@ -313,7 +315,7 @@ def _line(kind: str, *cells: tuple[str, int]) -> str:
 
 def _group_rows(part: Mapping[str, Any]) -> list[str]:
     return [
-        _line("group", (", ".join(each["names"]), 14), (f"{each['size']} ranks", 12), (each["ranks"], 0))
+        _line("group", (", ".join(each["names"]), 14), (f"size {each['size']}", 12), (each["ranks"], 0))
         for each in part["groups"]
     ]
 
@@ -362,7 +364,12 @@ def _total_rows(part: Mapping[str, Any]) -> list[str]:
         for at, count in enumerate((1, each["bytes_in"], each["bytes_out"])):
             sums[at] += count * each["times"]
     rows = [
-        _line("total", (axes, 14), (f"{count} collectives", 16), (f"{taken:,} B in, {given:,} B out", 0))
+        _line(
+            "total",
+            (axes, 14),
+            (f"{count} collective{'s' * (count != 1)}", 16),
+            (f"{taken:,} B in, {given:,} B out", 0),
+        )
         for axes, (count, taken, given) in totals.items()
     ]
     held = sum(each.get("bytes", 0) for each in part["parameters"])

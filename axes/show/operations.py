@@ -660,31 +660,9 @@ def _joining(shapes: Sequence[Shape], dim: int, dtype: str) -> dict[str, Any]:
 def _gradients_of_blocks(made: BlockRecipes, ends: Sequence[tuple[Sharding, Shape]], dtype: str) -> list[Moved]:
     """What the gradients of DTensors send, backwards through every recipe, for cotangents that lie as the results."""
     found: list[Moved] = []
-
-    def through(part: str, subject: Recipe | None, cotangent: Sharding) -> Sharding:
-        if subject is None:
-            return cotangent
-        each = gradient_of(subject, 0, cotangent)
-        found.extend(_moves_of(each, dtype, f"gradient of {part}"))
-        return each.result.output
-
-    arrived: dict[int, Sharding] = {}
-    for at in reversed(range(len(made.joined))):
-        (first, last, dim, whole), closing = made.joined[at], made.closed[at]
-        assert whole is not None
-        part, blocks = _numbered("result", at, len(made.joined)), [each.result for each in made.blocks[first:last]]
-        result = whole if closing is None else closing.result.output
-        cotangent = through(part, closing, replace(result, pending=()))
-        if len(blocks) > 1:
-            shape, counts = _summed([each.shape for each in blocks], dim), tuple(each.shape[dim] for each in blocks)
-            target = where_taken_apart(cotangent, whole, dim)
-            found += _moved(f"gradient of {part}", cotangent, target, shape, dtype)
-            apart = blocks_of(target, shape, dim, counts, made.blocks[first].text)
-            arrived |= dict(enumerate(apart, first))
-        else:
-            arrived[first] = cotangent
-    counts = [1 if taken is None else len(taken[1]) for taken in made.taken]
-    firsts = [sum(counts[:at]) for at in range(len(counts))]
+    arrived = _cotangents_of_blocks(made, found, dtype)
+    sizes = [1 if taken is None else len(taken[1]) for taken in made.taken]
+    firsts = [sum(sizes[:at]) for at in range(len(sizes))]
 
     def at_leaf(at: int, cotangent: Sharding) -> None:
         source, shape = ends[at]
@@ -692,24 +670,49 @@ def _gradients_of_blocks(made: BlockRecipes, ends: Sequence[tuple[Sharding, Shap
         found.extend(_moved(part, cotangent, replace(source, pending=()), shape, dtype))
 
     for number in reversed(range(len(made.blocks))):
-        arrived[number] = through(f"block {number + 1}", made.blocks[number], arrived[number])
+        arrived[number] = _through(made.blocks[number], arrived[number], f"block {number + 1}", found, dtype)
         if number in firsts and made.taken[at := firsts.index(number)] is None:
             at_leaf(at, arrived[number])
     for at in reversed(range(len(ends))):
-        taken, mine = made.taken[at], range(firsts[at], firsts[at] + counts[at])
+        taken, mine = made.taken[at], range(firsts[at], firsts[at] + sizes[at])
         if taken is None:
             continue
-        shapes, held = (
-            tuple(made.blocks[number].inputs[0].shape for number in mine),
-            [each for each in taken[1] if each],
-        )
+        shapes = tuple(made.blocks[number].inputs[0].shape for number in mine)
         gradients = [arrived[number] for number in mine]
+        held = [each for each in taken[1] if each is not None]
         targets = where_put_together(gradients, held, taken[0]) or tuple(gradients)
         for number, one, target, shape in zip(mine, gradients, targets, shapes, strict=True):
             found += _moved(f"gradient of block {number + 1}", one, target, shape, dtype)
         together = whole_of(targets, shapes, taken[0], made.blocks[mine[0]].text)
-        at_leaf(at, through(_numbered("operand", at, len(ends)), made.opened[at], together))
+        at_leaf(at, _through(made.opened[at], together, _numbered("operand", at, len(ends)), found, dtype))
     return found
+
+
+def _cotangents_of_blocks(made: BlockRecipes, found: list[Moved], dtype: str) -> dict[int, Sharding]:
+    """How the cotangent of each block lies, once those of the results are taken apart; what that sends is `found`."""
+    arrived: dict[int, Sharding] = {}
+    for at in reversed(range(len(made.joined))):
+        (first, last, dim, whole), closing = made.joined[at], made.closed[at]
+        assert whole is not None
+        part, blocks = _numbered("result", at, len(made.joined)), [each.result for each in made.blocks[first:last]]
+        result = whole if closing is None else closing.result.output
+        cotangent = _through(closing, replace(result, pending=()), part, found, dtype)
+        arrived[first] = cotangent
+        if len(blocks) > 1:
+            shape, counts = _summed([each.shape for each in blocks], dim), tuple(each.shape[dim] for each in blocks)
+            target = where_taken_apart(cotangent, whole, dim)
+            found += _moved(f"gradient of {part}", cotangent, target, shape, dtype)
+            arrived |= dict(enumerate(blocks_of(target, shape, dim, counts, made.blocks[first].text), first))
+    return arrived
+
+
+def _through(subject: Recipe | None, cotangent: Sharding, part: str, found: list[Moved], dtype: str) -> Sharding:
+    """How a cotangent lies behind a recipe, backwards; what that sends is `found`."""
+    if subject is None:
+        return cotangent
+    each = gradient_of(subject, 0, cotangent)
+    found += _moves_of(each, dtype, f"gradient of {part}")
+    return each.result.output
 
 
 def _of_shards_in_turn(recipes: Sequence[Recipe], dtype: str) -> list[Moved] | None:

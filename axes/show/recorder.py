@@ -207,8 +207,8 @@ class StepRecorder(torch_private.DispatchMode):
         if caller.objects and amount.received and sent.kind != "all_gather" and current_world().fake:
             raise AxesError(
                 f"{caller.place}: torch waits for an object here ({caller.objects}), and in a simulated world nobody "
-                "sends one. Stages of a pipeline ask one another for shapes so: say them, as PipelineStage(..., "
-                "input_args=, output_args=). Or explain the step in a running job, on all its ranks"
+                "sends one. Stages of a pipeline ask one another for shapes so: explain the step in a running job, on "
+                "all its ranks, or a stage without its schedule, axes.explain(stage_module, x)"
             )
         traffic = Traffic(sent.kind, told.size, told.node_size, amount.received, 0)
         self.collectives.append(

@@ -17,7 +17,7 @@ from tests.bench.measure import ROOT, Times, benchmark
 
 
 def promised(what: str, seconds: float, measure: Callable[[], float]) -> None:
-    @benchmark(what, peer="promised", bar=1, page=True)
+    @benchmark(what, peer="promised", bar=1)
     def row() -> Times:
         return Times(measure(), seconds)
 
