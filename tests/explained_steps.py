@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,14 +133,14 @@ BY_EXCHANGE = {"reduce_scatter": "all_to_all", "permute": "all_to_all", "reduce_
 """What gloo runs for a step of another kind: an exchange, of as many bytes."""
 
 
-def told(facts: Mapping[str, Any], rank: int) -> list[Counted]:
+def told(explained: Any, mesh: axes.Mesh) -> list[Counted]:
     """The collectives of a step, as it is explained, as the counter of real ranks sees them over gloo."""
-    mesh = axes.Mesh(*facts["mesh"].split("; "))
+    facts = explained.json()
     found = []
     for each in facts["collectives"]:
         planned = each["by"] == "axes" and not each["what"].startswith("psum")
         kind = BY_EXCHANGE.get(each["kind"], each["kind"]) if planned else each["kind"]
-        found.append((kind, reached(mesh, each["axes"], rank), each["bytes_in"], each["bytes_out"]))
+        found.append((kind, reached(mesh, each["axes"], facts["rank"]), each["bytes_in"], each["bytes_out"]))
     return found
 
 
@@ -239,7 +239,17 @@ def explain_steps(names: Sequence[str], rank: int) -> dict[str, Any]:
     return found
 
 
-def explain_and_count_in_a_job() -> dict[str, tuple[Any, list[Counted]]]:
+def tell_steps(names: Sequence[str], rank: int) -> dict[str, list[Counted]]:
+    """What they are explained to send, as it is counted."""
+    found = {}
+    for name in names:
+        with axes.simulate(8, rank):
+            step, mesh = STEPS[name]()
+            found[name] = told(axes.explain(step, mesh=mesh), mesh)
+    return found
+
+
+def explain_and_count_in_a_job() -> dict[str, tuple[list[Counted], list[Counted]]]:
     """What steps of the running job are said to send, and what they are counted to send, after one that is neither."""
     torch.set_num_threads(1)
     found = {}
@@ -249,7 +259,7 @@ def explain_and_count_in_a_job() -> dict[str, tuple[Any, list[Counted]]]:
         explained = axes.explain(step, mesh=mesh)
         with Counter() as counter:
             step()
-        found[name] = explained.json(), counter.found
+        found[name] = told(explained, mesh), counter.found
     return found
 
 

@@ -42,7 +42,7 @@ COMMANDS = [
     'plan "b@dp" "b" b=8 --mesh "dp=4" --json',
     "lock --help",
     'lock net.lock --model net_to_lock.py:build --mesh "dp=4 tp=2"',
-    'lock net.lock --model net_to_lock.py:build --mesh "dp=4 tp=2" --rank 7 --json',
+    'lock other.lock --model net_to_lock.py:build --mesh "dp=4 tp=2" --rank 7 --json',
     "lock kept.lock --check",
     "trace 0.jsonl 1.jsonl",
     "trace 0.jsonl 1.jsonl --json",

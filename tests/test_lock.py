@@ -132,8 +132,8 @@ def test_the_same_model_is_as_it_was_and_the_file_alone_says_of_what_it_is(net):
 @pytest.mark.parametrize(
     ("before", "after", "changed"),
     [
-        ('"up.weight": "f@tp d"', '"up.weight": "f d"', {"- parameter  up.weight", "+ parameter  up.weight"}),
-        ("torch.nn.Linear(8, 32,", "torch.nn.Linear(8, 64,", {"+ parameter  down.weight", "+ total      parameters"}),
+        ('"one"}', '"one@dp"}', {"- buffer     scale", "+ buffer     scale"}),
+        ("32", "64", {"- parameter  up.weight", "+ parameter  down.weight", "+ total      parameters"}),
         ('"one"}', '"one"}  # a comment\n\n\n', set()),
         ('-> b@dp d")', '-> b@dp d@tp")', {"- forward    all_reduce", "+ forward    reduce_scatter"}),
         ("return net, axes", "net.up.weight.requires_grad_(False)\n    return net, axes", {"+ parameter  up.weight"}),
@@ -165,7 +165,10 @@ def test_another_mesh_is_asked_for_by_its_option_or_in_the_file(net):
     lock_command(LOCK)
     assert lock_command('lock net.lock --mesh "dp=* tp=4" --world 16').exit_code == 0
     assert "mesh   dp=4 tp=4\n" in net.text
-    (net.folder / "net.lock").write_text(net.text.replace("dp=4 tp=4", "dp=2 tp=2"))
+    assert lock_command('lock net.lock --mesh "dp=4 tp=4; (dp tp) = rows=2 ep"').exit_code == 0
+    assert "mesh   dp=4 tp=4; (dp tp) = rows=2 ep\n" in net.text, "a name that cuts an axis"
+    assert lock_command("lock net.lock --check").exit_code == 0
+    (net.folder / "net.lock").write_text(net.text.replace("dp=4 tp=4;", "dp=2 tp=2;"))
     assert lock_command("lock net.lock --check").exit_code == 1
     assert lock_command("lock net.lock").exit_code == 0
     assert "[32, 8] -> [16, 8]" in net.text
@@ -244,6 +247,15 @@ def test_the_text_is_the_same_in_every_process(net):
         subprocess.run(command, env=env, cwd=net.folder, check=True, capture_output=True, timeout=300)
         texts.add(net.text)
     assert texts == {WANTED}
+
+
+def test_the_page_shows_lines_of_it():
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    shown = [
+        line for line in page.splitlines() if line.startswith(("group  ", "parameter  ", "forward  ", "backward  "))
+    ]
+    assert len(shown) > 5
+    assert set(shown) <= set((ROOT / "examples" / "llama.lock").read_text(encoding="utf-8").splitlines())
 
 
 def test_the_example_is_as_its_file_says(monkeypatch):

@@ -423,19 +423,20 @@ def lock_command(
     if kept is None and (check or not (model and mesh)):
         raise AxesError(f"there is no {file} yet: python -m axes lock {file} --model train.py:build --mesh MESH")
     before = None if model and mesh else lock.subject_of(kept or "", file)
-    where = before.mesh if mesh is None and before else _mesh(mesh or "", world, None)
+    text = mesh or (before.declared if before else "")
+    where = _mesh(text, world, None)
     seen = ranks or (before.ranks if before else (0,))
     for rank in seen:
         _check_rank(where, rank)
-    subject = lock.Subject(model or (before.model if before else ""), where, seen)
+    subject = lock.Subject(model or (before.model if before else ""), lock.with_all_sizes(where, text), seen)
     parts = lock.locked(subject)
     found = lock.text_of_lock(subject, parts)
-    changes = lock.changed_lines(kept or "", found)
+    changes = [] if kept is None else lock.changed_lines(kept, found)
     if not check:
         _write(file, found)
     if as_json:
-        told = {"file": file, "model": subject.model, "mesh": where.declaration}
-        _print_json("lock", {**told, "same": kept == found, "changes": changes, "ranks": parts})
+        told = {"file": file, "model": subject.model, "mesh": subject.declared}
+        _print_json("lock", {**told, "same": None if kept is None else kept == found, "changes": changes, "ranks": parts})
         sys.exit(1 if check and changes else 0)
     if check and changes:
         for line in lock.shown_changes(changes):

@@ -50,17 +50,26 @@ _MOST = 40
 
 @dataclass(frozen=True)
 class Subject:
-    """What a lock is of. model: the function that makes the model, as text. ranks: those whose part of it is told."""
+    """What a lock is of.
+
+    model: the function that makes the model, as text. declared: the mesh as text, with the sizes of all axes.
+    ranks: those whose part of it is told.
+    """
 
     model: str
-    mesh: Mesh
+    declared: str
     ranks: tuple[int, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, without a job."""
+        return Mesh(*self.declared.split("; "))
 
     @property
     def head(self) -> list[str]:
         """The first lines of the text, by which it can be made again."""
         ranks = " ".join(map(str, self.ranks))
-        head = [f"axes lock {VERSION}", f"model  {self.model}", f"mesh   {self.mesh.declaration}", f"ranks  {ranks}"]
+        head = [f"axes lock {VERSION}", f"model  {self.model}", f"mesh   {self.declared}", f"ranks  {ranks}"]
         return [_ABOUT, *head]
 
 
@@ -77,7 +86,17 @@ def subject_of(text: str, file: str) -> Subject:
     ranks = lines.get("ranks", "").split()
     if missing or not all(rank.isdecimal() for rank in ranks):
         raise AxesError(f"{file} has no line '{(missing or ['ranks'])[0]}  ...' that can be read")
-    return Subject(lines["model"], Mesh(*lines["mesh"].split("; ")), tuple(map(int, ranks)))
+    return Subject(lines["model"], lines["mesh"], tuple(map(int, ranks)))
+
+
+def with_all_sizes(mesh: Mesh, text: str) -> str:
+    """The text of a mesh with the sizes of its axes, and its further names as they are written.
+
+    >>> with_all_sizes(Mesh("dp tp=2", ranks=range(8)), "dp=* tp=2; both = dp tp;")
+    'dp=4 tp=2; both = dp tp'
+    """
+    further = (each.strip() for each in text.split(";")[1:])
+    return "; ".join(filter(None, (mesh.declaration.partition(";")[0], *further)))
 
 
 def locked(subject: Subject) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from axes.runtime.groups import ProcessGroupInfo, current_world, process_groups
 from axes.runtime.places import announced, is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
-from axes.runtime.world import init_mesh
+from axes.runtime.world import bound_to_job
 
 # --- what is recorded
 
@@ -544,9 +544,7 @@ def entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors:
         stack.enter_context(simulate(max(found.universe.ranks) + 1, found.rank))
     if found.binding is None:
         device = next((x.device.type for x in tensors if isinstance(x, torch.Tensor)), "cpu")
-        axes, *names = found.declaration.split("; ")
-        ranks, nodes = found.universe.ranks, found.ranks_per_node
-        found = init_mesh(axes, *names, device_type=device, ranks=ranks, ranks_per_node=nodes)
+        found = bound_to_job(found, device)
     return stack.enter_context(found)
 
 
