@@ -435,8 +435,9 @@ def lock_command(
     if not check:
         _write(file, found)
     if as_json:
-        told = {"file": file, "model": subject.model, "mesh": subject.declared}
-        _print_json("lock", {**told, "same": None if kept is None else kept == found, "changes": changes, "ranks": parts})
+        same = None if kept is None else kept == found
+        told = {"file": file, "model": subject.model, "mesh": subject.declared, "same": same}
+        _print_json("lock", {**told, "changes": changes, "ranks": parts})
         sys.exit(1 if check and changes else 0)
     if check and changes:
         for line in lock.shown_changes(changes):
