@@ -44,6 +44,15 @@ def test_a_step_that_needs_what_other_ranks_send_is_explained_in_its_job(pool):
         assert any(each == kind and taken != given for each, _, taken, given in every[0][name][1]), name
 
 
+def test_a_simulated_step_whose_sizes_other_ranks_tell_says_that_it_is_not_exact():
+    with axes.simulate(8, 3):
+        step, mesh = steps.IN_A_JOB["moe, dropless"]()
+        found = axes.explain(step, mesh=mesh)
+    assert not found.json()["exact"]
+    assert "as if they told what this one does" in " ".join(str(found).split())
+    assert all(each.json()["exact"] for each in steps.explain_steps(["llama", "moe with a capacity"], 0).values())
+
+
 def test_stages_that_ask_one_another_are_refused_in_a_simulated_world():
     def step() -> None:
         options = steps.llama.Options(mesh="pp=2 dp=2 tp=2")
@@ -202,7 +211,7 @@ def test_a_world_of_any_size_is_simulated_for_a_step_and_gone_after_it():
 
 def test_a_mesh_whose_names_cut_its_axes_is_simulated_as_it_is():
     def step() -> Any:
-        return axes.rearrange(axes.ones("b@rows", b=8), "b@rows -> b")
+        return axes.all_gather(torch.ones(2), "rows")
 
     found = axes.explain(step, mesh=axes.Mesh("dp=4 tp=2", "(dp tp) = rows=2 ep=4").at(5))
     (gathered,) = found.json()["collectives"]

@@ -85,11 +85,16 @@ _NOWHERE = _Spot("", (), "")
 
 
 class StepRecorder(torch_private.DispatchMode):
-    """Notes the collectives of this process while it is open. `mesh` is what their groups are named by."""
+    """Notes the collectives of this process while it is open. `mesh` is what their groups are named by.
+
+    `exact`: whether their bytes are those of a real job. In a simulated world an exchange whose sizes other ranks tell
+    is as if each of them told what this one does.
+    """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
+        self.exact = True
         self._groups = _Groups(mesh)
         self._modules: list[torch.nn.Module] = []
         self._paths: dict[int, str] = {}
@@ -210,6 +215,9 @@ class StepRecorder(torch_private.DispatchMode):
                 "sends one. Stages of a pipeline ask one another for shapes so: explain the step in a running job, on "
                 "all its ranks, or a stage without its schedule, axes.explain(stage_module, x)"
             )
+        what = self._what(sent, caller, spot, at_leaf)
+        if sent.receives and current_world().fake and (caller.by != "axes" or what.startswith("all_to_all")):
+            self.exact = False  # these sizes are what the other ranks told, and here nobody did
         traffic = Traffic(sent.kind, told.size, told.node_size, amount.received, 0)
         self.collectives.append(
             Collective(
@@ -224,7 +232,7 @@ class StepRecorder(torch_private.DispatchMode):
                 0.0 if told.size == 1 else told.model.time_us(traffic),
                 "backward" if backward else "forward",
                 caller.by or "program",
-                self._what(sent, caller, spot, at_leaf),
+                what,
                 module,
                 caller.place or spot.place,
             )
@@ -523,7 +531,7 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
         stack.enter_context(_as_before(step))
         with StepRecorder(where) as recorder:
             _backward(step(*inputs))
-        return _explanation(_name_of(step), recorder.collectives, where)
+        return _explanation(_name_of(step), recorder.collectives, where, recorder.exact)
 
 
 def _parameters(step: Any) -> list[torch.nn.Parameter]:
@@ -591,8 +599,11 @@ def _name_of(step: Any) -> str:
 # --- what is said
 
 
-def _explanation(name: str, sent: Sequence[Collective], mesh: Mesh | None) -> Explanation:
-    sections = [Section("", (("mesh", f"{mesh.declaration}, seen from rank {mesh.rank}"),) if mesh is not None else ())]
+def _explanation(name: str, sent: Sequence[Collective], mesh: Mesh | None, exact: bool) -> Explanation:
+    head = [] if mesh is None else [("mesh", f"{mesh.declaration}, seen from rank {mesh.rank}")]
+    if not exact:
+        head.append(("note", "an exchange is of sizes that other ranks tell: here as if they told what this one does"))
+    sections = [Section("", tuple(head))]
     for phase in ("forward", "backward"):
         rows = tuple(_rows([each for each in sent if each.phase == phase]))
         sections.append(Section(phase, rows or (("nothing is sent",),)))
@@ -603,6 +614,7 @@ def _explanation(name: str, sent: Sequence[Collective], mesh: Mesh | None) -> Ex
         "step": name,
         "mesh": None if mesh is None else mesh.declaration,
         "rank": dist.get_rank(),
+        "exact": exact,
         "collectives": [each.facts for each in sent],
         "totals": totals,
     }
