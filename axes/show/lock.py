@@ -115,6 +115,8 @@ def text_of_lock(subject: Subject, parts: Sequence[Mapping[str, Any]]) -> str:
     lines = list(subject.head)
     for part in parts:
         lines += ["", f"rank {part['rank']}"]
+        if not part["exact"]:
+            lines.append(_line("note", ("bytes of some exchanges are as if other ranks told what this one does", 0)))
         for rows in (_group_rows(part), _tensor_rows(part), _collective_rows(part), _total_rows(part)):
             lines += rows
     return "\n".join(lines) + "\n"
@@ -236,10 +238,11 @@ def _locked_rank(subject: Subject, make: Callable[..., Any], rank: int) -> dict[
         torch.manual_seed(0)
         with _run_for(subject.model):
             module, step, inputs = _made(make(mesh) if _takes_one(make) else make())
-            sent = [] if step is None else explained_step(step, inputs, mesh).facts["collectives"]
-        alike = (list(each) for _, each in itertools.groupby(sent, _line_of))
+            told = {} if step is None else explained_step(step, inputs, mesh).facts
+        alike = (list(each) for _, each in itertools.groupby(told.get("collectives", ()), _line_of))
         return {
             "rank": rank,
+            "exact": told.get("exact", True),
             "groups": _groups_on(mesh),
             "parameters": _tensors_of(module.named_parameters(remove_duplicate=False)),
             "buffers": _tensors_of(module.named_buffers(remove_duplicate=False)),
