@@ -70,6 +70,6 @@ def lock() -> float:
 
 promised("`axes.explain` of an einsum", 0.02, operation)
 promised("`axes.explain` of a projection of blocks", 0.02, blocks)
-promised("`axes.explain` of a step of llama.py, the model made", 5, step)
+promised("`axes.explain` of a step of llama.py, and to make it", 5, step)
 promised("`axes.show` of a mesh of 65,536 ranks", 0.1, picture)
 promised("`python -m axes lock` of llama.py on 16,384 ranks", 10, lock)
