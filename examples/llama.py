@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from pipelined import Curves, Training, compared, declaration, mesh_of, stage_of, summed, trained
+from pipelined import Curves, Training, compared, declaration, forward_backward, mesh_of, stage_of, summed, trained
 from support import flag, read_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -41,9 +41,8 @@ SPECS = {
 }
 AXES = "pp", "dp", "cp", "tp"
 HIDDEN, LOGITS = "s@(cp tp) b@dp d", "b@dp s@cp v@tp"  # hidden: positions first, so that shards of s are whole rows
-LOSS = (
-    f"{LOGITS}, b@dp s@cp -> | same@(dp cp tp)"  # every rank has the loss, and begins backward with its whole gradient
-)
+# Every rank has the loss, and begins backward with its whole gradient.
+LOSS = f"{LOGITS}, b@dp s@cp -> | same@(dp cp tp)"
 
 
 # ------------------------------------------------------------------------------------ the model
@@ -188,6 +187,20 @@ def train(options: Options) -> Curves:
     """What each rank does."""
     mesh = mesh_of(options, AXES, "fsdp = dp cp")
     return trained(options, mesh, made(options, mesh), loss_on(mesh))
+
+
+def build(mesh: axes.Mesh) -> tuple[nn.Module, Callable[[], None]]:
+    """A model and a step of its training, as `python -m axes lock` asks for them: llama.lock has what they are."""
+    options = Options(batch=4 * mesh.names["dp"])
+    model = made(options, mesh)
+    run = forward_backward(model, loss_on(mesh), mesh, options.microbatches, options.schedule)
+    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence))).long()
+
+    def step() -> None:
+        run(tokens, tokens)
+        axes.nn.clip_grad_norm_(model.parameters(), options.clip, stages="pp", mesh=mesh)
+
+    return model, step
 
 
 # ------------------------------------------------------------------------------------ command line

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import llama
 import megatron_block
+import moe
+import moe_llama
 import ring_attention
+import train
 import ulysses
 from pipelined import forward_backward, mesh_of
 
@@ -34,12 +38,51 @@ Step = Callable[[], Any]
 
 
 def llama_step(mesh_text: str) -> tuple[Step, axes.Mesh]:
-    """Forward and backward of the Llama, whose parameters FSDP2 gathers."""
-    options = llama.Options(mesh=mesh_text)
-    mesh = mesh_of(options, llama.AXES, "fsdp = dp cp")
-    run = forward_backward(llama.made(options, mesh), llama.loss_on(mesh), mesh, 2, "1f1b")
-    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence)), dtype=torch.long)
+    """A step of the Llama, whose parameters FSDP2 gathers: that which `examples/llama.lock` has."""
+    mesh = mesh_of(llama.Options(mesh=mesh_text), llama.AXES, "fsdp = dp cp")
+    return llama.build(mesh)[1], mesh
+
+
+def moe_llama_step() -> tuple[Step, axes.Mesh]:
+    """Forward and backward of the Llama with experts, which sends by what its routers choose."""
+    options = moe_llama.Options(mesh="dp_shard=2 cp=2 tp=2", ep=4)
+    mesh = mesh_of(options, moe_llama.AXES, *moe_llama.READINGS, ep=4, etp=1)
+    run = forward_backward(moe_llama.made(options, mesh), moe_llama.loss_on(mesh), mesh, 2, "1f1b")
+    shape = mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence))
+    tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(mesh.rank))
     return lambda: run(tokens, tokens), mesh
+
+
+def moe_step(capacity: int | None) -> tuple[Step, axes.Mesh]:
+    """A mixture of experts: with a capacity, or with as many tokens for an expert as choose it."""
+    mesh = axes.init_mesh(*moe.DECLARATION, device_type="cpu", dp_shard=4, cp=1, tp=2, ep=4)
+    exchange = moe.dropless if capacity is None else partial(moe.with_capacity, capacity=capacity)
+    generator, sparse = torch.Generator().manual_seed(0), mesh["efsdp", "ep"]
+    shapes = {moe.TOKENS: (moe.BATCH, 16, 16), moe.ROUTER: (16, 8), moe.UP: (8, 16, 32), moe.DOWN: (8, 32, 16)}
+    homes = {moe.UP: sparse, moe.DOWN: sparse}
+    inputs = [
+        axes.shard(torch.randn(shape, generator=generator), spec, mesh=homes.get(spec, mesh)).requires_grad_()
+        for spec, shape in shapes.items()
+    ]
+    layer = moe.experts_layer(exchange)
+
+    def step() -> None:
+        with mesh:
+            y = layer(*inputs)
+            y.backward(axes.shard(torch.ones(y.shape), moe.TOKENS))
+
+    return step, mesh
+
+
+def train_step() -> tuple[Step, axes.Mesh]:
+    """A step of the small transformer on DTensors, under FSDP2 with copies."""
+    options = train.Options(width=32, heads=4, sequence=16)
+    mesh = axes.init_mesh(*train.DECLARATION, device_type="cpu", **options.axis_sizes)
+    model = train.ParallelTransformer(options.size, options.seed)
+    train.parallelize(model, mesh)
+    rows = mesh.sharding("sample@batch byte").local_shape((options.batch, options.sequence + 1))
+    window = torch.zeros(rows, dtype=torch.long)
+    return lambda: train.batch_loss(model, window, mesh), mesh
 
 
 def megatron_step(version: str) -> tuple[Step, axes.Mesh]:
@@ -69,12 +112,48 @@ def ring_step() -> tuple[Step, axes.Mesh]:
 
 STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama": lambda: llama_step("dp=2 cp=2 tp=2"),
+    "train": train_step,
+    "moe with a capacity": lambda: moe_step(4),
     "megatron by hand": lambda: megatron_step("by hand"),
     "megatron, plain shards": lambda: megatron_step("plain shards"),
     "megatron, DTensors": lambda: megatron_step("DTensors"),
     "ulysses": ulysses_step,
     "ring attention": ring_step,
 }
+
+
+IN_A_JOB: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
+    "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
+    "moe, dropless": lambda: moe_step(None),
+    "moe_llama": moe_llama_step,
+}
+"""Steps that a simulated world can't explain: they send by what was sent, or stages ask one another for shapes."""
+
+BY_EXCHANGE = {"reduce_scatter": "all_to_all", "permute": "all_to_all", "reduce_move": "all_to_all"}
+"""What gloo runs for a step of another kind: an exchange, of as many bytes."""
+
+
+def told(explained: Any, mesh: axes.Mesh, simulated: bool = True) -> list[Counted]:
+    """The collectives of a step, as it is explained, as the counter of real ranks sees them over gloo.
+
+    A job's own explanation has what gloo runs. In a simulated world a plan's reduce-scatter is one, over gloo an
+    exchange; one that is called by name is a reduce-scatter in both.
+    """
+    facts = explained.json()
+    found = []
+    for each in facts["collectives"]:
+        planned = each["by"] == "axes" and not each["what"].startswith(("psum", "gradient of shard_map"))
+        kind = BY_EXCHANGE.get(each["kind"], each["kind"]) if planned and simulated else each["kind"]
+        found.append((kind, reached(mesh, each["axes"], facts["rank"]), each["bytes_in"], each["bytes_out"]))
+    return found
+
+
+def reached(mesh: axes.Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
+    """The ranks that differ from this one along these names alone."""
+    found = {rank}
+    for name in names:
+        found = {other for each in found for other in mesh.axis(name).ranks_of(each)}
+    return tuple(sorted(found))
 
 
 class Counter(TorchDispatchMode):
@@ -111,6 +190,9 @@ def counted(name: str, args: Sequence[Any], out: Any) -> Counted:
     if name == "reduce_scatter_tensor":
         moved = args[0].nbytes - args[0].nbytes // args[2]
         return "reduce_scatter", members(named(args[3])), moved, moved
+    if name in ("send", "recv_"):
+        (x,), group = args[0], dist.ProcessGroup.unbox(args[1])
+        return ("send", members(group), 0, x.nbytes) if name == "send" else ("recv", members(group), x.nbytes, 0)
     if name == "alltoall_base_":
         filled, given, group = args[0], args[1], dist.ProcessGroup.unbox(args[2])
         return "all_to_all", members(group), others(filled, args[3], group), others(given, args[4], group)
@@ -140,7 +222,7 @@ def named(name: str) -> dist.ProcessGroup:
 
 
 def count_steps(names: Sequence[str]) -> dict[str, list[Counted]]:
-    """What this rank is counted to send in a step of each of these, after one that isn't counted."""
+    """What this rank is counted to send in the first step of each of these."""
     torch.set_num_threads(1)
     found = {}
     for name in names:
@@ -158,6 +240,30 @@ def explain_steps(names: Sequence[str], rank: int) -> dict[str, Any]:
         with axes.simulate(8, rank):
             step, mesh = STEPS[name]()
             found[name] = axes.explain(step, mesh=mesh)
+    return found
+
+
+def tell_steps(names: Sequence[str], rank: int) -> dict[str, list[Counted]]:
+    """What they are explained to send, as it is counted."""
+    found = {}
+    for name in names:
+        with axes.simulate(8, rank):
+            step, mesh = STEPS[name]()
+            found[name] = told(axes.explain(step, mesh=mesh), mesh)
+    return found
+
+
+def explain_and_count_in_a_job() -> dict[str, tuple[list[Counted], list[Counted]]]:
+    """What steps of the running job are said to send, and what they are counted to send, after one that is neither."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, made in IN_A_JOB.items():
+        step, mesh = made()
+        step()
+        explained = axes.explain(step, mesh=mesh)
+        with Counter() as counter:
+            step()
+        found[name] = told(explained, mesh, simulated=False), counter.found
     return found
 
 
@@ -188,15 +294,19 @@ class Operation(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     op: str = "sum"
     sizes: tuple[tuple[str, int], ...] = ()
+    lies: tuple[str, ...] = ()
+    """How operands with blocks lie: a spec has no '+'."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         how = (self.op,) if self.kind == "reduce" else ()
-        return getattr(axes, self.kind)(*tensors, self.text, *how, **dict(self.sizes))
+        given = (tuple(tensors),) if "+" in self.text else tensors
+        found = getattr(axes, self.kind)(*given, self.text, *how, **dict(self.sizes))
+        return found if isinstance(found, tuple) else (found,)
 
     @property
     def specs(self) -> list[str]:
         """How the operands lie."""
-        return [spec.strip() for spec in self.text.split("->")[0].split(",")]
+        return [*self.lies] or [spec.strip() for spec in self.text.split("->")[0].split(",")]
 
 
 MESH = "dp=4 tp=2"
@@ -215,6 +325,23 @@ OPERATIONS = [
     Operation("einsum", "b@dp d, d f@tp -> b@dp f@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d | sum@tp", ((8, 6), (6, 4))),
+    Operation(
+        "rearrange",
+        "(h k + g k + g k) d@tp -> h@tp k d, g k d, g k d@tp",
+        ((32, 6),),
+        sizes=(("h", 4), ("g", 2)),
+        lies=("f d@tp",),
+    ),
+    Operation("rearrange", "(f@tp + f@tp) d@dp -> f@tp d, f d@dp", ((8, 16),), lies=("(two=2 f@tp) d@dp",)),
+    Operation(
+        "rearrange",
+        "(g@tp (r q + k)) d -> g r q d, g@tp k d",
+        ((16, 4),),
+        sizes=(("g", 2), ("r", 3), ("q", 2)),
+        lies=("(g@tp f) d",),
+    ),
+    Operation("rearrange", "h k d@tp, g k d@dp -> (h k + g k) d", ((4, 2, 8), (2, 2, 8))),
+    Operation("rearrange", "q d@tp, k@tp d -> (q + k) d@dp", ((4, 8), (6, 8))),
 ]
 
 
@@ -230,20 +357,20 @@ def count_operations() -> list[dict[str, list[Counted]]]:
             for x in tensors:
                 x.requires_grad_()
             with Counter() as forward:
-                y = each(tensors)
-            cotangent = axes.shard(torch.ones(y.shape), axes.spec_of(y).partition(" |")[0])
+                ys = each(tensors)
+            cotangents = [axes.shard(torch.ones(y.shape), axes.spec_of(y).partition(" |")[0]) for y in ys]
             with Counter() as backward:
-                y.backward(cotangent)
-            y = each(shards)
+                torch.autograd.backward(ys, cotangents)
+            ys = each(shards)
             with Counter() as of_shards:
-                y.backward(torch.ones_like(y))
+                torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
             counters = {"forward": forward, "backward": backward, "of shards": of_shards}
             found.append({name: counter.found for name, counter in counters.items()})
     return found
 
 
 def _sizes(each: Operation, spec: str) -> dict[str, int]:
-    return {name: size for name, size in each.sizes if name in spec.replace("(", " ").split()}
+    return {name: size for name, size in each.sizes if name in spec.replace("(", " ").replace("@", " ").split()}
 
 
 def explain_operation(each: Operation) -> Any:

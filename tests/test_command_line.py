@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from axes.show.cli import main
+from tests.test_lock import NET
 from tests.test_trace import log
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,10 @@ COMMANDS = [
     'plan "b@dp (h@tp d) | sum@cp" "b@dp (h d)" b=8 h=4 d=64 --mesh "dp=2 cp=2 tp=2" --dtype bfloat16 --rank 5',
     'plan "b s" "b s" b=8 s=2 --mesh "dp=4 tp=2"',
     'plan "b@dp" "b" b=8 --mesh "dp=4" --json',
+    "lock --help",
+    'lock net.lock --model net_to_lock.py:build --mesh "dp=4 tp=2"',
+    'lock other.lock --model net_to_lock.py:build --mesh "dp=4 tp=2" --rank 7 --json',
+    "lock kept.lock --check",
     "trace 0.jsonl 1.jsonl",
     "trace 0.jsonl 1.jsonl --json",
     # what can't be
@@ -55,6 +60,8 @@ COMMANDS = [
     'plan "b s@tp" "b s" b=8 s=2048 x=3 --mesh "dp=4 tp=2"',
     'plan "b s@tp" "b s" b:8 --mesh "dp=4 tp=2"',
     'plan "b s@tp" "b s" b=8 s=8 --mesh "dp=4 tp=2" --dtype float33',
+    "lock none.lock --check",
+    'lock net.lock --model net_to_lock.py:raises --mesh "dp=4 tp=2"',
     "trace nothing.jsonl",
     "trace 0.jsonl --chrome nowhere/out.json",
     # what isn't a command
@@ -82,10 +89,22 @@ def write_traces(folder: Path) -> None:
         (folder / f"{rank}.jsonl").write_text(log(rank, events))
 
 
+def write_model(folder: Path) -> None:
+    """A model, and what was locked of it when its mesh was another."""
+    sys.modules.pop("net_to_lock", None)
+    (folder / "net_to_lock.py").write_text(NET)
+    called('lock kept.lock --model net_to_lock.py:build --mesh "dp=4 tp=2"')
+    kept = folder / "kept.lock"
+    kept.write_text(kept.read_text().replace("dp=4 tp=2", "dp=2 tp=4"))
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     write_traces(tmp_path)
+    if "lock" in str(request.node.name):
+        write_model(tmp_path)
     return tmp_path
 
 
@@ -149,7 +168,7 @@ def test_the_page_shows_what_a_command_prints(command, output):
 
 
 def test_the_page_shows_some_commands_and_names_all():
-    assert len(ON_PAGE) == PAGE.count("```sh") == 4
+    assert len(ON_PAGE) == PAGE.count("```sh") == 5
     assert all(f"| `{name}" in PAGE for name in main.commands)
 
 
@@ -237,4 +256,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         write_traces(Path(place))
         os.chdir(place)
+        write_model(Path(place))
         SNAPSHOT.write_text("".join(map(shown, COMMANDS)), encoding="utf-8")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import statistics
+import re
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,43 +23,46 @@ from tests import explained_steps as steps
 SNAPSHOTS = Path(__file__).parent / "explained_operations.txt"
 """The text of explanations, one after the other; `python -m tests.test_explain` writes it."""
 
-BY_EXCHANGE = {"reduce_scatter": "all_to_all", "permute": "all_to_all", "reduce_move": "all_to_all"}
-"""What gloo runs for a step of another kind: an exchange, of as many bytes."""
-
-
 # --- as it is counted
-
-
-def told(explained: Explanation, rank: int) -> list[tuple[str, tuple[int, ...], int, int]]:
-    """The collectives of a step as the counter of real ranks sees them over gloo."""
-    mesh = axes.Mesh(explained.facts["mesh"].split(";")[0])
-    found = []
-    for each in explained.json()["collectives"]:
-        planned = each["by"] == "axes" and not each["what"].startswith("psum")
-        kind = BY_EXCHANGE.get(each["kind"], each["kind"]) if planned else each["kind"]
-        names = [name for axis in each["axes"] for name in {"fsdp": ["dp", "cp"]}.get(axis, [axis])]
-        found.append((kind, members(mesh, names, rank), each["bytes_in"], each["bytes_out"]))
-    return found
-
-
-def members(mesh: axes.Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from this one along these axes alone."""
-    here = mesh.at(rank).coordinate
-    there = {other: mesh.at(other).coordinate for other in range(mesh.size)}
-    return tuple(
-        other
-        for other, at in there.items()
-        if all(at[name] == here[name] for name in mesh.axis_names if name not in names)
-    )
 
 
 def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
     names = list(steps.STEPS)
     counted = pool.run(steps.count_steps, names)
     for rank in (0, 7):
-        for name, found in steps.explain_steps(names, rank).items():
-            assert told(found, rank) == counted[rank][name], (name, rank)
+        for name, said in steps.tell_steps(names, rank).items():
+            assert said == counted[rank][name], (name, rank)
             assert len(counted[rank][name]) > 5
+
+
+def test_a_step_that_needs_what_other_ranks_send_is_explained_in_its_job(pool):
+    every = pool.run(steps.explain_and_count_in_a_job)
+    for rank, found in enumerate(every):
+        for name, (said, counted) in found.items():
+            assert said == counted, (name, rank)
+    for name, kind in (("moe_llama", "all_to_all"), ("moe, dropless", "all_to_all"), ("llama in two stages", "send")):
+        assert any(each == kind and taken != given for each, _, taken, given in every[0][name][1]), name
+
+
+def test_a_simulated_step_whose_sizes_other_ranks_tell_says_that_it_is_not_exact():
+    with axes.simulate(8, 3):
+        step, mesh = steps.IN_A_JOB["moe, dropless"]()
+        found = axes.explain(step, mesh=mesh)
+    assert not found.json()["exact"]
+    assert "as if they told what this one does" in " ".join(str(found).split())
+    assert all(each.json()["exact"] for each in steps.explain_steps(["llama", "moe with a capacity"], 0).values())
+
+
+def test_stages_that_ask_one_another_are_refused_in_a_simulated_world():
+    def step() -> None:
+        options = steps.llama.Options(mesh="pp=2 dp=2 tp=2")
+        mesh = steps.mesh_of(options, steps.llama.AXES, "fsdp = dp cp")
+        model, loss = steps.llama.made(options, mesh), steps.llama.loss_on(mesh)
+        tokens = torch.zeros(4, 64, dtype=torch.long)
+        steps.forward_backward(model, loss, mesh, 2, "1f1b")(tokens, tokens)
+
+    with axes.simulate(8, 4), pytest.raises(axes.AxesError, match="Stages of a pipeline ask one another"):
+        axes.explain(step)
 
 
 def test_in_a_running_job_the_step_runs_and_each_rank_has_its_own_explanation(pool):
@@ -70,13 +72,13 @@ def test_in_a_running_job_the_step_runs_and_each_rank_has_its_own_explanation(po
         assert total == 28
 
 
-def test_the_step_of_a_llama_takes_less_than_5_seconds():
-    began = time.process_time()
+def test_each_collective_of_a_llama_has_its_module_its_axes_and_its_line():
     (found,) = steps.explain_steps(["llama"], 5).values()
-    assert time.process_time() - began < 5
     assert {each["by"] for each in found.json()["collectives"]} == {"axes", "torch: FSDP2"}
-    assert {each["module"].partition(".")[0] for each in found.json()["collectives"]} == {"Llama", "Loss"}
+    assert {each["module"].partition(".")[0] for each in found.json()["collectives"]} == {"Llama", "Loss", ""}
     assert all(each["place"] and each["axes"] for each in found.json()["collectives"])
+    outside = {each["what"].partition(" of ")[0] for each in found.json()["collectives"] if not each["module"]}
+    assert outside == {"the norm"}
 
 
 def test_operations_send_what_is_said_forward_and_backward(pool):
@@ -90,7 +92,9 @@ def test_operations_send_what_is_said_forward_and_backward(pool):
                 assert (phase, each.op) == ("of shards", "max")
                 continue
             wanted = [
-                (BY_EXCHANGE.get(row["kind"], row["kind"]), row["bytes_in"]) for row in rows if row["kind"] != "slice"
+                (steps.BY_EXCHANGE.get(row["kind"], row["kind"]), row["bytes_in"])
+                for row in rows
+                if row["kind"] != "slice"
             ]
             ranks = [[(kind, received) for kind, _, received, _ in found[at][phase]] for found in counted]
             busiest = [(row[0][0], max(received for _, received in row)) for row in zip(*ranks, strict=True)]
@@ -205,6 +209,15 @@ def test_a_world_of_any_size_is_simulated_for_a_step_and_gone_after_it():
     )
 
 
+def test_a_mesh_whose_names_cut_its_axes_is_simulated_as_it_is():
+    def step() -> Any:
+        return axes.all_gather(torch.ones(2), "rows")
+
+    found = axes.explain(step, mesh=axes.Mesh("dp=4 tp=2", "(dp tp) = rows=2 ep=4").at(5))
+    (gathered,) = found.json()["collectives"]
+    assert (gathered["axes"], gathered["ranks"]) == (["rows"], "ranks 1, 5")
+
+
 def test_a_step_that_raises_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         axes.explain(lambda: 1 // 0, mesh="dp=2")
@@ -223,6 +236,9 @@ EXPLAINED: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     (("b -> b n@tp", (8,)), {"mesh": "tp=2", "n": 6}),
     (("b s | sum@tp -> b s@tp | same@dp", (8, 16)), {"mesh": "dp=4 tp=2"}),
     (("b@dp s d, d f@tp -> b@dp s f@tp", (8, 64, 32), (32, 48)), {"mesh": "dp=4 tp=2", "kind": "shard_map"}),
+    (("(h k + g k + g k) d -> h@tp k d, g@tp k d, g@tp k d", (32, 6)), {"mesh": "dp=2 tp=2", "h": 4, "g": 2}),
+    (("h k d@tp, g k d@tp -> (h k + g k) d", (4, 2, 6), (2, 2, 6)), {"mesh": "dp=2 tp=2"}),
+    (("h@tp d, g@tp d -> (h@tp + g@tp) d",), {"mesh": "dp=2 tp=2", "h": 4, "g": 2, "d": 6}),
     (("s@fsdp d -> s d", (8, 4)), {"mesh": axes.Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").at(5), "kind": "reshard"}),
 ]
 
@@ -247,17 +263,14 @@ def test_html_and_svg_are_whole_and_load_nothing(world):
         names = [element.tag.partition("}")[2] for element in root.iter()]
         assert root.get("role") == "img"
         assert {"title", "desc"} <= {*names}
-        assert "max-width:100%" in svg
-        ElementTree.fromstring(page.partition("\n")[2].replace('<meta charset="utf-8">', "").replace(META, ""))
+        assert root.get("viewBox")
+        ElementTree.fromstring(re.sub("<meta [^>]*>", "", page.partition("\n")[2]))
         for text in (page, svg):
             assert "prefers-color-scheme: dark" in text
             assert "<script" not in text
             assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
         assert each._repr_html_() in page
         assert escape(each.heading) in page
-
-
-META = '<meta name="viewport" content="width=device-width, initial-scale=1">'
 
 
 def test_json_has_its_version_and_is_data_of_its_own():
@@ -295,20 +308,8 @@ def test_groups_that_are_there_are_shared_and_names_of_the_same_ranks_said(world
     assert group["ranks"] == "ranks 2, 3"
 
 
-def test_an_operation_takes_less_than_20_ms():
-    axes.explain("b s@tp d -> b s d@tp", (8, 64, 32), mesh="dp=4 tp=2")
-    taken = []
-    for size in range(64, 64 + 20 * 16, 16):
-        began = time.process_time()
-        axes.explain("b@dp s f@tp, f@tp d -> b@dp s@tp d", b=8, s=size, f=256, d=64, mesh="dp=4 tp=2")
-        taken.append(time.process_time() - began)
-    assert statistics.median(taken) < 0.02
-
-
-def test_a_mesh_of_a_million_ranks_takes_no_longer():
-    began = time.process_time()
+def test_a_mesh_may_have_a_million_ranks():
     found = axes.explain("b@dp s@tp -> b s", (1 << 20, 64), mesh="dp=131072 tp=8")
-    assert time.process_time() - began < 1
     assert found.json()["communication"][0]["group_size"] == 1 << 20
 
 
@@ -332,7 +333,10 @@ def test_a_mesh_of_a_million_ranks_takes_no_longer():
         (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "q": 3}, axes.SizeError, "'q'"),
         (("b s@* -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write it"),
         (("b s | * -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write what is"),
-        (("b (f + f)@tp -> b f@tp, b f@tp", (4, 8)), {"mesh": "tp=2"}, axes.ExpressionError, "without the '+'"),
+        (("(f + g) -> f, g@tp", (8,)), {"mesh": "tp=2"}, axes.SizeError, "'f' and 'g' don't follow"),
+        (("(f + g) -> f, g",), {"mesh": "tp=2", "f": 4}, axes.SizeError, "the size of 'g' is open"),
+        (("(f + f) -> f", (8,)), {"mesh": "tp=2"}, axes.ExpressionError, "each block becomes one tensor"),
+        (("f, f -> (f + f)", (4,), (4,)), {"mesh": "tp=2", "kind": "einsum"}, axes.ExpressionError, "a rearrange"),
         (("b@dp -> f@tp", (4,)), {"mesh": "dp=2 tp=2", "kind": "shard_map"}, axes.SizeError, "say it"),
         ((3,), {"mesh": "tp=2"}, axes.AxesError, "expression, a module or a function"),
         ((len,), {}, axes.AxesError, "in a simulated world"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import axes
+from tests.explained_steps import Counted, Counter, told
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -72,6 +74,38 @@ def test_values_gradients_and_tokens_are_those_of_one_device(world):
         for which, far in found.items():
             assert max(far.values()) < 1e-9, (which, far)
             assert ("lm_head.weight" in far) == ("tied=0" in which)
+
+
+def step_on_mesh() -> tuple[Callable[[], None], axes.Mesh]:
+    """Forward and backward, with fewer key heads than ranks of tp."""
+    options = hf_llama.Options(mesh="dp=1 tp=4", key_heads=2)
+    mesh, one = hf_llama.mesh_of(options), hf_llama.plain(options)
+    many = hf_llama.on_mesh(one, mesh)
+    with mesh:
+        tokens = axes.shard(torch.zeros(4, 16, dtype=torch.long), "b@dp s")
+
+    def step() -> None:
+        with mesh:
+            axes.cross_entropy(many(tokens, use_cache=False).logits, tokens, "b@dp s v@tp, b@dp s -> ").backward()
+
+    return step, mesh
+
+
+def counted_step() -> list[Counted]:
+    torch.set_num_threads(1)
+    step, _ = step_on_mesh()
+    with Counter() as counter:
+        step()
+    return counter.found
+
+
+def test_its_step_sends_what_is_explained_in_one_process(world):
+    counted = world(counted_step, 4, timeout=120)
+    for rank in (0, 3):
+        with axes.simulate(4, rank):
+            step, mesh = step_on_mesh()
+            assert told(axes.explain(step, mesh=mesh), mesh) == counted[rank]
+        assert len(counted[rank]) > 5
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ groups
 >>> found.json()
 {'schema': 1, 'kind': 'mesh'}
 
-Text is at most 80 columns wide and ASCII where names are. HTML and SVG know light and dark, load nothing from
-elsewhere and run no script.
+Text is at most 80 columns wide and ASCII where names are. HTML and SVG are drawn by `axes.show`, as all pictures are.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
+
+from axes.algebra import seam
 
 SCHEMA = 1
 """The version of what `Explanation.json` returns."""
@@ -67,26 +67,14 @@ class Explanation:
 
     def html(self) -> str:
         """A page of its own, as text."""
-        head = (
-            f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.heading)}</title>"
-        )
-        return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{self._repr_html_()}</body>\n</html>\n'
+        return seam.picture_of(self).html()
 
     def svg(self) -> str:
-        """A picture: what moves from rank to rank where that can be drawn, else the text."""
-        return self.drawing() if self.drawing is not None else _text_as_svg(self.heading, _lines(self))
+        """A picture: what moves from rank to rank where that can be drawn, and the text."""
+        return seam.picture_of(self).svg()
 
-    def _repr_html_(self) -> str:
-        parts = [f"<style>{_STYLE}</style>", f"<h2><code>{escape(self.heading)}</code></h2>"]
-        if self.drawing is not None:
-            parts.append(f'<div class="wide">{self.drawing()}</div>')
-        for section in self.sections:
-            title = f"<caption>{escape(section.title)}</caption>" if section.title else ""
-            widest = max(map(len, section.rows), default=1)
-            rows = "".join(_row_as_html(row, widest) for row in section.rows)
-            parts.append(f'<div class="wide"><table>{title}<tbody>{rows}</tbody></table></div>')
-        return '<div class="axes-explanation">\n' + "\n".join(parts) + "\n</div>\n"
+    def _repr_html_(self) -> str | None:
+        return seam.html_of(self)
 
 
 def _lines(found: Explanation) -> Iterator[str]:
@@ -115,42 +103,3 @@ def _wrapped(before: str, text: str) -> Iterator[str]:
     yield (before + first).rstrip()
     for line in textwrap.wrap(text[len(first) :].strip(), WIDTH - indent, **_WORDS):
         yield " " * indent + line
-
-
-def _row_as_html(row: tuple[str, ...], widest: int) -> str:
-    cells = [f"<td>{escape(cell)}</td>" for cell in row[:-1]]
-    span = f' colspan="{widest - len(row) + 1}"' if len(row) < widest else ""
-    return f"<tr>{''.join(cells)}<td{span}>{escape(row[-1])}</td></tr>"
-
-
-_STYLE = """
-.axes-explanation { color: #24292f; background: #fff; padding: 0.5em; max-width: 60em }
-.axes-explanation, .axes-explanation code { font: 14px ui-monospace, Menlo, Consolas, monospace }
-.axes-explanation h2 { font-size: 15px; overflow-wrap: anywhere }
-.axes-explanation .wide { overflow-x: auto }
-.axes-explanation table { border-collapse: collapse; margin: 0.5em 0 }
-.axes-explanation caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
-.axes-explanation td { border-top: 1px solid #d0d7de; padding: 0.2em 0.7em; text-align: left; vertical-align: top }
-@media (prefers-color-scheme: dark) {
-  .axes-explanation { color: #e6edf3; background: #0d1117 }
-  .axes-explanation td { border-color: #30363d }
-}
-"""
-
-_SVG_STYLE = """
-  .paper { fill: #fff } text { font: 13px ui-monospace, Menlo, Consolas, monospace; fill: #24292f; white-space: pre }
-  @media (prefers-color-scheme: dark) { .paper { fill: #0d1117 } text { fill: #e6edf3 } }
-"""
-
-
-def _text_as_svg(title: str, lines: Iterator[str]) -> str:
-    shown = list(lines)
-    width, height = 8 * max(WIDTH, *map(len, shown)) + 16, 18 * len(shown) + 14
-    texts = [
-        f'<text x="8" y="{18 * at + 20}" xml:space="preserve">{escape(line)}</text>' for at, line in enumerate(shown)
-    ]
-    size = f'viewBox="0 0 {width} {height}" width="{width}" style="max-width:100%;height:auto"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    said = f"<title>{escape(title)}</title><desc>{escape(chr(10).join(shown))}</desc><style>{_SVG_STYLE}</style>"
-    paper = f'<rect class="paper" width="{width}" height="{height}"/>'
-    return "\n".join((head, said, paper, *texts, "</svg>")) + "\n"

@@ -550,7 +550,7 @@ class Mesh:
         return mesh_text.call_of(self.universe, self.axis_names, self.namespace, self.ranks_per_node)
 
     def _repr_html_(self) -> str | None:
-        return seam.picture_of(self)
+        return seam.html_of(self)
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.shape.items())

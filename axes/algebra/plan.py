@@ -121,7 +121,7 @@ class Plan:
         return str(self)
 
     def _repr_html_(self) -> str | None:
-        return seam.picture_of(self)
+        return seam.html_of(self)
 
 
 def plan(

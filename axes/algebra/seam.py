@@ -50,11 +50,24 @@ class Runtime(Protocol):
         """The DTensor placements of a sharding on its mesh's axes."""
 
 
+class Shown(Protocol):
+    """A picture of a value."""
+
+    def svg(self) -> str:
+        """The picture as SVG."""
+
+    def html(self) -> str:
+        """The picture as a page of its own."""
+
+    def _repr_html_(self) -> str:
+        """The picture as a part of a page, as notebooks ask for it."""
+
+
 class Pictures(Protocol):
     """What `axes.show` provides."""
 
-    def html_of(self, value: object) -> str:
-        """A picture of a value as a part of a page."""
+    def drawn(self, value: object) -> Shown:
+        """The picture of a value."""
 
 
 _provider: Callable[[], Runtime] | None = None
@@ -67,9 +80,16 @@ def provide(runtime: Callable[[], Runtime], pictures: Callable[[], Pictures]) ->
     _provider, _pictures = runtime, pictures
 
 
-def picture_of(value: object) -> str | None:
+def picture_of(value: object) -> Shown:
+    """The picture of a value; `MeshError` where the algebra is used without what draws."""
+    if _pictures is None:
+        raise MeshError("a picture needs axes.show; import axes, not axes.algebra alone")
+    return _pictures().drawn(value)
+
+
+def html_of(value: object) -> str | None:
     """A picture of a value as a part of a page; None where the algebra is used alone, so that its text is shown."""
-    return None if _pictures is None else _pictures().html_of(value)
+    return None if _pictures is None else picture_of(value)._repr_html_()
 
 
 def runtime(wanted: str) -> Runtime:

@@ -152,7 +152,7 @@ class Sharding:
         return f"Sharding({self.spec!r}, {self.mesh!r})"
 
     def _repr_html_(self) -> str | None:
-        return seam.picture_of(self)
+        return seam.html_of(self)
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> Shape:
         """The shape of the shard on a global rank, this one by default.

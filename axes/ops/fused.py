@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
-from axes.algebra.flow import recipe
+from axes.algebra.flow import Recipe, recipe
 from axes.algebra.flow.blocks import Fused, names_of, read_blocks, sizes_of_blocks
 from axes.algebra.flow.states import cuts, of_cuts, split
 from axes.algebra.mesh import Mesh
@@ -100,6 +100,83 @@ End = tuple[Sharding | None, tuple[int, ...]]
 """How a tensor lies, and its whole shape; None and the shape of a plain shard."""
 
 
+@dataclass(frozen=True)
+class BlockRecipes:
+    """The recipes of an expression with blocks, in the order in which they run, and what is done between them.
+
+    opened: for each tensor of the left side the recipe that opens its dim of blocks, None where none is needed.
+    taken: for each of them this dim, and how each block lies; None of a tensor without blocks. blocks: the recipe of
+    each block. joined: for each tensor of the right side the first of its blocks, the last and one more, their dim,
+    and how they lie together. closed: the recipe that closes this dim, or None. Plain shards lie as None.
+    """
+
+    opened: tuple[Recipe | None, ...]
+    taken: tuple[tuple[int, tuple[Sharding | None, ...]] | None, ...]
+    blocks: tuple[Recipe, ...]
+    joined: tuple[tuple[int, int, int, Sharding | None], ...]
+    closed: tuple[Recipe | None, ...]
+
+
+def recipes_of_blocks(
+    text: str, ends: Sequence[End], shapes: tuple[tuple[int, ...], ...], given: Sizes, home: Mesh | None, said: bool
+) -> BlockRecipes:
+    """What each step of the expression does to tensors that lie so; raises what some step would raise.
+
+    `home` is a mesh that is `said`, or the ambient one.
+    """
+    is_global = ends[0][0] is not None
+    cuts_, expressions, joints = _steps(text, shapes, given, None if is_global else home)
+
+    def after(end: End, expression: str, sizes: Sizes) -> Recipe:
+        sharding, shape = end
+        where = home if home is not None else ALONE
+        if sharding is not None and not (home is not None and (said or home.universe == sharding.universe)):
+            where = sharding.mesh
+        made = recipe("rearrange", expression, "", (sharding,), (shape,), where, sizes)
+        if sharding is not None:
+            check_torch_can(made.result.output, made.result.shape)
+        return made
+
+    def end_of(made: Recipe) -> End:
+        output, shape = made.result.output, made.result.shape
+        return (output, shape) if is_global else (None, output.local_shape(shape))
+
+    parts: list[End] = []
+    opened: list[Recipe | None] = []
+    taken: list[tuple[int, tuple[Sharding | None, ...]] | None] = []
+    for end, cut in zip(ends, cuts_, strict=True):
+        if cut is None:
+            parts.append(end)
+            opened.append(None)
+            taken.append(None)
+            continue
+        opening, sizes, dim, counts = cut
+        opened.append(after(end, opening, sizes) if opening else None)
+        sharding, shape = end if opened[-1] is None else end_of(opened[-1])
+        dim %= len(shape)
+        held = (None,) * len(counts) if sharding is None else blocks_of(sharding, shape, dim, counts, text)
+        taken.append((dim, held))
+        parts += [(each, _with(shape, dim, count)) for each, count in zip(held, counts, strict=True)]
+    blocks = [_of_block(text, at, after, end, *expressions[at]) for at, end in enumerate(parts)]
+    joined: list[tuple[int, int, int, Sharding | None]] = []
+    closed: list[Recipe | None] = []
+    for joint in joints:
+        if len(joint) == 1:
+            joined.append((joint[0], joint[0] + 1, 0, end_of(blocks[joint[0]])[0]))
+            closed.append(None)
+            continue
+        first, last, dim, closing, sizes = joint
+        mine = list(map(end_of, blocks[first:last]))
+        dim %= len(mine[0][1])
+        _check_joint([shape for _, shape in mine], dim, text)
+        shape = _with(mine[0][1], dim, sum(each[dim] for _, each in mine))
+        lying = tuple([each for each, _ in mine if each is not None])
+        whole = whole_of(lying, tuple([each for _, each in mine]), dim, text) if lying else None
+        joined.append((first, last, dim, whole))
+        closed.append(after((whole, shape), closing, sizes) if closing else None)
+    return BlockRecipes(tuple(opened), tuple(taken), tuple(blocks), tuple(joined), tuple(closed))
+
+
 @of_world(1024)
 def _check_all(
     text: str, ends: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], given: Sizes, home: Mesh | None, said: bool
@@ -109,43 +186,8 @@ def _check_all(
     `ends` are DTensorSpecs, or shapes of plain shards. `home` is a mesh that is `said`, or the ambient one.
     """
     is_global = not isinstance(ends[0], tuple)
-    cuts_, expressions, joints = _steps(text, shapes, given, None if is_global else home)
-    made: list[End] = [(sharding_of_spec(e), tuple(e.shape)) if is_global else (None, e) for e in ends]
-
-    def after(end: End, expression: str, sizes: Sizes) -> End:
-        sharding, shape = end
-        where = home if home is not None else ALONE
-        if sharding is not None and not (home is not None and (said or home.universe == sharding.universe)):
-            where = sharding.mesh
-        result = recipe("rearrange", expression, "", (sharding,), (shape,), where, sizes).result
-        if sharding is None:
-            return None, result.output.local_shape(result.shape)
-        check_torch_can(result.output, result.shape)
-        return result.output, result.shape
-
-    parts: list[End] = []
-    for end, cut in zip(made, cuts_, strict=True):
-        if cut is None:
-            parts.append(end)
-            continue
-        opening, sizes, dim, counts = cut
-        sharding, shape = after(end, opening, sizes) if opening else end
-        dim %= len(shape)
-        held = (None,) * len(counts) if sharding is None else _blocks_of(sharding, shape, dim, counts, text)
-        parts += [(each, _with(shape, dim, count)) for each, count in zip(held, counts, strict=True)]
-    blocks = [_of_block(text, at, after, end, *expressions[at]) for at, end in enumerate(parts)]
-    for joint in joints:
-        if len(joint) == 1:
-            continue
-        first, last, dim, closing, sizes = joint
-        mine = blocks[first:last]
-        dim %= len(mine[0][1])
-        _check_joint([shape for _, shape in mine], dim, text)
-        shape = _with(mine[0][1], dim, sum(each[dim] for _, each in mine))
-        lying = tuple([each for each, _ in mine if each is not None])
-        whole = _whole_of(lying, tuple([each for _, each in mine]), dim, text) if lying else None
-        if closing:
-            after((whole, shape), closing, sizes)
+    lying = [(sharding_of_spec(e), tuple(e.shape)) if is_global else (None, e) for e in ends]
+    recipes_of_blocks(text, lying, shapes, given, home, said)
 
 
 _check_alone = functools.lru_cache(maxsize=1024)(_check_all.__wrapped__)
@@ -261,7 +303,7 @@ def _apart_node(dim: int, settling: int, *counts_and_tensor: Any) -> tuple[DTens
 
 
 def _run_apart(x: DTensor, dim: int, counts: tuple[int, ...], text: str = "") -> tuple[DTensor, ...]:
-    parts = _blocks_of(sharding_of_spec(torch_private.spec_of(x)), hints(tuple(x.shape)), dim, counts, text)
+    parts = _known_blocks(sharding_of_spec(torch_private.spec_of(x)), hints(tuple(x.shape)), dim, counts, text)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Apart.apply(x, dim, counts, parts)
     return _views(x, dim, counts, parts)
@@ -296,7 +338,7 @@ def _run_together(xs: Sequence[DTensor], dim: int, text: str = "") -> DTensor:
     if any(spec.mesh != specs[0].mesh for spec in specs):
         raise MeshError(f"tensors that are put together are on one mesh; axes.reshard them before\nin  {text}")
     shardings = tuple([sharding_of_spec(spec) for spec in specs])
-    whole = _whole_of(shardings, tuple([hints(tuple(x.shape)) for x in xs]), dim, text)
+    whole = _known_whole(shardings, tuple([hints(tuple(x.shape)) for x in xs]), dim, text)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         return _Together.apply(dim, whole, *xs)
     return _cat(xs, dim, whole)
@@ -317,8 +359,7 @@ def _dtensor(local: torch.Tensor, device_mesh: Any, sharding: Sharding, shape: t
     return torch_private.dtensor(local, spec)
 
 
-@of_world(4096)
-def _blocks_of(
+def blocks_of(
     sharding: Sharding, shape: tuple[int, ...], dim: int, counts: tuple[int, ...], text: str
 ) -> tuple[Sharding, ...]:
     """How each block lies; `ShardingError` where a rank doesn't have its part of every block."""
@@ -342,8 +383,7 @@ def _blocks_of(
     return made
 
 
-@of_world(4096)
-def _whole_of(shardings: tuple[Sharding, ...], shapes: tuple[tuple[int, ...], ...], dim: int, text: str) -> Sharding:
+def whole_of(shardings: tuple[Sharding, ...], shapes: tuple[tuple[int, ...], ...], dim: int, text: str) -> Sharding:
     """How the tensor lies that holds these as blocks; `ShardingError` where they lie otherwise."""
     first, counts = shardings[0], [shape[dim] for shape in shapes]
     alike = all(
@@ -376,6 +416,10 @@ def _whole_of(shardings: tuple[Sharding, ...], shapes: tuple[tuple[int, ...], ..
     return whole
 
 
+_known_blocks, _known_whole = of_world(4096)(blocks_of), of_world(4096)(whole_of)
+"""The same, remembered."""
+
+
 def _set(dims: tuple[ShardedDim, ...], at: int, dim: ShardedDim) -> tuple[ShardedDim, ...]:
     return (*dims[:at], dim, *dims[at + 1 :])
 
@@ -396,19 +440,35 @@ class _Apart(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: DTensor | None) -> tuple[DTensor | None, None, None, None]:
         if all(each is None for each in cotangents):
             return None, None, None, None
-        plain = [replace(part, pending=()) for part in ctx.parts]
         arrived = [None if each is None else sharding_of_spec(torch_private.spec_of(each)) for each in cotangents]
-        if len({*arrived}) > 1 or not _fits(arrived[0], ctx.parts[0], ctx.dim):
-            # They don't lie alike, so each is brought to where its block lies.
+        targets = where_put_together(arrived, ctx.parts, ctx.dim)
+        if targets is not None:
             cotangents = tuple(
                 [
                     _zeros(ctx.spec, part, _with(ctx.spec.shape, ctx.dim, count))
                     if each is None
                     else resharded(each, part)
-                    for each, part, count in zip(cotangents, plain, ctx.counts, strict=True)
+                    for each, part, count in zip(cotangents, targets, ctx.counts, strict=True)
                 ]
             )
         return _run_together(cotangents, ctx.dim), None, None, None  # type: ignore[arg-type]
+
+
+def where_put_together(
+    arrived: Sequence[Sharding | None], parts: Sequence[Sharding], dim: int
+) -> tuple[Sharding, ...] | None:
+    """Where the gradients of blocks are brought to before they are put together: None where they stay as they arrived.
+
+    That is where they lie alike, and the dim isn't split; else each is brought to where its block lies.
+    """
+    if len({*arrived}) == 1 and _fits(arrived[0], parts[0], dim):
+        return None
+    return tuple([replace(part, pending=()) for part in parts])
+
+
+def where_taken_apart(arrived: Sharding, whole: Sharding, dim: int) -> Sharding:
+    """Where the gradient of blocks that were put together is brought to before it is taken apart."""
+    return arrived if _fits(arrived, whole, dim) else replace(whole, pending=())
 
 
 def _fits(arrived: Sharding | None, part: Sharding, dim: int) -> bool:
@@ -436,6 +496,7 @@ class _Together(torch.autograd.Function):
         if cotangent is None:
             return (None,) * (2 + len(ctx.counts))
         arrived = sharding_of_spec(torch_private.spec_of(cotangent))
-        if not _fits(arrived, ctx.whole, ctx.dim):
-            cotangent = resharded(cotangent, replace(ctx.whole, pending=()))
+        target = where_taken_apart(arrived, ctx.whole, ctx.dim)
+        if target is not arrived:
+            cotangent = resharded(cotangent, target)
         return None, None, *_run_apart(cotangent, ctx.dim, ctx.counts)

@@ -99,7 +99,7 @@ def user_frame() -> FrameType | None:
     return None
 
 
-_PASSED = {"axes", "torch", "einops", "contextlib", "functools"}
+_PASSED = {"axes", "torch", "einops", "contextlib", "functools", "importlib"}
 """Packages whose lines aren't the user's."""
 
 _FILES = 65536

@@ -136,6 +136,21 @@ def init_mesh(
     return mesh
 
 
+def bound_to_job(mesh: Mesh, device_type: str | None = None) -> Mesh:
+    """A mesh of the algebra on the running job; every rank of the mesh calls it with the same one, as `init_mesh`."""
+    world = current_world()
+    ranks = mesh.universe.ranks
+    try:
+        waits, device = _device(device_type, None, world.rank)
+        _checked_universe(ranks, world)
+        bound = mesh._with(binding=_bound(world, mesh, device, None, waits), view=None)
+    except Exception as error:
+        _refuse(world, ranks, error)
+        raise
+    _agree(world, bound)
+    return bound
+
+
 def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: World) -> SizeError | None:
     """The error for a mesh that says all of its sizes, and needs another number of ranks than there are."""
     try:

@@ -4,12 +4,14 @@
     python -m axes explain "b s@tp d -> b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes plan "b s@tp d" "b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes groups --mesh "dp=4 tp=2"
+    python -m axes lock layout.lock --model train.py:build --mesh "dp=2048 tp=8"
+    python -m axes lock layout.lock --check
     python -m axes trace trace.*.jsonl --chrome trace.json
     python -m axes demo
 
 Every command has `--json`: one object, whose `schema` is the version of its form. It exits with 0; with 1 and one line
 on stderr where what is asked can't be; with 2 where the command itself is wrong. `mesh`, `explain` and `plan` write
-pictures and pages with `--svg` and `--html`. Only `demo` and `explain` need torch.
+pictures and pages with `--svg` and `--html`. Only `demo`, `explain` and `lock` need torch.
 """
 
 from __future__ import annotations
@@ -129,9 +131,14 @@ def _mesh(text: str, world: int | None, rank: int | None) -> Mesh:
         raise SizeError(f"how large '{open_one[1]}' is follows from the number of ranks: add --world N")
     # In a declaration an axis whose size follows has none.
     found = Mesh(re.sub(r"=\s*\*", "", declaration), *filter(None, equations), ranks=ranks)
-    if rank is not None and rank >= found.size:
-        raise SizeError(f"the mesh has ranks 0 to {found.size - 1}; there is no rank {rank}")
+    if rank is not None:
+        _check_rank(found, rank)
     return found if rank is None else found.at(rank)
+
+
+def _check_rank(mesh: Mesh, rank: int) -> None:
+    if rank >= mesh.size:
+        raise SizeError(f"the mesh has ranks 0 to {mesh.size - 1}; there is no rank {rank}")
 
 
 # --- mesh
@@ -377,6 +384,82 @@ def _shape(spec: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
             raise SizeError(f"how large is '{missing[0]}'? Add its size, like {missing[0]}=8")
         shape.append(math.prod(size for size in known if size is not None))
     return tuple(shape)
+
+
+# --- lock
+
+
+@main.command("lock")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--model", metavar="MODEL", help="Who makes the model: train.py:build or package.module:build.")
+@click.option("--mesh", metavar="MESH", help='The axes, slowest first: "dp=2048 tp=8".')
+@in_world
+@click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="A rank to tell of, 0 unless told.")
+@click.option("--check", is_flag=True, help="Write nothing; end with 1 where the file would change.")
+@as_json
+@_command
+def lock_command(
+    file: str,
+    model: str | None,
+    mesh: str | None,
+    world: int | None,
+    ranks: tuple[int, ...],
+    check: bool,
+    as_json: bool,
+) -> None:
+    """How a model lies and what its step sends, as a file to keep.
+
+    MODEL is a function that takes the mesh, or nothing, and returns (module, inputs...) or (module, step); it runs in
+    a simulated world, without devices. FILE says what it is of: without --model and --mesh it is written anew. --rank
+    may be given several times, for one rank of each pipeline stage.
+
+    Example: python -m axes lock layout.lock --model train.py:build --mesh "dp=2048 tp=8"
+    """
+    from axes.show import lock  # which imports torch
+
+    kept = _kept(file)
+    if check and (model or mesh or world or ranks):
+        raise click.UsageError("--check takes the model, the mesh and the ranks from FILE")
+    if kept is None and (check or not (model and mesh)):
+        raise AxesError(f"there is no {file} yet: python -m axes lock {file} --model train.py:build --mesh MESH")
+    before = None if model and mesh else lock.subject_of(kept or "", file)
+    text = mesh or (before.declared if before else "")
+    where = _mesh(text, world, None)
+    seen = ranks or (before.ranks if before else (0,))
+    for rank in seen:
+        _check_rank(where, rank)
+    subject = lock.Subject(model or (before.model if before else ""), lock.with_all_sizes(where, text), seen)
+    parts = lock.locked(subject)
+    found = lock.text_of_lock(subject, parts)
+    changes = [] if kept is None else lock.changed_lines(kept, found)
+    if not check:
+        _write(file, found)
+    if as_json:
+        same = None if kept is None else kept == found
+        told = {"file": file, "model": subject.model, "mesh": subject.declared, "same": same}
+        _print_json("lock", {**told, "changes": changes, "ranks": parts})
+        sys.exit(1 if check and changes else 0)
+    if check and changes:
+        for line in lock.shown_changes(changes):
+            _print(line)
+        raise AxesError(
+            f"{len(changes)} lines of {file} aren't what {subject.model} does now; if that is meant, write it anew and "
+            f"commit it: python -m axes lock {file}"
+        )
+    for line in (f"{file}: {'as it was' if kept == found else 'written'}", *lock.summary_of_lock(parts)):
+        _print(line)
+
+
+def _kept(file: str) -> str | None:
+    """What a file has; None where there is none."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        raise AxesError(f"{file} isn't text") from None
+    except OSError as error:
+        raise AxesError(f"{file}: {error.strerror}") from None
 
 
 # --- trace

@@ -33,11 +33,11 @@ from axes.algebra.plan import bytes_text, time_text
 from axes.algebra.scopes import checked_mesh
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.groups import ProcessGroupInfo, process_groups
+from axes.runtime.groups import ProcessGroupInfo, current_world, process_groups
 from axes.runtime.places import announced, is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
-from axes.runtime.world import init_mesh
+from axes.runtime.world import bound_to_job
 
 # --- what is recorded
 
@@ -85,11 +85,16 @@ _NOWHERE = _Spot("", (), "")
 
 
 class StepRecorder(torch_private.DispatchMode):
-    """Notes the collectives of this process while it is open. `mesh` is what their groups are named by."""
+    """Notes the collectives of this process while it is open. `mesh` is what their groups are named by.
+
+    `exact`: whether their bytes are those of a real job. In a simulated world an exchange whose sizes other ranks tell
+    is as if each of them told what this one does.
+    """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
+        self.exact = True
         self._groups = _Groups(mesh)
         self._modules: list[torch.nn.Module] = []
         self._paths: dict[int, str] = {}
@@ -204,6 +209,15 @@ class StepRecorder(torch_private.DispatchMode):
         group = torch_private.group_handed_over(sent.group)
         told = self._groups.of(group)
         amount = _amount(sent, out, group)
+        if caller.objects and amount.received and sent.kind != "all_gather" and current_world().fake:
+            raise AxesError(
+                f"{caller.place}: torch waits for an object here ({caller.objects}), and in a simulated world nobody "
+                "sends one. Stages of a pipeline ask one another for shapes so: explain the step in a running job, on "
+                "all its ranks, or a stage without its schedule, axes.explain(stage_module, x)"
+            )
+        what = self._what(sent, caller, spot, at_leaf)
+        if sent.receives and current_world().fake and (caller.by != "axes" or what.startswith("all_to_all")):
+            self.exact = False  # these sizes are what the other ranks told, and here nobody did
         traffic = Traffic(sent.kind, told.size, told.node_size, amount.received, 0)
         self.collectives.append(
             Collective(
@@ -218,7 +232,7 @@ class StepRecorder(torch_private.DispatchMode):
                 0.0 if told.size == 1 else told.model.time_us(traffic),
                 "backward" if backward else "forward",
                 caller.by or "program",
-                self._what(sent, caller, spot, at_leaf),
+                what,
                 module,
                 caller.place or spot.place,
             )
@@ -273,6 +287,7 @@ class _Caller:
     by: str = ""
     place: str = ""
     operation: str = ""
+    objects: str = ""
     fsdp: torch.nn.Module | None = None
     backward: bool = False
 
@@ -299,6 +314,8 @@ def _note_frame(found: _Caller, frame: FrameType, module: str, function: str) ->
         found.operation = str(frame.f_locals["op_call"])
     if module == "torch.distributed.tensor._api" and function in ("redistribute", "full_tensor", "distribute_tensor"):
         found.operation = f"DTensor.{function}"  # the last of several that call one another is what is written
+    if module == "torch.distributed.distributed_c10d" and function.endswith("_object_list"):
+        found.objects = function
     if is_users(frame):
         found.place = place_of_frame(frame)
         found.by = found.by or "program"
@@ -510,18 +527,18 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
     and random numbers, are as before.
     """
     with contextlib.ExitStack() as stack:
-        where = _entered_world(stack, mesh, [*inputs, *_parameters(step)])
+        where = entered_world(stack, mesh, [*inputs, *_parameters(step)])
         stack.enter_context(_as_before(step))
         with StepRecorder(where) as recorder:
             _backward(step(*inputs))
-        return _explanation(_name_of(step), recorder.collectives, where)
+        return _explanation(_name_of(step), recorder.collectives, where, recorder.exact)
 
 
 def _parameters(step: Any) -> list[torch.nn.Parameter]:
     return list(step.parameters()) if isinstance(step, torch.nn.Module) else []
 
 
-def _entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors: Sequence[Any]) -> Mesh | None:
+def entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors: Sequence[Any]) -> Mesh | None:
     """The ambient mesh of the step; a world of its own, where none runs."""
     if mesh is None:
         if not dist.is_initialized():
@@ -535,9 +552,7 @@ def _entered_world(stack: contextlib.ExitStack, mesh: Mesh | str | None, tensors
         stack.enter_context(simulate(max(found.universe.ranks) + 1, found.rank))
     if found.binding is None:
         device = next((x.device.type for x in tensors if isinstance(x, torch.Tensor)), "cpu")
-        axes, *names = found.declaration.split("; ")
-        ranks, nodes = found.universe.ranks, found.ranks_per_node
-        found = init_mesh(axes, *names, device_type=device, ranks=ranks, ranks_per_node=nodes)
+        found = bound_to_job(found, device)
     return stack.enter_context(found)
 
 
@@ -584,8 +599,11 @@ def _name_of(step: Any) -> str:
 # --- what is said
 
 
-def _explanation(name: str, sent: Sequence[Collective], mesh: Mesh | None) -> Explanation:
-    sections = [Section("", (("mesh", f"{mesh.declaration}, seen from rank {mesh.rank}"),) if mesh is not None else ())]
+def _explanation(name: str, sent: Sequence[Collective], mesh: Mesh | None, exact: bool) -> Explanation:
+    head = [] if mesh is None else [("mesh", f"{mesh.declaration}, seen from rank {mesh.rank}")]
+    if not exact:
+        head.append(("note", "an exchange is of sizes that other ranks tell: here as if they told what this one does"))
+    sections = [Section("", tuple(head))]
     for phase in ("forward", "backward"):
         rows = tuple(_rows([each for each in sent if each.phase == phase]))
         sections.append(Section(phase, rows or (("nothing is sent",),)))
@@ -596,6 +614,7 @@ def _explanation(name: str, sent: Sequence[Collective], mesh: Mesh | None) -> Ex
         "step": name,
         "mesh": None if mesh is None else mesh.declaration,
         "rank": dist.get_rank(),
+        "exact": exact,
         "collectives": [each.facts for each in sent],
         "totals": totals,
     }

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from axes.algebra.errors import MeshError, ShardingError, brief
+from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, whole_number
+from axes.show.explanation_sheet import sheet_of_explanation
 from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
 from axes.show.in_text import lines_of, plain
@@ -145,9 +147,11 @@ def show(
     return _of_sharding(sharding, tuple(map(int, x.shape)), seen, str(x.dtype).removeprefix("torch."))
 
 
-def html_of(value: object) -> str:
-    """The picture of a mesh, a sharding or a plan as a part of a page: what a notebook shows of it."""
-    return show(value)._repr_html_()  # type: ignore[arg-type]
+def drawn(value: object) -> Picture:
+    """The picture of a mesh, a sharding, a plan or an explanation: what a notebook shows of it."""
+    if isinstance(value, Explanation):
+        return Picture(lambda room: sheet_of_explanation(value))
+    return show(value)  # type: ignore[arg-type]
 
 
 def _of_sharding(sharding: Sharding, shape: tuple[int, ...] | None, rank: int | None, dtype: str | None) -> Picture:

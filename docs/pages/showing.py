@@ -132,13 +132,22 @@ what the rank has of it: boxes of the whole tensor. Where a mesh has at most eig
 Text is ASCII. A pipe gets no colour, nor does a terminal where `NO_COLOR` is set. SVG and HTML are for light and dark,
 for a phone as well; they hold no script, and nothing comes from outside.
 
-A DTensor is shown as it lies, with the names that it has; `dim 0` is one without a name.
+## A DTensor: how does it lie?
+
+Its class is torch's, and so is what `print(x)` and a notebook show of it: this rank's tensor, and placements by the
+number of a mesh axis. `axes.spec_of(x)` is the same as one line with names, `axes.sharding_of(x)` a `Sharding`, which a
+notebook shows by itself, and `axes.show(x)` the picture. `dim 0` is a dim without a name.
 
 ```python
 with axes.simulate(8, rank=5):
     mesh = axes.init_mesh("dp=2 tp=4", device_type="cpu")
-    picture = axes.show(axes.zeros("b@dp s@tp", mesh=mesh, b=4, s=8))
+    x = axes.zeros("b@dp s@tp", mesh=mesh, b=4, s=8)
+    print(x.placements, "is", axes.spec_of(x))
+    picture = axes.show(x)
 ```
 
 {SHOWN}
+
+Where a notebook should show every DTensor so, IPython is told once, and torch's class stays as it is:
+`get_ipython().display_formatter.formatters["text/html"].for_type(DTensor, lambda x: axes.show(x)._repr_html_())`.
 """

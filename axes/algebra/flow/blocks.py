@@ -52,7 +52,7 @@ class Fused:
     def needed(self) -> tuple[int, ...]:
         """The dims of `spec` whose sizes say how large the blocks are."""
         count = len(self.tree.dims)
-        inside = {factor.name for factor in _leaves(self.tree.dims[self.at].factors)}
+        inside = {factor.name for factor in leaves_of(self.tree.dims[self.at].factors)}
         dots = [at for at, dim in enumerate(self.tree.dims) if any(f.name == "..." for f in dim.factors)]
         alone = [
             at - count if dots and at > dots[0] else at
@@ -84,7 +84,7 @@ class BlocksExpression:
     def factors(self) -> tuple[Factor, ...]:
         """Every name where it stands, with its size where that is written."""
         dims = [dim for side in _trees(self.text) for spec in side for dim in spec.dims]
-        return tuple([factor for dim in dims for factor in _leaves(dim.factors) if factor.name not in (None, "...")])
+        return tuple([factor for dim in dims for factor in leaves_of(dim.factors) if factor.name not in (None, "...")])
 
     def given(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """The sizes that are given, and those in the text; `SizeError` for another name, or two sizes of one."""
@@ -108,7 +108,7 @@ def read_blocks(text: str) -> BlocksExpression:
     Raises `ExpressionError` where the sides hold different numbers of blocks.
     """
     left, right = _trees(text)
-    names = {f.name for spec in (*left, *right) for dim in spec.dims for f in _leaves(dim.factors)}
+    names = {f.name for spec in (*left, *right) for dim in spec.dims for f in leaves_of(dim.factors)}
     name = next(each for each in _names_of_blocks() if each not in names)
     explicit = _explicit(text)
     found = BlocksExpression(text, *(tuple([_fused(spec, name, explicit) for spec in side]) for side in (left, right)))
@@ -134,13 +134,13 @@ def _trees(text: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
     if tree.results is None:
         raise ExpressionError("rearrange needs '->' and the result behind it", text, len(text) - 1, len(text))
     for spec in (*tree.operands, *tree.results):
-        for factor in (f for dim in spec.dims for f in _leaves(dim.factors)):
+        for factor in (f for dim in spec.dims for f in leaves_of(dim.factors)):
             if factor.name == "_":
                 raise ExpressionError("'_' stands in specs only; rearrange needs a name", text, *factor.span)
     return tree.operands, tree.results
 
 
-def _leaves(factors: Iterable[Factor]) -> list[Factor]:
+def leaves_of(factors: Iterable[Factor]) -> list[Factor]:
     """The factors, those of blocks in the place of these."""
     return [each for factor in factors for each in (itertools.chain(*factor.blocks) if factor.blocks else (factor,))]
 
@@ -192,7 +192,7 @@ def _explicit(text: str) -> frozenset[str]:
     """The names that carry '@' anywhere in an expression, and nowhere a '*': where they are bare they are unsplit."""
     placed: dict[str, set[str]] = {}
     for dim in (dim for side in _trees(text) for spec in side for dim in spec.dims):
-        for factor in _leaves(dim.factors):
+        for factor in leaves_of(dim.factors):
             place = factor.place or dim.place
             if factor.name and place is not None:
                 placed.setdefault(factor.name, set()).update(place.names)
@@ -241,7 +241,7 @@ def sizes_of_blocks(
         known.setdefault(str(factor.name), shape[number] * _split(factor.place, pieces))
     beside = [factor for factor in dim.factors if not factor.blocks]
     blocks = next(factor.blocks for factor in dim.factors if factor.blocks)
-    occurring = [factor for factor in _leaves(dim.factors) if factor.name]
+    occurring = [factor for factor in leaves_of(dim.factors) if factor.name]
     names = dict.fromkeys(str(factor.name) for factor in occurring)
     missing = [name for name in names if name not in known]
 

@@ -1,0 +1,75 @@
+"""What it costs to see: an operation and a step explained, a picture of a large mesh, the lock of a large job.
+
+The peer of each is the time that is promised for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import axes
+from tests.bench.measure import ROOT, Times, benchmark
+
+
+def promised(what: str, seconds: float, measure: Callable[[], float]) -> None:
+    @benchmark(what, peer="promised", bar=1)
+    def row() -> Times:
+        return Times(measure(), seconds)
+
+
+def median_of(call: Callable[[int], object], rounds: int) -> float:
+    """Seconds of a call; each is made with another number, so that none is remembered."""
+    call(0)
+    taken = []
+    for at in range(1, rounds + 1):
+        started = time.perf_counter()
+        call(at)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def operation() -> float:
+    expression, sizes = "b@dp s f@tp, f@tp d -> b@dp s@tp d", {"b": 8, "f": 256, "d": 64}
+    return median_of(lambda at: str(axes.explain(expression, s=64 + 16 * at, mesh="dp=4 tp=2", **sizes)), 21)
+
+
+def blocks() -> float:
+    expression = "(h@tp k + g@tp k + g@tp k) d -> h@tp k d, g@tp k d, g@tp k d"
+    return median_of(lambda at: str(axes.explain(expression, h=8, g=4, k=64, d=64 + at, mesh="dp=4 tp=2")), 21)
+
+
+def step() -> float:
+    """Forward and backward of llama.py, the model made, in a process that has imported it."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from tests.explained_steps import explain_steps
+
+    return median_of(lambda at: str(explain_steps(["llama"], at)), 3)
+
+
+def picture() -> float:
+    def show(at: int) -> str:
+        mesh = axes.Mesh("pp=4 dp=2048 tp=8", "fsdp = dp tp", ranks_per_node=8)
+        return str(axes.show(mesh, rank=40_000 + at))
+
+    return median_of(show, 21)
+
+
+def lock() -> float:
+    """The whole command, in a process of its own: llama.py on 16,384 ranks."""
+    command = [sys.executable, "-m", "axes", "lock", "", "--model", "examples/llama.py:build"]
+    mesh = ["--mesh", "pp=1 dp=2048 cp=2 tp=4; fsdp = dp cp"]
+    with tempfile.TemporaryDirectory() as folder:
+        command[4] = f"{folder}/llama.lock"
+        return median_of(lambda _: subprocess.run([*command, *mesh], cwd=ROOT, check=True, capture_output=True), 3)
+
+
+promised("`axes.explain` of an einsum", 0.02, operation)
+promised("`axes.explain` of a projection of blocks", 0.02, blocks)
+promised("`axes.explain` of a step of llama.py, and to make it", 5, step)
+promised("`axes.show` of a mesh of 65,536 ranks", 0.1, picture)
+promised("`python -m axes lock` of llama.py on 16,384 ranks", 10, lock)

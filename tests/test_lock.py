@@ -1,0 +1,266 @@
+"""`python -m axes lock`: a change of layout is a changed line, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from axes.show.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NET = """
+import torch
+
+import axes
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 32, bias=False), torch.nn.Linear(32, 8, bias=False)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        h = torch.relu(axes.einsum(x, self.up.weight, "b@dp d, f@tp d -> b@dp f@tp"))
+        return axes.einsum(h, self.down.weight, "b@dp f@tp, d f@tp -> b@dp d")
+
+
+SPECS = {"up.weight": "f@tp d", "down.weight": "d f@tp", "scale": "one"}
+
+
+def build(mesh):
+    net = axes.shard_module(Net(), SPECS, mesh)
+    return net, axes.zeros("b@dp d", b=8, d=8)
+
+
+def raises(mesh):
+    print("said on the way")
+    return {}["nothing"]
+
+
+def returns_text():
+    return "a model"
+
+
+def alone():
+    return torch.nn.Linear(2, 3)
+"""
+LOCK = 'lock net.lock --model net_to_lock.py:build --mesh "dp=4 tp=2; both = dp tp"'
+
+
+def lock_command(command: str) -> Result:
+    return CliRunner().invoke(main, shlex.split(command), prog_name="python -m axes")
+
+
+class Net:
+    """A model file in a folder of its own, which may change, as a repository's does."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @property
+    def text(self) -> str:
+        return (self.folder / "net.lock").read_text(encoding="utf-8")
+
+    def write(self, before: str = "", after: str = "") -> None:
+        found = NET.replace(before, after) if before else NET
+        assert not before or found != NET
+        sys.modules.pop("net_to_lock", None)
+        for kept in self.folder.glob("__pycache__/*"):
+            kept.unlink()
+        (self.folder / "net_to_lock.py").write_text(found, encoding="utf-8")
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = Net(tmp_path)
+    made.write()
+    yield made
+    sys.modules.pop("net_to_lock", None)
+
+
+def test_each_parameter_group_and_collective_is_a_line(net):
+    done = lock_command(LOCK)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == "net.lock: written\n  rank 0: 2 parameters, 3 groups, 3 collectives\n"
+    assert net.text == WANTED
+
+
+WANTED = """\
+# Written by `python -m axes lock`, and compared by `python -m axes lock --check`.
+axes lock 1
+model  net_to_lock.py:build
+mesh   dp=4 tp=2; both = dp tp
+ranks  0
+
+rank 0
+group      tp              size 2        ranks 0, 1
+group      dp              size 4        ranks 0..6 step 2
+group      both            size 8        ranks 0..7
+parameter  up.weight                         float32   _@tp _ on dp tp               [32, 8] -> [16, 8]            512 B
+parameter  down.weight                       float32   _ _@tp on dp tp               [8, 32] -> [8, 16]            512 B
+buffer     scale                             float32   _ on dp tp                    [1] -> [1]                    4 B
+forward    all_reduce      tp        64 B            Net                         axes.einsum 'b@dp f@tp, d f@tp -> b@dp d'
+backward   all_reduce      dp        768 B           Net.down.weight             a gradient that is pending, brought to its leaf
+backward   all_reduce      dp        768 B           Net.up.weight               a gradient that is pending, brought to its leaf
+total      tp              1 collective      64 B in, 64 B out
+total      dp              2 collectives     1,536 B in, 1,536 B out
+total      parameters      1,024 B
+"""
+
+
+def test_the_same_model_is_as_it_was_and_the_file_alone_says_of_what_it_is(net):
+    lock_command(LOCK)
+    before = net.text
+    for command in ("lock net.lock --check", "lock net.lock"):
+        done = lock_command(command)
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert done.stdout.startswith("net.lock: as it was\n")
+        assert net.text == before
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ('"one"}', '"one@dp"}', {"- buffer     scale", "+ buffer     scale"}),
+        ("32", "64", {"- parameter  up.weight", "+ parameter  down.weight", "+ total      parameters"}),
+        ('"one"}', '"one"}  # a comment\n\n\n', set()),
+        ('-> b@dp d")', '-> b@dp d@tp")', {"- forward    all_reduce", "+ forward    reduce_scatter"}),
+        ("return net, axes", "net.up.weight.requires_grad_(False)\n    return net, axes", {"+ parameter  up.weight"}),
+        ("b=8, d=8", "b=16, d=8", {"- forward    all_reduce", "+ forward    all_reduce"}),
+        ("torch.ones(1)", "torch.ones(2)", {"- buffer     scale", "+ buffer     scale"}),
+        ("return net, axes.zeros", "return net #", {"- forward    all_reduce", "- backward   all_reduce"}),
+    ],
+)
+def test_a_change_of_layout_is_a_changed_line_and_another_change_is_none(net, before, after, changed):
+    lock_command(LOCK)
+    kept = net.text
+    net.write(before, after)
+    done = lock_command("lock net.lock --check")
+    assert net.text == kept
+    assert done.exit_code == (1 if changed else 0), done.output
+    lines = done.stdout.splitlines()
+    assert all(any(line.startswith(each) for line in lines) for each in changed), lines
+    assert len(lines) < 14
+    if changed:
+        assert done.stderr.startswith(f"error: {len(lines)} lines of net.lock aren't what net_to_lock.py:build does")
+        assert done.stderr.endswith("python -m axes lock net.lock\n")
+        told = json.loads(lock_command("lock net.lock --check --json").stdout)
+        assert (told["same"], told["changes"]) == (False, lines)
+        assert lock_command("lock net.lock").stdout.startswith("net.lock: written")
+        assert lock_command("lock net.lock --check").exit_code == 0
+
+
+def test_another_mesh_is_asked_for_by_its_option_or_in_the_file(net):
+    lock_command(LOCK)
+    assert lock_command('lock net.lock --mesh "dp=* tp=4" --world 16').exit_code == 0
+    assert "mesh   dp=4 tp=4\n" in net.text
+    assert lock_command('lock net.lock --mesh "dp=4 tp=4; (dp tp) = rows=2 ep"').exit_code == 0
+    assert "mesh   dp=4 tp=4; (dp tp) = rows=2 ep\n" in net.text, "a name that cuts an axis"
+    assert lock_command("lock net.lock --check").exit_code == 0
+    (net.folder / "net.lock").write_text(net.text.replace("dp=4 tp=4;", "dp=2 tp=2;"))
+    assert lock_command("lock net.lock --check").exit_code == 1
+    assert lock_command("lock net.lock").exit_code == 0
+    assert "[32, 8] -> [16, 8]" in net.text
+
+
+def test_ranks_that_have_other_parts_are_told_each_and_named_in_a_difference(net):
+    lock_command(f"{LOCK} --rank 0 --rank 7")
+    assert "ranks  0 7\n" in net.text
+    assert "\nrank 0\n" in net.text.partition("\nrank 7\n")[0]
+    net.write('"one"}', '"one@tp"}')
+    done = lock_command("lock net.lock --check")
+    assert done.exit_code == 1, "of one element rank 0 has all, and rank 7 nothing"
+    assert {line[:10] for line in done.stdout.splitlines()} == {"- rank 0: ", "+ rank 0: ", "- rank 7: ", "+ rank 7: "}
+
+
+def test_json_is_the_same_as_data(net):
+    found = json.loads(lock_command(f"{LOCK} --json").stdout)
+    assert {"schema": 1, "command": "lock", "model": "net_to_lock.py:build"}.items() <= found.items()
+    (part,) = found["ranks"]
+    assert [each["name"] for each in part["parameters"]] == ["up.weight", "down.weight"]
+    assert [each["kind"] for each in part["collectives"]] == ["all_reduce"] * 3
+    assert part["groups"][0] == {"names": ["tp"], "size": 2, "ranks": "ranks 0, 1"}
+
+
+MISTAKES = {
+    "lock none.lock --check": "there is no none.lock yet: python -m axes lock none.lock --model train.py:build",
+    "lock none.lock": "there is no none.lock yet",
+    "lock net_to_lock.py": "net_to_lock.py isn't a lock",
+    "lock newer.lock": "newer.lock is of version 2, and this is version 1",
+    "lock broken.lock": "broken.lock has no line 'mesh",
+    "lock . --check": "directory",
+    'lock x.lock --model net_to_lock.py --mesh "tp=2"': "like train.py:build or package.module:build",
+    'lock x.lock --model nowhere.py:build --mesh "tp=2"': "there is no file 'nowhere.py' in ",
+    'lock x.lock --model no.where:build --mesh "tp=2"': "there is no module 'no'",
+    'lock x.lock --model net_to_lock.py:buidl --mesh "tp=2"': "has no function 'buidl'; did you mean 'build'?",
+    'lock x.lock --model net_to_lock.py:raises --mesh "tp=2"': "KeyError: 'nothing'\nat net_to_lock.py:28 in raises",
+    'lock x.lock --model net_to_lock.py:returns_text --mesh "tp=2"': "the function returns a module",
+    'lock x.lock --model net_to_lock.py:build --mesh "tp=2"': "no axis 'dp'",
+    'lock x.lock --model net_to_lock.py:build --mesh "dp=* tp=2"': "add --world N",
+    'lock x.lock --model net_to_lock.py:build --mesh "dp=4 tp=2" --rank 8': "there is no rank 8",
+    'lock nowhere/x.lock --model net_to_lock.py:build --mesh "dp=4 tp=2"': "nowhere/x.lock: No such file",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_a_message_and_the_status_says_so(net, command):
+    (net.folder / "newer.lock").write_text("axes lock 2\nmodel  a:b\n\n")
+    (net.folder / "broken.lock").write_text("axes lock 1\nmodel  a:b\nranks  0\n\n")
+    done = lock_command(command)
+    assert done.exit_code == (2 if "directory" in MISTAKES[command] else 1), done.output
+    assert MISTAKES[command] in done.stderr
+    assert "Traceback" not in done.output
+    assert done.stdout == ""
+    assert not (net.folder / "x.lock").exists()
+
+
+def test_check_takes_no_other_model(net):
+    lock_command(LOCK)
+    done = lock_command("lock net.lock --check --rank 1")
+    assert done.exit_code == 2
+    assert "--check takes the model, the mesh and the ranks from FILE" in done.stderr
+
+
+def test_a_module_alone_has_no_step_and_plain_parameters_are_on_each_rank(net):
+    assert lock_command('lock net.lock --model net_to_lock:alone --mesh "tp=2"').exit_code == 0
+    assert "parameter  weight " in net.text
+    assert "on each rank" in net.text
+    assert "forward" not in net.text
+
+
+def test_the_text_is_the_same_in_every_process(net):
+    texts = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-m", "axes", *shlex.split(LOCK)]
+        subprocess.run(command, env=env, cwd=net.folder, check=True, capture_output=True, timeout=300)
+        texts.add(net.text)
+    assert texts == {WANTED}
+
+
+def test_the_page_shows_lines_of_it():
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    shown = [
+        line for line in page.splitlines() if line.startswith(("group  ", "parameter  ", "forward  ", "backward  "))
+    ]
+    assert len(shown) > 5
+    assert set(shown) <= set((ROOT / "examples" / "llama.lock").read_text(encoding="utf-8").splitlines())
+
+
+def test_the_example_is_as_its_file_says(monkeypatch):
+    """Whoever changes a layout of it writes the file anew: python -m axes lock examples/llama.lock."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    done = lock_command("lock examples/llama.lock --check")
+    assert done.exit_code == 0, done.output
