@@ -4,8 +4,8 @@
                                         what quick-start.md and tour.md show under their code, and docs/tour.ipynb
     python docs/generate.py --check     exits with 1 where one of them isn't what would be written
 
-What the pages hold is in `docs/pages`. The page about gradients is run by four local ranks. The quick start and the tour
-are written by hand, and run by a notebook kernel.
+What the pages hold is in `docs/pages`. The page about gradients is run by four local ranks. The quick start and the
+tour are written by hand, and run by a notebook kernel.
 """
 
 from __future__ import annotations

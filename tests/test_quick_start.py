@@ -26,7 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def shown(language: str) -> list[tuple[str, str]]:
     """The page's blocks of a language that have a text under them, and the text."""
-    return re.findall(rf"^```{language}\n(.*?)^```\n\n```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    lines = r"((?:(?!```).*\n)*)```\n"
+    return re.findall(rf"^```{language}\n{lines}\n```text\n{lines}", PAGE, re.MULTILINE)
 
 
 @pytest.fixture
@@ -42,6 +43,7 @@ def shell(tmp_path):
             (tmp_path / name).write_text(text, encoding="utf-8")
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    env.pop("PYTHONUNBUFFERED", None)  # with it a line and its end are written apart, and ranks come in between
 
     def run(command: str, given: str = "") -> str:
         done = subprocess.run(

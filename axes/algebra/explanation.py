@@ -69,7 +69,8 @@ class Explanation:
         """A page of its own, as text."""
         head = (
             f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.heading)}</title>"
+            f'<meta name="color-scheme" content="light dark">'
+            f"<title>{escape(self.heading)}</title><style>{_PAGE_STYLE}</style>"
         )
         return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{self._repr_html_()}</body>\n</html>\n'
 
@@ -123,14 +124,20 @@ def _row_as_html(row: tuple[str, ...], widest: int) -> str:
     return f"<tr>{''.join(cells)}<td{span}>{escape(row[-1])}</td></tr>"
 
 
+_PAGE_STYLE = (
+    "body { margin: 0; background: #fff } @media (prefers-color-scheme: dark) { body { background: #0d1117 } }"
+)
+
 _STYLE = """
 .axes-explanation { color: #24292f; background: #fff; padding: 0.5em; max-width: 60em }
 .axes-explanation, .axes-explanation code { font: 14px ui-monospace, Menlo, Consolas, monospace }
 .axes-explanation h2 { font-size: 15px; overflow-wrap: anywhere }
-.axes-explanation .wide { overflow-x: auto }
+.axes-explanation .wide { overflow-x: auto } .axes-explanation .wide svg { max-width: none !important }
 .axes-explanation table { border-collapse: collapse; margin: 0.5em 0 }
 .axes-explanation caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
-.axes-explanation td { border-top: 1px solid #d0d7de; padding: 0.2em 0.7em; text-align: left; vertical-align: top }
+.axes-explanation td { border-top: 1px solid #d0d7de; padding: 0.2em 0.7em; text-align: left; vertical-align: top;
+  white-space: nowrap }
+.axes-explanation td:last-child { white-space: normal; min-width: 16em }
 @media (prefers-color-scheme: dark) {
   .axes-explanation { color: #e6edf3; background: #0d1117 }
   .axes-explanation td { border-color: #30363d }

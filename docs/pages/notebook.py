@@ -1,7 +1,7 @@
 """Pages that a notebook kernel runs: what stands under their code, their pictures, and the notebook with its outputs.
 
-A page is written by hand, but for what follows its Python blocks: a `text` block holds what the code above shows, and an
-image `pictures/NAME.svg` is of the last value that it shows. A block that begins with a file's name is that file.
+A page is written by hand, but for what follows its Python blocks: a `text` block holds what the code above shows, and
+an image `pictures/NAME.svg` is of the last value that it shows. A block that begins with a file's name is that file.
 
 >>> [cell.source for cell in cells_of("One.\\n```python\\n1 + 1\\n```\\n```text\\n2\\n```\\n")]
 ['One.', '1 + 1']
@@ -110,7 +110,7 @@ def executed(page: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """The variables of the kernel: this library, one thread for each rank, no colours, and settings of no one's home."""
+    """The variables of the kernel: this library, one thread for each rank, no colours, no one's settings."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {
         "PYTHONPATH": os.pathsep.join(paths),
