@@ -129,11 +129,11 @@ _PAGE_STYLE = (
 )
 
 _STYLE = """
-.axes-explanation { color: #24292f; background: #fff; padding: 0.5em; max-width: 60em }
+.axes-explanation { color: #24292f; background: #fff; padding: 0.5em }
 .axes-explanation, .axes-explanation code { font: 14px ui-monospace, Menlo, Consolas, monospace }
 .axes-explanation h2 { font-size: 15px; overflow-wrap: anywhere }
 .axes-explanation .wide { overflow-x: auto } .axes-explanation .wide svg { max-width: none !important }
-.axes-explanation table { border-collapse: collapse; margin: 0.5em 0 }
+.axes-explanation table { border-collapse: collapse; margin: 0.5em 0; max-width: 60em }
 .axes-explanation caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
 .axes-explanation td { border-top: 1px solid #d0d7de; padding: 0.2em 0.7em; text-align: left; vertical-align: top;
   white-space: nowrap }
