@@ -43,7 +43,6 @@ def shell(tmp_path):
             (tmp_path / name).write_text(text, encoding="utf-8")
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    env.pop("PYTHONUNBUFFERED", None)  # with it a line and its end are written apart, and ranks come in between
 
     def run(command: str, given: str = "") -> str:
         done = subprocess.run(
