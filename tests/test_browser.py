@@ -43,13 +43,20 @@ def operation(expression: str, mesh: str = "dp=2 tp=2", **options: object) -> st
 
 
 def notebook() -> str:
-    """The outputs of the tour's notebook below each other, as a notebook has them."""
+    """The outputs of the tour's notebook below each other, under the rules that JupyterLab has for tables."""
+    rules = """
+      .jp-RenderedHTMLCommon tbody tr:nth-child(odd) { background: #fff }
+      .jp-RenderedHTMLCommon tbody tr:nth-child(even) { background: #f5f5f5 }
+      .jp-RenderedHTMLCommon table { color: #212121; table-layout: fixed; font-size: 12px }
+      :not(.jp-RenderedMarkdown).jp-RenderedHTMLCommon td { text-align: right; white-space: normal }
+    """
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", ())]
     parts = ["".join(output["text/html"]) for output in outputs if "text/html" in output]
     assert len(parts) >= 4
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>a notebook</title>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{rules}</style>'
+    body = "".join(f'<div class="jp-RenderedHTMLCommon">{part}</div>' for part in parts)
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
 
 PAGES: dict[str, Callable[[], str]] = {

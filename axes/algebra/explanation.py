@@ -128,19 +128,22 @@ _PAGE_STYLE = (
     "body { margin: 0; background: #fff } @media (prefers-color-scheme: dark) { body { background: #0d1117 } }"
 )
 
+# A notebook has rules of its own for tables, with stripes: those here have to win.
 _STYLE = """
 .axes-explanation { color: #24292f; background: #fff; padding: 0.5em }
 .axes-explanation, .axes-explanation code { font: 14px ui-monospace, Menlo, Consolas, monospace }
 .axes-explanation h2 { font-size: 15px; overflow-wrap: anywhere }
 .axes-explanation .wide { overflow-x: auto } .axes-explanation .wide svg { max-width: none !important }
-.axes-explanation table { border-collapse: collapse; margin: 0.5em 0; max-width: 60em }
+.axes-explanation table { border-collapse: collapse; margin: 0.5em 0; max-width: 60em; color: inherit;
+  font: inherit }
+.axes-explanation tr { background: none !important }
 .axes-explanation caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
-.axes-explanation td { border-top: 1px solid #d0d7de; padding: 0.2em 0.7em; text-align: left; vertical-align: top;
+.axes-explanation .wide td { border-top: 1px solid #d0d7de; padding: 0.2em 0.7em; text-align: left; vertical-align: top;
   white-space: nowrap }
-.axes-explanation td:last-child { white-space: normal; min-width: 16em }
+.axes-explanation .wide td:last-child { white-space: normal; min-width: 16em }
 @media (prefers-color-scheme: dark) {
   .axes-explanation { color: #e6edf3; background: #0d1117 }
-  .axes-explanation td { border-color: #30363d }
+  .axes-explanation .wide td { border-color: #30363d }
 }
 """
 
