@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -23,6 +24,14 @@ from typing import Any
 
 PATIENCE = 60
 """Seconds for an answer."""
+
+STARTER = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+os.dup2(ends[0], 3), os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Becomes Chromium, which reads commands from descriptor 3, and writes answers to 4."""
 
 LOOK = """
 (() => {
@@ -105,19 +114,10 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory()
         to_child, self._write = os.pipe()
         self._read, from_child = os.pipe()
-        command = f'exec "$@" 3<&{to_child} 4>&{from_child}'
         options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage")
+        command = [program, *options, "--remote-debugging-pipe", f"--user-data-dir={self._folder.name}"]
         self._process = subprocess.Popen(
-            [
-                "sh",
-                "-c",
-                command,
-                "sh",
-                program,
-                *options,
-                "--remote-debugging-pipe",
-                f"--user-data-dir={self._folder.name}",
-            ],
+            [sys.executable, "-c", STARTER, str(to_child), str(from_child), *command],
             pass_fds=(to_child, from_child),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
