@@ -1,9 +1,11 @@
 """Writes the pages that the library can say by itself: what moves, what gradients do, what pictures show.
 
-    python docs/generate.py             writes docs/einops-with-an-at.md, gradients.md and show.md, docs/pictures/*.svg
+    python docs/generate.py             writes docs/einops-with-an-at.md, gradients.md and show.md, docs/pictures/*.svg,
+                                        what quick-start.md and tour.md show under their code, and docs/tour.ipynb
     python docs/generate.py --check     exits with 1 where one of them isn't what would be written
 
-What the pages hold is in `docs/pages`. The page about gradients is run by four local ranks.
+What the pages hold is in `docs/pages`. The page about gradients is run by four local ranks. The quick start and the
+tour are written by hand, and run by a notebook kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-from docs.pages import expressions, gradients, showing  # noqa: E402 - found by the line above
+from docs.pages import expressions, gradients, notebook, showing  # noqa: E402 - found by the line above
 
 
 def files(ran: Sequence[gradients.Ran]) -> Iterator[tuple[Path, str]]:
@@ -26,6 +28,13 @@ def files(ran: Sequence[gradients.Ran]) -> Iterator[tuple[Path, str]]:
     yield DOCS / "einops-with-an-at.md", expressions.text()
     yield DOCS / "gradients.md", gradients.page(ran)
     yield DOCS / "show.md", showing.text()
+    for page in (DOCS / "quick-start.md", DOCS / "tour.md"):
+        written = page.read_text(encoding="utf-8")
+        executed, drawn = notebook.executed(written)
+        yield page, notebook.rewritten(written, executed)
+        yield from ((DOCS / "pictures" / name, svg) for name, svg in drawn.items())
+        if page.stem == "tour":
+            yield page.with_suffix(".ipynb"), notebook.as_file(executed)
 
 
 def differences(wanted: Iterator[tuple[Path, str]]) -> Iterator[str]:

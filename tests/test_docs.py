@@ -3,7 +3,7 @@
 A page's Python blocks run in order, in one interpreter of their own: a block with `>>>` as a
 doctest, any other as a program; one with `if __name__ == "__main__":` is a script of its own, since
 other processes run it, too. One that begins with a file's name (`# llama.py`) is that file, which the blocks
-after it import. Blocks in other languages (`sh`, `text`) aren't run.
+after it import. Blocks in other languages (`sh`, `text`) aren't run here; those of the quick start are by test_quick_start.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ page, folder = sys.argv[1:]
 sys.path.insert(0, folder)
 space = {"__name__": "__main__"}
 for line, text in blocks(Path(page).read_text(encoding="utf-8")):
-    if is_script(text):
-        continue
     if file_of(text):
         Path(folder, file_of(text)).write_text(text, encoding="utf-8")
+    elif is_script(text):
+        continue
     elif text.lstrip().startswith(">>>"):
         test = doctest.DocTestParser().get_doctest(text, space, page, page, line)
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.FAIL_FAST)
@@ -60,7 +60,7 @@ def blocks(page: str) -> list[tuple[int, str]]:
 
 
 def is_script(block: str) -> bool:
-    return 'if __name__ == "__main__":' in block
+    return 'if __name__ == "__main__":' in block and file_of(block) is None
 
 
 def file_of(block: str) -> str | None:

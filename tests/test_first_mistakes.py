@@ -1,4 +1,4 @@
-"""The mistakes that a newcomer makes first with a model: each gets one clear message, the same on every rank."""
+"""The mistakes that a newcomer makes first, also one who knows JAX or DTensor: each gets one clear message, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import axes
 
@@ -75,6 +76,18 @@ def called(model: nn.Module, mesh: axes.Mesh | None, expression: str = REGION) -
 
 
 MISTAKES = {
+    "a mesh as JAX has it": (
+        lambda: axes.init_mesh((2, 2), ("dp", "tp")),
+        "ExpressionError: an expression is text; found tuple. A mesh is declared by names and sizes, like 'dp=2 tp=4'",
+    ),
+    "torch's mesh": (
+        lambda: axes.shard(torch.ones(4, 4), "b@dp d", mesh=mesh().device_mesh),
+        "\naxes.Mesh.from_device_mesh makes one of torch's",
+    ),
+    "torch's placements": (
+        lambda: axes.shard(torch.ones(4, 4), [Shard(0), Replicate()], mesh=mesh()),
+        "ExpressionError: an expression is text; found list. Where placements are meant, axes.Sharding.from_placements(mesh, placements, ndim).spec is their text",
+    ),
     "an uncovered parameter": (
         lambda: axes.shard_module(MLP(), {"up.weight": "hidden@tp embed", "down.weight": "embed hidden@tp"}, mesh()),
         "ShardingError: no pattern or annotation is about\n  norm.weight  [8]\nname them, or say of all others that they are whole on every rank: {..., '*': '...'}",

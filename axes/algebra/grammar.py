@@ -264,10 +264,10 @@ def _tokens(text: str) -> list[_Token]:
     return found
 
 
-def checked_text(text: object) -> str:
-    """`text` where it is a string; `ExpressionError` otherwise."""
+def checked_text(text: object, hint: str = "") -> str:
+    """`text` where it is a string; `ExpressionError` otherwise, which ends with `hint`."""
     if not isinstance(text, str):
-        raise ExpressionError(f"an expression is text; found {type(text).__name__}")
+        raise ExpressionError(f"an expression is text; found {type(text).__name__}{hint}")
     if len(text) > _LONGEST_TEXT:
         raise ExpressionError(f"an expression has at most {_LONGEST_TEXT:,} characters; found {len(text):,}", text)
     return text
@@ -290,8 +290,8 @@ def checked_spec(spec: object) -> str:
 class _Parser:
     """A cursor over the tokens of one text."""
 
-    def __init__(self, text: object):
-        self.text = checked_text(text)
+    def __init__(self, text: object, hint: str = ""):
+        self.text = checked_text(text, hint)
         self.tokens = _tokens(self.text)
         self.at = 0
 
@@ -564,7 +564,7 @@ def parse_declaration(text: str) -> tuple[Item, ...]:
       dp dp
          ^^
     """
-    parser = _Parser(text)
+    parser = _Parser(text, ". A mesh is declared by names and sizes, like 'dp=2 tp=4'")
     if parser.token.kind == "end":
         parser.fail("at least one axis")
     items = parser.items("an axis name", ("end",))

@@ -45,5 +45,7 @@ def required_mesh(mesh: Mesh | None, what: str) -> Mesh:
 def checked_mesh(mesh: Mesh) -> Mesh:
     """`mesh`; `MeshError` for what is none."""
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {type(mesh).__name__}: {brief(mesh)}")
+        kind = type(mesh).__name__
+        hint = "\naxes.Mesh.from_device_mesh makes one of torch's" if kind == "DeviceMesh" else ""
+        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {kind}: {brief(mesh)}{hint}")
     return mesh

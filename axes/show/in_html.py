@@ -15,6 +15,7 @@ from axes.show.in_svg import svg_of_panel
 from axes.show.in_text import color
 from axes.show.panels import Board, Drawing, Listing, Panel, Remark, Sheet
 
+# A notebook has rules of its own for tables, with stripes: those here have to win.
 STYLE = """
   .axes-picture { font: 13px/1.45 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; margin: 0;
     padding: 12px; color: #24292f; background: #fff; text-align: left }
@@ -23,10 +24,10 @@ STYLE = """
   .axes-picture .apart { margin-top: 12px }
   .axes-picture .wide { overflow-x: auto; margin: 12px 0 } .axes-picture svg { display: block; max-width: none }
   .axes-picture table { border-collapse: collapse; font: inherit; margin: 0; border: 0; color: inherit }
-  .axes-picture th, .axes-picture td { padding: 2px 14px 2px 0; text-align: left; white-space: pre;
+  .axes-picture .wide th, .axes-picture .wide td { padding: 2px 14px 2px 0; text-align: left; white-space: pre;
     background: none; border: 0 }
   .axes-picture th { color: #57606a; font-weight: 400 }
-  .axes-picture .number { text-align: right } .axes-picture tr { background: none }
+  .axes-picture .wide .number { text-align: right } .axes-picture tr { background: none !important }
   .axes-picture b { color: #fff; padding: 0 4px; border-radius: 3px }
   @media (prefers-color-scheme: dark) {
     .axes-picture { color: #e6edf3; background: #0d1117 } .axes-picture th { color: #9198a1 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-COLORS = ("#3f7fd6", "#c2651a", "#2c8a5a", "#9a5bb8", "#b8860b", "#c2476f", "#2a8a93", "#7a6a5a")
+COLORS = ("#3a75c6", "#b45e18", "#2a8456", "#9a5bb8", "#976e09", "#c2476f", "#278089", "#7a6a5a")
 """Colours by number: white reads on each of them, and each on white and on black."""
 
 

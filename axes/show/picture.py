@@ -362,7 +362,7 @@ def _heading(mesh: Mesh, ranks: Sequence[int]) -> str:
         middle = _left(index) + SIDE / 2
         coordinate = mesh.at(rank).coordinate or {}
         where = " ".join(f"{axis}={at}" for axis, at in coordinate.items())
-        lines.append(f'<text class="mid" x="{middle:g}" y="13" style="fill:{_color(index)}">rank {rank}</text>')
+        lines.append(f'<text class="mid name" x="{middle:g}" y="13">rank {rank}</text>')
         lines.append(f'<text class="mid small" x="{middle:g}" y="26">{escape(where)}</text>')
     return "\n".join(lines)
 
