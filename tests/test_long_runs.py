@@ -286,15 +286,19 @@ def meshes(count: int, each: int) -> list[Held]:
     return looked(run, count, each)
 
 
-def test_meshes_whose_groups_are_ended_leave_nothing(world):
+OF_A_NAME = 16
+"""torch keeps the tag of every group that ever was, with an empty list, and axes what it read of the name of the last 4,096."""
+
+
+def test_meshes_whose_groups_are_ended_leave_a_name(world):
     for found in world(meshes, 2, 48, 16):
-        no_growth(found, 16)
+        no_growth(found, 16, OF_A_NAME)
 
 
 @pytest.mark.exhaustive
-def test_a_thousand_meshes_whose_groups_are_ended_leave_nothing(world):
+def test_a_thousand_meshes_whose_groups_are_ended_leave_a_name(world):
     for found in world(meshes, 2, 1_000, 200, timeout=900):
-        no_growth(found, 200)
+        no_growth(found, 200, OF_A_NAME)
 
 
 if __name__ == "__main__":
