@@ -393,7 +393,7 @@ MISTAKES = [
     (
         lambda: cross_entropy(X, Y, "b v, b -> ", reduction="none"),
         ShardingError,
-        "reduction is 'mean' or 'sum'; found ''none''",
+        "reduction is 'mean' or 'sum'; found 'none'",
     ),
     (lambda: cross_entropy(X, X[:, 0], "b v, b -> "), ShardingError, "labels are whole numbers; found torch.float32"),
     (lambda: cross_entropy(X, Y, "b _, b -> "), ExpressionError, "cross_entropy needs a name for each dim"),

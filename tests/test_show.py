@@ -622,7 +622,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AxesError], str]] = {
     "a shape that is text": (
         lambda: axes.show(CUBE.sharding("a@dp"), "8"),
         SizeError,
-        "a shape is whole numbers from 0; found ''8''",
+        "a shape is whole numbers from 0; found '8'",
     ),
     "a rank that isn't there": (
         lambda: axes.show(CUBE, rank=8),
@@ -637,7 +637,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AxesError], str]] = {
     "a rank that is text": (
         lambda: axes.show(CUBE.sharding("a@dp"), rank="0"),
         MeshError,
-        "rank is a whole number from 0; found ''0''",
+        "rank is a whole number from 0; found '0'",
     ),
 }
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from axes.algebra.errors import ShardingError, brief
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.sizes import whole_number
 from axes.algebra.universe import Universe
 
@@ -81,11 +81,11 @@ class CostModel:
             is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
             is_number = is_number and not (isinstance(found, int) and float_of(found) == math.inf)
             if not is_number or not float_of(found) >= 0 or (found == 0 and name != "latency_us"):
-                raise ShardingError(f"CostModel.{name} is a positive number; found {brief(found)}")
+                raise ShardingError(f"CostModel.{name} is a positive number; found {shown(found)}")
         ranks = whole_number(self.ranks_per_node)
         if ranks is None or ranks < 1:
             raise ShardingError(
-                f"CostModel.ranks_per_node is a whole number from 1; found {brief(self.ranks_per_node)}"
+                f"CostModel.ranks_per_node is a whole number from 1; found {shown(self.ranks_per_node)}"
             )
 
     def time_us(self, traffic: Traffic) -> float:
@@ -119,7 +119,7 @@ def checked_model(model: object) -> Model:
         fits = False
     if not fits or isinstance(model, type):
         raise ShardingError(
-            f"cost_model is a CostModel, or has time_us(traffic), ranks_per_node and a hash; found {brief(model)}"
+            f"cost_model is a CostModel, or has time_us(traffic), ranks_per_node and a hash; found {shown(model)}"
         )
     return model  # type: ignore[return-value]
 

@@ -113,26 +113,16 @@ def shortened(name: object) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as an error shows it: its repr quoted and cut; its type where it has no repr.
+    """`value` as an error shows it: its repr, escaped and cut; its type where it has no repr.
 
-    >>> shown([1, 2]), shown(10**5000)
-    ("'[1, 2]'", 'int too long to show')
+    >>> shown([1, 2]), shown("cpu"), shown(10**5000)
+    ('[1, 2]', "'cpu'", 'int too long to show')
     """
-    text = _written(value, repr)
-    unwritten = (f"{type(value).__name__} too long to show", f"a {type(value).__name__}")
-    return text if text in unwritten else shortened(text)
+    text = printable(_written(value, repr)[: _LONGEST_NAME + 1])
+    return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
 
 
-def brief(value: object) -> str:
-    """The repr of `value`, cut and without quotes of its own; its type where it has no repr.
-
-    >>> brief("cpu"), brief(10**5000)
-    ("'cpu'", 'int too long to show')
-    """
-    return _written(value, repr)[:_LONGEST_NAME]
-
-
-def _written(value: object, write: Callable[[object], str]) -> str:
+def _written(value: Any, write: Callable[[Any], str]) -> str:
     """`str` or `repr` of any value, whatever its class does when it is asked for that."""
     try:
         return write(value)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from axes.algebra.errors import MeshError, SizeError, brief, shown
+from axes.algebra.errors import MeshError, SizeError, shown
 from axes.algebra.sizes import checked_rank, tuple_of, whole_number, whole_numbers
 
 Mode = tuple[int, int]
@@ -58,12 +58,12 @@ class Layout:
         if one is None or two is None:
             raise MeshError(f"sizes and strides of a layout are whole numbers; found {shown((sizes, strides))}")
         if len(one) != len(two):
-            raise MeshError(f"a layout has as many strides as sizes; found {brief(one)} and {brief(two)}")
+            raise MeshError(f"a layout has as many strides as sizes; found {shown(one)} and {shown(two)}")
         modes = tuple(zip(one, two, strict=True))
         if any(size < 1 or stride < 1 for size, stride in modes):
-            raise MeshError(f"sizes and strides of a layout are at least 1; found {brief(one)} and {brief(two)}")
+            raise MeshError(f"sizes and strides of a layout are at least 1; found {shown(one)} and {shown(two)}")
         if any(size.bit_length() > _MOST_BITS or stride.bit_length() > _MOST_BITS for size, stride in modes):
-            raise MeshError(f"sizes and strides of a layout have 63 bits; found {brief(one)} and {brief(two)}")
+            raise MeshError(f"sizes and strides of a layout have 63 bits; found {shown(one)} and {shown(two)}")
         merged = _merged(modes)
         for (size, stride), (_, above) in pairwise(sorted(merged, key=_stride)):
             if above % (size * stride):
@@ -129,7 +129,7 @@ class Layout:
         """
         at = whole_number(index)
         if at is None or not 0 <= at < self.size:
-            raise MeshError(f"coordinate {brief(index)} is outside 0..{self.size - 1} of {self}")
+            raise MeshError(f"coordinate {shown(index)} is outside 0..{self.size - 1} of {self}")
         total = 0
         for size, stride in reversed(self.modes):
             at, digit = divmod(at, size)
@@ -173,7 +173,7 @@ class Layout:
         if found is None:
             raise SizeError(f"sizes to split a layout into are whole numbers; found {shown(sizes)}")
         if any(size < 1 for size in found) or math.prod(found) != self.size:
-            raise SizeError(f"{self} has size {self.size}, not {' * '.join(map(brief, found))}")
+            raise SizeError(f"{self} has size {self.size}, not {' * '.join(map(shown, found))}")
         sizes = found
         parts: list[Layout] = []
         rest = list(reversed(self.modes))
@@ -258,7 +258,7 @@ class Layout:
         """
         count = whole_number(size)
         if count is None or count < 1:
-            raise MeshError(f"a complement is in a whole number of positions; found {brief(size)}")
+            raise MeshError(f"a complement is in a whole number of positions; found {shown(size)}")
         found: list[Mode] = []
         at = 1
         for mode_size, stride in sorted(self.modes, key=_stride):

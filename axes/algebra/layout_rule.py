@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from axes.algebra import grammar
-from axes.algebra.errors import ExpressionError, ShardingError, brief
+from axes.algebra.errors import ExpressionError, ShardingError, shown
 from axes.algebra.flow.blocks import Fused, read_blocks
 from axes.algebra.flow.reading import read
 from axes.algebra.grammar import Factor, Spec
@@ -150,13 +150,13 @@ def _texts(names: object) -> list[str]:
     if found is None or (names is not None and not found) or not all(isinstance(name, str) for name in found):
         raise ShardingError(
             "a layout rule is names: names, or names: (names, expression), like "
-            f"('q', 'k'): ('qk', 'q d, k d -> (q + k) d'); found {brief(names)}"
+            f"('q', 'k'): ('qk', 'q d, k d -> (q + k) d'); found {shown(names)}"
         )
     return list(found)
 
 
 def _entry(key: object, value: object) -> str:
-    return f"{brief(key)}: {brief(value)}"
+    return f"{shown(key)}: {shown(value)}"
 
 
 def _check_expression(rule: LayoutRule, text: str) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from axes.algebra.errors import ShardingError, SizeError, brief, shortened, suggestion
+from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.layout_pieces import LayoutPiece, same_dims
 from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, pairs_of, sizes_of_rule
 from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
@@ -137,7 +137,7 @@ class LayoutRules:
 
     def __init__(self, table: Table, *, sizes: Mapping[str, int] | None = None, **keywords: int):
         if isinstance(table, LayoutRules) or not isinstance(table, Mapping):
-            raise ShardingError(f"layout rules are a mapping from names to names; found {brief(table)}")
+            raise ShardingError(f"layout rules are a mapping from names to names; found {shown(table)}")
         self.rules = tuple([layout_rule(key, value) for key, value in table.items()])
         self._given = dict(written_sizes(keywords, sizes))
         self._prepare()
@@ -220,7 +220,7 @@ class LayoutRules:
         """
         if not isinstance(target, str) or not isinstance(shapes, Mapping):
             raise ShardingError(
-                f"pieces_of takes a name and a mapping to shapes; found {brief(target)}, {brief(shapes)}"
+                f"pieces_of takes a name and a mapping to shapes; found {shown(target)}, {shown(shapes)}"
             )
         for rule, stars in self._making(target):
             taken: dict[int, dict[tuple[int, ...], str]] = {}
@@ -315,14 +315,14 @@ class LayoutRules:
 
 def _checked_names(shapes: object) -> Mapping[str, Sequence[int]]:
     if not isinstance(shapes, Mapping) or not all(isinstance(name, str) for name in shapes):
-        raise ShardingError(f"shapes are a mapping from names to shapes, like {{'q': (8, 4)}}; found {brief(shapes)}")
+        raise ShardingError(f"shapes are a mapping from names to shapes, like {{'q': (8, 4)}}; found {shown(shapes)}")
     return shapes
 
 
 def _checked_shape(name: str, shape: Sequence[int]) -> Shape:
     found = whole_numbers(shape)
     if found is None or any(size < 0 for size in found):
-        raise SizeError(f"the shape of {shortened(name)} is whole numbers; found {brief(shape)}")
+        raise SizeError(f"the shape of {shortened(name)} is whole numbers; found {shown(shape)}")
     return found
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from axes.algebra import ambient
-from axes.algebra.errors import MeshError, ShardingError, brief, pointed, shortened, suggestion
+from axes.algebra.errors import MeshError, ShardingError, pointed, shortened, shown, suggestion
 from axes.algebra.grammar import Dim, Place, Spec, parse_spec, place_text, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
@@ -85,7 +85,7 @@ class Rules:
     def __init__(self, table: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = (), /, **more: Axes):
         pairs = tuple_of(table.items() if isinstance(table, Mapping) else table)
         if pairs is None:
-            raise ShardingError(f"rules are a mapping from logical names to axes, or pairs; found {brief(table)}")
+            raise ShardingError(f"rules are a mapping from logical names to axes, or pairs; found {shown(table)}")
         self.rules = tuple([_rule(pair) for pair in (*pairs, *more.items())])
 
     def spec(
@@ -153,18 +153,18 @@ class Rules:
 def _rule(pair: object) -> Rule:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
         raise ShardingError(
-            f"a rule is a pair of a logical name and its axes, like ('heads', 'tp'); found {brief(pair)}"
+            f"a rule is a pair of a logical name and its axes, like ('heads', 'tp'); found {shown(pair)}"
         )
     name, axes = pair
     names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) if _is_names(axes) else None
     if names is None or not all(each.isidentifier() for each in names):
-        raise ShardingError(f"the rule of {shortened(name)} is an axis, a tuple of axes, or None; found {brief(axes)}")
+        raise ShardingError(f"the rule of {shortened(name)} is an axis, a tuple of axes, or None; found {shown(axes)}")
     if name == EVERYTHING and names:
-        raise ShardingError(f"'...' is every other name, whose dims stay whole: its axes are None; found {brief(axes)}")
+        raise ShardingError(f"'...' is every other name, whose dims stay whole: its axes are None; found {shown(axes)}")
     if name != EVERYTHING and not name.isidentifier():
         raise ShardingError(f"a logical name is a name, or '...'; found {shortened(name)}")
     if len(set(names)) < len(names):
-        raise ShardingError(f"the rule of {shortened(name)} has an axis twice: {brief(axes)}")
+        raise ShardingError(f"the rule of {shortened(name)} has an axis twice: {shown(axes)}")
     return Rule(name, names)
 
 

@@ -27,8 +27,8 @@ from axes.algebra.errors import (
     MeshError,
     ShardingError,
     SizeError,
-    brief,
     shortened,
+    shown,
     suggestion,
 )
 from axes.algebra.grammar import Dim, Factor, Place, Spec, has_dots, parse_spec, without_dots
@@ -81,7 +81,7 @@ def plan(
     """
     shape, given = checked_shape(shape), dict(written_sizes(keywords, sizes))
     if math.prod(shape) >= 2**63:
-        raise SizeError(f"a tensor has fewer than 2**63 elements; found the shape {brief(list(shape))}")
+        raise SizeError(f"a tensor has fewer than 2**63 elements; found the shape {shown(list(shape))}")
     _check_names(given, source, target)
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
@@ -96,7 +96,7 @@ def plan(
 def _named_dtype(dtype: object) -> str:
     """The name of a dtype; `ShardingError` for what is neither a name nor a dtype."""
     if not isinstance(dtype, str) and type(dtype).__module__ != "torch":
-        raise ShardingError(f"dtype is a torch dtype or its name, like 'bfloat16'; found {brief(dtype)}")
+        raise ShardingError(f"dtype is a torch dtype or its name, like 'bfloat16'; found {shown(dtype)}")
     return str(dtype).removeprefix("torch.")
 
 

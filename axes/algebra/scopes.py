@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from axes.algebra.ambient import ambient_mesh, pop, push
-from axes.algebra.errors import MeshError, brief
+from axes.algebra.errors import MeshError, shown
 from axes.algebra.mesh import Mesh
 
 
@@ -47,5 +47,5 @@ def checked_mesh(mesh: Mesh) -> Mesh:
     if not isinstance(mesh, Mesh):
         kind = type(mesh).__name__
         hint = "\naxes.Mesh.from_device_mesh makes one of torch's" if kind == "DeviceMesh" else ""
-        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {kind}: {brief(mesh)}{hint}")
+        raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {kind}: {shown(mesh)}{hint}")
     return mesh

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from axes.algebra import seam
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk
-from axes.algebra.errors import MeshError, ShardingError, SizeError, brief, shown
+from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.opaque import Placement
@@ -246,7 +246,7 @@ class Sharding:
         """
         shape = None if shape is None else checked_shape(shape)
         if not isinstance(other, Sharding):
-            raise ShardingError(f"is_equivalent takes an axes.Sharding; found {brief(other)}")
+            raise ShardingError(f"is_equivalent takes an axes.Sharding; found {shown(other)}")
         if self.mesh.universe != other.mesh.universe or self.ndim != other.ndim:
             return False
         if not _same_pending(self, other):
@@ -310,7 +310,7 @@ class Sharding:
         """The same with other names for the dims that aren't groups."""
         found = tuple_of(names)
         if found is None or len(found) != self.ndim or not all(isinstance(name, str) for name in found):
-            raise ShardingError(f"'{self}' has {self.ndim} dims, each with a name that is text; found {brief(names)}")
+            raise ShardingError(f"'{self}' has {self.ndim} dims, each with a name that is text; found {shown(names)}")
         dims = []
         for dim, name in zip(self.dims, found, strict=True):
             single = len(dim.factors) == 1
@@ -327,7 +327,7 @@ class Sharding:
         'b@b | sum@a'
         """
         if not isinstance(mesh, type(self.mesh)):
-            raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {brief(mesh)}")
+            raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {shown(mesh)}")
         if mesh == self.mesh:
             return self if mesh is self.mesh else replace(self, mesh=mesh)
         if mesh.layouts != self.mesh.layouts:
@@ -437,7 +437,7 @@ def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
 def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
     if len(shape) != sharding.ndim:
         raise ShardingError(
-            f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {brief(list(shape))}"
+            f"the spec '{sharding}' has {sharding.ndim} dims, the tensor {len(shape)}: {shown(list(shape))}"
         )
     if sharding.is_plain:
         return tuple([(size,) for size in shape])
@@ -477,7 +477,7 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
     rest = math.prod(size for size in known if size is not None)
 
     def filled() -> str:
-        return f"{dim} = {brief(extent)}    (dim of {brief(list(shape))} in '{sharding}')"
+        return f"{dim} = {shown(extent)}    (dim of {shown(list(shape))} in '{sharding}')"
 
     if missing > 1:
         raise SizeError(f"more than one size is missing in  {filled()}")

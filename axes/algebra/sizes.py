@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from axes.algebra.errors import MeshError, ShardingError, SizeError, brief, shortened, shown, suggestion
+from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
 _SHOWN = 12
@@ -93,7 +93,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     (4, 8)
     """
     found = whole_numbers(shape)
-    if found is None or min(found, default=0) < 0:
+    if found is None or any(extent < 0 for extent in found):
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
     return found
 
@@ -116,14 +116,14 @@ def checked_flag(what: str, value: object) -> bool:
         return value
     found = whole_number(value)
     if found not in (0, 1) and type(value).__name__ not in ("bool", "bool_"):  # torch's symbolic bools, NumPy's
-        raise ShardingError(f"{what} is True or False; found {brief(value)}")
+        raise ShardingError(f"{what} is True or False; found {shown(value)}")
     return bool(value)
 
 
 def checked_texts(what: str, values: object, hint: str) -> Mapping[str, str]:
     """A mapping from text to text; `ShardingError`, with an example, for anything else."""
     if not isinstance(values, Mapping) or not all(isinstance(each, str) for pair in values.items() for each in pair):
-        raise ShardingError(f"{what}, like {hint}; found {brief(values)}")
+        raise ShardingError(f"{what}, like {hint}; found {shown(values)}")
     return values
 
 

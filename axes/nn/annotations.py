@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from axes.algebra.errors import ShardingError, brief, shortened, suggestion
+from axes.algebra.errors import ShardingError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.sizes import checked_texts
 from axes.runtime.transforms import check_dense
@@ -52,7 +52,7 @@ def annotate(thing: T, spec: str | Mapping[str, str]) -> T:
         thing.__dict__[_ATTRIBUTE] = {**thing.__dict__.get(_ATTRIBUTE, {}), **specs}
     elif isinstance(thing, torch.Tensor):
         if not isinstance(spec, str):
-            raise ShardingError(f"a tensor is annotated by one spec, like 'heads embed'; found {brief(spec)}")
+            raise ShardingError(f"a tensor is annotated by one spec, like 'heads embed'; found {shown(spec)}")
         check_dense(thing, "axes.annotate")
         _check(spec, thing, "the tensor")
         setattr(thing, _ATTRIBUTE, spec)

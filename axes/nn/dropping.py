@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.cost import float_of
-from axes.algebra.errors import MeshError, ShardingError, SizeError, brief
+from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
@@ -99,7 +99,7 @@ def dropout(
         checked_mesh(mesh)
     is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
     if seed is not None and not (is_whole and -(2**63) <= seed < 2**64):
-        raise ShardingError(f"axes.nn.dropout: seed is a whole number of at most 64 bits; found {brief(seed)}")
+        raise ShardingError(f"axes.nn.dropout: seed is a whole number of at most 64 bits; found {shown(seed)}")
     if torch_private.transforms_are_on():
         (check_whole if isinstance(x, DTensor) else check_shards)("axes.nn.dropout", (x,))
     sharding, whole = _held(x, spec, mesh, written_sizes(keywords, sizes))
@@ -136,7 +136,7 @@ class Dropout(torch.nn.Module):
 
 def _check_probability(p: object) -> None:
     if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 <= float_of(p) <= 1:
-        raise ShardingError(f"axes.nn.dropout: p is a probability, from 0 to 1; found {brief(p)}")
+        raise ShardingError(f"axes.nn.dropout: p is a probability, from 0 to 1; found {shown(p)}")
 
 
 # --- where a tensor lies

@@ -34,7 +34,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import nested_chunk
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, brief, shortened, shown, suggestion
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import use_mesh
@@ -226,7 +226,7 @@ def dims_to_work_over(over: str | Sequence[str]) -> Axes:
     """The names in an `over`; `ShardingError` for what has none."""
     names = over.split() if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ShardingError(f"over names dims, like 'd' or 'h d'; found {brief(over)}")
+        raise ShardingError(f"over names dims, like 'd' or 'h d'; found {shown(over)}")
     return tuple(names)
 
 
@@ -235,7 +235,7 @@ def checked_eps(eps: float | None) -> None:
     # torch takes no larger integer. Of a float no bound is asked: a graph, where it is a symbol, would be made twice.
     fits = not isinstance(eps, int) or eps < 2**63
     if eps is not None and not (isinstance(eps, numbers.Real) and eps >= 0 and fits):
-        raise ShardingError(f"eps is a number from 0, like 1e-5; found {brief(eps)}")
+        raise ShardingError(f"eps is a number from 0, like 1e-5; found {shown(eps)}")
 
 
 @read_once

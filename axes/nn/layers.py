@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 
-from axes.algebra.errors import ExpressionError, ShardingError, SizeError, brief, shortened
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
 from axes.algebra.grammar import Spec, parse_blocks, parse_spec, parse_tensor
 from axes.algebra.sizes import check_mapping, checked_flag, checked_size
 from axes.nn.annotations import annotate
@@ -321,7 +321,7 @@ def _parameter(
 def _checked_dtype(dtype: object) -> torch.dtype | None:
     """`dtype`; `ShardingError` for what a parameter can't have."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
-        raise ShardingError(f"the dtype of a parameter is one of floats, like torch.bfloat16; found {brief(dtype)}")
+        raise ShardingError(f"the dtype of a parameter is one of floats, like torch.bfloat16; found {shown(dtype)}")
     return dtype
 
 
@@ -333,7 +333,7 @@ def checked_place(device: Any) -> Any:
         return torch.empty(0, device=device).device
     except Exception as error:  # torch raises many kinds, also for devices that this machine hasn't
         why = str(error).partition("\n")[0][:200]
-        raise ShardingError(f"device is a torch.device or like 'cuda'; found {brief(device)}: {why}") from None
+        raise ShardingError(f"device is a torch.device or like 'cuda'; found {shown(device)}: {why}") from None
 
 
 def _open_sizes(operands: Sequence[Spec], sizes: dict[str, int]) -> dict[str, int]:

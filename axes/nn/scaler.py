@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from axes.algebra.cost import float_of
-from axes.algebra.errors import ShardingError, brief
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sizes import checked_flag, whole_number
@@ -104,7 +104,7 @@ def _check_arguments(
 ) -> None:
     """`ShardingError` for what torch would take and fail with at a later step, or refuse by an assertion."""
     if not isinstance(device, str):
-        raise ShardingError(f"axes.nn.GradScaler: device is the name of a device type; found {brief(device)}")
+        raise ShardingError(f"axes.nn.GradScaler: device is the name of a device type; found {shown(device)}")
     if enabled and checked_place(device).type == "meta":
         raise ShardingError("axes.nn.GradScaler: device is where gradients are; found 'meta'")
     most = torch.finfo(torch.float32).max  # of which a scale is
@@ -113,11 +113,11 @@ def _check_arguments(
         is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
         if not is_number or not low < float_of(found) < high:
             raise ShardingError(
-                f"axes.nn.GradScaler: {name} is a number between {low} and {high}; found {brief(found)}"
+                f"axes.nn.GradScaler: {name} is a number between {low} and {high}; found {shown(found)}"
             )
     count = whole_number(interval)
     if count is None or not 1 <= count < 2**31:
-        raise ShardingError(f"axes.nn.GradScaler: growth_interval is a number of steps; found {brief(interval)}")
+        raise ShardingError(f"axes.nn.GradScaler: growth_interval is a number of steps; found {shown(interval)}")
 
 
 def _local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ShardingError, SizeError, brief, shortened, suggestion
+from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh
@@ -151,7 +151,7 @@ def _meshes(mesh: Mesh | Mapping[str, Mesh] | None) -> dict[str, Mesh]:
     if not mesh:
         raise ShardingError("axes.shard_module: mesh={} names no mesh; write a mesh, or {'*': mesh}")
     if not all(isinstance(pattern, str) for pattern in mesh):
-        raise ShardingError(f"axes.shard_module: mesh maps patterns of names to meshes; found {brief(mesh)}")
+        raise ShardingError(f"axes.shard_module: mesh maps patterns of names to meshes; found {shown(mesh)}")
     return {pattern: checked_mesh(each) for pattern, each in mesh.items()}
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ShardingError, brief, shown, suggestion
+from axes.algebra.errors import ShardingError, shown, suggestion
 from axes.algebra.sizes import tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
@@ -160,7 +160,7 @@ class _Files:
             self.where = self._places(Path(path))
         except (OSError, ValueError) as error:  # names that no file can have: too long, with a zero, not in UTF-8
             raise ShardingError(
-                f"path is a file or a folder with safetensors files; found {brief(path)}: {error}"
+                f"path is a file or a folder with safetensors files; found {shown(path)}: {error}"
             ) from None
         return self
 
@@ -268,7 +268,7 @@ def _name_in_files(names: Names | None, name: str) -> str | None:
     except Exception as error:  # of the caller's function, on this rank before anything is changed
         raise ShardingError(f"names of {name!r} raised {type(error).__name__}: {error}") from error
     if found is not None and not isinstance(found, str):
-        raise ShardingError(f"names of {name!r} is the name of a tensor in the files, or None; found {brief(found)}")
+        raise ShardingError(f"names of {name!r} is the name of a tensor in the files, or None; found {shown(found)}")
     return found
 
 

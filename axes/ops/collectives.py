@@ -45,7 +45,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import MeshError, ShardingError, SizeError, brief, shown
+from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import lines, torch_private
@@ -300,7 +300,7 @@ def _mesh(what: str, axis: AxisName, mesh: Mesh | None) -> Mesh:
     found = mesh if mesh is not None else ambient_mesh()
     if found is None:
         raise MeshError(
-            f"{what}: no mesh says which ranks {brief(axis)} is. Call it in a function that axes.shard_map runs, "
+            f"{what}: no mesh says which ranks {shown(axis)} is. Call it in a function that axes.shard_map runs, "
             "inside `with mesh:`, or with mesh=..."
         )
     return found

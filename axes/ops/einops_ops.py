@@ -27,7 +27,7 @@ import einops
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ExpressionError, ShardingError, brief
+from axes.algebra.errors import ExpressionError, ShardingError, shown
 from axes.algebra.flow.blocks import has_blocks
 from axes.algebra.flow.reading import check_no_blocks
 from axes.algebra.flow.recipe import Op
@@ -234,7 +234,7 @@ def by_einops(function: Callable[..., Any], arguments: tuple[Any, ...], given: t
         raise NotForEinops(str(error)) from None
     except RuntimeError as error:
         if "unknown to einops" in str(error):
-            raise ShardingError(f"axes.{function.__name__} takes a tensor; found {brief(arguments[0])}") from None
+            raise ShardingError(f"axes.{function.__name__} takes a tensor; found {shown(arguments[0])}") from None
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         raise RefusedByTorch(f"axes.{function.__name__}: {error}") from None
@@ -250,7 +250,7 @@ def is_einops(expression: object, mesh: Mesh | None = None) -> bool:
 
 def _check_op(op: Op, x: Any) -> None:
     if not callable(op) and not (isinstance(op, str) and op in REDUCTIONS):
-        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {brief(op)}")
+        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {shown(op)}")
     if not isinstance(x, torch.Tensor):
         return
     if isinstance(op, str) and x.dtype in _RARE and not _is_reduced(x.dtype, op):

@@ -36,7 +36,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from axes.algebra.errors import ShardingError, brief
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
@@ -264,7 +264,7 @@ def counted_whole(placements: Placements) -> Placements:
 def check_grad(function: str, grad: object) -> None:
     """Refuses what `grad` can't be."""
     if grad is not None and not (isinstance(grad, str) and grad in ("whole", "summed")):
-        raise ShardingError(f"{function}: grad is 'whole' or 'summed'; found {brief(grad)}")
+        raise ShardingError(f"{function}: grad is 'whole' or 'summed'; found {shown(grad)}")
 
 
 @functools.lru_cache(maxsize=4096)

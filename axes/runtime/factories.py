@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import seam
-from axes.algebra.errors import ShardingError, SizeError, brief
+from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import required_mesh
@@ -109,11 +109,11 @@ def full(
 
     _check_dtype("axes.full", dtype, requires_grad)
     if not isinstance(value, numbers.Number):
-        raise ShardingError(f"axes.full takes a number; found {brief(value)}")
+        raise ShardingError(f"axes.full takes a number; found {shown(value)}")
     try:
         one = torch.full((), value, dtype=dtype, device="cpu")
     except Exception as error:  # the many kinds in which torch says that a number doesn't fit its dtype
-        raise ShardingError(f"axes.full: {brief(value)} is no value of {dtype or 'a tensor'}; {error}") from None
+        raise ShardingError(f"axes.full: {shown(value)} is no value of {dtype or 'a tensor'}; {error}") from None
     _check_dtype("axes.full", one.dtype, requires_grad)
 
     def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype):
-        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {brief(dtype)}")
+        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {shown(dtype)}")
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise ShardingError(f"{function}: {dtype} has no gradient; found requires_grad=True")
 

@@ -35,7 +35,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import DesyncError, MeshError, brief, shortened
+from axes.algebra.errors import DesyncError, MeshError, shortened, shown
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
@@ -55,7 +55,7 @@ def as_timeout(timeout: object, what: str) -> timedelta | None:
     if isinstance(timeout, (int, float)) and 0 < timeout < timedelta.max.total_seconds():
         found = timedelta(seconds=timeout)
     if not isinstance(found, timedelta) or found <= timedelta(0):
-        raise MeshError(f"{what} is a positive timedelta or number of seconds; found {brief(timeout)}")
+        raise MeshError(f"{what} is a positive timedelta or number of seconds; found {shown(timeout)}")
     return found
 
 
@@ -81,13 +81,13 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         if self.backend is not None and not isinstance(self.backend, str):
-            raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {brief(self.backend)}")
+            raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {shown(self.backend)}")
         if self.lane is not None and not (isinstance(self.lane, str) and self.lane.isidentifier()):
-            raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {brief(self.lane)}")
+            raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {shown(self.lane)}")
         if isinstance(self.pg_options, torch.Tensor):  # one that is lazy has no attributes that could be compared
             raise MeshError(
                 "GroupOptions.pg_options is the options object of a backend, such as dist.ProcessGroupNCCL.Options(); "
-                f"found {brief(self.pg_options)}"
+                f"found {shown(self.pg_options)}"
             )
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
@@ -433,7 +433,7 @@ def backend_for(world: World, device_type: str) -> str:
 def checked_options(world: World, name: str, options: object, device_type: str) -> GroupOptions:
     """`options` of an axis, without a backend that is the usual one; `MeshError` for what can't be."""
     if not isinstance(options, GroupOptions):
-        raise MeshError(f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); found {brief(options)}")
+        raise MeshError(f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); found {shown(options)}")
     backend = options.backend or backend_for(world, device_type)
     used = {part.rpartition(":")[2].lower() for part in backend.split(",")}
     absent = [part for part in sorted(used) if part not in dist.Backend.backend_list]
@@ -599,14 +599,14 @@ def _content(value: Any, depth: int) -> str:
     """An options object as text: public attributes and theirs, without those that torch writes."""
     written_by_torch = {"global_ranks_in_group", "group_name", "split_from", "split_color"}
     names = [n for n in dir(value) if not n.startswith("_") and n not in written_by_torch]
-    shown = []
+    written = []
     for attribute in names:
         try:
             content = getattr(value, attribute)
         except Exception:  # a property that this object can't give isn't among its options
             continue
         if isinstance(content, (bool, int, float, str, bytes, timedelta, type(None))):
-            shown.append(f"{attribute}={brief(content)}")
+            written.append(f"{attribute}={shown(content)}")
         elif depth > 1 and not callable(content):
-            shown.append(f"{attribute}={_content(content, depth - 1)}")
-    return f"{type(value).__name__}({', '.join(shown)})"
+            written.append(f"{attribute}={_content(content, depth - 1)}")
+    return f"{type(value).__name__}({', '.join(written)})"

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from axes.algebra.errors import AxesError, brief
+from axes.algebra.errors import AxesError, shown
 from axes.algebra.sizes import whole_number
 from axes.runtime.agent import BACKENDS
 from axes.runtime.pool import Pool
@@ -80,20 +80,20 @@ def _check(fn: object, world_size: object, device_type: object, timeout: object)
     if not hasattr(os, "fork"):
         raise AxesError("launch forks its processes, which this system can't: use Linux or macOS")
     if not callable(fn):
-        raise AxesError(f"launch needs a function to run on every rank, not {brief(fn)}")
+        raise AxesError(f"launch needs a function to run on every rank, not {shown(fn)}")
     ranks = whole_number(world_size)
     if ranks is None:
-        raise AxesError(f"the world size is a number of processes, not {brief(world_size)}")
+        raise AxesError(f"the world size is a number of processes, not {shown(world_size)}")
     if not 1 <= ranks <= MOST:
         raise AxesError(
-            f"launch starts 1 to {MOST} processes on this machine, not {brief(ranks)}; "
+            f"launch starts 1 to {MOST} processes on this machine, not {shown(ranks)}; "
             f"axes.simulate makes a world of any size in one process"
         )
     if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        raise AxesError(f"the timeout is a positive number of seconds, or None; not {brief(timeout)}")
+        raise AxesError(f"the timeout is a positive number of seconds, or None; not {shown(timeout)}")
     if not isinstance(device_type, str) or device_type not in BACKENDS:
         known = " or ".join(repr(name) for name in BACKENDS)
-        raise AxesError(f"launch knows the device types {known}, not {brief(device_type)}")
+        raise AxesError(f"launch knows the device types {known}, not {shown(device_type)}")
     if device_type == "cuda":
         _check_gpus(ranks)
     return ranks

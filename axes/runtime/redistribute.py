@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.cost import CostModel
-from axes.algebra.errors import MeshError, ShardingError, brief
+from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, even_ways, only_way, plan
@@ -180,7 +180,7 @@ def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
         return None, None
     found = comm_dtype if isinstance(comm_dtype, tuple) else (comm_dtype, comm_dtype)
     if len(found) != 2 or not all(each is None or isinstance(each, torch.dtype) for each in found):
-        raise ShardingError(f"comm_dtype is a torch.dtype, or two: for values and gradients; found {brief(comm_dtype)}")
+        raise ShardingError(f"comm_dtype is a torch.dtype, or two: for values and gradients; found {shown(comm_dtype)}")
     return found
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, brief
+from axes.algebra.errors import AxesError, shown
 from axes.algebra.sizes import whole_number
 from axes.runtime.groups import forget_groups
 from axes.runtime.torch_private import fake_store, forget_dtensor_world
@@ -63,12 +63,12 @@ def _checked(world_size: object, rank: object) -> tuple[int, int]:
     size, seen_from = whole_number(world_size), whole_number(rank)
     for name, value, found in (("world size", world_size, size), ("rank", rank, seen_from)):
         if found is None:
-            raise AxesError(f"the {name} is a whole number, not {brief(value)}")
+            raise AxesError(f"the {name} is a whole number, not {shown(value)}")
     assert size is not None
     assert seen_from is not None
     if not 1 <= size <= MOST:
-        asked = f"{size:,}" if abs(size) < 10**30 else brief(size)
+        asked = f"{size:,}" if abs(size) < 10**30 else shown(size)
         raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {asked}")
     if not 0 <= seen_from < size:
-        raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, not {brief(seen_from)}")
+        raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, not {shown(seen_from)}")
     return size, seen_from

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError, brief
+from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import tuple_of
@@ -245,7 +245,7 @@ def _select_device(device_type: str, rank: int) -> None:
         return
     if not module.device_count():
         raise MeshError(
-            f"device_type is {brief(device_type)}, of which this process has no device; torch {torch.__version__}"
+            f"device_type is {shown(device_type)}, of which this process has no device; torch {torch.__version__}"
         )
     by_turns = rank % module.device_count()
     module.set_device(int(os.environ.get("LOCAL_RANK") or by_turns))
@@ -257,9 +257,9 @@ def _checked_device(device_type: object) -> str:
         served = accelerator is not None and (dist.group.WORLD is None or serves(current_world(), accelerator.type))
         return accelerator.type if served else "cpu"
     if not isinstance(device_type, str) or not device_type.isalpha():
-        raise MeshError(f"device_type is a name without an index, such as 'cuda' or 'cpu'; found {brief(device_type)}")
+        raise MeshError(f"device_type is a name without an index, such as 'cuda' or 'cpu'; found {shown(device_type)}")
     if own_backend(device_type) is None:
-        raise MeshError(f"torch.distributed has no backend for device type {brief(device_type)}")
+        raise MeshError(f"torch.distributed has no backend for device type {shown(device_type)}")
     return device_type
 
 
@@ -267,7 +267,7 @@ def _checked_universe(ranks: Iterable[int], world: World) -> Universe:
     universe = Universe.of(ranks)
     largest = universe.ranks[-1] if isinstance(universe.ranks, range) else max(universe.ranks)
     if largest >= world.size:
-        raise MeshError(f"ranks has rank {brief(largest)}, but the world has {world.size} ranks, 0 to {world.size - 1}")
+        raise MeshError(f"ranks has rank {shown(largest)}, but the world has {world.size} ranks, 0 to {world.size - 1}")
     return universe
 
 

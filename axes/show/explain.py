@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from axes.algebra.errors import AxesError, SizeError, brief, shown
+from axes.algebra.errors import AxesError, SizeError, shown
 from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
@@ -78,7 +78,7 @@ def explain(
     >>> [(each["kind"], each["axes"], each["bytes_in"]) for each in explain(step, mesh="tp=4").json()["collectives"]]
     [('all_reduce', ['tp'], 24)]
     """
-    named = dtype if isinstance(dtype, str) else brief(dtype)
+    named = dtype if isinstance(dtype, str) else shown(dtype)
     if isinstance(what, str):
         given = dict(written_sizes(keywords, sizes))
         where = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.explain")

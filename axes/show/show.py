@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from axes.algebra.errors import MeshError, ShardingError, brief
+from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
@@ -61,7 +61,7 @@ class Picture:
         if columns is None or lines is None or columns < _NARROWEST or lines < 1:
             raise ShardingError(
                 f"a picture's text has a width of {_NARROWEST} columns or more and a height of a line or more; found "
-                f"width={brief(width)}, height={brief(height)}"
+                f"width={shown(width)}, height={shown(height)}"
             )
         return plain(lines_of(self._sheet(Room(columns, lines)), columns))
 
@@ -126,7 +126,7 @@ def show(
     """
     seen = None if rank is None else checked_rank("rank", rank)
     if isinstance(x, Mesh | Plan) and shape is not None:
-        raise ShardingError(f"axes.show takes a shape with a Sharding alone; found {brief(shape)} with a {_kind(x)}")
+        raise ShardingError(f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {_kind(x)}")
     if isinstance(x, Mesh):
         mesh = x.at(_rank_of(x, seen))
         return Picture(lambda room: sheet_of_mesh(mesh, room))
@@ -139,10 +139,10 @@ def show(
     tensors = sys.modules.get("torch.distributed.tensor")  # who shows a mesh needs no torch
     if tensors is None or not isinstance(x, tensors.DTensor):
         raise ShardingError(
-            f"axes.show takes a Mesh, a Sharding, a Plan or a DTensor; found {_kind(x)}{_instead(x) or f': {brief(x)}'}"
+            f"axes.show takes a Mesh, a Sharding, a Plan or a DTensor; found {_kind(x)}{_instead(x) or f': {shown(x)}'}"
         )
     if shape is not None:
-        raise ShardingError(f"a DTensor has a shape; leave out {brief(shape)}")
+        raise ShardingError(f"a DTensor has a shape; leave out {shown(shape)}")
     sharding = importlib.import_module("axes.runtime.sharded").sharding_of(x)
     return _of_sharding(sharding, tuple(map(int, x.shape)), seen, str(x.dtype).removeprefix("torch."))
 
