@@ -188,7 +188,7 @@ MISTAKES = [
     (
         {"send_sizes": [1, 2, 4, -1], "recv_sizes": GOOD},
         SizeError,
-        "all_to_all over 'rest': send_sizes are 0 or more; found '[1, 2, 4, -1]'",
+        "all_to_all over 'rest': send_sizes are 0 or more, of 63 bits; found '[1, 2, 4, -1]'",
     ),
     (
         {"send_sizes": [1, 2, 2, 2], "recv_sizes": GOOD},

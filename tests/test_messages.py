@@ -46,6 +46,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         ShardingError,
         "unknown dtype 'int too long to show'; known: bool, int8",
     ),
+    "a size of a long number": (
+        lambda mesh: axes.all_to_all(plain(8), "dp", send_sizes=[10**5000, 1], recv_sizes=[1, 1], mesh=mesh),
+        SizeError,
+        "all_to_all over 'dp': send_sizes are 0 or more, of 63 bits; found list too long to show",
+    ),
     "lazy parameters in a list": (
         lambda mesh: axes.rearrange([nn.UninitializedParameter()] * 2, "n b d@tp -> n b d"),
         ShardingError,

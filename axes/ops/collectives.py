@@ -364,8 +364,8 @@ def _sizes(what: str, sizes: Sequence[int] | None, line: Line) -> tuple[int, ...
             f"all_to_all: {what} are one number for each of the {line.size} coordinates of '{line.name}'; "
             f"found {len(whole)}, {shown(sizes)}"
         )
-    if any(n < 0 for n in whole):
-        raise SizeError(f"all_to_all over '{line.name}': {what} are 0 or more; found {shown(sizes)}")
+    if any(not 0 <= n < 2**63 for n in whole):
+        raise SizeError(f"all_to_all over '{line.name}': {what} are 0 or more, of 63 bits; found {shown(sizes)}")
     return whole
 
 
