@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
     "ignored names that are a number": (
         lambda mesh: axes.nn.load_safetensors(layer(), "weights", ignore=5),
         ShardingError,
-        "ignore is patterns of names in the files, like ['*.inv_freq']; found '5'",
+        "ignore is patterns of names in the files, like ['*.inv_freq']; found 5",
     ),
     "clipping a module": (
         lambda mesh: axes.nn.clip_grad_norm_(layer(), 1.0),
