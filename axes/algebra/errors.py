@@ -132,7 +132,7 @@ def brief(value: object) -> str:
     return _written(value, repr)[:_LONGEST_NAME]
 
 
-def _written(value: object, write: Callable[[object], str]) -> str:
+def _written(value: object, write: Callable[[Any], str]) -> str:
     """`str` or `repr` of any value, whatever its class does when it is asked for that."""
     try:
         return write(value)
