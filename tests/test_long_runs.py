@@ -215,7 +215,7 @@ def held_by_python() -> int:
 
 PAGE = Path(axes.__file__).parents[1] / "docs/limits.md"
 CLEARS = re.search(
-    r"```python\n(from torch\.distributed\.tensor import _redistribute.*?)```", PAGE.read_text(), re.DOTALL
+    r"```text\n(from torch\.distributed\.tensor import _redistribute.*?)```", PAGE.read_text(), re.DOTALL
 )[1]
 
 
