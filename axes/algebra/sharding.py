@@ -384,6 +384,11 @@ def _runs(extents: Sequence[int], cuts: Cuts) -> Runs:
     return parts if len(parts) == 1 else factor_runs(tuple(extents), parts)
 
 
+def runs_at(dim: ShardedDim, extents: Sequence[int], position: int) -> Runs:
+    """The runs of a dim that the rank at a position has."""
+    return _runs(extents, _cuts_at(dim, position))
+
+
 _kept_runs = functools.lru_cache(maxsize=8192)(_runs)
 """The same, kept: most ranks and steps have most of their runs in common."""
 

@@ -576,6 +576,24 @@ def pass_on(
         work.wait()
 
 
+def pass_all(
+    group: dist.ProcessGroup,
+    sends: Sequence[tuple[int, torch.Tensor]],
+    receives: Sequence[tuple[int, torch.Tensor]],
+) -> list[Any]:
+    """Begins to send and to receive `(rank of the group, contiguous tensor)`; gives what to wait for.
+
+    Messages between two ranks meet in their order. For gloo at a third of the Python of `batch_isend_irecv`, which
+    serves the others, whose messages have to be issued together.
+    """
+    if dist.get_backend(group) == "gloo":
+        works = [group.recv([x], peer, _TAG) for peer, x in receives]
+        return works + [group.send([x], peer, _TAG) for peer, x in sends]
+    ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+    ops += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
 _TAG = 0x61786573
 """Of what is sent from one rank to another, so that it meets nothing that a user sends."""
 
