@@ -81,7 +81,7 @@ class DrawnTransfer:
         where = [{name: meshes[number] for name, (number, _) in side.items()} for side in sides]
         like = {each.name: Like(each.shape, each.dtype) for each in self.tensors}
         dtypes = {each.name: each.to for each in self.tensors}
-        return axes.transfer(*specs, *where, like, dtypes, bucket_mb=self.bucket_mb)
+        return axes.transfer(*specs, *where, like, dtype=dtypes, bucket_mb=self.bucket_mb)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from axes.algebra.opaque import DeviceMesh, Placement, ProcessGroup
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
     from axes.algebra.sharding import Sharding
-    from axes.algebra.transfers import Transfer
 
 
 class Runtime(Protocol):
@@ -50,8 +49,8 @@ class Runtime(Protocol):
     def placements(self, sharding: Sharding) -> tuple[Placement, ...]:
         """The DTensor placements of a sharding on its mesh's axes."""
 
-    def carry_out(self, move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Carry a transfer out with this rank's tensors."""
+    def carry_out(self, move: Any, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Carry a `Transfer` out with this rank's tensors."""
 
 
 class Pictures(Protocol):

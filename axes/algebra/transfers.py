@@ -83,7 +83,7 @@ class Carriage:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor in a bucket: its number among the tensors, and which of its pieces."""
 
     tensor: int
@@ -95,7 +95,7 @@ class BucketTraffic:
     """What one rank does in one bucket. sends, receives: elements' bytes by peer."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     sends: Mapping[int, int]
     receives: Mapping[int, int]
     kind: str = "exchange"
@@ -135,7 +135,7 @@ class Transfer:
     """
 
     tensors: tuple[Carriage, ...]
-    buckets: tuple[tuple[Piece, ...], ...]
+    buckets: tuple[tuple[TensorPiece, ...], ...]
     bucket_bytes: int
     rank: int
     ranks_per_node: int = _NODE
@@ -370,9 +370,9 @@ def transfer(
     source_mesh: Meshes | None = None,
     target_mesh: Meshes | None = None,
     shapes: Mapping[str, Any] | None = None,
+    *,
     dtype: Any = None,
     bucket_mb: float = 64,
-    *,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Transfer:
@@ -459,14 +459,14 @@ class _Ends:
         """Of the rank that a mesh is seen from nothing depends but which of its lines a sub-mesh is."""
         if isinstance(end, str):
             assert mesh is not None, "a spec is read on a mesh"
-            names = dim_names(end)
+            names = names_in_spec(end)
             self.used.update(names)
             sizes = tuple(sorted((name, size) for name, size in self.sizes.items() if name in names))
             end = parsed_sharding(mesh, end, sizes, len(shape))
         if any(reduction.op != "same" for reduction in end.pending):
             raise ShardingError(f"'{end}' has something pending; resolve it first, with axes.reshard")
         self.home = self.home or (end.mesh if end.mesh.binding is not None else None)
-        return within(replace(end, pending=()).at(shape))
+        return on_own_ranks(replace(end, pending=()).at(shape))
 
     def check_used(self) -> None:
         """`SizeError` for a size of a name that no spec has."""
@@ -477,11 +477,11 @@ class _Ends:
                 )
 
 
-def within(sharding: Sharding) -> Sharding:
+def on_own_ranks(sharding: Sharding) -> Sharding:
     """The same on a mesh that has no more ranks than the tensor: of a sub-mesh, those that it is seen from.
 
     >>> mesh = Mesh("pp=2 tp=2").at(3)
-    >>> within(mesh["tp"].sharding("f@tp")).universe
+    >>> on_own_ranks(mesh["tp"].sharding("f@tp")).universe
     Universe(ranks=range(2, 4))
     """
     mesh = sharding.mesh
@@ -561,7 +561,7 @@ def _dtype_name(dtype: str | Dtype) -> str:
     return name
 
 
-def dim_names(spec: str) -> frozenset[str]:
+def names_in_spec(spec: str) -> frozenset[str]:
     """The names of dims in a spec."""
     return frozenset(factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name)
 
@@ -580,8 +580,8 @@ def _bucketed(
         pieces = max(1, -(-max(sent, received) // bucket_bytes))
         found.append(replace(one, pieces=pieces))
         sizes.append((-(-sent // pieces), -(-received // pieces)))
-    buckets: list[tuple[Piece, ...]] = []
-    bucket: list[Piece] = []
+    buckets: list[tuple[TensorPiece, ...]] = []
+    bucket: list[TensorPiece] = []
     loads: dict[tuple[int, Universe], int] = {}
     for piece in _interleaved(found):
         one = found[piece.tensor]
@@ -611,7 +611,7 @@ def _pieces(sharding: Sharding) -> int:
     return math.prod(axis.size for dim in sharding.dims for axis in dim.axes)
 
 
-def _interleaved(tensors: Sequence[Carriage]) -> list[Piece]:
+def _interleaved(tensors: Sequence[Carriage]) -> list[TensorPiece]:
     """All pieces, those of tensors on different ranks in turn: then all ranks are busy all the time."""
     groups: dict[tuple[Universe, Universe], list[int]] = {}
     for number, one in enumerate(tensors):
@@ -623,4 +623,4 @@ def _interleaved(tensors: Sequence[Carriage]) -> list[Piece]:
             for piece in range(tensors[number].pieces):
                 placed.append((Fraction(2 * at + 1, 2 * count), number, piece))
                 at += 1
-    return [Piece(number, piece) for _, number, piece in sorted(placed)]
+    return [TensorPiece(number, piece) for _, number, piece in sorted(placed)]

@@ -576,6 +576,11 @@ def pass_on(
         work.wait()
 
 
+def copy_all(to: list[torch.Tensor], origin: list[torch.Tensor]) -> None:
+    """`a.copy_(b)` of each pair, by one call of torch; each may have another dtype. Public nowhere."""
+    torch._foreach_copy_(to, origin)
+
+
 def pass_all(
     group: dist.ProcessGroup,
     sends: Sequence[tuple[int, torch.Tensor]],

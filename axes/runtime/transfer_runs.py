@@ -17,6 +17,7 @@ reduction. So a wrong tensor is an error on every rank.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +34,12 @@ from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.planning.exchange import Message, Region
 from axes.algebra.transfers import Carriage, Transfer, part_of
+from axes.algebra.universe import Universe
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import Operation, lane_of, patience_of, together
 from axes.runtime.groups import current_world, group_of, of_world
+from axes.runtime.links import link_of
 from axes.runtime.packing import Grid, Part, Run, Shape, arranged, elements_of, slices_of
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
@@ -74,7 +77,7 @@ def run_of(move: Transfer) -> TransferRun:
 
 
 @dataclass(frozen=True)
-class Place:
+class PackedPiece:
     """A piece of a message: the tensor, the boxes of this rank's tile, and where it lies in the bucket's buffer.
 
     start, size: bytes. boxes: with where each begins in the piece, in elements.
@@ -92,7 +95,7 @@ class Parcel:
     """What goes to a rank in a bucket, or comes from it, as one message. peer: its index in the group."""
 
     peer: int
-    places: tuple[Place, ...]
+    places: tuple[PackedPiece, ...]
     start: int
     size: int
 
@@ -110,14 +113,14 @@ def _side(peers: Mapping[int, list[tuple[int, Message, int, int]]], tensors: Seq
     parcels: list[Parcel] = []
     at = 0
     for peer in sorted(peers):
-        places: list[Place] = []
+        places: list[PackedPiece] = []
         first = at
         for tensor, message, piece, pieces in peers[peer]:
             start, stop = part_of(message.count, piece, pieces)
             if start == stop:
                 continue
             boxes, size = tuple(_boxes(message.regions, start, stop)), (stop - start) * tensors[tensor].itemsize
-            place = Place(tensor, boxes, stop - start, at, size)
+            place = PackedPiece(tensor, boxes, stop - start, at, size)
             at += -(-size // _ALIGNED) * _ALIGNED
             if size >= DIRECT:
                 parcels.append(Parcel(peer, (place,), place.start, size))
@@ -198,7 +201,7 @@ class TransferRun:
 
     def __init__(self, move: Transfer, mesh: Mesh | None):
         self.move, self.mesh = move, mesh
-        self.ranks = move.ranks
+        self.ranks = Universe.of(move.ranks).ranks if move.ranks else ()
         self.takes_part = move.rank in self.ranks
         self.number = {one.source_name: number for number, one in enumerate(move.tensors)}
         self.named = {one.target_name: number for number, one in enumerate(move.tensors)}
@@ -448,7 +451,7 @@ class TransferRun:
                     lying.append(there)
         return (staged, lying), passed
 
-    def _run(self, place: Place, tile: torch.Tensor) -> torch.Tensor | None:
+    def _run(self, place: PackedPiece, tile: torch.Tensor) -> torch.Tensor | None:
         """The memory of a piece, where that is one stretch of the right dtype."""
         if tile.dtype != self.wires[place.tensor] or not tile.is_contiguous():
             return None
@@ -522,18 +525,16 @@ class TransferRun:
             if error is not None:
                 raise error
             return
-        mine = int(self.move.fingerprint[:15], 16)
+        plan = int(self.move.fingerprint[:15], 16)
         targets = self.move.rank in self.move.targets
         flags = [error is not None, targets and new, targets and not new]
-        state = torch.tensor([*flags, mine, -mine], dtype=torch.int64, device=self.device)
+        state = torch.tensor([*flags, plan, -plan], dtype=torch.int64, device=self.device)
         together(self._operation, (), _greatest, group, state)
         wrong, some, others, most, least = state.tolist()
         if wrong or (some and others) or most != -least:
-            told: list[Any] = [None] * len(self.ranks)
-            into = f"into= {'is left out' if new else 'is passed'}\n" if targets else ""
-            dist.all_gather_object(
-                told, (None if error is None else str(error), into, self.move.described), group=group
-            )
+            into = f"into= {'is left out' if new else 'is passed'}" if targets else ""
+            mine = json.dumps((None if error is None else str(error), into, self.move.described))
+            told = [json.loads(text) for text in together(self._operation, (), _texts, group, mine, self.device)]
             if error is not None:
                 raise error
             raise self._disagreement(told)
@@ -546,7 +547,7 @@ class TransferRun:
             return ShardingError("\n  ".join([f"{self.said}: the tensors of other ranks don't fit", failed[0], *more]))
         passes = {into: rank for rank, (_, into, _) in zip(self.ranks, told, strict=True) if into}
         if len(passes) > 1:
-            both = "".join(f"\n  rank {rank}: {into.strip()}" for into, rank in passes.items())
+            both = "".join(f"\n  rank {rank}: {into}" for into, rank in passes.items())
             return DesyncError(f"{self.said}: into= is passed on all ranks that receive, or on none{both}")
         rank, theirs = next(
             (rank, text.splitlines())
@@ -565,19 +566,32 @@ class TransferRun:
         for number, one in enumerate(self.move.tensors):
             if self.tiles[number][1] is not None:
                 (whole if self.last[number] <= self.arrived else rest).append(one.target_name)
+        if not whole and not rest:
+            return f"rank {self.move.rank} gets no tensors"
         return f"whole on rank {self.move.rank}: {_listed(whole)}; not whole: {_listed(rest)}"
 
 
 def _greatest(group: dist.ProcessGroup, state: torch.Tensor) -> None:
-    dist.all_reduce(state, dist.ReduceOp.MAX, group=group)
+    link_of(group, state.dtype, True, "max").all_reduce(state, "max", True)
+
+
+def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:
+    """The text of every rank of the group."""
+    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(mine)], device=device)
+    _greatest(group, size)
+    row = mine.new_zeros(int(size))
+    row[: len(mine)] = mine
+    rows = link_of(group, row.dtype, True).all_gather(row, (group.size() * len(row),)).view(group.size(), -1)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
 
 
 def _copy(to: Views, origin: Views) -> None:
     if to:
-        torch._foreach_copy_(to, origin)
+        torch_private.copy_all(to, origin)
 
 
-def _pairs(place: Place, flat: torch.Tensor, tile: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(place: PackedPiece, flat: torch.Tensor, tile: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of a piece in its buffer and in the tile, as few as can be."""
     if tile.is_contiguous():
         found = arranged(place.boxes).within(tuple(tile.shape), (1,) * tile.dim())
