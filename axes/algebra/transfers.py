@@ -466,7 +466,7 @@ class _Ends:
         if any(reduction.op != "same" for reduction in end.pending):
             raise ShardingError(f"'{end}' has something pending; resolve it first, with axes.reshard")
         self.home = self.home or (end.mesh if end.mesh.binding is not None else None)
-        return on_own_ranks(replace(end, pending=()).at(shape))
+        return on_own_ranks(replace(end, pending=())).at(shape)
 
     def check_used(self) -> None:
         """`SizeError` for a size of a name that no spec has."""

@@ -9,7 +9,8 @@ own, which is sent from where it lies; one that arrives so is written where it b
     waited:                                                          | 0, unpack 0 |
 
 Which memory is copied to which is found once for the tensors of a call, and kept for the next call with the same ones:
-a training loop's parameters stay where they are. Between two calls the buffers have no memory.
+a training loop's parameters stay where they are. Between two calls the buffers have no memory on an accelerator, whose
+allocator gives it back at once; on a CPU they keep it, as new memory takes longer than what is done with it.
 
 Before anything is sent, all ranks of the transfer compare their plans and whether their tensors fit, by one small
 reduction. So a wrong tensor is an error on every rank.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -46,7 +47,7 @@ from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Traced
 
-DIRECT = 2**20
+DIRECT = 2**18
 """Bytes of a piece from which it has a message of its own, without a copy where its memory lies right."""
 
 _ALIGNED = 16
@@ -183,14 +184,15 @@ Views = list[torch.Tensor]
 class Bound:
     """What a call with certain tensors copies, and sends from where.
 
-    memory: what tells these tensors from others. pack, unpack: `(to, from)` views for each bucket.
+    memory: what tells these tensors from others. pack, unpack: `(views of a buffer, views of tensors)` for each message
+    of each bucket.
     sends, receives: `(peer, tensor)` for each bucket. buffers: two on each side, which buckets take in turns.
     """
 
     memory: tuple[Any, ...]
     copies: tuple[Views, Views]
-    pack: list[tuple[Views, Views]] = field(default_factory=list)
-    unpack: list[tuple[Views, Views]] = field(default_factory=list)
+    pack: list[list[tuple[Views, Views]]] = field(default_factory=list)
+    unpack: list[list[tuple[Views, Views]]] = field(default_factory=list)
     sends: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     receives: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -393,7 +395,7 @@ class TransferRun:
             packed, sent = self._views(sends, given, held)
             unpacked, received = self._views(receives, taken, made)
             bound.pack.append(packed)
-            bound.unpack.append((unpacked[1], unpacked[0]))
+            bound.unpack.append(unpacked)
             bound.sends.append(sent)
             bound.receives.append(received)
         self.bound = bound if keep else None
@@ -428,30 +430,30 @@ class TransferRun:
 
     def _views(
         self, side: BucketSide, buffer: torch.Tensor, tiles: list[torch.Tensor | None]
-    ) -> tuple[tuple[Views, Views], list[tuple[int, torch.Tensor]]]:
-        """`(views of the buffer, views of the tiles)` of what is copied; and what goes through the group."""
-        staged: Views = []
-        lying: Views = []
-        passed = []
+    ) -> tuple[list[tuple[Views, Views]], list[tuple[int, torch.Tensor]]]:
+        """`(views of the buffer, views of the tiles)` to be copied for each message; and the messages, with whose they are."""
+        copied, passed = [], []
         for parcel in side.parcels:
             place = parcel.places[0]
             tile = tiles[place.tensor]
-            if len(parcel.places) == 1 and place.size >= DIRECT and tile is not None:
-                run = self._run(place, tile)
-                if run is not None:
-                    passed.append((parcel.peer, run.view(torch.uint8)))
-                    continue
-            passed.append((parcel.peer, buffer[parcel.start : parcel.start + parcel.size]))
-            for place in parcel.places:
-                tile = tiles[place.tensor]
-                assert tile is not None, "what is exchanged is of a tile that the rank has"
-                flat = buffer[place.start : place.start + place.size].view(self.wires[place.tensor])
-                for here, there in _pairs(place, flat, tile):
-                    staged.append(here)
-                    lying.append(there)
-        return (staged, lying), passed
+            alone = len(parcel.places) == 1 and place.size >= DIRECT and tile is not None
+            stretch = self._stretch(place, tile) if alone and tile is not None else None
+            staged: Views = []
+            lying: Views = []
+            if stretch is None:
+                stretch = buffer[parcel.start : parcel.start + parcel.size]
+                for place in parcel.places:
+                    tile = tiles[place.tensor]
+                    assert tile is not None, "what is exchanged is of a tile that the rank has"
+                    flat = buffer[place.start : place.start + place.size].view(self.wires[place.tensor])
+                    for here, there in _pairs(place, flat, tile):
+                        staged.append(here)
+                        lying.append(there)
+            copied.append((staged, lying))
+            passed.append((parcel.peer, stretch.view(torch.uint8)))
+        return copied, passed
 
-    def _run(self, place: PackedPiece, tile: torch.Tensor) -> torch.Tensor | None:
+    def _stretch(self, place: PackedPiece, tile: torch.Tensor) -> torch.Tensor | None:
         """The memory of a piece, where that is one stretch of the right dtype."""
         if tile.dtype != self.wires[place.tensor] or not tile.is_contiguous():
             return None
@@ -466,8 +468,9 @@ class TransferRun:
         assert group is not None, "there are buckets where ranks exchange anything"
         under_way: list[Any] = []
         for number in range(len(self.buckets)):
-            _copy(*bound.pack[number])
-            works = torch_private.pass_all(group, bound.sends[number], bound.receives[number])
+            works = torch_private.pass_all(
+                group, bound.sends[number], bound.receives[number], _packing(bound.pack[number])
+            )
             if number:
                 self._arrived(bound, number - 1, under_way)
             under_way = works
@@ -476,17 +479,19 @@ class TransferRun:
     def _arrived(self, bound: Bound, number: int, works: list[Any]) -> None:
         for work in works:
             work.wait()
-        _copy(*bound.unpack[number])
+        for staged, lying in bound.unpack[number]:
+            _copy(lying, staged)
         self.arrived = number
 
     def _run(self, bound: Bound) -> None:
         self.arrived = -1
         for buffer in bound.buffers:
-            buffer.untyped_storage().resize_(buffer.numel())
+            if not buffer.untyped_storage().size():
+                buffer.untyped_storage().resize_(buffer.numel())
         _copy(*bound.copies)
         if self.group is not None and self.buckets:
             self._exchange(bound)
-        for buffer in bound.buffers:
+        for buffer in bound.buffers if self.device.type != "cpu" else ():
             buffer.untyped_storage().resize_(0)
 
     # all ranks
@@ -584,6 +589,11 @@ def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[st
     row[: len(mine)] = mine
     rows = link_of(group, row.dtype, True).all_gather(row, (group.size() * len(row),)).view(group.size(), -1)
     return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
+
+
+def _packing(packed: Sequence[tuple[Views, Views]]) -> Callable[[int], None]:
+    """What fills the message of a number."""
+    return lambda number: _copy(*packed[number])
 
 
 def _copy(to: Views, origin: Views) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import axes
 from axes.algebra.transfers import Transfer
-from tests.bench.measure import Times, benchmark
+from tests.bench.measure import Times, benchmark, printed_by
 
 RANKS, BLOCKS, WIDTH, ROUNDS = 8, 25, 560, 8
 
@@ -132,3 +132,71 @@ def beside_one_exchange() -> Times:
 @benchmark(f"axes.transfer of {STATE}", peer="gather and broadcast, tensor by tensor", bar=5)
 def beside_tensor_by_tensor() -> Times:
     return Times(*axes.launch(measured, RANKS, "tensors")[0])
+
+
+MIXTURE = """
+import time
+from axes import Mesh, transfer
+width, hidden, experts, vocabulary = 7168, 2048, 384, 163840
+shapes, sources, targets, stages = {}, {}, {}, {}
+whole = Mesh("pp=16 fsdp=8 tp=8", "(fsdp tp) = efsdp ep", ep=32, ranks=range(1024))
+def add(name, shape, source, target):
+    shapes[name], sources[name], targets[name] = shape, source, target
+add("embed", (vocabulary, width), "v@tp d", "v@tp d")
+add("head", (vocabulary, width), "v@tp d", "v@tp d")
+for layer in range(61):
+    name = f"layers.{layer}."
+    add(name + "norm", (width,), "d@fsdp", "d")
+    add(name + "router", (experts, width), "e d@fsdp", "e d")
+    for part, rows in (("q", 16384), ("k", 2048), ("v", 2048)):
+        add(name + part, (rows, width), "h@tp d@fsdp", "h@tp d")
+    add(name + "o", (width, 16384), "d@fsdp h@tp", "d h@tp")
+    for part in ("up", "gate"):
+        add(name + part, (experts, hidden, width), "e@ep f d@efsdp", "e@tp f d")
+    add(name + "down", (experts, width, hidden), "e@ep d@efsdp f", "e@tp d f")
+    stages[name + "*"] = whole.at(64 * (layer * 16 // 61))["fsdp", "tp"]
+stages |= {"embed": whole.at(0)["fsdp", "tp"], "head": whole.at(960)["fsdp", "tp"]}
+server = Mesh("dp=16 tp=64", ranks=range(1024, 2048))
+started = time.perf_counter()
+move = transfer(sources, targets, stages, server, shapes, dtype="bfloat16").at(RANK)
+move.steps, move.peak_bytes
+print(time.perf_counter() - started)
+"""
+
+
+@benchmark("a trillion parameters, 1,024 ranks to 1,024: one rank's part", peer="one second", bar=1)
+def a_trillion_parameters() -> Times:
+    parts = [printed_by(MIXTURE.replace("RANK", str(rank))) for rank in (0, 1777)]
+    return Times(max(parts), 1.0)
+
+
+UNLIKE = """
+import time
+from axes import Mesh, plan
+count = 98304
+one, two = Mesh("a=3 b=32768"), Mesh("c=32768 d=3")
+other = Mesh("c=32768 d=3", ranks=range(count, 2 * count))
+turned = Mesh("c=32768 d=3", ranks=[*range(1, count), 0])
+def seconds(source, target, mesh, shape, **sizes):
+    started = time.perf_counter()
+    found = plan(source, target, shape, source_mesh=one, target_mesh=mesh, **sizes)
+    for step in found.steps:
+        if step.takes_part(7):
+            step.exchange(7)
+    return time.perf_counter() - started
+print(max(
+    seconds("x@b y@a z", "x@c y z@d", two, (98304, 98304, 384)),
+    seconds("x@(a b) y", "x y@(c d)", two, (98304, 98304)),
+    seconds("x@a y", "x y@d", two, (96, 96)),
+    seconds("x@b y@a", "x@c y@d", two, (32769, 7)),
+    seconds("(p=3 q@b) y", "(p q@c) y@d", two, (98304, 12), q=32768),
+    seconds("x@(a b)", "x@(c d)", other, (98304,)),
+    seconds("x y", "x y", other, (384, 384)),
+    seconds("x@b y", "x@d y", turned, (32768, 96)),
+))
+"""
+
+
+@benchmark("a plan and a rank's part of it, 98,304 ranks without common digits", peer="two seconds", bar=1)
+def ranks_without_common_digits() -> Times:
+    return Times(printed_by(UNLIKE), 2.0)
