@@ -431,7 +431,7 @@ class TransferRun:
     def _views(
         self, side: BucketSide, buffer: torch.Tensor, tiles: list[torch.Tensor | None]
     ) -> tuple[list[tuple[Views, Views]], list[tuple[int, torch.Tensor]]]:
-        """`(views of the buffer, views of the tiles)` to be copied for each message; and the messages, with whose they are."""
+        """`(views of the buffer, views of the tiles)` to be copied for each message; and the messages by rank."""
         copied, passed = [], []
         for parcel in side.parcels:
             place = parcel.places[0]

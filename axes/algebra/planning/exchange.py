@@ -221,7 +221,7 @@ class Pieces:
     >>> from axes.algebra.mesh import Mesh
     >>> pieces = Pieces(Mesh("tp=4").sharding("s@tp").dims[0], (6,))
     >>> [pieces.runs(number) for number in range(4)], pieces.meeting(((1, 3),))
-    ([((0, 2),), ((2, 4),), ((4, 6),), ((6, 6),)], range(0, 2))
+    ([((0, 2),), ((2, 4),), ((4, 6),), ((6, 6),)], [0, 1])
     """
 
     def __init__(self, dim: ShardedDim, extents: tuple[int, ...]):
