@@ -30,7 +30,7 @@ from itertools import accumulate, groupby, product
 from operator import mul
 
 from axes.algebra.chunks import Runs, Tile, all_chunks, count
-from axes.algebra.layout import Layout, Mode, digits
+from axes.algebra.layout import Layout, digits
 from axes.algebra.sharding import ShardedDim, Sharding, runs_at
 
 _NO_DIGITS = Layout()
@@ -211,6 +211,12 @@ def _cut_runs(runs: Runs, first: int) -> tuple[Runs, Runs]:
 # --- the tiles of one side ------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)
+def _layout_of(dim: ShardedDim) -> Layout:
+    """All digits that split a dim, in its order."""
+    return Layout.product(*(axis.layout for axis in dim.axes))
+
+
 def _stop(interval: tuple[int, int]) -> int:
     return interval[1]
 
@@ -226,7 +232,7 @@ class Pieces:
 
     def __init__(self, dim: ShardedDim, extents: tuple[int, ...]):
         self.dim, self.extents = dim, extents
-        self.layout = Layout.product(*(layout for factor in dim.factors for layout in factor.layouts))
+        self.layout = _layout_of(dim)
         self.runs = self._interval if len(extents) == 1 else lru_cache(maxsize=8192)(self._runs_of_factors)
 
     def number(self, position: int) -> int:
@@ -292,6 +298,28 @@ Numbers = tuple[int, ...]
 """Which tile: the number of its piece along each dim."""
 
 
+@lru_cache(maxsize=1024)
+def _in_group(
+    members: Layout, origin: int, layers: Layout, layouts: tuple[Layout, ...]
+) -> tuple[Layout, int, tuple[Sequence[int], ...]]:
+    """Of a group that `origin` is in, where dims are split by these layouts: the digits that split none; the position
+    where all coordinates are 0; and which numbers of pieces occur along each dim."""
+    own, layered, *split = digits(members, layers, *layouts)
+    taken = {*layered, *(digit for each in split for digit in each)}
+    free = Layout.of([digit for digit in own if digit not in taken])
+    base = origin - sum(layout.offset(layout.coordinate(origin)) for layout in (free, layers, *layouts))
+    within = [Layout.of([digit for digit in each if digit in own]) for each in split]
+    return free, base, tuple(_numbers(layout, of, origin) for layout, of in zip(layouts, within, strict=True))
+
+
+def _numbers(layout: Layout, varying: Layout, origin: int) -> Sequence[int]:
+    """The coordinates on a layout of the positions that differ from `origin` in some of its digits."""
+    if varying.size == layout.size:
+        return range(layout.size)
+    first = origin - varying.offset(varying.coordinate(origin))
+    return sorted(layout.coordinate(first + offset) for offset in varying.offsets())
+
+
 class TileGrid:
     """The tiles that a group's ranks have on one side, as a grid, and who has each.
 
@@ -303,29 +331,10 @@ class TileGrid:
         self, sharding: Sharding, shape: tuple[int, ...], members: Layout, origin: int, layers: Layout = _NO_DIGITS
     ):
         self.universe, self.members, self.layers = sharding.universe, members, layers
-        extents = sharding.extents(shape)
-        self.dims = tuple(map(Pieces, sharding.dims, extents))
-        own, layered, *split = digits(members, layers, *(pieces.layout for pieces in self.dims))
-        taken = {*layered, *(digit for each in split for digit in each)}
-        self.free = Layout.of([digit for digit in own if digit not in taken])
-        self.base = origin - sum(
-            layout.offset(layout.coordinate(origin))
-            for layout in (self.free, layers, *(pieces.layout for pieces in self.dims))
-        )
-        self.there = tuple(
-            self._numbers_there(pieces, origin, [digit for digit in each if digit in own])
-            for pieces, each in zip(self.dims, split, strict=True)
-        )
+        self.dims = tuple(map(Pieces, sharding.dims, sharding.extents(shape)))
+        layouts = tuple([pieces.layout for pieces in self.dims])
+        self.free, self.base, self.there = _in_group(members, origin, layers, layouts)
         self.tile = lru_cache(maxsize=8192)(self._tile)
-
-    @staticmethod
-    def _numbers_there(pieces: Pieces, origin: int, varying: list[Mode]) -> Sequence[int]:
-        """The numbers that occur in the group."""
-        within = Layout.of(varying)
-        if within.size == pieces.layout.size:
-            return range(within.size)
-        first = origin - within.offset(within.coordinate(origin))
-        return sorted(pieces.number(first + offset) for offset in within.offsets())
 
     @property
     def copies(self) -> int:
@@ -755,14 +764,21 @@ class Deal:
     def _sent(self, rank: int, layer: int, held: Numbers) -> dict[int, list[Tile]]:
         """The parts of a rank's tile that it sends, by their receivers."""
         tile = self.held.tile(held)
-        sent = self._shares((layer, held)).sent(rank)
+        if self.held.copies == 1:
+            wanted = ((receiver, self._wanted_part(tile, receiver)) for receiver in self.receivers(held)[0].ranks)
+            return {receiver: [part] for receiver, part in wanted if receiver != rank}
         found: dict[int, list[Tile]] = {}
-        for receiver, start, stop in sent:
-            wanting = self.wanting(receiver)
-            part = None if wanting is None else intersection(tile, self.wanted.tile(wanting))
-            assert part is not None, "receivers want some of the tile"
+        for receiver, start, stop in self._shares((layer, held)).sent(rank):
+            part = self._wanted_part(tile, receiver)
             found.setdefault(receiver, []).extend(between(part, start, stop))
         return found
+
+    def _wanted_part(self, held: Tile, rank: int) -> Tile:
+        """What a rank that wants some of a tile wants of it."""
+        wanting = self.wanting(rank)
+        part = None if wanting is None else intersection(held, self.wanted.tile(wanting))
+        assert part is not None, "receivers want some of the tile"
+        return part
 
     @cached_property
     def _shares(self) -> Callable[[tuple[int, Numbers]], Shares]:
