@@ -363,8 +363,8 @@ class TileGrid:
         for pieces, some in zip(self.dims, numbers, strict=True):
             offsets = [pieces.layout.offset(number) for number in some]
             positions = [position + offset for position in positions for offset in offsets]
-        offsets = self.free.offsets()
-        return list(self.universe.pick([position + offset for position in positions for offset in offsets]))
+        free = self.free.offsets()
+        return list(self.universe.pick([position + offset for position in positions for offset in free]))
 
     def holders(self, numbers: Numbers, layer: int = 0) -> list[int]:
         """The ranks that have a tile, ascending."""
@@ -758,7 +758,8 @@ class Deal:
     def _senders(self, rank: int, layer: int, held: Numbers, size: int) -> list[tuple[int, int, int]]:
         """`(holder, start, stop)`: who sends a rank which elements of its part of a tile."""
         if self.held.copies == 1:
-            return [(*self.held.ranks([(number,) for number in held], layer), 0, size)]
+            (holder,) = self.held.ranks([(number,) for number in held], layer)
+            return [(holder, 0, size)]
         return self._shares((layer, held)).received(rank)
 
     def _sent(self, rank: int, layer: int, held: Numbers) -> dict[int, list[Tile]]:
@@ -836,8 +837,8 @@ def _overlaps(one: Pieces, two: Pieces, mine: list[int], theirs: list[int]) -> I
     """How much the pieces with these numbers have in common, pair by pair."""
     if len(one.extents) == len(two.extents) == 1:
         ours, others = one.intervals, two.intervals
-        pairs = ((ours[a], others[b]) for a, b in zip(mine, theirs, strict=True))
-        return [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs]
+        both = ((ours[a], others[b]) for a, b in zip(mine, theirs, strict=True))
+        return [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in both]
     pairs = {*zip(mine, theirs, strict=True)}
     found = {pair: count(_shared(one.runs(pair[0]), two.runs(pair[1]))) for pair in pairs}
     return [found[pair] for pair in zip(mine, theirs, strict=True)]
