@@ -335,7 +335,7 @@ def broken_link() -> str:
 
 def test_a_transfer_that_fails_says_which_tensors_are_whole(pool):
     for rank, text in enumerate(pool.run(broken_link)):
-        assert text.startswith("DesyncError: axes.transfer of 3 tensors, ranks 0 to 7 failed on rank"), text
+        assert text.startswith("DesyncError: axes.transfer of 3 tensors, ranks 0..7 failed on rank"), text
         assert "Connection reset by peer" in text
         whole = f"whole on rank {rank}: 'down', 'norm'; not whole: 'up'"
         assert text.endswith(whole if rank > 3 else f"rank {rank} gets no tensors"), text

@@ -582,10 +582,11 @@ def _bucketed(
         sizes.append((-(-sent // pieces), -(-received // pieces)))
     buckets: list[tuple[TensorPiece, ...]] = []
     bucket: list[TensorPiece] = []
-    loads: dict[tuple[int, Universe], int] = {}
+    loads: dict[tuple[int, int], int] = {}
+    sources, targets = _apart(one.source.universe for one in found), _apart(one.target.universe for one in found)
     for piece in _interleaved(found):
         one = found[piece.tensor]
-        ends = (0, one.source.universe), (1, one.target.universe)
+        ends = (0, sources[one.source.universe]), (1, targets[one.target.universe])
         loaded = [loads.get(end, 0) + size for end, size in zip(ends, sizes[piece.tensor], strict=True)]
         if bucket and max(loaded) > bucket_bytes:
             buckets.append(tuple(bucket))
@@ -594,6 +595,18 @@ def _bucketed(
         loads.update(zip(ends, loaded, strict=True))
     buckets += [tuple(bucket)] if bucket else []
     return Transfer(tuple(found), tuple(buckets), bucket_bytes, rank, ranks_per_node, home)
+
+
+def _apart(universes: Iterable[Universe]) -> dict[Universe, int]:
+    """A number for each universe, the same for those that have ranks in common, directly or by way of others."""
+    first: dict[int, Universe] = {}
+    found: dict[Universe, int] = {}
+    for number, universe in enumerate(dict.fromkeys(universes)):
+        found[universe] = number
+        met = {found[first.setdefault(rank, universe)] for rank in universe.ranks}
+        if len(met) > 1:
+            found.update({other: number for other, of in found.items() if of in met})
+    return found
 
 
 def _most(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, int]:

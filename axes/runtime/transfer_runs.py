@@ -110,10 +110,10 @@ class BucketSide:
 
 
 def _side(peers: Mapping[int, list[tuple[int, Message, int, int]]], tensors: Sequence[Carriage]) -> BucketSide:
-    """One side of a bucket. peers: for each, the messages about tensors with the piece of each and their number."""
+    """One side of a bucket. peers: for each, in order, messages about tensors, with which of how many pieces goes."""
     parcels: list[Parcel] = []
     at = 0
-    for peer in sorted(peers):
+    for peer in peers:
         places: list[PackedPiece] = []
         first = at
         for tensor, message, piece, pieces in peers[peer]:
@@ -241,6 +241,7 @@ class TransferRun:
         """What this rank sends and receives in each bucket."""
         index = {rank: at for at, rank in enumerate(self.ranks)}
         found = []
+        me, size = index.get(self.move.rank, 0), len(index)
         for pieces in self.move.buckets:
             sides: tuple[dict[int, list[Any]], dict[int, list[Any]]] = ({}, {})
             for piece in pieces:
@@ -252,7 +253,13 @@ class TransferRun:
                     for message in messages:
                         peer = index[exchange.ranks[message.peer]]
                         side.setdefault(peer, []).append((piece.tensor, message, piece.piece, count))
-            found.append(tuple(_side(side, self.move.tensors) for side in sides))
+            # Each rank begins with another one, so that not all send to the first at the same time.
+            orders = (lambda peer: (peer - me) % size), (lambda peer: (me - peer) % size)
+            turned = (
+                {peer: side[peer] for peer in sorted(side, key=order)}
+                for side, order in zip(sides, orders, strict=True)
+            )
+            found.append(tuple(_side(side, self.move.tensors) for side in turned))
         return found  # type: ignore[return-value]
 
     @cached_property
