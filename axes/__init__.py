@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from axes.algebra.redistribution import plan as plan
     from axes.algebra.scopes import use_mesh as use_mesh
     from axes.algebra.sharding import Sharding as Sharding
+    from axes.algebra.transfers import transfer as transfer
     from axes.nn.annotations import annotate as annotate
     from axes.nn.constrain import constrain as constrain
     from axes.nn.functions import cross_entropy as cross_entropy
@@ -101,6 +102,7 @@ _HOME = {
     "axes.algebra.redistribution": ("plan",),
     "axes.algebra.scopes": ("use_mesh",),
     "axes.algebra.sharding": ("Sharding",),
+    "axes.algebra.transfers": ("transfer",),
     "axes.nn.annotations": ("annotate",),
     "axes.nn.constrain": ("constrain",),
     "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),

@@ -329,6 +329,7 @@ SENDING = {
     "axes/runtime/links.py": {"collectives_of", "functional"},
     "axes/runtime/programs.py": {"link_of", "recorded_link_of", "pass_on"},
     "axes/runtime/redistribute.py": {"eager", "recorded"},
+    "axes/runtime/transfer_runs.py": {"link_of", "pass_all"},
 }
 COLLECTIVES = re.compile(r"(all_|broadcast|reduce|scatter|gather|send$|recv|isend|irecv|batch_isend|barrier)")
 
@@ -339,7 +340,7 @@ def sending(module: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Call):
             parts = dotted(node.func) if isinstance(node.func, ast.Attribute) else []
             name = node.func.id if isinstance(node.func, ast.Name) else parts[-1] if parts else ""
-            if name in ("collectives_of", "link_of", "recorded_link_of", "pass_on", "eager", "recorded"):
+            if name in ("collectives_of", "link_of", "recorded_link_of", "pass_on", "pass_all", "eager", "recorded"):
                 yield name
             elif name.startswith("functional_"):
                 yield "functional"
@@ -350,7 +351,8 @@ def sending(module: ast.Module) -> Iterator[str]:
 def test_what_sends_goes_through_one_place():
     found = {str(path): set(sending(tree(path))) for path in MODULES if path != PRIVATE}
     assert {path: names for path, names in found.items() if names} == SENDING
-    through = {"axes/nn/clipping.py": "together", "axes/runtime/lines.py": "together"}
+    callers = ("axes/nn/clipping.py", "axes/runtime/lines.py", "axes/runtime/transfer_runs.py")
+    through = dict.fromkeys(callers, "together")
     for path, name in (*through.items(), ("axes/runtime/redistribute.py", "announce")):
         assert any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree(Path(path)))), path
 

@@ -30,6 +30,24 @@ def nested_chunk(extent: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int
     return start, stop
 
 
+@lru_cache(maxsize=64)
+def all_chunks(extent: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The pieces of `nested_chunk`, all of them in order.
+
+    >>> all_chunks(5, (2, 2))
+    ((0, 2), (2, 3), (3, 4), (4, 5))
+    """
+    found = [(0, extent)]
+    for size in sizes:
+        pieces = [(start, stop, -(-(stop - start) // size)) for start, stop in found]
+        found = [
+            (min(stop, start + at * piece), min(stop, start + (at + 1) * piece))
+            for start, stop, piece in pieces
+            for at in range(size)
+        ]
+    return tuple(found)
+
+
 def largest_chunk(extent: int, sizes: Iterable[int]) -> int:
     """Elements of the largest piece, which is the one at the origin."""
     for size in sizes:

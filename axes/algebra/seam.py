@@ -8,8 +8,8 @@ it is with pictures (`_repr_html_`), which the top layer draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
@@ -48,6 +48,9 @@ class Runtime(Protocol):
 
     def placements(self, sharding: Sharding) -> tuple[Placement, ...]:
         """The DTensor placements of a sharding on its mesh's axes."""
+
+    def carry_out(self, move: Any, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Carry a `Transfer` out with this rank's tensors."""
 
 
 class Shown(Protocol):

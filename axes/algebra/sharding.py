@@ -187,11 +187,6 @@ class Sharding:
         position = self.mesh.universe.position(checked_rank("a rank", rank))
         return None if position is None else self._tile_at(checked_shape(shape), position)
 
-    def tiles(self, shape: Sequence[int], ranks: Iterable[int]) -> tuple[Tile | None, ...]:
-        """What each of these global ranks holds."""
-        extents, places = _extents(self, checked_shape(shape)), map(self.mesh.universe.position, ranks)
-        return tuple([None if at is None else tuple(map(_kept_runs, extents, self._cuts(at))) for at in places])
-
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
         return math.prod(largest_chunk(size, map(_size, layouts)) for _, size, layouts in self.slots(shape))
@@ -387,6 +382,11 @@ def _runs(extents: Sequence[int], cuts: Cuts) -> Runs:
     """The runs of a dim that the cuts leave."""
     parts = _parts(extents, cuts)
     return parts if len(parts) == 1 else factor_runs(tuple(extents), parts)
+
+
+def runs_at(dim: ShardedDim, extents: Sequence[int], position: int) -> Runs:
+    """The runs of a dim that the rank at a position has."""
+    return _runs(extents, _cuts_at(dim, position))
 
 
 _kept_runs = functools.lru_cache(maxsize=8192)(_runs)

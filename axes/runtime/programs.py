@@ -39,7 +39,7 @@ import torch.distributed as dist
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
 from axes.algebra.plan import Plan
-from axes.algebra.planning.exchange import Exchange, Region, Transfer
+from axes.algebra.planning.exchange import Exchange, Message, Region
 from axes.algebra.planning.step import Step
 from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private
@@ -453,8 +453,8 @@ class Unit:
         return tuple(((layer, layer + 1), *box) for box in boxes) if self.kind == "reduce_move" else boxes
 
 
-def _boxed(transfers: Sequence[Transfer]) -> tuple[Boxed, ...]:
-    return tuple((transfer.peer, transfer.regions) for transfer in transfers if transfer.regions)
+def _boxed(messages: Sequence[Message]) -> tuple[Boxed, ...]:
+    return tuple((message.peer, message.regions) for message in messages if message.regions)
 
 
 class Task(NamedTuple):

@@ -576,6 +576,36 @@ def pass_on(
         work.wait()
 
 
+def copy_all(to: list[torch.Tensor], origin: list[torch.Tensor]) -> None:
+    """`a.copy_(b)` of each pair, by one call of torch; each may have another dtype. Public nowhere."""
+    torch._foreach_copy_(to, origin)
+
+
+def pass_all(
+    group: dist.ProcessGroup,
+    sends: Sequence[tuple[int, torch.Tensor]],
+    receives: Sequence[tuple[int, torch.Tensor]],
+    pack: Callable[[int], None],
+) -> list[Any]:
+    """Begins to send and to receive `(rank of the group, contiguous tensor)`; gives what to wait for.
+
+    `pack(i)` fills the i-th tensor to send, over gloo just before it is sent, while it is in the processor's cache.
+    Messages between two ranks meet in their order. For gloo at a third of the Python of `batch_isend_irecv`, which
+    serves the others, whose messages have to be issued together.
+    """
+    if dist.get_backend(group) == "gloo":
+        works = [group.recv([x], peer, _TAG) for peer, x in receives]
+        for number, (peer, x) in enumerate(sends):
+            pack(number)
+            works.append(group.send([x], peer, _TAG))
+        return works
+    for number in range(len(sends)):
+        pack(number)
+    ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+    ops += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
 _TAG = 0x61786573
 """Of what is sent from one rank to another, so that it meets nothing that a user sends."""
 

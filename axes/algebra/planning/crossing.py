@@ -85,12 +85,12 @@ def _meet(space: Space, form: Form, target: Sharding, shape: tuple[int, ...], sa
     source = sharding_of_form(space, form)
     group = _line(form) if same else None
     deal = _deal(source, target, shape, group)
-    received = max(deal.received)
+    received = deal.most_received
     if not received:
         whole = same and source.dims == target.dims
         return () if whole else (Leg("slice", space, form, form, outside=target),)
     sent = deal.most_sent
-    kind = "permute" if _is_permutation(deal) else "all_to_all"
+    kind = "permute" if deal.is_permutation() else "all_to_all"
     copied = 0 if kind == "permute" else 2 * (sent + received)
     return (
         Leg(
@@ -119,7 +119,7 @@ def _fused(space: Space, source: Form, kept: Form, target: Sharding, shape: tupl
     start, group = sharding_of_form(space, source), _line(without(source, resolved))
     op, divisor = reduction(source, resolved)
     deal = _deal(start, target, shape, group, resolved)
-    received, sent = max(deal.received), deal.most_sent
+    received, sent = deal.most_received, deal.most_sent
     leg = Leg(
         "reduce_move",
         space,
@@ -152,15 +152,5 @@ def _deal(
     group: tuple[Digit, ...] | None,
     resolved: Sequence[Digit] = (),
 ) -> Deal:
-    if group is None:
-        has = set(source.universe.ranks)
-        ranks = (*source.universe.ranks, *(rank for rank in target.universe.ranks if rank not in has))
-    else:
-        ranks = tuple(source.universe.line(Layout.of(group), source.universe.rank(0)))
-    return deal_of(source, target, shape, ranks, Layout.of(resolved), 1)
-
-
-def _is_permutation(deal: Deal) -> bool:
-    """Whether whoever takes, takes one whole tile, and there are holders enough to give one each."""
-    holders = deal.holders
-    return all(len(takers) <= len(holders.get((0, wanted), ())) for wanted, takers in deal.takers.items())
+    members = None if group is None else Layout.of(group)
+    return deal_of(source, target, shape, members, source.universe.rank(0), Layout.of(resolved), 1)

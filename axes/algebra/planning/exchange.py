@@ -1,36 +1,46 @@
 """Who sends which box to whom: the one part of a plan that looks at ranks, group by group.
 
 Every rank of a group holds a tile and wants a tile. What it wants and has, it copies. What it wants
-and hasn't comes from a rank that holds it; where several do, from the one with the least to send so
-far, then one on the same node, then the nearest, then the lowest. A request that would make a holder
-send more than the rank that receives most receives is cut: so the most that any rank sends is at most
-the most that any rank receives, whenever that can be (a holder of more than its share of an uneven
+and hasn't comes from a rank that holds it. Where several do, they share what is wanted of their tile
+evenly: each serves its own node first, and then the ranks that are near it. A request that would make a
+holder send more than the rank that receives most receives is cut: so the most that any rank sends is at
+most the most that any receives, whenever that can be (a holder of more than its share of an uneven
 dim has to send it).
 
-All of it follows from the group's tiles alone, so every rank derives the same answer.
+Along each dim a side is cut into pieces by some digits of the position. So which tiles meet, and who has
+them, follows dim by dim, and what one rank sends and receives is found without a look at the others.
+Every rank derives the same answer.
 
->>> half, other = ((0, 2),), ((2, 4),)
->>> deal = Deal((0, 1, 2, 3), ((half,), (other,), (half,), (other,)), ((((0, 4),),),) * 4)
+>>> from axes.algebra.mesh import Mesh
+>>> mesh = Mesh("dp=2 tp=2")
+>>> source, target = mesh.sharding("s@tp"), mesh.sharding("s")
+>>> deal = Deal(source, target, (4,), mesh.axis("tp").layout, 0)
 >>> deal.exchange(0).receives, deal.exchange(1).send_counts
-((Transfer(peer=1, regions=(((2, 4),),), count=2, layer=0),), (2, 0, 0, 0))
+((Message(peer=1, regions=(((2, 4),),), count=2, layer=0),), (2, 0))
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby, product
+from operator import mul
 
-from axes.algebra.chunks import Runs, Tile, count
+from axes.algebra.chunks import Runs, Tile, all_chunks, count
+from axes.algebra.layout import Layout, digits
+from axes.algebra.sharding import ShardedDim, Sharding, runs_at
+
+_NO_DIGITS = Layout()
 
 Region = tuple[tuple[int, int], ...]
 """A box of a local tensor: `(start, stop)` for each dim."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class Message:
     """Boxes of a local tensor that go to or come from one rank, in the order of the message.
 
     peer: index in the group. regions: boxes of the local tensor, each read or written row-major.
@@ -55,8 +65,8 @@ class Exchange:
     """
 
     ranks: tuple[int, ...]
-    sends: tuple[Transfer, ...] = ()
-    receives: tuple[Transfer, ...] = ()
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
     copies: tuple[tuple[Region, Region], ...] = ()
     layer: int = 0
     layers: int = 1
@@ -65,17 +75,17 @@ class Exchange:
     def times(self, multiples: Sequence[int]) -> Exchange:
         """The same where every size is a multiple of what it is here: every box is.
 
-        >>> part = Transfer(1, (((0, 1), (0, 2)),), 2)
+        >>> part = Message(1, (((0, 1), (0, 2)),), 2)
         >>> Exchange((0, 1), (part,)).times((3, 2)).sends
-        (Transfer(peer=1, regions=(((0, 3), (0, 4)),), count=12, layer=0),)
+        (Message(peer=1, regions=(((0, 3), (0, 4)),), count=12, layer=0),)
         """
         more = math.prod(multiples)
 
         def box(region: Region) -> Region:
             return tuple((start * m, stop * m) for (start, stop), m in zip(region, multiples, strict=True))
 
-        def scaled(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-            return tuple(Transfer(t.peer, tuple(map(box, t.regions)), t.count * more, t.layer) for t in transfers)
+        def scaled(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+            return tuple(Message(t.peer, tuple(map(box, t.regions)), t.count * more, t.layer) for t in messages)
 
         copies = tuple((box(source), box(target)) for source, target in self.copies)
         sends, receives = scaled(self.sends), scaled(self.receives)
@@ -92,10 +102,10 @@ class Exchange:
         return _counts(self.receives, len(self.ranks))
 
 
-def _counts(transfers: Iterable[Transfer], size: int) -> tuple[int, ...]:
+def _counts(messages: Iterable[Message], size: int) -> tuple[int, ...]:
     found = [0] * size
-    for transfer in transfers:
-        found[transfer.peer] = transfer.count
+    for message in messages:
+        found[message.peer] = message.count
     return tuple(found)
 
 
@@ -198,164 +208,663 @@ def _cut_runs(runs: Runs, first: int) -> tuple[Runs, Runs]:
     return tuple(head), tuple(tail)
 
 
-# --- who gives ------------------------------------------------------------------------------------
+# --- the tiles of one side ------------------------------------------------------------------------
 
-Gift = tuple[int, int, Tile]
-"""`(giver, taker, part)`, the ranks as indices in the group."""
+
+@lru_cache(maxsize=1024)
+def _layout_of(dim: ShardedDim) -> Layout:
+    """All digits that split a dim, in its order."""
+    return Layout.product(*(axis.layout for axis in dim.axes))
+
+
+def _stop(interval: tuple[int, int]) -> int:
+    return interval[1]
+
+
+class Pieces:
+    """The pieces that a dim is cut into, numbered in the order in which its axes step through the ranks.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> pieces = Pieces(Mesh("tp=4").sharding("s@tp").dims[0], (6,))
+    >>> [pieces.runs(number) for number in range(4)], pieces.meeting(((1, 3),))
+    ([((0, 2),), ((2, 4),), ((4, 6),), ((6, 6),)], [0, 1])
+    """
+
+    def __init__(self, dim: ShardedDim, extents: tuple[int, ...]):
+        self.dim, self.extents = dim, extents
+        self.layout = _layout_of(dim)
+        self.runs = self._interval if len(extents) == 1 else lru_cache(maxsize=8192)(self._runs_of_factors)
+
+    def number(self, position: int) -> int:
+        """Which piece the rank at a position has."""
+        return self.layout.coordinate(position) if self.layout.modes else 0
+
+    def _interval(self, number: int) -> Runs:
+        return (self.intervals[number],)
+
+    def _runs_of_factors(self, number: int) -> Runs:
+        return runs_at(self.dim, self.extents, self.layout.offset(number))
+
+    @cached_property
+    def intervals(self) -> Sequence[tuple[int, int]]:
+        """The `(start, stop)` of each piece of a dim that is one factor."""
+        return all_chunks(self.extents[0], tuple([layout.size for layout in self.dim.factors[0].layouts]))
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """How many indices each piece has."""
+        return [count(self.runs(number)) for number in range(self.layout.size)]
+
+    def meeting(self, runs: Runs) -> Sequence[int]:
+        """The numbers of the pieces that share elements with these runs, ascending."""
+        if not self.layout.modes:
+            return range(1)
+        if len(self.extents) > 1:
+            return self._meeting_factors(runs)
+        if len(runs) > 1:
+            return sorted({number for run in runs for number in self.meeting((run,))})
+        (start, stop), size = runs[0], self.layout.size
+        if self.extents[0] % size == 0:
+            piece = self.extents[0] // size
+            return range(start // piece, -(-stop // piece))
+        ends = self.intervals
+        first = bisect_right(ends, start, key=_stop)
+        found = range(first, bisect_left(ends, stop, key=_stop) + 1)
+        return [number for number in found if ends[number][0] < ends[number][1]]
+
+    def _meeting_factors(self, runs: Runs) -> Sequence[int]:
+        """The same where factors are split: from one boundary to the next."""
+        found: dict[int, None] = {}
+        for start, stop in runs:
+            while start < stop:
+                number, start = self._piece_at(start)
+                found[number] = None
+        return sorted(found)
+
+    def _piece_at(self, index: int) -> tuple[int, int]:
+        """The number of the piece that an index is in, and where the run ends that it is in."""
+        number, inner, stop = 0, math.prod(self.extents), self.extents[0]
+        for factor, extent in zip(self.dim.factors, self.extents, strict=True):
+            inner //= extent
+            piece = extent // factor.pieces
+            part = index // inner % extent // piece
+            number = number * factor.pieces + part
+            if factor.pieces > 1:
+                stop = (index // (inner * extent) * extent + (part + 1) * piece) * inner
+        return number, stop
+
+
+Numbers = tuple[int, ...]
+"""Which tile: the number of its piece along each dim."""
+
+
+@lru_cache(maxsize=1024)
+def _in_group(
+    members: Layout, origin: int, layers: Layout, layouts: tuple[Layout, ...]
+) -> tuple[Layout, int, tuple[Sequence[int], ...]]:
+    """Of a group that `origin` is in, where dims are split by these layouts: the digits that split none; the position
+    where all coordinates are 0; and which numbers of pieces occur along each dim."""
+    own, layered, *split = digits(members, layers, *layouts)
+    taken = {*layered, *(digit for each in split for digit in each)}
+    free = Layout.of([digit for digit in own if digit not in taken])
+    base = origin - sum(layout.offset(layout.coordinate(origin)) for layout in (free, layers, *layouts))
+    within = [Layout.of([digit for digit in each if digit in own]) for each in split]
+    return free, base, tuple(_numbers(layout, of, origin) for layout, of in zip(layouts, within, strict=True))
+
+
+def _numbers(layout: Layout, varying: Layout, origin: int) -> Sequence[int]:
+    """The coordinates on a layout of the positions that differ from `origin` in some of its digits."""
+    if varying.size == layout.size:
+        return range(layout.size)
+    first = origin - varying.offset(varying.coordinate(origin))
+    return sorted(layout.coordinate(first + offset) for offset in varying.offsets())
+
+
+class TileGrid:
+    """The tiles that a group's ranks have on one side, as a grid, and who has each.
+
+    members: the digits of the position that the group steps through. origin: the position of one of its ranks.
+    layers: the digits over which a reduction is pending.
+    """
+
+    def __init__(
+        self, sharding: Sharding, shape: tuple[int, ...], members: Layout, origin: int, layers: Layout = _NO_DIGITS
+    ):
+        self.universe, self.members, self.layers = sharding.universe, members, layers
+        self.dims = tuple(map(Pieces, sharding.dims, sharding.extents(shape)))
+        layouts = tuple([pieces.layout for pieces in self.dims])
+        self.free, self.base, self.there = _in_group(members, origin, layers, layouts)
+        self.tile = lru_cache(maxsize=8192)(self._tile)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have the same tile (of one layer)."""
+        return self.free.size
+
+    def numbers(self, position: int) -> Numbers:
+        """Which tile the rank at a position has."""
+        return tuple([pieces.number(position) for pieces in self.dims])
+
+    def _tile(self, numbers: Numbers) -> Tile:
+        return tuple([pieces.runs(number) for pieces, number in zip(self.dims, numbers, strict=True)])
+
+    def meeting(self, dim: int, runs: Runs) -> Sequence[int]:
+        """The numbers along a dim of the pieces of the group that share elements with these runs."""
+        found, there = self.dims[dim].meeting(runs), self.there[dim]
+        if isinstance(there, range):
+            return found
+        if isinstance(found, range):
+            return there[bisect_left(there, found.start) : bisect_left(there, found.stop)]
+        return sorted({*found} & {*there})
+
+    def ranks(self, numbers: Iterable[Sequence[int]], layer: int = 0) -> list[int]:
+        """The ranks with any of these numbers along each dim, each number's in order."""
+        positions = [self.base + self.layers.offset(layer)]
+        for pieces, some in zip(self.dims, numbers, strict=True):
+            offsets = [pieces.layout.offset(number) for number in some]
+            positions = [position + offset for position in positions for offset in offsets]
+        free = self.free.offsets()
+        return list(self.universe.pick([position + offset for position in positions for offset in free]))
+
+    def holders(self, numbers: Numbers, layer: int = 0) -> list[int]:
+        """The ranks that have a tile, ascending."""
+        return sorted(self.ranks([(number,) for number in numbers], layer))
+
+
+# --- who sends ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Deal:
-    """What the ranks of one group hold and want, and from it who gives what to whom.
+class Receivers:
+    """Who wants parts of a tile, ascending, each with the elements of its part in multiples of `scale`.
 
-    ranks: the group. held, wanted: the tile of each rank, None where it has no part in that side.
-    layers: where a reduction is pending within the group, each rank's coordinate on it: what is
-        wanted is then wanted once from each layer.
+    ends: how much is wanted by all up to and including each.
     """
 
-    ranks: tuple[int, ...]
-    held: tuple[Tile | None, ...]
-    wanted: tuple[Tile | None, ...]
-    layers: tuple[int, ...] = ()
+    ranks: Sequence[int]
+    ends: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly holders share: what a holder may send at most, and whether it may be more than an even share.
+
+    most: elements that a holder may always send. slack: how many times its even share it may send.
+    """
+
+    most: int = 0
+    slack: float = 1.0
+
+    def limit(self, total: int, holders: int) -> int:
+        """What one of several holders may send of what is wanted of them in all."""
+        return max(self.most, int(total * self.slack) // holders, -(-total // holders))
+
+
+class Shares:
+    """Which of a tile's holders sends what to whom.
+
+    What is wanted is a line, receiver by receiver in the order of their ranks; it is cut into one share for each
+    holder. A holder serves its own node first, as far as its share goes; what is left goes along the line to what is
+    left of the shares, so that ranks near each other meet. Holders get nothing from each other.
+
+    >>> shares = Shares([0, 8], Receivers(range(1, 5), range(1, 5)), 6, Balance(most=6), ranks_per_node=4)
+    >>> [(rank, shares.received(rank)) for rank in (1, 2, 3, 4)]
+    [(1, [(0, 0, 6)]), (2, [(0, 0, 6)]), (3, [(8, 0, 6)]), (4, [(8, 0, 6)])]
+    """
+
+    def __init__(self, holders: list[int], receivers: Receivers, scale: int, balance: Balance, ranks_per_node: int):
+        self.receivers, self.scale = receivers, scale
+        wanting = receivers.ranks
+        places = ((bisect_left(wanting, holder), holder) for holder in holders)
+        self.left_out = [at for at, holder in places if at < len(wanting) and wanting[at] == holder]
+        weights = [self._weight(at) for at in self.left_out]
+        self.before = [0, *accumulate(weights)]
+        count, total = len(wanting), self._place(len(wanting))
+        even = isinstance(receivers.ends, range)
+        whole = -(-(count - len(self.left_out)) // len(holders)) * scale if even else 0
+        self.unit = scale if even and whole <= balance.limit(total, len(holders)) else 1
+        self.starts: list[int] = []
+        self.senders: list[int] = []
+        if total:
+            self._share(holders, total // self.unit, ranks_per_node)
+
+    def _weight(self, at: int) -> int:
+        ends = self.receivers.ends
+        return (ends[at] - (ends[at - 1] if at else 0)) * self.scale
+
+    def _place(self, at: int) -> int:
+        """Where on the line the part of a receiver begins."""
+        ends = self.receivers.ends
+        return (ends[at - 1] * self.scale if at else 0) - self.before[bisect_left(self.left_out, at)]
+
+    def _share(self, holders: list[int], total: int, ranks_per_node: int) -> None:
+        nodes = {node: list(some) for node, some in groupby(holders, lambda holder: holder // ranks_per_node)}
+        wanting = self.receivers.ranks
+        bounds = {
+            node: tuple(
+                self._place(bisect_left(wanting, each * ranks_per_node)) // self.unit for each in (node, node + 1)
+            )
+            for node in nodes
+        }
+        shares = self._sizes(nodes, bounds, total, len(holders))
+        at, left = 0, []
+        rests: list[tuple[int, int]] = []
+        for node, members in nodes.items():
+            start, stop = bounds[node]
+            rests.append((at, start))
+            first = start
+            sizes = [shares[member] for member in members]
+            local = min(stop - start, sum(sizes))
+            for number, member in enumerate(members):
+                # What is wanted within the node is spread evenly over its members.
+                now = min(sizes[number], (local - (start - first)) // (len(members) - number))
+                now = max(now, local - (start - first) - sum(sizes[number + 1 :]))
+                self._put(start, now, member)
+                start += now
+                if sizes[number] > now:
+                    left.append((member, sizes[number] - now))
+            at = stop
+            rests.append((start, stop))
+        rests.append((at, total))
+        self._spread(rests, left)
+        order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+        self.starts = [self.starts[each] for each in order]
+        self.senders = [self.senders[each] for each in order]
+
+    def _sizes(
+        self, nodes: dict[int, list[int]], bounds: dict[int, tuple[int, ...]], total: int, holders: int
+    ) -> dict[int, int]:
+        """What each holder sends: an even share; what doesn't divide goes to the nodes that want it, then apart."""
+        share, over = divmod(total, holders)
+        sizes = {member: share for members in nodes.values() for member in members}
+        spare: list[int] = []
+        for node, members in nodes.items():
+            start, stop = bounds[node]
+            more = max(0, min(over, len(members), stop - start - share * len(members)))
+            over -= more
+            sizes.update(dict.fromkeys(members[:more], share + 1))
+            spare.extend(members[more:])
+        for number in range(over):
+            sizes[spare[number * len(spare) // over]] = share + 1
+        return sizes
+
+    def _spread(self, rests: Iterable[tuple[int, int]], left: list[tuple[int, int]]) -> None:
+        """Give what nodes don't serve themselves to the holders with something left, both in their order."""
+        senders = iter(left)
+        holder, room = 0, 0
+        for start, stop in rests:
+            while start < stop:
+                if not room:
+                    holder, room = next(senders)
+                now = min(room, stop - start)
+                self._put(start, now, holder)
+                start, room = start + now, room - now
+
+    def _put(self, start: int, size: int, holder: int) -> None:
+        if size:
+            self.starts.append(start * self.unit)
+            self.senders.append(holder)
+
+    def received(self, rank: int) -> list[tuple[int, int, int]]:
+        """`(holder, start, stop)` of what a receiver gets, in elements of its part."""
+        at = bisect_left(self.receivers.ranks, rank)
+        start, stop = self._place(at), self._place(at + 1)
+        found = []
+        number = bisect_right(self.starts, start) - 1
+        while number < len(self.starts) and self.starts[number] < stop:
+            until = self.starts[number + 1] if number + 1 < len(self.starts) else stop
+            found.append((self.senders[number], max(self.starts[number], start) - start, min(until, stop) - start))
+            number += 1
+        return found
+
+    def loads(self) -> Iterator[tuple[int, int]]:
+        """`(holder, elements)` of each stretch of the line."""
+        ends = [*self.starts[1:], self._place(len(self.receivers.ranks))]
+        return ((holder, stop - start) for holder, start, stop in zip(self.senders, self.starts, ends, strict=False))
+
+    def sent(self, holder: int) -> list[tuple[int, int, int]]:
+        """`(receiver, start, stop)` of what a holder sends, in elements of the receiver's part."""
+        found = []
+        every = range(len(self.receivers.ranks))
+        total = self._place(len(every))
+        for number, sender in enumerate(self.senders):
+            if sender != holder:
+                continue
+            start = self.starts[number]
+            stop = self.starts[number + 1] if number + 1 < len(self.starts) else total
+            at = bisect_right(every, start, key=self._place) - 1
+            while at < len(every) and self._place(at) < stop:
+                first, last = self._place(at), self._place(at + 1)
+                if max(first, start) < min(last, stop):
+                    found.append((self.receivers.ranks[at], max(first, start) - first, min(last, stop) - first))
+                at += 1
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """Who sends what to whom in a group, between two shardings; of any rank without a look at all others.
+
+    source, target: what is held and what is wanted. members: the digits of the position that the group steps
+    through; None where all ranks of both sides communicate. rank: one of the group.
+    resolved: digits over which a reduction is pending within the group: what is wanted is then wanted once from each
+        of these layers. fixed: how evenly holders share, where not as plans do.
+    """
+
+    source: Sharding
+    target: Sharding
+    shape: tuple[int, ...]
+    members: Layout | None
+    rank: int
+    resolved: Layout = _NO_DIGITS
     ranks_per_node: int = 8
+    fixed: Balance | None = None
 
     @cached_property
+    def held(self) -> TileGrid:
+        """What the ranks of the group have."""
+        return self._grid(self.source, self.resolved)
+
+    @cached_property
+    def wanted(self) -> TileGrid:
+        """What they get."""
+        return self._grid(self.target, _NO_DIGITS)
+
+    def _grid(self, sharding: Sharding, layers: Layout) -> TileGrid:
+        universe = sharding.universe
+        if self.members is None:
+            return TileGrid(sharding, self.shape, Layout((universe.size,), (1,)), 0, layers)
+        origin = universe.position(self.rank)
+        assert origin is not None, "a group that steps through digits is of the ranks of both sides"
+        return TileGrid(sharding, self.shape, self.members, origin, layers)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The group, in its order."""
+        ranks = self.source.universe.ranks
+        if self.members is not None:
+            return tuple(self.source.universe.line(self.members, self.rank))
+        has = ranks if isinstance(ranks, range) else frozenset(ranks)
+        return (*ranks, *(rank for rank in self.target.universe.ranks if rank not in has))
+
+    @cached_property
+    def peers(self) -> dict[int, int]:
+        """The index of each rank in the group."""
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    @property
     def depth(self) -> int:
         """The number of layers."""
-        return max(self.layers, default=0) + 1
+        return self.resolved.size
 
-    def layer(self, index: int) -> int:
-        """The layer that a rank holds."""
-        return self.layers[index] if self.layers else 0
+    def holding(self, rank: int) -> tuple[int, Numbers] | None:
+        """The layer and the tile that a rank has; None where that is nothing."""
+        position = self.source.universe.position(rank)
+        if position is None:
+            return None
+        numbers = self.held.numbers(position)
+        return (self.resolved.coordinate(position), numbers) if volume(self.held.tile(numbers)) else None
 
-    @cached_property
-    def holders(self) -> dict[tuple[int, Tile], list[int]]:
-        """Who holds each tile of each layer; empty tiles are left out."""
-        found: dict[tuple[int, Tile], list[int]] = {}
-        for index, held in enumerate(self.held):
-            if held is not None and volume(held):
-                found.setdefault((self.layer(index), held), []).append(index)
-        return found
+    def wanting(self, rank: int) -> Numbers | None:
+        """The tile that a rank wants; None where that is nothing."""
+        position = self.target.universe.position(rank)
+        if position is None:
+            return None
+        numbers = self.wanted.numbers(position)
+        return numbers if volume(self.wanted.tile(numbers)) else None
 
-    @cached_property
-    def takers(self) -> dict[Tile, list[int]]:
-        """Who wants each tile; empty tiles are left out."""
-        found: dict[Tile, list[int]] = {}
-        for index, wanted in enumerate(self.wanted):
-            if wanted is not None and volume(wanted):
-                found.setdefault(wanted, []).append(index)
-        return found
+    # totals, for all ranks at once
 
     @cached_property
-    def received(self) -> tuple[int, ...]:
-        """Elements that each rank receives: what it wants less what it has."""
-        return tuple(
-            0 if wanted is None else self.depth * volume(wanted) - _common(held, wanted)
-            for held, wanted in zip(self.held, self.wanted, strict=True)
-        )
+    def _both(self) -> Sequence[int]:
+        """The ranks that are on both sides."""
+        one, two = self.source.universe.ranks, self.target.universe.ranks
+        if self.members is not None:
+            return self.ranks
+        if isinstance(one, range) and isinstance(two, range) and (one[-1] < two[0] or two[-1] < one[0]):
+            return ()
+        has = one if isinstance(one, range) else frozenset(one)
+        return [rank for rank in two if rank in has]
+
+    @cached_property
+    def _common(self) -> tuple[list[tuple[int, ...]], list[int], list[int], list[int]]:
+        """For each rank on both sides: layer and numbers of its tile, how much it has, how much it wants, both."""
+        sides = []
+        for grid in (self.held, self.wanted):
+            positions = grid.universe.positions(self._both)
+            layouts = (grid.layers, *(pieces.layout for pieces in grid.dims))
+            sides.append([_coordinates(layout, positions) for layout in layouts])
+        has = wants = shared = [1] * len(self._both)
+        for one, two, mine, theirs in zip(self.held.dims, self.wanted.dims, sides[0][1:], sides[1][1:], strict=True):
+            has = [so_far * one.sizes[number] for so_far, number in zip(has, mine, strict=True)]
+            wants = [so_far * two.sizes[number] for so_far, number in zip(wants, theirs, strict=True)]
+            shared = list(map(mul, shared, _overlaps(one, two, mine, theirs)))
+        return list(zip(*sides[0], strict=True)), has, wants, shared
+
+    @cached_property
+    def most_received(self) -> int:
+        """The most that a rank receives, in elements: what it wants less what it has."""
+        if not self._both:
+            return self.depth * self.target.largest_tile(self.shape)
+        return max((count for _, count in self.all_received()), default=0)
 
     @cached_property
     def most_sent(self) -> int:
-        """The most that a rank may have to send, without dealing: each tile's requests over its holders.
+        """The most that a rank may have to send, in elements: what is wanted of each tile over its holders.
 
-        Every element is wanted equally often, from each layer, as the targets' tiles don't overlap.
+        Every element is wanted equally often, from each layer, as the target's tiles don't overlap.
         """
-        wanted = sum(volume(tile) for tile in self.wanted if tile is not None)
-        whole = sum(volume(tile) for tile in self.takers)
-        most = 0
-        for (_, tile), holders in self.holders.items():
-            own = sum(_common(tile, mine) for mine in (self.wanted[h] for h in holders) if mine is not None)
-            total = volume(tile) * wanted // whole - own if whole else 0
-            most = max(most, self._limit(total, len(holders)))
+        tiles, has, _, shared = self._common
+        copies = self.wanted.copies
+        totals = {tile: copies * size for tile, size in zip(tiles, has, strict=True)}
+        for tile, common in zip(tiles, shared, strict=True):
+            totals[tile] -= common
+        most = self._limit(max(totals.values(), default=0))
+        if len(self._both) < self.source.universe.size and self.members is None:
+            most = max(most, self._limit(copies * self.source.largest_tile(self.shape)))
         return most
 
-    def _limit(self, total: int, holders: int) -> int:
-        return total if holders == 1 else max(*self.received, -(-total // holders))
+    def _limit(self, total: int) -> int:
+        return total if self.held.copies == 1 else self.balance.limit(total, self.held.copies)
 
     @cached_property
-    def gifts(self) -> dict[tuple[int, Tile], tuple[Gift, ...]]:
-        """What is given of each tile that several ranks hold."""
-        return {key: self.given(key) for key, holders in self.holders.items() if len(holders) > 1}
+    def balance(self) -> Balance:
+        """How evenly ranks that have the same share what they send: by default none sends more than one receives."""
+        if self.fixed is not None:
+            return self.fixed
+        return Balance(self.most_received) if self.held.copies > 1 else Balance()
 
-    def given(self, key: tuple[int, Tile]) -> tuple[Gift, ...]:
-        """Who takes which parts of one tile from which of its holders, itself not included."""
-        holders = self.holders[key]
-        has = set(holders)
-        requests: list[tuple[int, Tile]] = []
-        for wanted, takers in self.takers.items():
-            part = intersection(key[1], wanted)
-            if part is not None:
-                requests.extend((taker, part) for taker in takers if taker not in has)
-        requests.sort(key=lambda request: request[0])
-        if len(holders) == 1:
-            return tuple((holders[0], taker, part) for taker, part in requests)
-        return tuple(self._dealt(holders, requests))
+    def all_received(self) -> list[tuple[int, int]]:
+        """How many elements each rank receives that wants any."""
+        _, _, wants, shared = self._common
+        inside = [self.depth * want - has for want, has in zip(wants, shared, strict=True)]
+        found = list(zip(self._both, inside, strict=True))
+        if self.members is None and len(found) < self.target.universe.size:
+            has = {*self._both}
+            outside = [rank for rank in self.target.universe.ranks if rank not in has]
+            counts = [self.depth] * len(outside)
+            positions = self.target.universe.positions(outside)
+            for pieces in self.wanted.dims:
+                numbers = _coordinates(pieces.layout, positions)
+                counts = [so_far * pieces.sizes[number] for so_far, number in zip(counts, numbers, strict=True)]
+            found += zip(outside, counts, strict=True)
+        return found
 
-    def _dealt(self, holders: list[int], requests: list[tuple[int, Tile]]) -> Iterator[Gift]:
-        loads = dict.fromkeys(holders, 0)
-        total = sum(volume(part) for _, part in requests)
-        limit = self._limit(total, len(holders))
-        for taker, part in requests:
-            rest = [part]
-            while rest:
-                part = rest.pop(0)
-                giver = min(holders, key=lambda holder: self._preference(holder, taker, loads))
-                room = limit - loads[giver]
-                now = [part]
-                if volume(part) > room:
-                    now, later = cut(part, room)
-                    rest = [*later, *rest]
-                for piece in now:
-                    loads[giver] += volume(piece)
-                    yield giver, taker, piece
+    def all_sent(self) -> list[tuple[int, int]]:
+        """How many elements each rank sends that holds any."""
+        tiles = product(range(self.depth), product(*self.held.there))
+        return [load for tile in tiles if volume(self.held.tile(tile[1])) for load in self._shares(tile).loads()]
 
-    def _preference(self, giver: int, taker: int, loads: dict[int, int]) -> tuple[int, bool, int, int]:
-        one, two = self.ranks[giver], self.ranks[taker]
-        apart = one // self.ranks_per_node != two // self.ranks_per_node
-        return loads[giver], apart, abs(one - two), one
+    def is_permutation(self) -> bool:
+        """Whether whoever wants anything wants one whole tile, and there are holders enough to send one each."""
+        if self.wanted.copies > self.held.copies:
+            return False
+        for one, two, there in zip(self.held.dims, self.wanted.dims, self.wanted.there, strict=True):
+            whole = {one.runs(number) for number in range(one.layout.size)}
+            wanted = map(two.runs, there)
+            if not all(runs in whole for runs in wanted if count(runs)):
+                return False
+        return True
+
+    # what one rank does
 
     def exchange(self, rank: int) -> Exchange:
         """What one rank of the group sends, receives and copies."""
-        me = self.ranks.index(rank)
-        held, wanted = self.held[me], self.wanted[me]
-        sends: dict[int, list[Tile]] = {}
+        holding, wanting = self.holding(rank), self.wanting(rank)
+        sends = {} if holding is None else self._sent(rank, *holding)
         receives: dict[int, list[Tile]] = {}
         copies: tuple[tuple[Region, Region], ...] = ()
-        if held is not None and volume(held):
-            for giver, taker, part in self._given((self.layer(me), held)):
-                if giver == me:
-                    sends.setdefault(taker, []).append(part)
-        if wanted is not None:
-            for key, holders in self.holders.items():
-                shared = intersection(key[1], wanted)
-                if shared is None:
-                    continue
-                if me in holders:
-                    copies = tuple(zip(regions(shared, key[1]), regions(shared, wanted), strict=True))
-                elif len(holders) == 1:
-                    receives[holders[0]] = [shared]
-                else:
-                    for giver, taker, piece in self._given(key):
-                        if taker == me:
-                            receives.setdefault(giver, []).append(piece)
+        layers: dict[int, int] = {}
+        for layer, numbers in () if wanting is None else self._sources(wanting):
+            held, wanted = self.held.tile(numbers), self.wanted.tile(wanting)
+            part = intersection(held, wanted)
+            assert part is not None, "the pieces meet along each dim"
+            if (layer, numbers) == holding:
+                copies = tuple(zip(regions(part, held), regions(part, wanted), strict=True))
+                continue
+            for holder, start, stop in self._senders(rank, layer, numbers, volume(part)):
+                receives.setdefault(holder, []).extend(between(part, start, stop))
+                layers[holder] = layer
+        mine = 0 if holding is None else holding[0]
         return Exchange(
             self.ranks,
-            tuple(self._transfer(peer, sends[peer], held, me) for peer in sorted(sends)),
-            tuple(self._transfer(peer, receives[peer], wanted, peer) for peer in sorted(receives)),
+            self._messages(sends, None if holding is None else self.held.tile(holding[1]), dict.fromkeys(sends, mine)),
+            self._messages(receives, None if wanting is None else self.wanted.tile(wanting), layers),
             copies,
-            self.layer(me),
+            self._layer(rank),
             self.depth,
         )
 
-    def _given(self, key: tuple[int, Tile]) -> tuple[Gift, ...]:
-        return self.gifts[key] if len(self.holders[key]) > 1 else self.given(key)
+    def _layer(self, rank: int) -> int:
+        position = self.source.universe.position(rank)
+        return 0 if position is None else self.resolved.coordinate(position)
 
-    def _transfer(self, peer: int, parts: list[Tile], within: Tile | None, giver: int) -> Transfer:
-        assert within is not None
-        boxes = tuple([region for part in parts for region in regions(part, within)])
-        return Transfer(peer, boxes, sum(map(volume, parts)), self.layer(giver))
+    def _messages(
+        self, parts: dict[int, list[Tile]], within: Tile | None, layers: dict[int, int]
+    ) -> tuple[Message, ...]:
+        found = []
+        for peer in sorted(parts, key=self.peers.__getitem__):
+            assert within is not None
+            boxes = tuple([region for part in parts[peer] for region in regions(part, within)])
+            found.append(Message(self.peers[peer], boxes, sum(map(volume, parts[peer])), layers[peer]))
+        return tuple(found)
+
+    def _sources(self, wanting: Numbers) -> Iterator[tuple[int, Numbers]]:
+        """The layers and tiles that a wanted tile is made of."""
+        dims = zip(self.held.dims, self.wanted.tile(wanting), strict=True)
+        numbers = [self.held.meeting(dim, runs) for dim, (_, runs) in enumerate(dims)]
+        return product(range(self.depth), product(*numbers))  # type: ignore[return-value]
+
+    def _senders(self, rank: int, layer: int, held: Numbers, size: int) -> list[tuple[int, int, int]]:
+        """`(holder, start, stop)`: who sends a rank which elements of its part of a tile."""
+        if self.held.copies == 1:
+            (holder,) = self.held.ranks([(number,) for number in held], layer)
+            return [(holder, 0, size)]
+        return self._shares((layer, held)).received(rank)
+
+    def _sent(self, rank: int, layer: int, held: Numbers) -> dict[int, list[Tile]]:
+        """The parts of a rank's tile that it sends, by their receivers."""
+        tile = self.held.tile(held)
+        if self.held.copies == 1:
+            wanted = ((receiver, self._wanted_part(tile, receiver)) for receiver in self.receivers(held)[0].ranks)
+            return {receiver: [part] for receiver, part in wanted if receiver != rank}
+        found: dict[int, list[Tile]] = {}
+        for receiver, start, stop in self._shares((layer, held)).sent(rank):
+            part = self._wanted_part(tile, receiver)
+            found.setdefault(receiver, []).extend(between(part, start, stop))
+        return found
+
+    def _wanted_part(self, held: Tile, rank: int) -> Tile:
+        """What a rank that wants some of a tile wants of it."""
+        wanting = self.wanting(rank)
+        part = None if wanting is None else intersection(held, self.wanted.tile(wanting))
+        assert part is not None, "receivers want some of the tile"
+        return part
+
+    @cached_property
+    def _shares(self) -> Callable[[tuple[int, Numbers]], Shares]:
+        """How the holders of a tile of a layer share what is wanted of it."""
+
+        def found(held: tuple[int, Numbers]) -> Shares:
+            layer, numbers = held
+            receivers, scale = self.receivers(numbers)
+            return Shares(self.held.holders(numbers, layer), receivers, scale, self.balance, self.ranks_per_node)
+
+        return lru_cache(maxsize=64)(found)
+
+    def receivers(self, held: Numbers) -> tuple[Receivers, int]:
+        """Who wants parts of a tile, its holders among them; and the scale of their amounts."""
+        scale, numbers, amounts = 1, [], []
+        for dim, number in enumerate(held):
+            some, counts = self._meeting(dim, number)
+            even = len({*counts}) == 1
+            scale *= counts[0] if even else 1
+            numbers.append(some)
+            amounts.append(() if even else counts)
+        return self._receivers(tuple(numbers), tuple(amounts)), scale
+
+    @cached_property
+    def _meeting(self) -> Callable[[int, int], tuple[Sequence[int], tuple[int, ...]]]:
+        """Along a dim, by the number of a held piece: the wanted pieces that it meets, and how much of each."""
+
+        def found(dim: int, number: int) -> tuple[Sequence[int], tuple[int, ...]]:
+            runs, pieces = self.held.dims[dim].runs(number), self.wanted.dims[dim]
+            numbers = self.wanted.meeting(dim, runs)
+            counts = tuple([count(_shared(runs, pieces.runs(each))) for each in numbers])
+            return (numbers if isinstance(numbers, range) else tuple(numbers)), counts
+
+        return lru_cache(maxsize=8192)(found)
+
+    @cached_property
+    def _receivers(self) -> Callable[[tuple[Sequence[int], ...], tuple[tuple[int, ...], ...]], Receivers]:
+        """Who wants these pieces along each dim, by how much of each; no amounts where all are equal."""
+
+        def found(numbers: tuple[Sequence[int], ...], counts: tuple[tuple[int, ...], ...]) -> Receivers:
+            ranks = self.wanted.ranks(numbers)
+            if not any(counts):
+                return Receivers(sorted(ranks), range(1, len(ranks) + 1))
+            weights = [1]
+            for some, each in zip(numbers, counts, strict=True):
+                weights = [weight * size for weight in weights for size in each or (1,) * len(some)]
+            weights = [weight for weight in weights for _ in range(self.wanted.copies)]
+            order = sorted(range(len(ranks)), key=ranks.__getitem__)
+            return Receivers([ranks[at] for at in order], list(accumulate([weights[at] for at in order])))
+
+        return lru_cache(maxsize=64)(found)
 
 
-def _common(held: Tile | None, wanted: Tile) -> int:
-    part = None if held is None else intersection(held, wanted)
-    return 0 if part is None else volume(part)
+def _overlaps(one: Pieces, two: Pieces, mine: list[int], theirs: list[int]) -> Iterable[int]:
+    """How much the pieces with these numbers have in common, pair by pair."""
+    if len(one.extents) == len(two.extents) == 1:
+        ours, others = one.intervals, two.intervals
+        both = ((ours[a], others[b]) for a, b in zip(mine, theirs, strict=True))
+        return [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in both]
+    pairs = {*zip(mine, theirs, strict=True)}
+    found = {pair: count(_shared(one.runs(pair[0]), two.runs(pair[1]))) for pair in pairs}
+    return [found[pair] for pair in zip(mine, theirs, strict=True)]
+
+
+def _coordinates(layout: Layout, positions: Sequence[int]) -> list[int]:
+    """`layout.coordinate` of many positions."""
+    found = [0] * len(positions)
+    for size, stride in layout.modes:
+        found = [at * size + position // stride % size for at, position in zip(found, positions, strict=True)]
+    return found
+
+
+def between(part: Tile, start: int, stop: int) -> list[Tile]:
+    """The elements `start..stop` of a tile in row-major order, as tiles.
+
+    >>> between((((0, 2),), ((0, 3),)), 2, 4)
+    [(((0, 1),), ((2, 3),)), (((1, 2),), ((0, 1),))]
+    """
+    head = [part]
+    if stop < volume(part):
+        head, _ = cut(part, stop)
+    found = []
+    for each in head:
+        size = volume(each)
+        if start < size:
+            found.extend([each] if start <= 0 else cut(each, start)[1])
+        start -= size
+    return found

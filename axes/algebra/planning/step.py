@@ -1,7 +1,7 @@
 """One step of a plan: what an executor needs to carry it out, for any rank.
 
 Everything a step says about boxes, counts and order comes from `exchange(rank)`. Tensors are local,
-row-major; "the boxes of a transfer" are read or written one after the other, each row-major. Boxes are
+row-major; "the boxes of a message" are read or written one after the other, each row-major. Boxes are
 those of `opened`, the same step on a tensor with one dim for each factor: there a part of a split
 factor is one box, which lies in memory as the tile of the rank that has it. What an executor does, by
 `kind`:
@@ -15,8 +15,8 @@ all_reduce
     in the dtype in which the reduction was accumulated.
 
 reduce_scatter
-    `sends` holds one transfer for each rank of the group, itself included, in order: row `i` of the
-    send buffer `[group_size, padded]` is transfer `i`'s boxes, the rest of the row arbitrary. Reduce
+    `sends` holds one message for each rank of the group, itself included, in order: row `i` of the
+    send buffer `[group_size, padded]` is message `i`'s boxes, the rest of the row arbitrary. Reduce
     and scatter; the first `receives[0].count` elements of the result are its boxes of the output.
     Then divide by `divisor`. Where `flat`, the tile itself is the send buffer.
 
@@ -31,10 +31,10 @@ all_to_all, permute
     receives from at most one, so a pair of point-to-point calls does it, too.
 
 reduce_move
-    As all_to_all, but each transfer received, and the copies, are one contribution: that of its
+    As all_to_all, but each message received, and the copies, are one contribution: that of its
     `layer`. The output is `op` over the contributions of layers `0..layers-1`, in that order, then
     divided by `divisor`. Every element of the output has exactly one contribution of each layer, which
-    may come from several transfers; the copies are those of the rank's own `layer`.
+    may come from several messages; the copies are those of the rank's own `layer`.
 
 Between two sets of ranks, a rank for which `takes_part` is false does nothing in a step; one that has
 no tile of the source comes with nothing (`input_shape` is None), one that has none of the target leaves
@@ -51,7 +51,7 @@ from functools import cached_property, lru_cache
 from axes.algebra.chunks import Tile, tile_shape
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
-from axes.algebra.planning.exchange import Deal, Exchange, Transfer, regions, volume
+from axes.algebra.planning.exchange import Deal, Exchange, Message, regions, volume
 from axes.algebra.planning.form import aligned, sizes_of
 from axes.algebra.sharding import ShardedDim, Sharding
 
@@ -213,7 +213,8 @@ def _exchange(step: Step, rank: int) -> Exchange:
         return _reduce_scatter(step, ranks, rank)
     if step.kind == "all_gather":
         return _all_gather(step, ranks, rank)
-    return deal_of(step.source, step.target, step.shape, ranks, step.resolved, step.ranks_per_node).exchange(rank)
+    sides = step.source, step.target, step.shape
+    return deal_of(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
 
 
 @lru_cache(maxsize=4096)
@@ -275,7 +276,7 @@ def _all_gather(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
     whole = _tile(step.target, step.shape, rank)
     parts = [_tile(step.source, step.shape, peer) for peer in ranks]
     receives = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
-    sends = (Transfer(ranks.index(rank), (_whole(mine),), volume(mine)),)
+    sends = (Message(ranks.index(rank), (_whole(mine),), volume(mine)),)
     return Exchange(ranks, sends, receives, padded=step.padded)
 
 
@@ -284,13 +285,13 @@ def _reduce_scatter(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
     whole = _tile(step.source, step.shape, rank)
     parts = [_tile(step.target, step.shape, peer) for peer in ranks]
     sends = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
-    receives = (Transfer(ranks.index(rank), (_whole(mine),), volume(mine)),)
+    receives = (Message(ranks.index(rank), (_whole(mine),), volume(mine)),)
     return Exchange(ranks, sends, receives, layers=len(ranks), padded=step.padded)
 
 
-def _part(peer: int, part: Tile, whole: Tile) -> Transfer:
+def _part(peer: int, part: Tile, whole: Tile) -> Message:
     size = volume(part)
-    return Transfer(peer, regions(part, whole) if size else (), size)
+    return Message(peer, regions(part, whole) if size else (), size)
 
 
 @lru_cache(maxsize=64)
@@ -298,19 +299,10 @@ def deal_of(
     source: Sharding,
     target: Sharding,
     shape: tuple[int, ...],
-    ranks: tuple[int, ...],
+    members: Layout | None,
+    rank: int,
     resolved: Layout,
     ranks_per_node: int,
 ) -> Deal:
-    """What the ranks of a group hold and want between two shardings."""
-    layers: tuple[int, ...] = ()
-    if resolved.size > 1:
-        positions = [source.universe.position(rank) for rank in ranks]
-        layers = tuple(0 if at is None else resolved.coordinate(at) for at in positions)
-    return Deal(
-        ranks,
-        source.tiles(shape, ranks),
-        target.tiles(shape, ranks),
-        layers,
-        ranks_per_node,
-    )
+    """Who sends what in a group. `rank` is its first, so that its ranks have one answer in common."""
+    return Deal(source, target, shape, members, rank, resolved, ranks_per_node)

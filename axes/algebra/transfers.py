@@ -1,0 +1,639 @@
+"""Transfers: many tensors from one layout to another, between any ranks, as one plan.
+
+    trainer  = axes.Mesh("fsdp=4", ranks=range(4))
+    server   = axes.Mesh("dp=2 tp=2", ranks=range(4, 8))
+    move = transfer({"w": "f@fsdp d"}, {"w": "f d@tp"}, source_mesh=trainer, target_mesh=server, shapes={"w": (8, 8)})
+
+A rank that needs an element gets it once: its own copy where it has one, else from a rank that holds it. Holders of
+the same share what is wanted of them evenly, within a node first (see `axes.algebra.planning.exchange`).
+
+Tensors go in buckets, one exchange each. Which tensors are in a bucket follows from bounds that hold for every rank,
+so that each rank plans its own part by itself. A tensor of which some rank has more than a bucket goes in several
+pieces: piece i of n is that part of every message about it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from axes.algebra import seam
+from axes.algebra.chunks import Tile
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.grammar import parse_spec
+from axes.algebra.layout import Layout, digits
+from axes.algebra.mesh import Mesh
+from axes.algebra.opaque import Dtype
+from axes.algebra.plan import bytes_text, itemsize_of
+from axes.algebra.planning.exchange import Balance, Deal, Exchange, volume
+from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sizes import checked_shape, whole_number, written_sizes
+from axes.algebra.specs import parsed_sharding
+from axes.algebra.universe import Universe
+
+End = str | Sharding
+Meshes = Mesh | Mapping[str, Mesh]
+
+Kind = tuple[Sharding, Sharding, tuple[int, ...]]
+"""Source, target and shape: what an exchange follows from. Many tensors of a model have it in common."""
+
+SMALLEST = 4096
+"""Elements that a holder may always send: what is smaller isn't cut to share it more evenly."""
+
+SLACK = 1.1
+"""How many times its even share a holder may send."""
+
+_NODE = 8
+
+
+@dataclass(frozen=True)
+class Carriage:
+    """One tensor of a transfer: what it is called on each side, how it lies there, and what it is.
+
+    source, target: shardings whose meshes are just the ranks that have the tensor.
+    dtypes: at the source, None where that isn't known; and in which it travels and arrives.
+    pieces: in how many pieces it goes.
+    """
+
+    source_name: str
+    target_name: str
+    shape: tuple[int, ...]
+    source: Sharding
+    target: Sharding
+    dtypes: tuple[str | None, str | None]
+    pieces: int = 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element on its way; those of float32 where the dtype isn't known."""
+        return itemsize_of(self.dtypes[1] or self.dtypes[0] or "float32")
+
+    @property
+    def kind(self) -> Kind:
+        """What its exchange follows from."""
+        return self.source, self.target, self.shape
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A tensor in a bucket: its number among the tensors, and which of its pieces."""
+
+    tensor: int
+    piece: int
+
+
+@dataclass(frozen=True)
+class BucketTraffic:
+    """What one rank does in one bucket. sends, receives: elements' bytes by peer."""
+
+    number: int
+    pieces: tuple[TensorPiece, ...]
+    sends: Mapping[int, int]
+    receives: Mapping[int, int]
+    kind: str = "exchange"
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that the rank receives."""
+        return sum(self.receives.values())
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that the rank sends."""
+        return sum(self.sends.values())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks with which it exchanges."""
+        return tuple(sorted({*self.sends, *self.receives}))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks send and receive, in bytes: exact, and slower to find than any one rank's part."""
+
+    received: Mapping[int, int]
+    sent: Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A plan that takes tensors from one layout to another; made by `axes.transfer`.
+
+    Called with this rank's tensors by name it carries the plan out, and returns the tensors that arrive here.
+
+    tensors: what moves. buckets: which pieces go together. bucket_bytes: how large the buffers of a bucket are.
+    rank: the rank that it is seen from; `at` gives another view. home: a mesh of the running job, if any is.
+    """
+
+    tensors: tuple[Carriage, ...]
+    buckets: tuple[tuple[TensorPiece, ...], ...]
+    bucket_bytes: int
+    rank: int
+    ranks_per_node: int = _NODE
+    home: Mesh | None = None
+
+    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Carry the plan out: every rank of the sources and of the targets calls it.
+
+        tensors: by name, what this rank has of the sources: DTensors or shards; None, or nothing, on ranks without.
+        into: by name, tensors of this rank that are written in place: DTensors, shards, or views of any strides.
+
+        Returns the tensors that this rank has of the targets. Without `into` these are DTensors, on a mesh made with
+        `axes.init_mesh` whose DTensors can say the sharding, else shards. With it, they are the tensors of `into`, and
+        shards for names that it lacks. All ranks that receive pass it, or none.
+
+        Raises `ShardingError` for a tensor that isn't the shard that the plan says, on every rank, before anything is
+        sent; `DesyncError` where ranks have other plans, or where a rank fails: it says which tensors are whole.
+        """
+        return seam.runtime("a transfer").carry_out(self, tensors, into)
+
+    def at(self, rank: int) -> Transfer:
+        """The same plan seen from another rank."""
+        return replace(self, rank=rank)
+
+    @cached_property
+    def inverse(self) -> Transfer:
+        """The plan of the way back."""
+        swapped = (
+            replace(
+                one,
+                source_name=one.target_name,
+                target_name=one.source_name,
+                source=one.target,
+                target=one.source,
+                dtypes=(one.dtypes[1] or one.dtypes[0], one.dtypes[0]),
+            )
+            for one in self.tensors
+        )
+        return _bucketed(swapped, self.bucket_bytes, self.rank, self.ranks_per_node, self.home)
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks that have any of the tensors, ascending."""
+        return _ranks_of(one.source for one in self.tensors)
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """The ranks that get any of them, ascending."""
+        return _ranks_of(one.target for one in self.tensors)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that take part, ascending."""
+        return tuple(sorted({*self.sources, *self.targets}))
+
+    # this rank's part
+
+    @cached_property
+    def _deal(self) -> Callable[[Kind], Deal]:
+        """Who sends what of tensors of a kind."""
+
+        def found(kind: Kind) -> Deal:
+            first = kind[0].universe.rank(0)
+            return Deal(*kind, None, first, ranks_per_node=self.ranks_per_node, fixed=Balance(SMALLEST, SLACK))
+
+        return functools.lru_cache(maxsize=4096)(found)
+
+    @cached_property
+    def _exchange(self) -> Callable[[Kind], Exchange | None]:
+        """What this rank does with tensors of a kind."""
+
+        def found(kind: Kind) -> Exchange | None:
+            ends = (kind[0].universe.position(self.rank), kind[1].universe.position(self.rank))
+            return None if ends == (None, None) else self._deal(kind).exchange(self.rank)
+
+        return functools.lru_cache(maxsize=4096)(found)
+
+    def exchange(self, tensor: int) -> Exchange | None:
+        """What this rank sends, receives and keeps of a tensor; None where it has no part in it."""
+        return self._exchange(self.tensors[tensor].kind)
+
+    def tiles(self, tensor: int) -> tuple[Tile | None, Tile | None]:
+        """What this rank has of a tensor before and after."""
+        one = self.tensors[tensor]
+        return one.source.tile(one.shape, self.rank), one.target.tile(one.shape, self.rank)
+
+    @cached_property
+    def steps(self) -> tuple[BucketTraffic, ...]:
+        """What this rank does in each bucket."""
+        found = []
+        for number, pieces in enumerate(self.buckets):
+            sends: dict[int, int] = {}
+            receives: dict[int, int] = {}
+            for piece in pieces:
+                exchange = self.exchange(piece.tensor)
+                if exchange is None:
+                    continue
+                one = self.tensors[piece.tensor]
+                for side, messages in ((sends, exchange.sends), (receives, exchange.receives)):
+                    for message in messages:
+                        start, stop = part_of(message.count, piece.piece, one.pieces)
+                        peer = exchange.ranks[message.peer]
+                        side[peer] = side.get(peer, 0) + (stop - start) * one.itemsize
+            found.append(BucketTraffic(number, pieces, _filled(sends), _filled(receives)))
+        return tuple(found)
+
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """The ranks with which this rank exchanges anything."""
+        return tuple(sorted({rank for step in self.steps for rank in step.ranks}))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that this rank holds: its tensors of both sides, and the buffers of two buckets."""
+        tensors = sum(
+            one.itemsize * sum(volume(tile) for tile in self.tiles(number) if tile is not None)
+            for number, one in enumerate(self.tensors)
+        )
+        sizes = [step.bytes_in + step.bytes_out for step in self.steps]
+        return tensors + max((one + two for one, two in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+
+    # all ranks
+
+    @cached_property
+    def totals(self) -> Totals:
+        """What every rank sends and receives."""
+        received: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        sent: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        sizes: dict[Kind, int] = {}
+        for one in self.tensors:
+            sizes[one.kind] = sizes.get(one.kind, 0) + one.itemsize
+        for kind, size in sizes.items():
+            deal = self._deal(kind)
+            for side, found in ((received, deal.all_received()), (sent, deal.all_sent())):
+                for rank, count in found:
+                    side[rank] += count * size
+        return Totals(received, sent)
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes received by the rank that receives most."""
+        return max(self.totals.received.values(), default=0)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent by the rank that sends most."""
+        return max(self.totals.sent.values(), default=0)
+
+    @property
+    def lower_bound(self) -> int:
+        """Bytes that have to be sent, whatever the plan: what ranks need and don't have. No more are."""
+        return sum(self.totals.received.values())
+
+    # text
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that ranks can compare: what is moved, from where to where, and in what buckets."""
+        return hashlib.sha256(self.described.encode()).hexdigest()[:16]
+
+    @cached_property
+    def described(self) -> str:
+        """All that ranks have to agree on, a line for each tensor."""
+        rows = []
+        for one in self.tensors:
+            ends = " -> ".join(
+                f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)
+            )
+            rows.append(f"{one.source_name} {one.target_name} {one.shape} {one.dtypes[1]} {one.pieces}: {ends}")
+        return "\n".join([f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}", *rows])
+
+    def __str__(self) -> str:
+        whole = sum(math.prod(one.shape) * one.itemsize for one in self.tensors)
+        received, sent = self.totals.received, self.totals.sent
+        count = len(self.tensors)
+        lines = [
+            f"{count} tensor{'s' if count != 1 else ''}, {bytes_text(whole)}: "
+            f"{_ranks_text(self.sources)} -> {_ranks_text(self.targets)}",
+            f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
+            f"  received  {bytes_text(self.lower_bound)} in all, which is the least; at most "
+            f"{bytes_text(self.bytes_in)} by a rank",
+            f"  sent      at most {bytes_text(self.bytes_out)} by a rank, "
+            f"{bytes_text(sum(sent.values()) // max(1, sum(map(bool, sent.values()))))} on average of "
+            f"{sum(map(bool, sent.values()))} that send",
+        ]
+        if self.rank in received:
+            partners = self.partners
+            lines.append(
+                f"  rank {self.rank:<5}{bytes_text(received[self.rank])} in, {bytes_text(sent[self.rank])} out, with "
+                f"{len(partners)} rank{'s' if len(partners) != 1 else ''}; peak {bytes_text(self.peak_bytes)}"
+            )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _said(end: Sharding) -> str:
+    return f"{end} on {end.mesh.declaration} {end.universe.ranks}"
+
+
+def _filled(sizes: dict[int, int]) -> dict[int, int]:
+    return {rank: sizes[rank] for rank in sorted(sizes) if sizes[rank]}
+
+
+def _ranks_of(ends: Iterable[Sharding]) -> tuple[int, ...]:
+    universes = dict.fromkeys(end.universe for end in ends)
+    return tuple(sorted({rank for universe in universes for rank in universe.ranks}))
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{len(ranks)} ranks ({ranks[0]}..{ranks[-1]})"
+    return f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}"
+
+
+def part_of(count: int, piece: int, pieces: int) -> tuple[int, int]:
+    """The elements of a message that go in one of several pieces.
+
+    >>> [part_of(10, piece, 3) for piece in range(3)]
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return count * piece // pieces, count * (piece + 1) // pieces
+
+
+# --- from what users write ------------------------------------------------------------------------
+
+
+def transfer(
+    sources: Mapping[str, End],
+    targets: Mapping[str, End],
+    source_mesh: Meshes | None = None,
+    target_mesh: Meshes | None = None,
+    shapes: Mapping[str, Any] | None = None,
+    *,
+    dtype: Any = None,
+    bucket_mb: float = 64,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> Transfer:
+    """A plan that takes tensors from one layout to another: a state dict, a batch, a cache, on any ranks.
+
+    `sources` and `targets` map the same names to specs, whole ones (a bare dim is unsplit), or to `Sharding`s.
+    `source_mesh` and `target_mesh` say where: a mesh, or meshes by patterns of names as `fnmatch` reads them, the first
+    that matches applies (`{"layers.0.*": stage0, "*": stage1}`); the ambient mesh by default. The ranks of the two
+    sides may be the same, others, or some of both, in any order. `shapes` maps names to whole shapes, or to anything
+    that has a `shape` (and a `dtype`), such as a module's tensors on the device `meta`.
+
+    `dtype` is what tensors become before they are sent, one for all or by patterns of names; without it they keep
+    their own. `bucket_mb` bounds the buffers: tensors go together in buckets of as many MiB. Keywords are sizes of
+    names in groups.
+
+    It needs no process: `str(plan)` shows what moves, and `plan.at(rank)` the part of any rank. In a running job every
+    rank of either side calls the plan with its tensors, `plan(tensors)`.
+
+    Raises `ShardingError` for names that are on one side alone, for what is pending and for specs that don't fit,
+    `MeshError` for a name without a mesh.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> trainer, server = Mesh("fsdp=4"), Mesh("dp=2 tp=2", ranks=range(4, 8))
+    >>> shapes = {"w": (1024, 1024), "b": (1024,)}
+    >>> print(transfer({"w": "f@fsdp d", "b": "d@fsdp"}, {"w": "f d@tp", "b": "d"}, trainer, server, shapes))
+    2 tensors, 4.0 MiB: 4 ranks (0..3) -> 4 ranks (4..7)
+      buckets   1 of at most 64.0 MiB, one exchange each
+      received  8.0 MiB in all, which is the least; at most 2.0 MiB by a rank
+      sent      at most 2.0 MiB by a rank, 2.0 MiB on average of 4 that send
+      rank 0    0 B in, 2.0 MiB out, with 4 ranks; peak 3.0 MiB
+    """
+    for what, given in (("sources", sources), ("targets", targets)):
+        _check_mapping(what, given, "a name to a spec")
+    _check_names(sources, targets)
+    bucket_bytes = _checked_bucket(bucket_mb)
+    _check_mapping("shapes", shapes, "a name to a whole shape")
+    assert shapes is not None, "an absent mapping is refused"
+    given_sizes = dict(written_sizes(keywords, sizes))
+    ends = _Ends(given_sizes)
+    found, where = [], {"source": source_mesh, "target": target_mesh}
+    for name in sorted(sources):
+        if name not in shapes:
+            raise ShardingError(f"shapes lacks {shortened(name)}{suggestion(name, shapes)}")
+        like = shapes[name]
+        shape = checked_shape(getattr(like, "shape", like))
+        own = getattr(like, "dtype", None)
+        try:
+            one, two = (
+                ends.sharding(end, _mesh_for(name, where[side], side), shape, side)
+                for side, end in (("source", sources[name]), ("target", targets[name]))
+            )
+        except AxesError as error:
+            raise type(error)(f"{error}\n  of the tensor {shortened(name)}, {shown(list(shape))}") from None
+        known = None if own is None else _dtype_name(own)
+        wanted = _matching(dtype, name) if isinstance(dtype, Mapping) else dtype
+        found.append(Carriage(name, name, shape, one, two, (known, known if wanted is None else _dtype_name(wanted))))
+    ends.check_used()
+    first = found[0].source if found else None
+    rank = 0 if first is None else first.universe.rank(0)
+    nodes = next(
+        (e.mesh.ranks_per_node for one in found for e in (one.source, one.target) if e.mesh.ranks_per_node), _NODE
+    )
+    return _bucketed(found, bucket_bytes, rank, nodes, ends.home)
+
+
+class _Ends:
+    """Shardings of specs, each found once."""
+
+    def __init__(self, sizes: dict[str, int]):
+        self.sizes, self.used = sizes, set[str]()
+        self.home: Mesh | None = None
+        self.found = functools.lru_cache(maxsize=4096)(self._found)
+
+    def sharding(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], side: str) -> Sharding:
+        """The sharding of a spec, or a sharding, for a tensor of this shape; its mesh is of its own ranks alone."""
+        if isinstance(end, Sharding):
+            return self.found(end, None, shape, end.mesh._view)
+        if not isinstance(end, str):
+            raise ShardingError(f"a {side} is a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
+        where = required_mesh(mesh, "axes.transfer")
+        return self.found(end, where, shape, where._view)
+
+    def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], _: int | None) -> Sharding:
+        """Of the rank that a mesh is seen from nothing depends but which of its lines a sub-mesh is."""
+        if isinstance(end, str):
+            assert mesh is not None, "a spec is read on a mesh"
+            names = names_in_spec(end)
+            self.used.update(names)
+            sizes = tuple(sorted((name, size) for name, size in self.sizes.items() if name in names))
+            end = parsed_sharding(mesh, end, sizes, len(shape))
+        if any(reduction.op != "same" for reduction in end.pending):
+            raise ShardingError(f"'{end}' has something pending; resolve it first, with axes.reshard")
+        self.home = self.home or (end.mesh if end.mesh.binding is not None else None)
+        return on_own_ranks(replace(end, pending=())).at(shape)
+
+    def check_used(self) -> None:
+        """`SizeError` for a size of a name that no spec has."""
+        for name in self.sizes:
+            if name not in self.used:
+                raise SizeError(
+                    f"a size is given for {shortened(name)}, which isn't in the specs{suggestion(name, self.used)}"
+                )
+
+
+def on_own_ranks(sharding: Sharding) -> Sharding:
+    """The same on a mesh that has no more ranks than the tensor: of a sub-mesh, those that it is seen from.
+
+    >>> mesh = Mesh("pp=2 tp=2").at(3)
+    >>> on_own_ranks(mesh["tp"].sharding("f@tp")).universe
+    Universe(ranks=range(2, 4))
+    """
+    mesh = sharding.mesh
+    if mesh.size == mesh.universe.size:
+        return sharding
+    if mesh.binding is not None and mesh._view is None:
+        names = ", ".join(f'"{name}"' for name in mesh.axis_names)
+        raise MeshError(
+            f"mesh[{names}] is another one on each rank; a transfer is the same on all. "
+            f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
+        )
+    ranks = mesh.universe.line(mesh.extent, mesh.rank)
+    layouts = (*mesh.layouts, *sharding.used)
+    extent, *cut = digits(mesh.extent, *layouts)
+    strides, stride = {}, 1
+    for size, old in reversed(extent):
+        strides[size, old] = stride
+        stride *= size
+    moved = {
+        layout: Layout.of([(size, strides[size, old]) for size, old in each])
+        for layout, each in zip(layouts, cut, strict=True)
+    }
+    namespace = dict(zip(mesh.axis_names, (moved[layout] for layout in mesh.layouts), strict=True))
+    # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
+    small = mesh._with(universe=Universe.of(ranks), namespace=namespace, view=None, binding=None)
+
+    def on_small(factor: ShardedFactor) -> ShardedFactor:
+        axes = (axis if axis.size == 1 else replace(axis, layout=moved[axis.layout]) for axis in factor.axes)
+        return replace(factor, axes=tuple(axes))
+
+    dims = (ShardedDim(tuple(map(on_small, dim.factors))) for dim in sharding.dims)
+    return Sharding(small, tuple(dims))
+
+
+def _check_mapping(what: str, given: object, hint: str) -> None:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ShardingError(f"{what} of axes.transfer map {hint}; found {shown(given)}")
+
+
+def _check_names(sources: Mapping[str, End], targets: Mapping[str, End]) -> None:
+    for here, there, sides in ((sources, targets, ("sources", "targets")), (targets, sources, ("targets", "sources"))):
+        missing = [name for name in here if name not in there]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ShardingError(
+                f"{shortened(missing[0])}{more} in {sides[0]} isn't in {sides[1]}{suggestion(missing[0], there)}; both "
+                "have the same names"
+            )
+
+
+def _checked_bucket(bucket_mb: object) -> int:
+    number = bucket_mb if isinstance(bucket_mb, float) else whole_number(bucket_mb)
+    if number is None or not 0 < number <= 2**20:
+        raise SizeError(f"bucket_mb is a number of MiB above 0; found {shown(bucket_mb)}")
+    return max(1, int(number * 2**20))
+
+
+def _mesh_for(name: str, given: Meshes | None, side: str) -> Mesh | None:
+    if not isinstance(given, Mapping):
+        return given
+    found = _matching(given, name)
+    if found is None:
+        raise MeshError(f"no pattern of {side}_mesh matches {shortened(name)}: {', '.join(map(shortened, given))}")
+    return checked_mesh(found)
+
+
+def _matching(patterns: Mapping[str, Any], name: str) -> Any:
+    """The value of the first pattern that matches a name."""
+    if name in patterns:
+        return patterns[name]
+    return next((value for pattern, value in patterns.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _dtype_name(dtype: str | Dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    itemsize_of(name)
+    return name
+
+
+def names_in_spec(spec: str) -> frozenset[str]:
+    """The names of dims in a spec."""
+    return frozenset(factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name)
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def _bucketed(
+    tensors: Iterable[Carriage], bucket_bytes: int, rank: int, ranks_per_node: int, home: Mesh | None
+) -> Transfer:
+    """The transfer of these tensors, in buckets that no rank fills by more than `bucket_bytes` on either side."""
+    most = functools.lru_cache(maxsize=4096)(_most)
+    found, sizes = [], []
+    for one in tensors:
+        sent, received = (count * one.itemsize for count in most(*one.kind))
+        pieces = max(1, -(-max(sent, received) // bucket_bytes))
+        found.append(replace(one, pieces=pieces))
+        sizes.append((-(-sent // pieces), -(-received // pieces)))
+    buckets: list[tuple[TensorPiece, ...]] = []
+    bucket: list[TensorPiece] = []
+    loads: dict[tuple[int, int], int] = {}
+    sources, targets = _apart(one.source.universe for one in found), _apart(one.target.universe for one in found)
+    for piece in _interleaved(found):
+        one = found[piece.tensor]
+        ends = (0, sources[one.source.universe]), (1, targets[one.target.universe])
+        loaded = [loads.get(end, 0) + size for end, size in zip(ends, sizes[piece.tensor], strict=True)]
+        if bucket and max(loaded) > bucket_bytes:
+            buckets.append(tuple(bucket))
+            bucket, loads, loaded = [], {}, list(sizes[piece.tensor])
+        bucket.append(piece)
+        loads.update(zip(ends, loaded, strict=True))
+    buckets += [tuple(bucket)] if bucket else []
+    return Transfer(tuple(found), tuple(buckets), bucket_bytes, rank, ranks_per_node, home)
+
+
+def _apart(universes: Iterable[Universe]) -> dict[Universe, int]:
+    """A number for each universe, the same for those that have ranks in common, directly or by way of others."""
+    first: dict[int, Universe] = {}
+    found: dict[Universe, int] = {}
+    for number, universe in enumerate(dict.fromkeys(universes)):
+        found[universe] = number
+        met = {found[first.setdefault(rank, universe)] for rank in universe.ranks}
+        if len(met) > 1:
+            found.update({other: number for other, of in found.items() if of in met})
+    return found
+
+
+def _most(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The most elements that any rank sends of a tensor, and that any receives: bounds, without a look at ranks."""
+    held, wanted = source.largest_tile(shape), target.largest_tile(shape)
+    if not held or not wanted:
+        return 0, 0
+    copies = target.universe.size // _pieces(target)
+    total = copies * held
+    sent = Balance(SMALLEST, SLACK).limit(total, source.universe.size // _pieces(source))
+    return min(total, sent), wanted
+
+
+def _pieces(sharding: Sharding) -> int:
+    return math.prod(axis.size for dim in sharding.dims for axis in dim.axes)
+
+
+def _interleaved(tensors: Sequence[Carriage]) -> list[TensorPiece]:
+    """All pieces, those of tensors on different ranks in turn: then all ranks are busy all the time."""
+    groups: dict[tuple[Universe, Universe], list[int]] = {}
+    for number, one in enumerate(tensors):
+        groups.setdefault((one.source.universe, one.target.universe), []).append(number)
+    placed = []
+    for group in groups.values():
+        count, at = sum(tensors[number].pieces for number in group), 0
+        for number in group:
+            for piece in range(tensors[number].pieces):
+                placed.append((Fraction(2 * at + 1, 2 * count), number, piece))
+                at += 1
+    return [TensorPiece(number, piece) for _, number, piece in sorted(placed)]

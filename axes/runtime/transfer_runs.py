@@ -1,0 +1,637 @@
+"""Transfers carried out: this rank's part of an `axes.transfer`, with its own tensors.
+
+A bucket is one exchange with the ranks that this one shares elements with: what goes to a rank lies end to end in the
+bucket's buffer, and goes as one message. While one bucket travels the next is packed; so buffers of two buckets are
+all the memory that there is beside the tensors. A large piece that lies in memory as it is sent has a message of its
+own, which is sent from where it lies; one that arrives so is written where it belongs.
+
+    posted:   | receive 0, pack 0, send 0 | receive 1, pack 1, send 1 |             | receive 2 ...
+    waited:                                                          | 0, unpack 0 |
+
+Which memory is copied to which is found once for the tensors of a call, and kept for the next call with the same ones:
+a training loop's parameters stay where they are. Between two calls the buffers have no memory on an accelerator, whose
+allocator gives it back at once; on a CPU they keep it, as new memory takes longer than what is done with it.
+
+Before anything is sent, all ranks of the transfer compare their plans and whether their tensors fit, by one small
+reduction. So a wrong tensor is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.chunks import tile_shape
+from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
+from axes.algebra.mesh import Mesh
+from axes.algebra.planning.exchange import Message, Region
+from axes.algebra.transfers import Carriage, Transfer, part_of
+from axes.algebra.universe import Universe
+from axes.runtime import torch_private
+from axes.runtime.agreement import ranks_text
+from axes.runtime.check import Operation, lane_of, patience_of, together
+from axes.runtime.groups import current_world, group_of, of_world
+from axes.runtime.links import link_of
+from axes.runtime.packing import Grid, Part, Run, Shape, arranged, elements_of, slices_of
+from axes.runtime.programs import name_of
+from axes.runtime.sharded import dtensor_of
+from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.trace import Traced
+
+DIRECT = 2**18
+"""Bytes of a piece from which it has a message of its own, without a copy where its memory lies right."""
+
+_ALIGNED = 16
+"""Every piece in a buffer begins at a multiple of so many bytes."""
+
+_NAMES_SHOWN = 8
+
+
+def carry_out(move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Carry a transfer out on this rank; see `Transfer.__call__`."""
+    run = run_of(move)
+    if run.group is None and not run.takes_part:
+        return {}
+    with torch.no_grad():
+        return run(tensors, into)
+
+
+@of_world(32)
+def run_of(move: Transfer) -> TransferRun:
+    """A transfer, made ready for this rank."""
+    world = current_world()
+    if move.home is None and move.tensors:
+        raise MeshError("the meshes of this transfer are algebra alone; data moves on a mesh made with axes.init_mesh")
+    return TransferRun(move.at(world.rank), move.home)
+
+
+# --- what goes where in a bucket ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedPiece:
+    """A piece of a message: the tensor, the boxes of this rank's tile, and where it lies in the bucket's buffer.
+
+    start, size: bytes. boxes: with where each begins in the piece, in elements.
+    """
+
+    tensor: int
+    boxes: tuple[Part, ...]
+    count: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What goes to a rank in a bucket, or comes from it, as one message. peer: its index in the group."""
+
+    peer: int
+    places: tuple[PackedPiece, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class BucketSide:
+    """What a rank sends in a bucket, or receives. size: bytes of the buffer."""
+
+    parcels: tuple[Parcel, ...]
+    size: int
+
+
+def _side(peers: Mapping[int, list[tuple[int, Message, int, int]]], tensors: Sequence[Carriage]) -> BucketSide:
+    """One side of a bucket. peers: for each, in order, messages about tensors, with which of how many pieces goes."""
+    parcels: list[Parcel] = []
+    at = 0
+    for peer in peers:
+        places: list[PackedPiece] = []
+        first = at
+        for tensor, message, piece, pieces in peers[peer]:
+            start, stop = part_of(message.count, piece, pieces)
+            if start == stop:
+                continue
+            boxes, size = tuple(_boxes(message.regions, start, stop)), (stop - start) * tensors[tensor].itemsize
+            place = PackedPiece(tensor, boxes, stop - start, at, size)
+            at += -(-size // _ALIGNED) * _ALIGNED
+            if size >= DIRECT:
+                parcels.append(Parcel(peer, (place,), place.start, size))
+                # What is packed stays in one stretch: it goes around the large piece.
+                if places:
+                    parcels.append(Parcel(peer, tuple(places), first, places[-1].start + places[-1].size - first))
+                places, first = [], at
+            else:
+                places.append(place)
+        if places:
+            parcels.append(Parcel(peer, tuple(places), first, places[-1].start + places[-1].size - first))
+    return BucketSide(tuple(parcels), at)
+
+
+def _boxes(regions: Iterable[Region], start: int, stop: int) -> Iterator[Part]:
+    """The elements `start..stop` of boxes end to end, as boxes with where they begin."""
+    at = 0
+    for region in regions:
+        size = elements_of(region)
+        low, high = max(start - at, 0), min(stop - at, size)
+        place = at + low - start
+        for box in cut_box(region, low, high) if low < high else ():
+            yield place, box
+            place += elements_of(box)
+        at += size
+
+
+def cut_box(region: Region, start: int, stop: int) -> list[Region]:
+    """The elements `start..stop` of a box in row-major order, as boxes.
+
+    >>> cut_box(((0, 2), (0, 3)), 2, 6)
+    [((0, 1), (2, 3)), ((1, 2), (0, 3))]
+    """
+    if (start, stop) == (0, elements_of(region)):
+        return [region]
+    (first, _), *inner = region
+    row = elements_of(tuple(inner))
+    top, bottom = -(-start // row), stop // row
+
+    def within(number: int, low: int, high: int) -> list[Region]:
+        """A part of one row."""
+        boxes = cut_box(tuple(inner), low - number * row, high - number * row)
+        return [((first + number, first + number + 1), *box) for box in boxes]
+
+    if bottom < top:
+        return within(bottom, start, stop)
+    found = within(top - 1, start, top * row) if start < top * row else []
+    if top < bottom:
+        found.append(((first + top, first + bottom), *inner))
+    return found + (within(bottom, bottom * row, stop) if bottom * row < stop else [])
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+Views = list[torch.Tensor]
+
+
+@dataclass
+class Bound:
+    """What a call with certain tensors copies, and sends from where.
+
+    memory: what tells these tensors from others. pack, unpack: `(views of a buffer, views of tensors)` for each message
+    of each bucket.
+    sends, receives: `(peer, tensor)` for each bucket. buffers: two on each side, which buckets take in turns.
+    """
+
+    memory: tuple[Any, ...]
+    copies: tuple[Views, Views]
+    pack: list[list[tuple[Views, Views]]] = field(default_factory=list)
+    unpack: list[list[tuple[Views, Views]]] = field(default_factory=list)
+    sends: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
+    receives: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+
+class TransferRun:
+    """A transfer on this rank: who it exchanges with, and by which boxes."""
+
+    def __init__(self, move: Transfer, mesh: Mesh | None):
+        self.move, self.mesh = move, mesh
+        self.ranks = Universe.of(move.ranks).ranks if move.ranks else ()
+        self.takes_part = move.rank in self.ranks
+        self.number = {one.source_name: number for number, one in enumerate(move.tensors)}
+        self.named = {one.target_name: number for number, one in enumerate(move.tensors)}
+        self.bound: Bound | None = None
+        self.seen: dict[tuple[int, str], Any] = {}
+        self.arrived = -1
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks of the transfer; None where nobody sends anything."""
+        if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
+            return None
+        union = Mesh("union", ranks=self.ranks)._with(binding=self.mesh.binding)
+        return group_of(union, union.layout_of_all, "transfer")
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        assert self.mesh is not None, "a transfer of tensors has meshes"
+        return torch.device(self.mesh.binding.device_type)
+
+    @cached_property
+    def tiles(self) -> list[tuple[Shape | None, Shape | None]]:
+        """The shapes of this rank's tiles of each tensor, before and after."""
+        every = range(len(self.move.tensors))
+        return [tuple(None if t is None else tile_shape(t) for t in self.move.tiles(number)) for number in every]  # type: ignore[misc]
+
+    @cached_property
+    def wires(self) -> list[torch.dtype]:
+        """The dtype in which each tensor travels and arrives."""
+        return [getattr(torch, one.dtypes[1] or "float32") for one in self.move.tensors]
+
+    @cached_property
+    def buckets(self) -> list[tuple[BucketSide, BucketSide]]:
+        """What this rank sends and receives in each bucket."""
+        index = {rank: at for at, rank in enumerate(self.ranks)}
+        found = []
+        me, size = index.get(self.move.rank, 0), len(index)
+        for pieces in self.move.buckets:
+            sides: tuple[dict[int, list[Any]], dict[int, list[Any]]] = ({}, {})
+            for piece in pieces:
+                exchange = self.move.exchange(piece.tensor)
+                if exchange is None:
+                    continue
+                count = self.move.tensors[piece.tensor].pieces
+                for side, messages in zip(sides, (exchange.sends, exchange.receives), strict=True):
+                    for message in messages:
+                        peer = index[exchange.ranks[message.peer]]
+                        side.setdefault(peer, []).append((piece.tensor, message, piece.piece, count))
+            # Each rank begins with another one, so that not all send to the first at the same time.
+            orders = (lambda peer: (peer - me) % size), (lambda peer: (me - peer) % size)
+            turned = (
+                {peer: side[peer] for peer in sorted(side, key=order)}
+                for side, order in zip(sides, orders, strict=True)
+            )
+            found.append(tuple(_side(side, self.move.tensors) for side in turned))
+        return found  # type: ignore[return-value]
+
+    @cached_property
+    def last(self) -> list[int]:
+        """The number of the bucket with the last piece of each tensor."""
+        found = [-1] * len(self.move.tensors)
+        for number, pieces in enumerate(self.move.buckets):
+            for piece in pieces:
+                found[piece.tensor] = number
+        return found
+
+    # tensors
+
+    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The tensors that this rank has of the targets, from those that it has of the sources."""
+        error: AxesError | None = None
+        held: list[torch.Tensor | None] = []
+        given: list[torch.Tensor | None] = []
+        try:
+            held, given = self._held(tensors), self._given({} if into is None else into)
+        except AxesError as found:
+            error = found
+        self._agree(error, into is None)
+        made = [tensor if tensor is not None else self._new(number) for number, tensor in enumerate(given)]
+        bound = self._bound(held, made, keep=None not in given)
+        try:
+            together(self._operation, (), self._run, bound)
+        except DesyncError as failed:
+            self.bound = None
+            raise DesyncError(f"{failed}\n{self._state()}") from failed
+        return {
+            one.target_name: self._result(number, tile) if into is None else into.get(one.target_name, tile)
+            for number, (one, tile) in enumerate(zip(self.move.tensors, made, strict=True))
+            if tile is not None
+        }
+
+    def _held(self, tensors: Mapping[str, Any]) -> list[torch.Tensor | None]:
+        """The tiles of the sources, in order."""
+        if not isinstance(tensors, Mapping):
+            raise ShardingError(f"a transfer takes tensors by name; found {shown(tensors)}")
+        if tensors.keys() - self.number.keys():
+            unknown = next(name for name in tensors if name not in self.number)
+            raise ShardingError(
+                f"{shortened(unknown)} isn't a source of the transfer{suggestion(str(unknown), self.number)}"
+            )
+        found = []
+        for one, (shape, _) in zip(self.move.tensors, self.tiles, strict=True):
+            local = self._local(one, tensors.get(one.source_name), 0, shape)
+            if local is not None and one.dtypes[0] is not None and name_of(local.dtype) != one.dtypes[0]:
+                raise ShardingError(
+                    f"{shortened(one.source_name)} is {name_of(local.dtype)}, the plan is for {one.dtypes[0]}; pass "
+                    "dtype= to axes.transfer, or shapes= with tensors of this dtype"
+                )
+            found.append(local)
+        return found
+
+    def _given(self, into: Mapping[str, Any]) -> list[torch.Tensor | None]:
+        """The tensors to write, in order; None where there is none."""
+        if not isinstance(into, Mapping):
+            raise ShardingError(f"into= maps names to tensors; found {shown(into)}")
+        if into.keys() - self.named.keys():
+            unknown = next(name for name in into if name not in self.named)
+            raise ShardingError(
+                f"{shortened(unknown)} isn't a target of the transfer{suggestion(str(unknown), self.named)}"
+            )
+        found = []
+        for number, (one, (_, shape)) in enumerate(zip(self.move.tensors, self.tiles, strict=True)):
+            value = into.get(one.target_name)
+            local = None if value is None else self._local(one, value, 1, shape)
+            if local is not None and local.dtype != self.wires[number]:
+                raise ShardingError(
+                    f"{shortened(one.target_name)} of into= is {name_of(local.dtype)}; what arrives is "
+                    f"{name_of(self.wires[number])}. Pass dtype={local.dtype} to axes.transfer"
+                )
+            found.append(local)
+        return found
+
+    def _local(self, one: Carriage, value: Any, side: int, shape: Shape | None) -> torch.Tensor | None:
+        """This rank's tile in a DTensor, or the tile itself; `ShardingError` for what is another one."""
+        name, end = ((one.source_name, one.source), (one.target_name, one.target))[side]
+        if isinstance(value, DTensor):
+            spec = torch_private.spec_of(value)
+            if self.seen.get((side, name)) is not spec:
+                self._check_spec(name, end, spec, one.shape)
+                self.seen[side, name] = spec
+            value = torch_private.local_of(value)
+        if shape is None:
+            if value is None or (isinstance(value, torch.Tensor) and not value.numel()):
+                return None
+            raise ShardingError(
+                f"rank {self.move.rank} has nothing of {shortened(name)} ('{end}'); found {_shown(value)}"
+            )
+        if value is None and not math.prod(shape):
+            return torch.empty(shape, dtype=self.wires[self.number[one.source_name]], device=self.device)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+            raise ShardingError(
+                f"{shortened(name)} is on rank {self.move.rank} a shard of shape {list(shape)} ('{end}' of "
+                f"{list(one.shape)}); found {_shown(value)}"
+            )
+        return value.detach()
+
+    def _check_spec(self, name: str, end: Any, spec: Any, shape: Shape) -> None:
+        found = sharding_of_spec(spec)
+        if tuple(spec.shape) != shape:
+            raise ShardingError(f"{shortened(name)} has shape {list(spec.shape)}; the plan is for {list(shape)}")
+        if found.pending or any(
+            found.tile(shape, rank) != end.tile(shape, rank) for rank in (self.move.rank, *end.universe.ranks[:1])
+        ):
+            raise ShardingError(f"{shortened(name)} isn't sharded as the plan says\n  plan    {end}\n  tensor  {found}")
+
+    def _new(self, number: int) -> torch.Tensor | None:
+        shape = self.tiles[number][1]
+        return None if shape is None else torch.empty(shape, dtype=self.wires[number], device=self.device)
+
+    def _result(self, number: int, local: torch.Tensor) -> Any:
+        """What arrives without `into`: a DTensor where the target's mesh can have one."""
+        one = self.move.tensors[number]
+        if one.target.mesh.binding is None:
+            return local
+        try:
+            return dtensor_of(local, one.target, one.shape, one.target.mesh.device_mesh)
+        except ShardingError:  # DTensor can't say every sharding; the shard is right
+            return local
+
+    # memory
+
+    def _bound(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None], keep: bool) -> Bound:
+        memory = tuple([None if t is None else (t.data_ptr(), t.dtype, t.stride()) for t in (*held, *made)])
+        if self.bound is not None and self.bound.memory == memory:
+            return self.bound
+        self._check_apart(held, made)
+        bound = Bound(memory, self._copies(held, made))
+        most = [max((sides[side].size for sides in self.buckets), default=0) for side in (0, 1)]
+        turns = min(2, len(self.buckets))
+        bound.buffers = [
+            torch.empty(size, dtype=torch.uint8, device=self.device) for size in most for _ in range(turns)
+        ]
+        for number, (sends, receives) in enumerate(self.buckets):
+            given, taken = (bound.buffers[side * turns + number % turns] for side in (0, 1))
+            packed, sent = self._views(sends, given, held)
+            unpacked, received = self._views(receives, taken, made)
+            bound.pack.append(packed)
+            bound.unpack.append(unpacked)
+            bound.sends.append(sent)
+            bound.receives.append(received)
+        self.bound = bound if keep else None
+        return bound
+
+    def _check_apart(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None]) -> None:
+        """What is written isn't what is still to be read."""
+        read = {t.untyped_storage().data_ptr(): n for n, t in enumerate(held) if t is not None and t.numel()}
+        for number, tensor in enumerate(made):
+            if tensor is None or not tensor.numel():
+                continue
+            other = read.get(tensor.untyped_storage().data_ptr())
+            if other is not None:
+                names = self.move.tensors[number].target_name, self.move.tensors[other].source_name
+                raise ShardingError(
+                    f"{shortened(names[0])} of into= shares memory with the source {shortened(names[1])}, which is "
+                    "read while it is written; leave it out of into=, or clone the source"
+                )
+
+    def _copies(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None]) -> tuple[Views, Views]:
+        """What this rank keeps: `(to, from)`."""
+        to, origin = [], []
+        for number in range(len(self.move.tensors)):
+            exchange = self.move.exchange(number)
+            source, target = held[number], made[number]
+            if exchange is None or source is None or target is None:
+                continue
+            for box, place in exchange.copies:
+                to.append(target[slices_of(place)])
+                origin.append(source[slices_of(box)])
+        return to, origin
+
+    def _views(
+        self, side: BucketSide, buffer: torch.Tensor, tiles: list[torch.Tensor | None]
+    ) -> tuple[list[tuple[Views, Views]], list[tuple[int, torch.Tensor]]]:
+        """`(views of the buffer, views of the tiles)` to be copied for each message; and the messages by rank."""
+        copied, passed = [], []
+        for parcel in side.parcels:
+            place = parcel.places[0]
+            tile = tiles[place.tensor]
+            alone = len(parcel.places) == 1 and place.size >= DIRECT and tile is not None
+            stretch = self._stretch(place, tile) if alone and tile is not None else None
+            staged: Views = []
+            lying: Views = []
+            if stretch is None:
+                stretch = buffer[parcel.start : parcel.start + parcel.size]
+                for place in parcel.places:
+                    tile = tiles[place.tensor]
+                    assert tile is not None, "what is exchanged is of a tile that the rank has"
+                    flat = buffer[place.start : place.start + place.size].view(self.wires[place.tensor])
+                    for here, there in _pairs(place, flat, tile):
+                        staged.append(here)
+                        lying.append(there)
+            copied.append((staged, lying))
+            passed.append((parcel.peer, stretch.view(torch.uint8)))
+        return copied, passed
+
+    def _stretch(self, place: PackedPiece, tile: torch.Tensor) -> torch.Tensor | None:
+        """The memory of a piece, where that is one stretch of the right dtype."""
+        if tile.dtype != self.wires[place.tensor] or not tile.is_contiguous():
+            return None
+        found = arranged(place.boxes).within(tuple(tile.shape), (1,) * tile.dim())
+        return tile.view(-1)[found.start : found.stop] if isinstance(found, Run) else None
+
+    # what is sent
+
+    def _exchange(self, bound: Bound) -> None:
+        """Exchange bucket after bucket, two at a time."""
+        group = self.group
+        assert group is not None, "there are buckets where ranks exchange anything"
+        under_way: list[Any] = []
+        for number in range(len(self.buckets)):
+            works = torch_private.pass_all(
+                group, bound.sends[number], bound.receives[number], _packing(bound.pack[number])
+            )
+            if number:
+                self._arrived(bound, number - 1, under_way)
+            under_way = works
+        self._arrived(bound, len(self.buckets) - 1, under_way)
+
+    def _arrived(self, bound: Bound, number: int, works: list[Any]) -> None:
+        for work in works:
+            work.wait()
+        for staged, lying in bound.unpack[number]:
+            _copy(lying, staged)
+        self.arrived = number
+
+    def _run(self, bound: Bound) -> None:
+        self.arrived = -1
+        for buffer in bound.buffers:
+            if not buffer.untyped_storage().size():
+                buffer.untyped_storage().resize_(buffer.numel())
+        _copy(*bound.copies)
+        if self.group is not None and self.buckets:
+            self._exchange(bound)
+        for buffer in bound.buffers if self.device.type != "cpu" else ():
+            buffer.untyped_storage().resize_(0)
+
+    # all ranks
+
+    @cached_property
+    def said(self) -> str:
+        """The transfer as errors and traces show it."""
+        count = len(self.move.tensors)
+        return f"axes.transfer of {count} tensor{'s' if count != 1 else ''}, {ranks_text(self.ranks)}"
+
+    def _operation(self) -> Operation:
+        assert self.mesh is not None, "what is sent is of a mesh"
+        group = self.group
+        sizes = [sum(side.size for side in sides) for sides in zip(*self.buckets, strict=True)] or [0, 0]
+        name = "" if group is None else str(group.group_name)
+        kinds = "many" if len({*self.wires}) != 1 else name_of(self.wires[0])
+        device = self.mesh.binding.device_type
+        traced = Traced(
+            *(self.said, "exchange", "send and receive", "all ranks", name, self.ranks, kinds, device),
+            bytes_in=sizes[1],
+            bytes_out=sizes[0],
+        )
+        return Operation(
+            self.ranks,
+            self.said,
+            f"{self.said} {self.move.fingerprint}",
+            lane_of(self.mesh),
+            patience_of(self.mesh, group),
+            traced=traced,
+        )
+
+    def _agree(self, error: AxesError | None, new: bool) -> None:
+        """Returns where all ranks have one plan, and each has tensors that fit; an error on all of them otherwise."""
+        group = self.group
+        if group is None:
+            if error is not None:
+                raise error
+            return
+        plan = int(self.move.fingerprint[:15], 16)
+        targets = self.move.rank in self.move.targets
+        flags = [error is not None, targets and new, targets and not new]
+        state = torch.tensor([*flags, plan, -plan], dtype=torch.int64, device=self.device)
+        together(self._operation, (), _greatest, group, state)
+        wrong, some, others, most, least = state.tolist()
+        if wrong or (some and others) or most != -least:
+            into = f"into= {'is left out' if new else 'is passed'}" if targets else ""
+            mine = json.dumps((None if error is None else str(error), into, self.move.described))
+            told = [json.loads(text) for text in together(self._operation, (), _texts, group, mine, self.device)]
+            if error is not None:
+                raise error
+            raise self._disagreement(told)
+
+    def _disagreement(self, told: list[tuple[str | None, str, str]]) -> AxesError:
+        """What to raise on a rank whose own tensors fit."""
+        failed = [f"rank {rank}: {text}" for rank, (text, *_) in zip(self.ranks, told, strict=True) if text is not None]
+        if failed:
+            more = [f"and {len(failed) - 1} more"] if len(failed) > 1 else []
+            return ShardingError("\n  ".join([f"{self.said}: the tensors of other ranks don't fit", failed[0], *more]))
+        passes = {into: rank for rank, (_, into, _) in zip(self.ranks, told, strict=True) if into}
+        if len(passes) > 1:
+            both = "".join(f"\n  rank {rank}: {into}" for into, rank in passes.items())
+            return DesyncError(f"{self.said}: into= is passed on all ranks that receive, or on none{both}")
+        rank, theirs = next(
+            (rank, text.splitlines())
+            for rank, (*_, text) in zip(self.ranks, told, strict=True)
+            if text != self.move.described
+        )
+        lines = zip_longest(self.move.described.splitlines(), theirs, fillvalue="nothing")
+        one, two = next(pair for pair in lines if pair[0] != pair[1])
+        return DesyncError(
+            f"ranks have other plans for {self.said}\n  rank {self.move.rank}: {one}\n  rank {rank}: {two}"
+        )
+
+    def _state(self) -> str:
+        """Which tensors that this rank gets are whole, and which aren't."""
+        whole, rest = list[str](), list[str]()
+        for number, one in enumerate(self.move.tensors):
+            if self.tiles[number][1] is not None:
+                (whole if self.last[number] <= self.arrived else rest).append(one.target_name)
+        if not whole and not rest:
+            return f"rank {self.move.rank} gets no tensors"
+        return f"whole on rank {self.move.rank}: {_listed(whole)}; not whole: {_listed(rest)}"
+
+
+def _greatest(group: dist.ProcessGroup, state: torch.Tensor) -> None:
+    link_of(group, state.dtype, True, "max").all_reduce(state, "max", True)
+
+
+def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:
+    """The text of every rank of the group."""
+    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(mine)], device=device)
+    _greatest(group, size)
+    row = mine.new_zeros(int(size))
+    row[: len(mine)] = mine
+    rows = link_of(group, row.dtype, True).all_gather(row, (group.size() * len(row),)).view(group.size(), -1)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
+
+
+def _packing(packed: Sequence[tuple[Views, Views]]) -> Callable[[int], None]:
+    """What fills the message of a number."""
+    return lambda number: _copy(*packed[number])
+
+
+def _copy(to: Views, origin: Views) -> None:
+    if to:
+        torch_private.copy_all(to, origin)
+
+
+def _pairs(place: PackedPiece, flat: torch.Tensor, tile: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of a piece in its buffer and in the tile, as few as can be."""
+    if tile.is_contiguous():
+        found = arranged(place.boxes).within(tuple(tile.shape), (1,) * tile.dim())
+        if isinstance(found, Run):
+            yield flat, tile.view(-1)[found.start : found.stop]
+            return
+        if isinstance(found, Grid):
+            yield (
+                flat.view(found.sizes),
+                tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset),
+            )
+            return
+    for start, box in place.boxes:
+        extents = tuple(stop - first for first, stop in box)
+        yield flat[start : start + math.prod(extents)].view(extents), tile[slices_of(box)]
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+
+
+def _listed(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(map(shortened, names[:_NAMES_SHOWN])) + more

@@ -1,0 +1,202 @@
+"""The time of moving a state dict between two meshes on disjoint ranks, on eight processes.
+
+25 blocks of eight tensors, 256 MB in float32, from `fsdp=4` on ranks 0 to 3 to `dp=2 tp=2` on ranks 4 to 7: column- and
+row-parallel matrices, and norms that are whole on every rank. The peers are one exchange of as many bytes between the
+same ranks, from and to one flat buffer that lies right; and what trainers do tensor by tensor: gather the tensor on
+the ranks that have it, broadcast it from one of them to those that want it, slice.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+import axes
+from axes.algebra.transfers import Transfer
+from tests.bench.measure import Times, benchmark, printed_by
+
+RANKS, BLOCKS, WIDTH, ROUNDS = 8, 25, 560, 8
+
+SOURCES, TARGETS, SHAPES = {}, {}, {}
+for block in range(BLOCKS):
+    for name, rows, columns, spec in (
+        ("q", 1, 1, "f@tp d"),
+        ("k", 1, 1, "f@tp d"),
+        ("v", 1, 1, "f@tp d"),
+        ("o", 1, 1, "f d@tp"),
+        ("up", 2, 1, "f@tp d"),
+        ("down", 1, 2, "f d@tp"),
+    ):
+        SHAPES[f"{block}.{name}"] = (rows * WIDTH, columns * WIDTH)
+        SOURCES[f"{block}.{name}"], TARGETS[f"{block}.{name}"] = "f@fsdp d", spec
+    for name in ("norm1", "norm2"):
+        SHAPES[f"{block}.{name}"], SOURCES[f"{block}.{name}"], TARGETS[f"{block}.{name}"] = (WIDTH,), "d@fsdp", "d"
+
+
+def sides() -> tuple[axes.Mesh, axes.Mesh, Transfer]:
+    """Both meshes, and the plan between them."""
+    trainer = axes.init_mesh("fsdp=4", ranks=range(4), device_type="cpu")
+    server = axes.init_mesh("dp=2 tp=2", ranks=range(4, 8), device_type="cpu")
+    move = axes.transfer(SOURCES, TARGETS, trainer, server, SHAPES)
+    return trainer, server, move.at(dist.get_rank())
+
+
+def shards(mesh: axes.Mesh, specs: dict[str, str]) -> dict[str, torch.Tensor] | None:
+    """This rank's shards on a mesh, None outside it."""
+    if mesh.coordinate is None:
+        return None
+    return {name: torch.rand(mesh.sharding(spec).local_shape(SHAPES[name])) for name, spec in specs.items()}
+
+
+def one_exchange(move: Transfer) -> Callable[[], object]:
+    """As many bytes between the same ranks."""
+    given, taken = [0] * RANKS, [0] * RANKS
+    for step in move.steps:
+        for counts, side in ((given, step.sends), (taken, step.receives)):
+            for peer, size in side.items():
+                counts[peer] += size // 4
+    sent, out = torch.rand(sum(given)), torch.empty(sum(taken))
+    return lambda: dist.all_to_all_single(out, sent, taken, given)
+
+
+def tensor_by_tensor(trainer: axes.Mesh, server: axes.Mesh, held: Any, into: Any) -> Callable[[], object]:
+    """Gathered by DTensor, broadcast whole, sliced by those that want a part."""
+    group = dist.new_group([0, *server.universe.ranks])
+    device_mesh = trainer.device_mesh if held is not None else None
+    have = {} if held is None else {n: DTensor.from_local(x, device_mesh, [Shard(0)]) for n, x in held.items()}
+
+    def run() -> None:
+        for name, shape in SHAPES.items():
+            whole = have[name].full_tensor() if have else torch.empty(shape)
+            if dist.get_rank() in (0, *server.universe.ranks):
+                dist.broadcast(whole, 0, group=group)
+            if into is not None:
+                into[name].copy_(whole[server.sharding(TARGETS[name]).local_indices(shape)])
+
+    return run
+
+
+def measured(what: str) -> tuple[float, float]:
+    torch.set_num_threads(1)
+    trainer, server, move = sides()
+    held, into = shards(trainer, SOURCES), shards(server, TARGETS)
+
+    def ours() -> object:
+        return move(held or {}, into or {})
+
+    theirs = one_exchange(move) if what == "exchange" else tensor_by_tensor(trainer, server, held, into)
+    with torch.no_grad():
+        found = [(seconds(ours), seconds(theirs)) for _ in range(ROUNDS + 2)][2:]
+    medians = [statistics.median(column) for column in zip(*found, strict=True)]
+    return medians[0], medians[1]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def python_of_a_round(rounds: int = 20) -> float:
+    """Seconds of a rank's own time in a round that finds everything as it was, less that of one that does nothing."""
+    torch.set_num_threads(1)
+    trainer, server, move = sides()
+    held, into = shards(trainer, SOURCES) or {}, shards(server, TARGETS) or {}
+    for _ in range(2):
+        move(held, into)
+    from axes.runtime.transfer_runs import run_of
+
+    run = run_of(move)
+    started = time.thread_time()
+    for _ in range(rounds):
+        run._bound(run._held(held), run._given(into), True)
+    return (time.thread_time() - started) / rounds
+
+
+STATE = "200 tensors, 256 MB, `fsdp=4` to `dp=2 tp=2` on other ranks"
+
+
+@benchmark(f"axes.transfer of {STATE}", peer="one `all_to_all_single` of as many bytes", bar=1 / 1.15)
+def beside_one_exchange() -> Times:
+    return Times(*axes.launch(measured, RANKS, "exchange")[0])
+
+
+@benchmark(f"axes.transfer of {STATE}", peer="gather and broadcast, tensor by tensor", bar=5)
+def beside_tensor_by_tensor() -> Times:
+    return Times(*axes.launch(measured, RANKS, "tensors")[0])
+
+
+MIXTURE = """
+import time
+from axes import Mesh, transfer
+width, hidden, experts, vocabulary = 7168, 2048, 384, 163840
+shapes, sources, targets, stages = {}, {}, {}, {}
+whole = Mesh("pp=16 fsdp=8 tp=8", "(fsdp tp) = efsdp ep", ep=32, ranks=range(1024))
+def add(name, shape, source, target):
+    shapes[name], sources[name], targets[name] = shape, source, target
+add("embed", (vocabulary, width), "v@tp d", "v@tp d")
+add("head", (vocabulary, width), "v@tp d", "v@tp d")
+for layer in range(61):
+    name = f"layers.{layer}."
+    add(name + "norm", (width,), "d@fsdp", "d")
+    add(name + "router", (experts, width), "e d@fsdp", "e d")
+    for part, rows in (("q", 16384), ("k", 2048), ("v", 2048)):
+        add(name + part, (rows, width), "h@tp d@fsdp", "h@tp d")
+    add(name + "o", (width, 16384), "d@fsdp h@tp", "d h@tp")
+    for part in ("up", "gate"):
+        add(name + part, (experts, hidden, width), "e@ep f d@efsdp", "e@tp f d")
+    add(name + "down", (experts, width, hidden), "e@ep d@efsdp f", "e@tp d f")
+    stages[name + "*"] = whole.at(64 * (layer * 16 // 61))["fsdp", "tp"]
+stages |= {"embed": whole.at(0)["fsdp", "tp"], "head": whole.at(960)["fsdp", "tp"]}
+server = Mesh("dp=16 tp=64", ranks=range(1024, 2048))
+started = time.perf_counter()
+move = transfer(sources, targets, stages, server, shapes, dtype="bfloat16").at(RANK)
+move.steps, move.peak_bytes
+print(time.perf_counter() - started)
+"""
+
+
+@benchmark("a trillion parameters, 1,024 ranks to 1,024: one rank's part", peer="one second", bar=1)
+def a_trillion_parameters() -> Times:
+    parts = [printed_by(MIXTURE.replace("RANK", str(rank))) for rank in (0, 1777)]
+    return Times(max(parts), 1.0)
+
+
+UNLIKE = """
+import time
+from axes import Mesh, plan
+count = 98304
+one, two = Mesh("a=3 b=32768"), Mesh("c=32768 d=3")
+other = Mesh("c=32768 d=3", ranks=range(count, 2 * count))
+turned = Mesh("c=32768 d=3", ranks=[*range(1, count), 0])
+def seconds(source, target, mesh, shape, **sizes):
+    started = time.perf_counter()
+    found = plan(source, target, shape, source_mesh=one, target_mesh=mesh, **sizes)
+    for step in found.steps:
+        if step.takes_part(7):
+            step.exchange(7)
+    return time.perf_counter() - started
+print(max(
+    seconds("x@b y@a z", "x@c y z@d", two, (98304, 98304, 384)),
+    seconds("x@(a b) y", "x y@(c d)", two, (98304, 98304)),
+    seconds("x@a y", "x y@d", two, (96, 96)),
+    seconds("x@b y@a", "x@c y@d", two, (32769, 7)),
+    seconds("(p=3 q@b) y", "(p q@c) y@d", two, (98304, 12), q=32768),
+    seconds("x@(a b)", "x@(c d)", other, (98304,)),
+    seconds("x y", "x y", other, (384, 384)),
+    seconds("x@b y", "x@d y", turned, (32768, 96)),
+))
+"""
+
+
+@benchmark("a plan and a rank's part of it, 98,304 ranks without common digits", peer="two seconds", bar=1)
+def ranks_without_common_digits() -> Times:
+    return Times(printed_by(UNLIKE), 2.0)

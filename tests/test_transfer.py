@@ -1,0 +1,430 @@
+"""Transfers: plans checked by brute force on arrays, and carried out on real processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
+
+import axes
+from axes.algebra import transfers
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
+from axes.algebra.sharding import Sharding
+from axes.algebra.transfers import Carriage, Transfer, part_of
+from axes.runtime import torch_private, transfer_runs
+from tests.transfer_cases import WORLD, case
+
+# --- by brute force -------------------------------------------------------------------------------
+
+
+def indices(end: Sharding, shape: tuple[int, ...], rank: int) -> np.ndarray | None:
+    """The number of each element of a rank's tile in the whole tensor."""
+    if end.universe.position(rank) is None:
+        return None
+    local = [
+        np.concatenate([np.arange(run.start, run.stop) for run in (dim if isinstance(dim, tuple) else (dim,))])
+        for dim in end.local_indices(shape, rank)
+    ]
+    return np.arange(math.prod(shape)).reshape(shape)[np.ix_(*local)] if shape else np.array(0)
+
+
+def carried(move: Transfer, number: int) -> dict[str, dict[int, int]]:
+    """Carry one tensor out on arrays, piece by piece; returns the elements that each rank received and sent."""
+    one = move.tensors[number]
+    mine = {rank: move.at(rank).exchange(number) for rank in move.ranks}
+    exchanges = {rank: found for rank, found in mine.items() if found is not None}
+    held = {rank: indices(one.source, one.shape, rank) for rank in move.ranks}
+    wanted = {rank: indices(one.target, one.shape, rank) for rank in move.ranks}
+    sent: dict[tuple[int, int], np.ndarray] = {}
+    for rank, exchange in exchanges.items():
+        for message in exchange.sends:
+            values = [held[rank][boxed(box)].reshape(-1) for box in message.regions]
+            sent[rank, exchange.ranks[message.peer]] = np.concatenate(values)
+            assert len(sent[rank, exchange.ranks[message.peer]]) == message.count > 0
+    expected = 0
+    for rank, exchange in exchanges.items():
+        made = None if wanted[rank] is None else np.full(wanted[rank].shape, -1)
+        for box, place in exchange.copies:
+            fill(made, place, held[rank][boxed(box)].reshape(-1))
+        for message in exchange.receives:
+            peer = exchange.ranks[message.peer]
+            assert peer != rank
+            values = sent[peer, rank]
+            expected += 1
+            parts = [values[slice(*part_of(len(values), at, one.pieces))] for at in range(one.pieces)]
+            values, start = np.concatenate(parts), 0
+            for box in message.regions:
+                size = math.prod(stop - first for first, stop in box)
+                fill(made, box, values[start : start + size])
+                start += size
+            assert start == len(values) == message.count
+        if made is not None:
+            np.testing.assert_array_equal(made, wanted[rank])
+    assert expected == len(sent), "what is sent is received"
+    return {
+        side: {rank: sum(m.count for m in getattr(exchange, side)) for rank, exchange in exchanges.items()}
+        for side in ("receives", "sends")
+    }
+
+
+def boxed(box):
+    return (*(slice(*bounds) for bounds in box), ...)
+
+
+def fill(made: np.ndarray, box, values: np.ndarray) -> None:
+    view = made[boxed(box)]
+    assert (view == -1).all(), "an element is written twice"
+    view[...] = values.reshape(view.shape)
+
+
+def fair_shares(one: Carriage, ranks: tuple[int, ...]) -> dict[int, float]:
+    """What each rank would send if all who hold an element shared what others want of it."""
+    count = math.prod(one.shape)
+    held = {
+        rank: set(found.reshape(-1).tolist())
+        for rank in ranks
+        if (found := indices(one.source, one.shape, rank)) is not None
+    }
+    wanted = {
+        rank: set(found.reshape(-1).tolist())
+        for rank in ranks
+        if (found := indices(one.target, one.shape, rank)) is not None
+    }
+    shares = dict.fromkeys(ranks, 0.0)
+    for element in range(count):
+        holders = [rank for rank in held if element in held[rank]]
+        wants = sum(1 for rank in wanted if element in wanted[rank] and element not in held.get(rank, ()))
+        for rank in holders:
+            shares[rank] += wants / len(holders)
+    return shares
+
+
+@settings(max_examples=500)
+@given(st.integers(0, 10**6))
+def test_every_element_arrives_once_and_no_byte_more_is_sent(seed):
+    move = case(seed).plan(axes.Mesh)
+    received, sent = dict.fromkeys(move.ranks, 0), dict.fromkeys(move.ranks, 0)
+    for number, one in enumerate(move.tensors):
+        found = carried(move, number)
+        for side, totals in (("receives", received), ("sends", sent)):
+            for rank, count in found[side].items():
+                totals[rank] += count * one.itemsize
+        for rank in move.ranks:
+            ends = [indices(end, one.shape, rank) for end in (one.source, one.target)]
+            has, wants = (set() if end is None else set(end.reshape(-1).tolist()) for end in ends)
+            assert found["receives"].get(rank, 0) == len(wants - has), "what a rank hasn't, and nothing else"
+    assert move.totals == transfers.Totals(received, sent)
+    assert move.lower_bound == sum(received.values()) == sum(sent.values())
+    for rank in move.ranks:
+        for step in move.at(rank).steps:
+            rounded = sum(16 * len(step.ranks) for _ in step.pieces)  # each message is cut at whole elements
+            assert max(step.bytes_in, step.bytes_out) <= move.bucket_bytes + rounded
+    back = move.inverse
+    for number in range(len(back.tensors)):
+        carried(back, number)
+    assert back.inverse.described == move.described
+    by_step = [
+        [sum(getattr(step, side) for step in move.at(rank).steps) for rank in move.ranks]
+        for side in ("bytes_in", "bytes_out")
+    ]
+    assert by_step == [[received[rank] for rank in move.ranks], [sent[rank] for rank in move.ranks]]
+
+
+@settings(max_examples=500)
+@given(st.integers(0, 10**6))
+def test_holders_of_the_same_share_what_they_send(seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfers, "SMALLEST", 0)  # or nothing here would be large enough to be cut
+        move = case(seed).plan(axes.Mesh)
+        found = [carried(move, number)["sends"] for number in range(len(move.tensors))]
+    for one, sends in zip(move.tensors, found, strict=True):
+        fair = fair_shares(one, move.ranks)
+        for rank, count in sends.items():
+            assert count <= 1.1 * fair[rank] + 1, (str(one.source), str(one.target), one.shape, rank)
+
+
+# --- on real processes ----------------------------------------------------------------------------
+
+
+def whole_of(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """The whole tensor of a name, the same on every rank."""
+    numbers = torch.arange(math.prod(shape)) * 7 + sum(map(ord, name))
+    kind = getattr(torch, dtype)
+    if kind is torch.bool:
+        return (numbers % 3 == 0).reshape(shape)
+    return (numbers % 61).reshape(shape).to(torch.float32 if kind.is_floating_point else kind).to(kind)
+
+
+def tile_of(whole: torch.Tensor, end: Sharding, rank: int) -> torch.Tensor | None:
+    """A rank's tile of a whole tensor."""
+    found = indices(end, tuple(whole.shape), rank)
+    return None if found is None else whole.reshape(-1)[torch.from_numpy(found.reshape(-1))].reshape(found.shape)
+
+
+def strided(like: torch.Tensor, how: int) -> torch.Tensor:
+    """A tensor of zeros of this shape: dense, every other element of a larger one, or transposed in memory."""
+    if how == 1 and like.dim():
+        return torch.zeros((*like.shape[:-1], 2 * like.shape[-1]), dtype=like.dtype)[..., ::2]
+    if how == 2 and like.dim() > 1:
+        return torch.zeros(like.shape[::-1], dtype=like.dtype).permute(*reversed(range(like.dim())))
+    return torch.zeros_like(like)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.reshape(-1), x.new_empty(0)]).view(torch.uint8)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y))
+
+
+def carry_out_cases(first: int, last: int) -> int:
+    """Carry generated transfers out, there and back, twice each; returns how many."""
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank()
+    known: dict[tuple[Any, ...], axes.Mesh] = {}
+
+    def make(declaration: str, ranks: tuple[int, ...]) -> axes.Mesh:
+        if (declaration, ranks) not in known:
+            known[declaration, ranks] = axes.init_mesh(declaration, ranks=ranks, device_type="cpu")
+        return known[declaration, ranks]
+
+    patch = pytest.MonkeyPatch()
+    for seed in range(first, last):
+        drawn = case(seed)
+        patch.setattr(transfer_runs, "DIRECT", 16 if seed % 3 else 2**20)
+        move = drawn.plan(make).at(rank)
+        wholes = {one.source_name: whole_of(one.source_name, one.shape, str(one.dtypes[0])) for one in move.tensors}
+        tensors, expected = {}, {}
+        for one in move.tensors:
+            tensors[one.source_name] = tile_of(wholes[one.source_name], one.source, rank)
+            arrived = wholes[one.source_name].to(getattr(torch, str(one.dtypes[1])))
+            expected[one.source_name] = tile_of(arrived, one.target, rank)
+        into = {
+            name: strided(tile, (seed + at) % 4) for at, (name, tile) in enumerate(expected.items()) if tile is not None
+        }
+        into = {name: tile for at, (name, tile) in enumerate(into.items()) if (seed + at) % 3}
+        before = {name: tile.data_ptr() for name, tile in into.items()}
+        for _ in range(2):
+            found = move(tensors, into if seed % 2 else None)
+            assert found.keys() == {name for name, tile in expected.items() if tile is not None and rank in move.ranks}
+            for name, value in found.items():
+                local = axes.to_local(value) if isinstance(value, DTensor) else value
+                assert same_bits(local, expected[name]), (seed, name)
+                assert seed % 2 == 0 or name not in into or (value is into[name] and value.data_ptr() == before[name])
+            for tile in into.values():
+                tile.zero_()
+    patch.undo()
+    return last - first
+
+
+CASES = 1000
+
+
+def test_generated_transfers_arrive_on_real_processes(pool):
+    assert pool.run(carry_out_cases, 0, CASES, timeout=600) == [CASES] * WORLD
+
+
+TRAINER, SERVER = "fsdp=4", "dp=2 tp=2"
+SOURCES = {"up": "f@fsdp d", "down": "d@fsdp f", "norm": "d@fsdp"}
+TARGETS = {"up": "f@tp d", "down": "d f@tp", "norm": "d"}
+SHAPES = {"up": (8, 12), "down": (12, 8), "norm": (12,)}
+
+
+def both_sides(**how: Any) -> tuple[axes.Mesh, axes.Mesh, Transfer]:
+    """A trainer on ranks 0 to 3, a server on ranks 4 to 7, and the plan between them."""
+    trainer = axes.init_mesh(TRAINER, ranks=range(4), device_type="cpu")
+    server = axes.init_mesh(SERVER, ranks=range(4, 8), device_type="cpu")
+    return trainer, server, axes.transfer(SOURCES, TARGETS, trainer, server, SHAPES, **how)
+
+
+def state(mesh: axes.Mesh, specs: dict[str, str], dtype: torch.dtype = torch.float32) -> dict[str, DTensor]:
+    """A state dict on a mesh, its values whole numbers; nothing on ranks outside it."""
+    if mesh.coordinate is None:
+        return {}
+    wholes = {name: torch.arange(float(math.prod(shape))).reshape(shape).to(dtype) for name, shape in SHAPES.items()}
+    return {name: axes.shard(whole, specs[name], mesh=mesh) for name, whole in wholes.items()}
+
+
+def a_state_dict() -> None:
+    trainer, server, move = both_sides(dtype=torch.bfloat16)
+    held, expected = state(trainer, SOURCES), state(server, TARGETS, torch.bfloat16)
+    found = move(held)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].full_tensor(), expected[name].full_tensor()) for name in found)
+    into = {name: torch.nn.Parameter(torch.zeros_like(x)) for name, x in expected.items()}
+    with axes.debug(check=True):
+        again = move(dict.fromkeys(SOURCES) if trainer.coordinate is None else held, into)
+    assert all(again[name] is into[name] for name in into)
+    assert all(torch.equal(into[name].full_tensor(), expected[name].full_tensor()) for name in into)
+    back = axes.transfer(TARGETS, SOURCES, server, trainer, SHAPES, dtype="bfloat16")(expected)
+    assert all(torch.equal(x.full_tensor(), held[name].full_tensor().bfloat16()) for name, x in back.items())
+
+
+def test_a_state_dict_of_dtensors_goes_to_other_ranks_and_back(pool):
+    pool.run(a_state_dict)
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(AxesError) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def wrong_calls() -> list[str]:
+    trainer, server, move = both_sides()
+    held, into = state(trainer, SOURCES), {name: axes.to_local(x) for name, x in state(server, TARGETS).items()}
+    rank = torch.distributed.get_rank()
+    found = [
+        refused(lambda: move({**held, "up": torch.zeros(3, 3)} if rank == 1 else held, into)),
+        refused(lambda: move(held, {**into, "norm": into["norm"].double()} if rank == 6 else into)),
+        refused(lambda: move({**held, "gate": torch.zeros(1)} if rank == 0 else held, into)),
+        refused(lambda: move(held, None if rank == 5 else into)),
+        refused(
+            lambda: move({**held, "norm": state(trainer, {**SOURCES, "norm": "d"})["norm"]} if rank < 4 else {}, into)
+        ),
+    ]
+    other = axes.transfer(SOURCES, TARGETS, trainer, server, SHAPES, bucket_mb=32 if rank == 2 else 64)
+    found.append(refused(lambda: other(held, into)))
+    for name, tile in move(held, into).items():
+        assert torch.equal(tile, state(server, TARGETS)[name].to_local()), "after all that the next one is right"
+    return found
+
+
+def test_a_wrong_tensor_or_another_plan_is_an_error_on_every_rank(pool):
+    by_rank = pool.run(wrong_calls)
+    shape, dtype, name, passed, spec, plan = zip(*by_rank, strict=True)
+    assert (
+        "'up' is on rank 1 a shard of shape [2, 12] ('f@fsdp d' of [8, 12]); found a tensor of shape [3, 3]" in shape[1]
+    )
+    assert all("the tensors of other ranks don't fit\n  rank 1: 'up' is on rank 1" in shape[at] for at in (0, 2, 5))
+    assert "'norm' of into= is float64; what arrives is float32" in dtype[6]
+    assert "rank 6: 'norm' of into= is float64" in dtype[0]
+    assert "'gate' isn't a source of the transfer" in name[7]
+    assert all("into= is passed on all ranks that receive, or on none" in each for each in passed)
+    assert "'norm' isn't sharded as the plan says\n  plan    d@fsdp\n  tensor  _" in spec[3]
+    assert all(each.startswith("ShardingError") for column in (shape, dtype, name, spec) for each in column)
+    assert all("ranks have other plans" in each and "buckets of 33554432" in each for each in plan)
+
+
+def broken_link() -> str:
+    _, server, move = both_sides(bucket_mb=64 / 2**20)
+    held = state(axes.init_mesh(TRAINER, ranks=range(4), device_type="cpu"), SOURCES)
+    passed, sent = torch_private.pass_all, []
+
+    def fails_later(*args: Any) -> Any:
+        sent.append(args)
+        if len(sent) > 3 * len(move.buckets) // 4:
+            raise RuntimeError("Connection reset by peer")
+        return passed(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private, "pass_all", fails_later)
+        found = refused(lambda: move(held))
+    torch.distributed.barrier()
+    for name, x in move(held).items():
+        assert torch.equal(x.to_local(), state(server, TARGETS)[name].to_local())
+    return found
+
+
+def test_a_transfer_that_fails_says_which_tensors_are_whole(pool):
+    for rank, text in enumerate(pool.run(broken_link)):
+        assert text.startswith("DesyncError: axes.transfer of 3 tensors, ranks 0..7 failed on rank"), text
+        assert "Connection reset by peer" in text
+        whole = f"whole on rank {rank}: 'down', 'norm'; not whole: 'up'"
+        assert text.endswith(whole if rank > 3 else f"rank {rank} gets no tensors"), text
+
+
+# --- what users write -----------------------------------------------------------------------------
+
+MESH = axes.Mesh("dp=2 tp=2")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (
+            lambda: axes.transfer({"a": "d"}, {"b": "d"}, MESH, MESH, {}),
+            ShardingError,
+            "'a' in sources isn't in targets",
+        ),
+        (lambda: axes.transfer({"a": "d"}, {"a": "d"}, MESH, MESH, {}), ShardingError, "shapes lacks 'a'"),
+        (
+            lambda: axes.transfer({"a": "d"}, {"a": "d"}, MESH, MESH),
+            ShardingError,
+            "shapes of axes.transfer map a name",
+        ),
+        (
+            lambda: axes.transfer(["d"], {"a": "d"}, MESH, MESH, {}),
+            ShardingError,
+            "sources of axes.transfer map a name",
+        ),
+        (lambda: axes.transfer({"a": "d"}, {"a": 3}, MESH, MESH, {"a": (2,)}), ShardingError, "a target is a spec"),
+        (
+            lambda: axes.transfer({"a": "d"}, {"a": "d"}, {"b": MESH}, MESH, {"a": (2,)}),
+            MeshError,
+            "no pattern of source_mesh",
+        ),
+        (lambda: axes.transfer({"a": "d"}, {"a": "d"}, shapes={"a": (2,)}), MeshError, "axes.transfer needs a mesh"),
+        (lambda: axes.transfer({"a": "d@dp | sum@tp"}, {"a": "d"}, MESH, MESH, {"a": (2,)}), ShardingError, "pending"),
+        (
+            lambda: axes.transfer({"a": "d e"}, {"a": "d"}, MESH, MESH, {"a": (2,)}),
+            ShardingError,
+            "of the tensor 'a', [2]",
+        ),
+        (
+            lambda: axes.transfer({"a": "d"}, {"a": "d"}, MESH, MESH, {"a": (2,)}, bucket_mb=0),
+            SizeError,
+            "bucket_mb is",
+        ),
+        (
+            lambda: axes.transfer({"a": "d"}, {"a": "d"}, MESH, MESH, {"a": (2,)}, h=2),
+            SizeError,
+            "a size is given for 'h'",
+        ),
+        (lambda: axes.transfer({"a": "d"}, {"a": "d"}, MESH, MESH, {"a": (2,)})({}), MeshError, "algebra alone"),
+    ],
+)
+def test_what_is_wrong_is_said(call, error, said):
+    with axes.simulate(4), pytest.raises(error) as caught:
+        call()
+    assert said in str(caught.value)
+
+
+def test_stages_of_a_pipeline_are_meshes_by_patterns_of_names():
+    whole = axes.Mesh("pp=2 tp=2")
+    stages = {f"layers.{at}.*": whole.at(2 * at)["tp"] for at in range(2)}
+    specs = {f"layers.{at}.w": "f@tp d" for at in range(2)}
+    move = axes.transfer(
+        specs, dict.fromkeys(specs, "f d"), stages, axes.Mesh("dp=2", ranks=(4, 5)), dict.fromkeys(specs, (4, 4))
+    )
+    assert [one.source.universe.ranks for one in move.tensors] == [range(2), range(2, 4)]
+    assert [move.at(rank).partners for rank in range(6)] == [(4, 5)] * 4 + [(0, 1, 2, 3)] * 2
+
+
+def test_sub_meshes_of_a_job_say_which_they_are():
+    with axes.simulate(4, rank=3):
+        mesh = axes.init_mesh("pp=2 tp=2")
+        with pytest.raises(MeshError, match="is another one on each rank"):
+            axes.transfer({"a": "d@tp"}, {"a": "d"}, mesh["tp"], mesh, {"a": (4,)})
+
+
+def test_within_a_node_before_across_nodes():
+    """Four holders, one on each node of two ranks: every receiver is served by its own node."""
+    source, target = axes.Mesh("dp=4", ranks=(0, 2, 4, 6), ranks_per_node=2), axes.Mesh("dp=4", ranks=(1, 3, 5, 7))
+    move = axes.transfer({"w": "a b"}, {"w": "a b"}, source, target, {"w": (128, 64)})
+    assert [move.at(rank).partners for rank in (1, 3, 5, 7)] == [(0,), (2,), (4,), (6,)]
+
+
+def test_a_rank_copies_what_it_has():
+    mesh, turned = axes.Mesh("tp=4"), axes.Mesh("tp=4", ranks=(2, 3, 0, 1))
+    same = axes.transfer({"w": "a@tp b"}, {"w": "a b"}, mesh, mesh, {"w": (8, 8)})
+    assert (same.lower_bound, same.bytes_in, same.bytes_out) == (4 * 6 * 8 * 4, 6 * 8 * 4, 6 * 8 * 4)
+    move = axes.transfer({"w": "a@tp b"}, {"w": "a@tp b"}, mesh, turned, {"w": (8, 8)})
+    assert [move.at(rank).partners for rank in range(4)] == [(2,), (3,), (0,), (1,)]
