@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from axes.runtime.groups import GroupOptions as GroupOptions
     from axes.runtime.groups import destroy_process_groups as destroy_process_groups
     from axes.runtime.groups import process_groups as process_groups
+    from axes.runtime.jobs import connect as connect
     from axes.runtime.launch import launch as launch
     from axes.runtime.sharded import from_local as from_local
     from axes.runtime.sharded import lift as lift
@@ -127,6 +128,7 @@ _HOME = {
     "axes.runtime.check": ("debug",),
     "axes.runtime.factories": ("empty", "full", "ones", "rand", "randn", "zeros"),
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
+    "axes.runtime.jobs": ("connect",),
     "axes.runtime.launch": ("launch",),
     "axes.runtime.sharded": ("from_local", "lift", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),

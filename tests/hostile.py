@@ -812,6 +812,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "destroy_process_groups": Door(lambda *wrong: axes.destroy_process_groups(*wrong or (None,)), None),
         "simulate": Door(lambda *a, **k: entered(axes.simulate(*a, **k)), 8, rank=3),
         "launch": Door(axes.launch, print, 2, 1, device_type="cpu", timeout=30.0),
+        "connect": Door(axes.connect, torch.distributed.HashStore(), "trainer", algebra, peers=("trainer", "generator"), timeout=0.2),
         "verify": Door(axes.verify, Fresh(model), _whole(4, 8), mesh="dp=2 tp=2", specs={"*": "..."}, rules=None, reference=None, rtol=1e-3, atol=1e-3, timeout=30.0, sized=True),
         # models
         "annotate": Door(axes.annotate, Fresh(lambda: nn.Parameter(_whole(8, 8))), "d f"),

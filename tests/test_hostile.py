@@ -37,8 +37,8 @@ BLOCK = 2_000
 
 LONGEST, SLOWEST = 2_000, 0.5
 
-ELSEWHERE = {"launch", "verify", "simulate", "destroy_process_groups"}
-"""Doors whose right calls would start processes or end the world; they are in tests of their own."""
+ELSEWHERE = {"connect", "launch", "verify", "simulate", "destroy_process_groups"}
+"""Doors whose right calls would start processes, need real ones or end the world; they are in tests of their own."""
 
 HOME = str(Path(axes.__file__).parent)
 

@@ -131,6 +131,14 @@ def plans(mesh: axes.Mesh) -> axes.Plan:
     return plan
 
 
+def weights_received(store: Any, mesh: axes.Mesh) -> dict[str, Any]:
+    with axes.connect(store, "trainer", mesh, peers=["trainer", "generator"], timeout=5) as link:
+        link.send({"w": torch.ones(2)}, {"w": mesh.sharding("d")}, to="generator")
+        found = link.receive(into={"w": torch.ones(2)}, specs={"w": "d"}, source="generator")
+    assert_type(found, dict[str, Any])
+    return found
+
+
 def rank_and_size(add: int) -> tuple[int, int]:
     return torch.distributed.get_rank() + add, torch.distributed.get_world_size()
 

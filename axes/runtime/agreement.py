@@ -72,6 +72,7 @@ class Member:
 
     store: dist.Store
     rank: int
+    store_name: str = "the job's store"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
     """
     if len(barrier.members) > 1:
         with store_errors(barrier.subject):
-            _in_time(member, barrier.subject, timeout, lambda asking: _meet(asking, barrier, statement, timeout))
+            ask_in_time(member, barrier.subject, timeout, lambda asking: _meet(asking, barrier, statement, timeout))
 
 
 def agree_and_forget(
@@ -129,7 +130,7 @@ def agree_and_forget(
         try:
             if len(barrier.members) > 1:
                 _meet(asking, barrier, statement, timeout)
-            found.extend(json.loads(store.get(f"{key}/{each}")) for each in tells)
+            found.extend(map(json.loads, store.multi_get([f"{key}/{each}" for each in tells]) if tells else ()))
         finally:
             # Where the store is gone that is being reported already.
             with contextlib.suppress(dist.DistError):
@@ -139,7 +140,7 @@ def agree_and_forget(
                         store.delete_key(f"{key}/{part}")
 
     with store_errors(barrier.subject):
-        _in_time(member, barrier.subject, timeout, meet)
+        ask_in_time(member, barrier.subject, timeout, meet)
     return found
 
 
@@ -163,7 +164,7 @@ def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
 
     # The caller raises `error`, which matters more than a store that can't be reached.
     with contextlib.suppress(dist.DistError, DesyncError):
-        _in_time(member, barrier.subject, timedelta(seconds=_LINGER_SECONDS), end)
+        ask_in_time(member, barrier.subject, timedelta(seconds=_LINGER_SECONDS), end)
 
 
 def pass_by(member: Member, subject: str) -> None:
@@ -174,7 +175,7 @@ def pass_by(member: Member, subject: str) -> None:
 def _note_in_time(member: Member, note: dict[str, Any]) -> None:
     limit = timedelta(seconds=_LINGER_SECONDS)
     with contextlib.suppress(dist.DistError, DesyncError):
-        _in_time(member, note["subject"], limit, lambda asking: _leave_note(asking, note))
+        ask_in_time(member, note["subject"], limit, lambda asking: _leave_note(asking, note))
 
 
 def digest(ranks: Sequence[int]) -> str:
@@ -241,7 +242,7 @@ def without_report(member: Member, barrier: Barrier) -> str:
 
     try:
         with store_errors("a question for who else failed"):
-            _in_time(member, "a question for who else failed", timedelta(seconds=_REPORT_SECONDS), ask)
+            ask_in_time(member, "a question for who else failed", timedelta(seconds=_REPORT_SECONDS), ask)
     except DesyncError as error:  # that it failed matters more
         return f"\n  {str(error).splitlines()[0]}"
     return "".join(found)
@@ -276,7 +277,7 @@ class _AskedStore:
         return ask
 
 
-def _in_time(member: Member, subject: str, timeout: timedelta, ask: Callable[[Member], None]) -> None:
+def ask_in_time(member: Member, subject: str, timeout: timedelta, ask: Callable[[Member], None]) -> None:
     """`ask(member)`, which ends by itself about when `timeout` is over, as long as the store answers.
 
     It runs on another thread, since a question to the store waits for ever where the host is silent. Then
@@ -288,8 +289,8 @@ def _in_time(member: Member, subject: str, timeout: timedelta, ask: Callable[[Me
     while not wait([outcome], patience).done:
         if store.silence > _SILENCE_SECONDS:
             raise DesyncError(
-                f"the job's store{_host_of(member.store)} doesn't answer in {subject}, for {store.silence:.1f} s now: "
-                "its host is stopped, or can't be reached from here"
+                f"{member.store_name}{_host_of(member.store)} doesn't answer in {subject}, for {store.silence:.1f} s "
+                "now: its host is stopped, or can't be reached from here"
             )
         patience = _SLOWEST_POLL_SECONDS
     outcome.result()
@@ -305,7 +306,7 @@ def in_time(member: Member | None, subject: str, timeout: timedelta, call: Calla
     patience = timeout.total_seconds() + _SILENCE_SECONDS
     if not wait([outcome], patience).done:
         if member is not None:
-            _in_time(member, subject, timedelta(0), lambda asking: asking.store.check(["axes"]))
+            ask_in_time(member, subject, timedelta(0), lambda asking: asking.store.check(["axes"]))
         if not wait([outcome], _LINGER_SECONDS).done:
             seconds = patience + _LINGER_SECONDS
             raise dist.DistNetworkError(

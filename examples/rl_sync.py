@@ -1,0 +1,167 @@
+"""A trainer and a generator, two jobs that share a store: weights go over each round, generated text comes back.
+
+    python examples/rl_sync.py                         # eight local processes, four for each job
+    python examples/rl_sync.py --rounds 10 --steps 50
+
+The trainer runs on `fsdp=2 tp=2`, with train.py's model, parallel by its `SPECS` and FSDP2. The generator has the same
+model on `dp=2 tp=2`, without FSDP, and a part of the prompts on each `dp`. Each job has its own `torch.distributed`;
+neither knows of the other's ranks or mesh. In each round
+
+1. the trainer takes some steps,
+2. `link.send` brings its weights into the generator's, where they lie: all in one plan, each shard from whoever has it,
+3. the generator continues the prompts, byte by byte, and sends its text and its scores (logits) back,
+4. the trainer computes the scores of the same text with its own model, and compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from support import flag, read_options, verdict
+from torch import Tensor
+from train import DECLARATION, SPECS, ParallelTransformer, batch_loss, parallelize
+from train_options import corpus
+from transformer import BYTES, Size, Transformer
+
+import axes
+
+LIMIT = 1e-4
+"""How far the two models' scores may be from one another: the order of sums differs."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A trainer and a generator that exchange weights and text."""
+
+    rounds: int = flag(3, "rounds of training, sending and generating")
+    steps: int = flag(20, "steps of training in each round")
+    batch: int = flag(16, "samples of a step", least=2)
+    prompts: int = flag(4, "prompts that the generator continues", least=2)
+    length: int = flag(24, "bytes that it adds to each")
+    width: int = flag(64, "width of the model", least=16)
+    layers: int = flag(2, "layers of the model")
+    sequence: int = flag(32, "bytes that the model sees", least=2)
+    timeout: float = flag(60.0, "seconds that a job waits for the other")
+
+    @property
+    def size(self) -> Size:
+        return Size(self.width, self.layers, 4, self.sequence)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round came to: the loss of the last step, how far the scores are apart, and a line of the text."""
+
+    loss: float
+    distance: float
+    text: str
+
+
+def what_is_wrong(options: Options) -> str | None:
+    if options.batch % 2 or options.prompts % 2 or options.sequence % 2:
+        return "--batch, --prompts and --sequence are even: two ranks share each"
+    return "--width divides by 16: 4 heads, of an even size on 2 ranks" if options.width % 16 else None
+
+
+def store_at(port: int) -> dist.TCPStore:
+    """The store that both jobs reach."""
+    return dist.TCPStore("localhost", port, None, False, timeout=timedelta(seconds=60))
+
+
+@torch.no_grad()
+def scores_of(model: Transformer, windows: Tensor, mesh: axes.Mesh) -> Tensor:
+    """What the model says of the byte after each window."""
+    logits = model(axes.shard(windows, "b s", mesh=mesh["tp"]))
+    return axes.to_local(axes.rearrange(logits, "b s v@tp -> b s v"))[:, -1]
+
+
+# -------------------------------------------------------------------------------------- the trainer
+
+
+def trainer(options: Options, port: int) -> list[Round]:
+    """What each rank of the trainer does."""
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh(*DECLARATION, device_type="cpu", dp_replicate=1, fsdp=2, tp=2)
+    model = ParallelTransformer(options.size)
+    parallelize(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True)
+    draw = torch.Generator().manual_seed(1)
+    with axes.connect(store_at(port), "trainer", mesh, timeout=options.timeout) as link:
+        rounds = []
+        for _ in range(options.rounds):
+            loss = trained(model, optimizer, options, mesh, draw)
+            weights = model.state_dict()
+            link.send(weights, {name: axes.sharding_of(weight) for name, weight in weights.items()}, to="generator")
+
+            text = torch.empty(options.prompts, options.sequence + options.length, dtype=torch.int64)
+            scores = torch.empty(options.prompts, options.length, BYTES)
+            specs = {"text": "prompt byte", "scores": "prompt step byte"}  # whole, on each rank
+            link.receive(into={"text": text, "scores": scores}, specs=specs, source="generator")
+
+            windows = text[:, :-1].unfold(1, options.sequence, 1).flatten(0, 1)
+            own = scores_of(model, windows, mesh).unflatten(0, scores.shape[:2])
+            line = bytes(text[0].tolist()).decode(errors="replace")
+            rounds.append(Round(loss, float((own - scores).abs().max()), line))
+        return rounds
+
+
+def trained(
+    model: Transformer, optimizer: torch.optim.Optimizer, options: Options, mesh: axes.Mesh, draw: torch.Generator
+) -> float:
+    """Some steps; the loss of the last one."""
+    text = corpus()
+    rows = mesh.sharding("sample@batch byte").local_indices((options.batch, options.sequence + 1))[0]
+    for _ in range(options.steps):
+        starts = torch.randint(len(text) - options.sequence, (options.batch, 1), generator=draw)
+        loss = batch_loss(model, text[starts + torch.arange(options.sequence + 1)][rows], mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+# ------------------------------------------------------------------------------------ the generator
+
+
+def generator(options: Options, port: int) -> None:
+    """What each rank of the generator does."""
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    model = ParallelTransformer(options.size, seed=2)  # other weights than the trainer's
+    axes.shard_module(model, SPECS, mesh["tp"])
+    starts = torch.arange(options.prompts).unsqueeze(1) * 1000
+    rows = mesh.sharding("prompt@dp byte").local_indices((options.prompts, options.sequence))[0]
+    prompts = corpus()[starts + torch.arange(options.sequence)][rows]
+    with axes.connect(store_at(port), "generator", mesh, timeout=options.timeout) as link:
+        for _ in range(options.rounds):
+            weights = model.state_dict()
+            link.receive(into=weights, specs={name: axes.spec_of(weight) for name, weight in weights.items()})
+            text, scores = prompts, []
+            for _ in range(options.length):
+                scores.append(scores_of(model, text[:, -options.sequence :], mesh))
+                text = torch.cat([text, scores[-1].argmax(-1, keepdim=True)], dim=1)
+            found = {"text": text, "scores": torch.stack(scores, dim=1)}
+            link.send(found, {"text": "prompt@dp byte", "scores": "prompt@dp step byte"}, to="trainer")
+
+
+# --------------------------------------------------------------------------------------- both
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = read_options("rl_sync.py", Options, what_is_wrong, arguments)
+    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    with ThreadPoolExecutor(2) as jobs:
+        both = [jobs.submit(axes.launch, job, 4, options, store.port) for job in (trainer, generator)]
+        every, _ = (job.result() for job in both)
+    for number, found in enumerate(every[0], 1):
+        line = "".join(char if char.isprintable() else "·" for char in found.text)
+        print(f"round {number}  loss {found.loss:.3f}  scores differ by {found.distance:.1e}  {line}")
+    return verdict("rl_sync.py", (found.distance for rank in every for found in rank), LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
