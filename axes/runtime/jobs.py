@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.chunks import tile_shape
-from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, brief, shortened, suggestion
+from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.planning.exchange import Pieces
@@ -92,10 +92,10 @@ def connect(
     >>> link.close()
     """
     if not isinstance(store, dist.Store):
-        raise MeshError(f"a link is made at a torch.distributed store, such as a TCPStore; found {brief(store)}")
+        raise MeshError(f"a link is made at a torch.distributed store, such as a TCPStore; found {shown(store)}")
     names = None if isinstance(peers, str) else tuple_of(peers)
     if names is None or len(names) < 2 or not all(map(_is_name, names)) or len({*names}) < len(names):
-        raise MeshError(f"peers are two or more words, all different; found {brief(peers)}")
+        raise MeshError(f"peers are two or more words, all different; found {shown(peers)}")
     if name not in names:
         raise MeshError(f"{shortened(name)} isn't among the peers{suggestion(str(name), names)}")
     return JobLink(store, name, checked_mesh(mesh), names, as_timeout(timeout, "timeout"))
@@ -427,7 +427,7 @@ class OwnTensors:
     def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str):
         for what, given in (("specs", specs), ("tensors", tensors)):
             if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-                raise ShardingError(f"{does} takes {what} by name; found {brief(given)}")
+                raise ShardingError(f"{does} takes {what} by name; found {shown(given)}")
         if missing := [name for name in tensors if name not in specs]:
             raise ShardingError(f"{does}: specs lack {shortened(missing[0])}{suggestion(missing[0], specs)}")
         self.link = link
@@ -453,7 +453,7 @@ class OwnTensors:
             ndim = value.dim() if isinstance(value, torch.Tensor) else None
             found = parsed_sharding(self.link.mesh, spec, (), ndim)
         else:
-            raise ShardingError(f"a tensor lies by a spec, like 'f@tp d', or a Sharding; found {brief(spec)}")
+            raise ShardingError(f"a tensor lies by a spec, like 'f@tp d', or a Sharding; found {shown(spec)}")
         if found.pending:
             raise ShardingError(f"'{found}' has something pending; resolve it first, with axes.reshard")
         small = on_own_ranks(found)
@@ -465,7 +465,7 @@ class OwnTensors:
         if value is None:
             return None
         if not isinstance(value, torch.Tensor):
-            raise ShardingError(f"it is a DTensor, a shard, or None; found {brief(value)}")
+            raise ShardingError(f"it is a DTensor, a shard, or None; found {shown(value)}")
         end = self.ends[name]
         whole = isinstance(value, DTensor)
         shape = list(value.shape)
