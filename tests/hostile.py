@@ -134,6 +134,9 @@ NUMBERS: list[Any] = [
     ),
 ]
 
+KEYS = [number for number in NUMBERS if not isinstance(number, np.ndarray)]
+"""Those that a dict can have as keys."""
+
 TEXTS: list[str] = [
     *(
         "",
@@ -480,7 +483,7 @@ def instead_of(rng: random.Random, right: Any, foreign: list[Any]) -> Any:
             case 0:
                 items[rng.choice(TEXTS)] = anything(rng)
             case 1:
-                items[texts(rng, key) if isinstance(key, str) else rng.choice(NUMBERS)] = items.pop(key)
+                items[texts(rng, key) if isinstance(key, str) else rng.choice(KEYS)] = items.pop(key)
             case _:
                 items[key] = instead_of(rng, items[key], foreign)
         return items
@@ -616,6 +619,10 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
     sharding, grouped = algebra.sharding("b@dp d@tp"), algebra.sharding("b@dp (three h@tp)", three=3)
     layout, plan = axes.Layout((2, 4), (8, 1)), axes.plan("b@dp d@tp", "b d", (8, 8), mesh=algebra)
     rules = axes.Rules(b=("dp",), d="tp", h=None)
+    table = {("*.q", "*.k"): ("*.qk", "(h k) d, (g k) d -> (h k + g k) d"), "e.{e}": "e", "w?": ("u", "v"), "i": None}
+    layouts, shapes = axes.LayoutRules(table), {"a.q": (8, 4), "a.k": (4, 4), "e.0": (3, 5), "e.1": (3, 5), "i": (2,)}
+    ways, there = {"w": "b@dp (h d)@tp", "x": "b d@tp"}, {"w": "b@tp d", "x": "b@(tp dp) d"}
+    move = axes.transfer(ways, there, mesh, mesh, {"w": (8, 8), "x": (8, 8)})
     plain, labels = _whole(8, 8), torch.arange(8)
     x = axes.shard(plain, "b@dp d@tp", mesh=mesh)
     rows, columns = axes.shard(plain, "b@dp d", mesh=mesh), axes.shard(plain, "b d@tp", mesh=mesh)
@@ -734,6 +741,15 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "plan between meshes": Door(axes.plan, "b@dp d", "b@u d@v", (8, 24), source_mesh=algebra, target_mesh=axes.Mesh("u=4 v=2"), sized=True),
         "plan of shardings": Door(axes.plan, sharding, algebra.sharding("b d@tp"), (8, 8), dtype=torch.float32),
         "Plan.at": Door(lambda rank: str(plan.at(rank)), 3),
+        # transfers
+        "transfer": Door(axes.transfer, ways, there, algebra, axes.Mesh("dp=4 tp=2"), {"w": (8, 8), "x": (8, 8)}, dtype="bfloat16", bucket_mb=1, sizes={"h": 2}),
+        "transfer between stages": Door(axes.transfer, ways, there, source_mesh={"w": algebra.at(0), "*": algebra}, target_mesh={"*": axes.Mesh("dp=4 tp=2")}, shapes={"w": (8, 8), "x": plain}, dtype={"w": "float16"}, sized=True),
+        "Transfer.at": Door(lambda rank: str(move.at(rank)), 0),
+        "Transfer()": Door(lambda *a, **k: [*move(*a, **k).values()], {"w": plain[: 8 // dp, : 8 // tp], "x": plain[:, : 8 // tp]}, into=Fresh(lambda: {"w": torch.zeros(8 // tp, 8), "x": torch.zeros(8 // tp // dp, 8)})),
+        "LayoutRules": Door(lambda *a, **k: axes.LayoutRules(*a, **k).applied(shapes), table, g=1, sized=True),
+        "LayoutRules.applied": Door(lambda *a: str(layouts.applied(*a)), shapes),
+        "LayoutRules.pieces_of": Door(layouts.pieces_of, "a.qk", shapes),
+        "LayoutRules.keeps": Door(layouts.keeps, "i"),
         "explain": Door(axes.explain, "b@dp d@tp -> b d", (8, 8), mesh=algebra, dtype="float32", op="sum", kind=None, sizes=None, sized=True),
         "explain of sizes": Door(axes.explain, "b@dp (h k) -> b", sizes={"b": 8, "h": 2, "k": 4}, mesh=algebra, op="max"),
         "explain of a step": Door(lambda x, **k: axes.explain(lambda x: axes.reshard(x, "b d"), x, **k), x, mesh=None),

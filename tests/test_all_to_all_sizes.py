@@ -178,17 +178,17 @@ MISTAKES = [
     (
         {"send_sizes": [1, 2, 3], "recv_sizes": GOOD},
         ShardingError,
-        "all_to_all: send_sizes are one number for each of the 4 coordinates of 'rest'; found 3, '[1, 2, 3]'",
+        "all_to_all: send_sizes are one number for each of the 4 coordinates of 'rest'; found 3, [1, 2, 3]",
     ),
     (
         {"send_sizes": GOOD, "recv_sizes": (*GOOD, 0)},
         ShardingError,
-        "all_to_all: recv_sizes are one number for each of the 4 coordinates of 'rest'; found 5, '(1, 2, 3, 0, 0)'",
+        "all_to_all: recv_sizes are one number for each of the 4 coordinates of 'rest'; found 5, (1, 2, 3, 0, 0)",
     ),
     (
         {"send_sizes": [1, 2, 4, -1], "recv_sizes": GOOD},
         SizeError,
-        "all_to_all over 'rest': send_sizes are 0 or more, of 63 bits; found '[1, 2, 4, -1]'",
+        "all_to_all over 'rest': send_sizes are 0 or more, of 63 bits; found [1, 2, 4, -1]",
     ),
     (
         {"send_sizes": [1, 2, 2, 2], "recv_sizes": GOOD},
@@ -203,17 +203,17 @@ MISTAKES = [
     (
         {"send_sizes": [1, 2, 3.0, 0], "recv_sizes": GOOD},
         ShardingError,
-        "all_to_all: send_sizes are whole numbers, one for each coordinate of 'rest'; found '[1, 2, 3.0, 0]'",
+        "all_to_all: send_sizes are whole numbers, one for each coordinate of 'rest'; found [1, 2, 3.0, 0]",
     ),
     (
         {"send_sizes": GOOD, "recv_sizes": [True, 2, 3, 0]},
         ShardingError,
-        "all_to_all: recv_sizes are whole numbers, one for each coordinate of 'rest'; found '[True, 2, 3, 0]'",
+        "all_to_all: recv_sizes are whole numbers, one for each coordinate of 'rest'; found [True, 2, 3, 0]",
     ),
     (
         {"send_sizes": 6, "recv_sizes": GOOD},
         ShardingError,
-        "all_to_all: send_sizes are whole numbers, one for each coordinate of 'rest'; found '6'",
+        "all_to_all: send_sizes are whole numbers, one for each coordinate of 'rest'; found 6",
     ),
     (
         {"send_sizes": torch.tensor(GOOD), "recv_sizes": GOOD},

@@ -306,7 +306,7 @@ MISTAKES = [
     (
         lambda: named.psum(X, ["tp"]),
         MeshError,
-        "an axis is a name like 'tp', or several like ('cp', 'tp'); found '['tp']'",
+        "an axis is a name like 'tp', or several like ('cp', 'tp'); found ['tp']",
     ),
     (
         lambda: named.psum(X, "tp", mesh=axes.Mesh("tp=2")),
@@ -335,7 +335,7 @@ MISTAKES = [
     (
         lambda: named.all_gather(X, "tp", dim=2),
         ShardingError,
-        "all_gather over dim '2' of a tensor [6, 4]: dims are 0 to 1",
+        "all_gather over dim 2 of a tensor [6, 4]: dims are 0 to 1",
     ),
     (lambda: named.all_gather(X[0, 0], "tp"), ShardingError, "a scalar has none; write x[None]"),
     (
@@ -344,10 +344,10 @@ MISTAKES = [
         "6 elements, which doesn't divide into 4 pieces, one for each rank of 'rest'; pad it to 8",
     ),
     (lambda: named.all_to_all(X, "rest", 0, 1), SizeError, "dim 0 of [6, 4] has 6 elements"),
-    (lambda: named.all_to_all(X, "rest", 1, "0"), ShardingError, "all_to_all over dim ''0'' of a tensor"),
+    (lambda: named.all_to_all(X, "rest", 1, "0"), ShardingError, "all_to_all over dim '0' of a tensor"),
     (lambda: named.ppermute(X, "tp"), ShardingError, "ppermute goes by shift=1 or by perm=[(source, target), ...]"),
     (lambda: named.ppermute(X, "tp", shift=1, perm=[]), ShardingError, "give one of the two"),
-    (lambda: named.ppermute(X, "tp", shift=0.5), ShardingError, "ppermute's shift is a whole number; found '0.5'"),
+    (lambda: named.ppermute(X, "tp", shift=0.5), ShardingError, "ppermute's shift is a whole number; found 0.5"),
     (lambda: named.ppermute(X, "tp", perm=[(0, 2)]), ShardingError, "coordinates are 0 to 1; found the target 2"),
     (lambda: named.ppermute(X, "tp", perm=[(-1, 0)]), ShardingError, "coordinates are 0 to 1; found the source -1"),
     (

@@ -212,6 +212,7 @@ METHODS_WITHOUT: dict[str, set[str]] = {
     "Layout": set(),
     "Plan": set(),
     "Rules": set(),
+    "LayoutRules": set(),
     "CostModel": {"time_us"},
 }
 """Methods without a door: `time_us` is called by plans, with what they made."""

@@ -193,7 +193,7 @@ def test_a_permutation_and_an_arbitrary_subset_keep_their_order():
     [
         ([], "at least one rank"),
         (range(0), "at least one rank"),
-        ([0, 1, 1, 2], "found '1' more than once"),
+        ([0, 1, 1, 2], "found 1 more than once"),
         ([0, -1], "none of them negative"),
         (range(3, -1, -1), None),
         ([0, 1.5], "distinct integers; found"),
@@ -203,7 +203,7 @@ def test_a_permutation_and_an_arbitrary_subset_keep_their_order():
         ([0, None], "distinct integers; found"),
         ([0, float("nan")], "distinct integers; found"),
         ([0, float("inf")], "distinct integers; found"),
-        (5, "distinct integers; found '5'"),
+        (5, "distinct integers; found 5"),
         ("0123", "found a str"),
         (b"\0\1", "found a bytes"),
         ({0, 1}, "found a set"),
@@ -226,7 +226,7 @@ def test_ranks_that_cannot_be_are_a_mesh_error(ranks, message):
 
 def test_a_repeated_rank_among_many_is_found_in_linear_time():
     listed = [*range(200_000), 199_999]
-    with pytest.raises(MeshError, match="found '199999' more than once"):
+    with pytest.raises(MeshError, match="found 199999 more than once"):
         Universe.of(listed)
 
 
@@ -483,13 +483,13 @@ def test_splitting_a_product_by_an_equation_gives_its_digits(case, data):
         (lambda: Mesh("a=2 b=3", "(a b) = c d", "x = a d", c=3), MeshError, "overlap or don't divide"),
         (lambda: Mesh("a=2 b=3", "(b a) = c d", c=2), SizeError, "doesn't split into"),
         (lambda: Mesh("dp=2", "x = dp").define("(x) = a b", a=3), SizeError, "2 doesn't divide by 3"),
-        (lambda: Mesh("dp=2", ranks_per_node=0), MeshError, "ranks_per_node is a whole number from 1; found '0'"),
+        (lambda: Mesh("dp=2", ranks_per_node=0), MeshError, "ranks_per_node is a whole number from 1; found 0"),
         (lambda: Mesh("dp=2", ranks_per_node=2.5), MeshError, "ranks_per_node"),
         (lambda: Mesh("shard=2").layout("shrd"), MeshError, "the mesh has no axis 'shrd'; did you mean 'shard'?"),
         (lambda: Mesh("dp=2").axis("model"), MeshError, "the mesh has no axis 'model'; known: dp"),
         (lambda: Mesh("dp=2")["xx"], MeshError, "the mesh has no axis 'xx'"),
-        (lambda: Mesh("dp=2")[()], MeshError, "a mesh is indexed by one or more axis names; found '()'"),
-        (lambda: Mesh("dp=2")[0], MeshError, "a mesh is indexed by one or more axis names; found '0'"),
+        (lambda: Mesh("dp=2")[()], MeshError, "a mesh is indexed by one or more axis names; found ()"),
+        (lambda: Mesh("dp=2")[0], MeshError, "a mesh is indexed by one or more axis names; found 0"),
         (lambda: Mesh("dp=2")[["dp"]], MeshError, "a mesh is indexed by"),
         (lambda: Mesh("dp=2")[:1], MeshError, "a mesh is indexed by"),
         (lambda: Mesh("dp=2")["dp", ["x"]], MeshError, "the mesh has no axis"),

@@ -340,7 +340,7 @@ MISTAKES = [
         lambda m: rearrange(D(m, "b s@tp", 8, 12), "b (h d)@tp -> b h@tp d", h=0),
         SizeError,
         """
-        the size of 'h' is a whole number from 1 to 281474976710656; found '0'
+        the size of 'h' is a whole number from 1 to 281474976710656; found 0
         """,
     ),
     mistake(

@@ -668,7 +668,7 @@ def test_an_error_about_a_place_in_the_spec_has_its_caret_there():
         ("(a=4 b)", (6,), SizeError, "the sizes don't multiply to the dim:  (a=4 b) = 6"),
         ("(a=2 h@tp)", (6,), ShardingError, "3 doesn't divide into 2 parts: h@tp is split inside a group"),
         ("(a@tp b)", (6,), SizeError, "more than one size is missing in  (a@tp b) = 6"),
-        ("b", (-1,), SizeError, "a shape is whole numbers from 0; found '(-1,)'"),
+        ("b", (-1,), SizeError, "a shape is whole numbers from 0; found (-1,)"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_an_error_with_both(spec, shape, error, message):

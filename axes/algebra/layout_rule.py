@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from axes.algebra import grammar
-from axes.algebra.errors import ExpressionError, ShardingError, shown
+from axes.algebra.errors import ExpressionError, ShardingError, shortened, shown
 from axes.algebra.flow.blocks import Fused, read_blocks
 from axes.algebra.flow.reading import read
 from axes.algebra.grammar import Factor, Spec
@@ -65,7 +65,7 @@ class NamePattern:
 
     @functools.cached_property
     def _expression(self) -> re.Pattern[str]:
-        marks = [r"(.*)" if part == "*" else r"(0|[1-9]\d*)" for part in self._parts[1::2]]
+        marks = [r"(.*)" if part == "*" else r"(0|[1-9]\d{0,8})" for part in self._parts[1::2]]
         plain = list(map(re.escape, self._parts[::2]))
         return re.compile("".join(itertools.chain(*itertools.zip_longest(plain, marks, fillvalue=""))), re.DOTALL)
 
@@ -118,6 +118,12 @@ def layout_rule(key: object, value: object) -> LayoutRule:
     """The rule that an entry of a table is; `ShardingError` or `ExpressionError` where it can't be one."""
     left, right = _texts(key), _texts(value)
     text = right.pop() if right and "->" in right[-1] else ""
+    for name in (*left, *right):
+        if not name or any(map(str.isspace, name)):
+            raise ShardingError(
+                f"{shortened(name)} isn't the name of a tensor; an expression stands last on the right, with '->', "
+                "like ('q', 'k'): ('qk', 'q d, k d -> (q + k) d')"
+            )
     optional = any(name.endswith("?") for name in (*left, *right))
     sides = [tuple([NamePattern(name.removesuffix("?")) for name in names]) for names in (left, right)]
     counters = tuple(dict.fromkeys(itertools.chain(*[pattern.counters for pattern in (*sides[0], *sides[1])])))

@@ -182,6 +182,8 @@ class LayoutRules:
 
     def keeps(self, target: str) -> bool:
         """Whether the table says that a target keeps the values that it has."""
+        if not isinstance(target, str):
+            raise ShardingError(f"keeps takes the name of a target; found {shown(target)}")
         found = self._find(1, target)
         return found is not None and not self.rules[found[0].rule].left
 
@@ -209,6 +211,11 @@ class LayoutRules:
                     raise ShardingError(
                         f"two tensors would be {shortened(target)}: {both[0]} and {both[1]}\n"
                         "give one of them another name, or say {name: None} of the one that nobody needs"
+                    )
+                if self.keeps(target):
+                    raise ShardingError(
+                        f"{shortened(target)} would keep its values, by the layout rules, and be written from "
+                        f"{shortened(parts[0].source)}\ntake it out of {{None: names}}, or the source out of the table"
                     )
                 made[target] = shape, parts
         return _change(sources, made, unused)
@@ -352,7 +359,8 @@ def _counted_shape(
     pattern, first = rule.left[slot], next(iter(names.values()))
     counts = [1 + max(column) for column in zip(*names, strict=True)]
     if len(names) != math.prod(counts):
-        missing = next(numbers for numbers in itertools.product(*map(range, counts)) if numbers not in names)
+        near = [range(min(count, len(names) + 1)) for count in counts]  # among more numbers than names one has none
+        missing = next(numbers for numbers in itertools.product(*near) if numbers not in names)
         at = ", ".join(f"{name} = {number}" for name, number in zip(pattern.counters, missing, strict=True))
         raise ShardingError(f"{pattern.text} counts from 0, and of {first} there is none with {at}, by the rule {rule}")
     shape = list(sources[first])

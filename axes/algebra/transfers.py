@@ -19,7 +19,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.planning.exchange import Balance, Deal, Exchange, volume
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
-from axes.algebra.sizes import checked_shape, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, checked_shape, whole_number, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -156,9 +156,13 @@ class Transfer:
         """
         return seam.runtime("a transfer").carry_out(self, tensors, into)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What it was made of; what follows from that is found again."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     def at(self, rank: int) -> Transfer:
         """The same plan seen from another rank."""
-        return replace(self, rank=rank)
+        return replace(self, rank=checked_rank("a rank", rank))
 
     @cached_property
     def inverse(self) -> Transfer:
@@ -333,10 +337,6 @@ class Transfer:
         return str(self)
 
 
-def _said(end: Sharding) -> str:
-    return f"{end} on {end.mesh.declaration} {end.universe.ranks}"
-
-
 def _filled(sizes: dict[int, int]) -> dict[int, int]:
     return {rank: sizes[rank] for rank in sorted(sizes) if sizes[rank]}
 
@@ -410,6 +410,9 @@ def transfer(
     bucket_bytes = _checked_bucket(bucket_mb)
     _check_mapping("shapes", shapes, "a name to a whole shape")
     assert shapes is not None, "an absent mapping is refused"
+    for what, meshes in (("source_mesh", source_mesh), ("target_mesh", target_mesh), ("dtype", dtype)):
+        if isinstance(meshes, Mapping):
+            _check_mapping(what, meshes, "patterns of names")
     given_sizes = dict(written_sizes(keywords, sizes))
     ends = _Ends(given_sizes)
     found, where = [], {"source": source_mesh, "target": target_mesh}

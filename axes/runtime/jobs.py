@@ -387,7 +387,7 @@ class LinkRun(TransferRun):
         """Carry it out, from these shards into those."""
         self.arrived = -1
         with torch.no_grad():
-            held, given = self._held(tensors), self._given(into)
+            held, given = self._fitting(tensors, into)
             made = [tensor if tensor is not None else self._new(number) for number, tensor in enumerate(given)]
             try:
                 self._run(self._bound(held, made, keep=True))

@@ -41,7 +41,7 @@ from axes.runtime.agreement import ranks_text
 from axes.runtime.check import Operation, lane_of, patience_of, together
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import link_of
-from axes.runtime.packing import Grid, Part, Run, Shape, arranged, elements_of, slices_of
+from axes.runtime.packing import Grid, Part, Run, Shape, arranged, elements_of, in_common, is_written_twice, slices_of
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
@@ -208,6 +208,7 @@ class TransferRun:
         self.number = {one.source_name: number for number, one in enumerate(move.tensors)}
         self.named = {one.target_name: number for number, one in enumerate(move.tensors)}
         self.bound: Bound | None = None
+        self.fitting: tuple[Any, ...] | None = None
         self.seen: dict[tuple[int, str], Any] = {}
         self.arrived = -1
 
@@ -279,7 +280,7 @@ class TransferRun:
         held: list[torch.Tensor | None] = []
         given: list[torch.Tensor | None] = []
         try:
-            held, given = self._held(tensors), self._given({} if into is None else into)
+            held, given = self._fitting(tensors, {} if into is None else into)
         except AxesError as found:
             error = found
         self._agree(error, into is None)
@@ -296,6 +297,17 @@ class TransferRun:
             if tile is not None
         }
 
+    def _fitting(
+        self, tensors: Mapping[str, Any], into: Mapping[str, Any]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """The tiles of the sources and those to write, once it is clear that the plan can be carried out on them."""
+        held, given = self._held(tensors), self._given(into)
+        memory = tuple([_memory_of(t) for t in (*held, *given)])
+        if memory != self.fitting:
+            self._check_apart(held, given)
+            self.fitting = memory
+        return held, given
+
     def _held(self, tensors: Mapping[str, Any]) -> list[torch.Tensor | None]:
         """The tiles of the sources, in order."""
         if not isinstance(tensors, Mapping):
@@ -308,12 +320,14 @@ class TransferRun:
         found = []
         for one, (shape, _) in zip(self.move.tensors, self.tiles, strict=True):
             local = self._local(one, tensors.get(one.source_name), 0, shape)
-            if local is not None and one.dtypes[0] is not None and name_of(local.dtype) != one.dtypes[0]:
+            # Where neither is known, the plan is for float32; where dtype= is given, any dtype becomes that.
+            planned = one.dtypes[0] or ("float32" if one.dtypes[1] is None else None)
+            if local is not None and planned is not None and name_of(local.dtype) != planned:
                 raise ShardingError(
-                    f"{shortened(one.source_name)} is {name_of(local.dtype)}, the plan is for {one.dtypes[0]}; pass "
+                    f"{shortened(one.source_name)} is {name_of(local.dtype)}, the plan is for {planned}; pass "
                     "dtype= to axes.transfer, or shapes= with tensors of this dtype"
                 )
-            found.append(local)
+            found.append(None if local is None else local.resolve_conj().resolve_neg())
         return found
 
     def _given(self, into: Mapping[str, Any]) -> list[torch.Tensor | None]:
@@ -334,8 +348,20 @@ class TransferRun:
                     f"{shortened(one.target_name)} of into= is {name_of(local.dtype)}; what arrives is "
                     f"{name_of(self.wires[number])}. Pass dtype={local.dtype} to axes.transfer"
                 )
+            if local is not None:
+                self._check_writable(shortened(one.target_name), local)
             found.append(local)
         return found
+
+    def _check_writable(self, name: str, x: torch.Tensor) -> None:
+        if is_written_twice(x):
+            raise ShardingError(
+                f"{name} of into= has several elements in one place, as an expanded tensor has; clone it"
+            )
+        if x.is_conj() or x.is_neg():
+            raise ShardingError(f"{name} of into= is a view that conjugates or negates; pass the tensor that it is of")
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ShardingError(f"{name} of into= is an inference tensor; call the transfer in torch.inference_mode()")
 
     def _local(self, one: Carriage, value: Any, side: int, shape: Shape | None) -> torch.Tensor | None:
         """This rank's tile in a DTensor, or the tile itself; `ShardingError` for what is another one."""
@@ -358,6 +384,11 @@ class TransferRun:
             raise ShardingError(
                 f"{shortened(name)} is on rank {self.move.rank} a shard of shape {list(shape)} ('{end}' of "
                 f"{list(one.shape)}); found {_shown(value)}"
+            )
+        if value.layout is not torch.strided or value.device.type != self.device.type:
+            raise ShardingError(
+                f"{shortened(name)} is on rank {self.move.rank} a dense shard on {self.device.type}; found "
+                f"{str(value.layout).removeprefix('torch.')} on {value.device}"
             )
         return value.detach()
 
@@ -387,10 +418,9 @@ class TransferRun:
     # memory
 
     def _bound(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None], keep: bool) -> Bound:
-        memory = tuple([None if t is None else (t.data_ptr(), t.dtype, t.stride()) for t in (*held, *made)])
+        memory = tuple([_memory_of(t) for t in (*held, *made)])
         if self.bound is not None and self.bound.memory == memory:
             return self.bound
-        self._check_apart(held, made)
         bound = Bound(memory, self._copies(held, made))
         most = [max((sides[side].size for sides in self.buckets), default=0) for side in (0, 1)]
         turns = min(2, len(self.buckets))
@@ -408,18 +438,21 @@ class TransferRun:
         self.bound = bound if keep else None
         return bound
 
-    def _check_apart(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None]) -> None:
-        """What is written isn't what is still to be read."""
-        read = {t.untyped_storage().data_ptr(): n for n, t in enumerate(held) if t is not None and t.numel()}
-        for number, tensor in enumerate(made):
-            if tensor is None or not tensor.numel():
-                continue
-            other = read.get(tensor.untyped_storage().data_ptr())
-            if other is not None:
-                names = self.move.tensors[number].target_name, self.move.tensors[other].source_name
+    def _check_apart(self, held: list[torch.Tensor | None], given: list[torch.Tensor | None]) -> None:
+        """What is written is nothing that is still to be read, and no other that is written."""
+        count = len(held)
+        there = [t if t is not None else torch.empty(0) for t in (*held, *given)]
+        for one, two in in_common(there):
+            if two >= count:
+                names = [self.move.tensors[at - count].target_name for at in (one, two) if at >= count]
+                other, what = (
+                    (names[0], "of into=, where that is written")
+                    if one >= count
+                    else (self.move.tensors[one].source_name, "the source, which is read while it is written")
+                )
                 raise ShardingError(
-                    f"{shortened(names[0])} of into= shares memory with the source {shortened(names[1])}, which is "
-                    "read while it is written; leave it out of into=, or clone the source"
+                    f"{shortened(names[-1])} of into= shares memory with {shortened(other)}, {what}; leave it out of "
+                    "into=, or clone one of them"
                 )
 
     def _copies(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None]) -> tuple[Views, Views]:
@@ -635,3 +668,8 @@ def _listed(names: Sequence[str]) -> str:
         return "none"
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(map(shortened, names[:_NAMES_SHOWN])) + more
+
+
+def _memory_of(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What tells a tensor's memory from another's."""
+    return None if x is None else (x.data_ptr(), x.dtype, x.shape, x.stride())
