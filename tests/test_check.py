@@ -163,8 +163,6 @@ def test_programs_that_differ_on_one_rank_are_told_so_on_every_rank(world):
         assert all(said for _, _, said in each), (differing(number), each)
         here = [said for _, _, said in each if "test_check.py:" in said]
         assert len(here) == 4, (differing(number), each)
-    slow = sorted((seconds for found in every for _, seconds, _ in found), reverse=True)
-    assert slow[0] < 2, slow[:10]
 
 
 def test_what_differs_is_shown_with_both_sides_and_their_lines(world):

@@ -148,7 +148,8 @@ def jobs() -> Iterator[Jobs]:
 def good(jobs: Jobs, turn: int, **given: Any) -> None:
     """A transfer that has to be right on all ranks."""
     found = jobs.ask_all("transfer", turn=turn, **given)
-    assert all(answer[0] == "ok" for answer in found.values()), found
+    wrong = {each: answer for each, answer in found.items() if answer is None or answer[0] != "ok"}
+    assert not wrong, "\n".join(f"{each}: {answer}" for each, answer in wrong.items())
     receiver = "trainer" if given.get("back") else "generator"
     for rank in range(2):
         arrived, _ = found[receiver, rank][3]

@@ -54,6 +54,7 @@ from axes.runtime.programs import name_of
 from axes.runtime.rendezvous import JobCall, Pair, Rendezvous, connection_prefix
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transfer_runs import TransferRun
+from axes.runtime.transforms import check_dense
 
 _ADVICE = "All ranks of the mesh call it alike, in the same order"
 
@@ -96,8 +97,9 @@ def connect(
     names = None if isinstance(peers, str) else tuple_of(peers)
     if names is None or len(names) < 2 or not all(map(_is_name, names)) or len({*names}) < len(names):
         raise MeshError(f"peers are two or more words, all different; found {shown(peers)}")
-    if name not in names:
-        raise MeshError(f"{shortened(name)} isn't among the peers{suggestion(str(name), names)}")
+    if not isinstance(name, str) or name not in names:
+        near = suggestion(name, names) if isinstance(name, str) else ""
+        raise MeshError(f"{shown(name)} isn't among the peers{near}")
     return JobLink(store, name, checked_mesh(mesh), names, as_timeout(timeout, "timeout"))
 
 
@@ -192,10 +194,11 @@ class JobLink:
         return dict(into)
 
     def _other(self, name: object) -> str:
-        if name == self.name or name not in self.peers:
-            others = [peer for peer in self.peers if peer != self.name]
-            raise MeshError(f"a transfer is with another peer, not {shortened(name)}{suggestion(str(name), others)}")
-        return str(name)
+        others = [peer for peer in self.peers if peer != self.name]
+        if not isinstance(name, str) or name not in others:
+            near = suggestion(name, others) if isinstance(name, str) else ""
+            raise MeshError(f"a transfer is with another peer, not {shown(name)}{near}")
+        return name
 
     # one transfer
 
@@ -438,6 +441,8 @@ class OwnTensors:
         for name in self.names:
             value = tensors.get(name)
             try:
+                if isinstance(value, torch.Tensor):
+                    check_dense(value, does)
                 self.ends[name] = self._end(specs[name], value)
                 self.told.append(self._tell(name, value))
             except AxesError as error:

@@ -46,6 +46,7 @@ from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Traced
+from axes.runtime.transforms import check_dense
 
 DIRECT = 2**18
 """Bytes of a piece from which it has a message of its own, without a copy where its memory lies right."""
@@ -372,6 +373,8 @@ class TransferRun:
                 self._check_spec(name, end, spec, one.shape)
                 self.seen[side, name] = spec
             value = torch_private.local_of(value)
+        if isinstance(value, torch.Tensor):
+            check_dense(value, f"a transfer of {shortened(name)}")
         if shape is None:
             if value is None or (isinstance(value, torch.Tensor) and not value.numel()):
                 return None
@@ -385,11 +388,8 @@ class TransferRun:
                 f"{shortened(name)} is on rank {self.move.rank} a shard of shape {list(shape)} ('{end}' of "
                 f"{list(one.shape)}); found {_shown(value)}"
             )
-        if value.layout is not torch.strided or value.device.type != self.device.type:
-            raise ShardingError(
-                f"{shortened(name)} is on rank {self.move.rank} a dense shard on {self.device.type}; found "
-                f"{str(value.layout).removeprefix('torch.')} on {value.device}"
-            )
+        if value.device.type != self.device.type:
+            raise ShardingError(f"{shortened(name)} is a shard on {self.device.type}; found it on {value.device}")
         return value.detach()
 
     def _check_spec(self, name: str, end: Any, spec: Any, shape: Shape) -> None:

@@ -22,7 +22,8 @@ STYLE = """
   .axes-picture figcaption { font-weight: 700; font-size: 15px; overflow-wrap: anywhere; white-space: pre-wrap }
   .axes-picture p { margin: 0; overflow-wrap: anywhere; white-space: pre-wrap }
   .axes-picture .apart { margin-top: 12px }
-  .axes-picture .wide { overflow-x: auto; margin: 12px 0 } .axes-picture svg { display: block; max-width: none !important }
+  .axes-picture .wide { overflow-x: auto; margin: 12px 0 }
+  .axes-picture svg { display: block; max-width: none !important }
   .axes-picture table { border-collapse: collapse; font: inherit; margin: 0; border: 0; color: inherit }
   .axes-picture .wide th, .axes-picture .wide td { padding: 2px 14px 2px 0; text-align: left; white-space: pre;
     background: none; border: 0 }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import axes
 from tests.bench.measure import Times, benchmark
+from tests.test_check import told_apart
 
 RANKS = 4
 ROUNDS = 10
@@ -50,3 +51,9 @@ def seconds(call: Callable[[], object], loops: int) -> float:
 @benchmark("`axes.psum` of 4 KiB, compared before it is sent, four processes", peer="`all_reduce`", bar=0.05)
 def psum_compared() -> Times:
     return Times(*axes.launch(compared, RANKS)[0])
+
+
+@benchmark("a program that differs on one rank, told on all four: the slowest of 60", peer="promised", bar=1)
+def difference_told() -> Times:
+    every = axes.launch(told_apart, RANKS, range(60))
+    return Times(max(seconds for found in every for _, seconds, _ in found), 2.0)
