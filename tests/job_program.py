@@ -23,7 +23,7 @@ from axes.runtime import jobs, rendezvous, transfer_runs
 
 _ = axes.init_mesh, axes.connect, axes.from_local  # imported now: what is forked from this process has them
 
-LIMIT = 2.0
+LIMIT = 4.0
 """Seconds that ranks wait for one another."""
 
 MESHES = {"trainer": "fsdp=2", "generator": "dp=1 tp=2", "other": "dp=1 tp=2"}
