@@ -37,6 +37,7 @@ def indices(end: Sharding, shape: tuple[int, ...], rank: int) -> np.ndarray | No
 def carried(move: Transfer, number: int) -> dict[str, dict[int, int]]:
     """Carry one tensor out on arrays, piece by piece; returns the elements that each rank received and sent."""
     one = move.tensors[number]
+    assert one.link is None, "parts of tensors are carried by `carried_by_rules`"
     mine = {rank: move.at(rank).exchange(number) for rank in move.ranks}
     exchanges = {rank: found for rank, found in mine.items() if found is not None}
     held = {rank: indices(one.source, one.shape, rank) for rank in move.ranks}

@@ -41,6 +41,10 @@ class PieceDim:
     target: int
     target_stride: int
 
+    def step(self, side: int) -> tuple[int, int]:
+        """The dim that it steps through, of the source (0) or the target (1), and how far."""
+        return (self.source, self.source_stride) if side == 0 else (self.target, self.target_stride)
+
     @property
     def inverse(self) -> PieceDim:
         """The same with source and target in each other's place."""
@@ -154,13 +158,13 @@ def _boxes(steps: Sequence[tuple[int, int, int]], offset: tuple[int, ...], tile:
         own = sorted([at for at, step in enumerate(steps) if step[0] == dim], key=lambda at: -steps[at][2])
         order.extend(own)
         inner = [steps[at][1:] for at in own]
-        choices.append([box for start, stop in runs for box in _in_run(inner, start - begin, stop - begin)])
+        choices.append([box for start, stop in runs for box in boxes_in_run(inner, start - begin, stop - begin)])
     for parts in itertools.product(*choices):
         found = dict(zip(order, itertools.chain(*parts), strict=True))
         yield tuple([found[at] for at in range(len(steps))])
 
 
-def _in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Region]:
+def boxes_in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Region]:
     """The boxes of nested steps `(size, stride)`, the widest first, whose elements lie from `start` to `stop`."""
     if not steps:
         if start <= 0 < stop:
@@ -173,12 +177,12 @@ def _in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator
     if full[0] >= full[1]:
         full = last, last
     for at in range(first, full[0]):
-        for box in _in_run(inner, start - at * stride, stop - at * stride):
+        for box in boxes_in_run(inner, start - at * stride, stop - at * stride):
             yield (at, at + 1), *box
     if full[0] < full[1]:
         yield full, *[(0, count) for count, _ in inner]
     for at in range(full[1], last):
-        for box in _in_run(inner, start - at * stride, stop - at * stride):
+        for box in boxes_in_run(inner, start - at * stride, stop - at * stride):
             yield (at, at + 1), *box
 
 
@@ -205,3 +209,9 @@ def simplified(dims: Iterable[PieceDim]) -> tuple[PieceDim, ...]:
 def same_dims(shape: tuple[int, ...]) -> tuple[PieceDim, ...]:
     """The dims of a piece that is a whole tensor, the same on both sides."""
     return tuple([PieceDim(f"dim{at}", size, at, 1, at, 1) for at, size in enumerate(shape) if size != 1])
+
+
+def whole_piece(source: str, shape: tuple[int, ...], target: str | None = None) -> LayoutPiece:
+    """A tensor that is the same on both sides."""
+    nowhere = (0,) * len(shape)
+    return LayoutPiece(source, source if target is None else target, same_dims(shape), nowhere, nowhere)

@@ -23,10 +23,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.layout_pieces import LayoutPiece, same_dims
+from axes.algebra.layout_pieces import LayoutPiece, whole_piece
 from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, pairs_of, sizes_of_rule
 from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
@@ -148,6 +148,11 @@ class LayoutRules:
         self._given_of = [sizes_of_rule(self._given, each) for each in names]
         self._sides = tuple([self._index([getattr(rule, side) for rule in self.rules]) for side in ("left", "right")])
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names in the expressions, which sizes may be given for."""
+        return frozenset(itertools.chain(*[names_of_rule(rule.expression) for rule in self.rules]))
+
     @staticmethod
     def _index(
         sides: Sequence[tuple[NamePattern, ...]],
@@ -166,10 +171,35 @@ class LayoutRules:
     @property
     def inverse(self) -> LayoutRules:
         """The same table read from right to left. Sizes that only one side tells have to be given for it."""
-        found = LayoutRules.__new__(LayoutRules)
-        found.rules, found._given = tuple([rule.inverse for rule in self.rules]), self._given
+        return self._of([rule.inverse for rule in self.rules], self._given)
+
+    @classmethod
+    def _of(cls, rules: Iterable[LayoutRule], given: Mapping[str, int]) -> LayoutRules:
+        found = cls.__new__(cls)
+        found.rules, found._given = tuple(rules), dict(given)
         found._prepare()
         return found
+
+    @property
+    def as_data(self) -> list[Any]:
+        """The table as lists, texts and numbers, from which `from_data` makes it again in another process."""
+        rules = [
+            [[p.text for p in rule.left], [p.text for p in rule.right], rule.expression, rule.optional]
+            for rule in self.rules
+        ]
+        return [rules, sorted(self._given.items())]
+
+    @classmethod
+    def from_data(cls, data: Sequence[Any]) -> LayoutRules:
+        """The table of which `as_data` is all that there is to say.
+
+        >>> rules = LayoutRules({("*.gate", "*.up"): ("*.w", "f d, f d -> (f + f) d"), "old?": None}, f=8)
+        >>> LayoutRules.from_data(rules.as_data) == rules
+        True
+        """
+        rules, given = data
+        sides = ((*[tuple(map(NamePattern, side)) for side in rule[:2]], *rule[2:]) for rule in rules)
+        return cls._of([LayoutRule(*each) for each in sides], dict(given))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayoutRules) and (self.rules, self._given) == (other.rules, other._given)
@@ -247,7 +277,7 @@ class LayoutRules:
                     return made[target][0], _distinct(made[target][1])[0]
         if target in shapes and self._taking(target)[0].rule < 0:
             shape = _checked_shape(target, shapes[target])
-            return shape, (_same(target, shape),)
+            return shape, (whole_piece(target, shape),)
         raise ShardingError(f"the layout rules make no {shortened(target)} of these tensors")
 
     def _find(self, side: int, name: str) -> tuple[_Instance, int, tuple[int, ...]] | None:
@@ -282,7 +312,7 @@ class LayoutRules:
         """The targets of one rule for one text of each `*`."""
         if instance.rule < 0:
             (name,) = instance.stars
-            return {name: (sources[name], (_same(name, sources[name]),))}
+            return {name: (sources[name], (whole_piece(name, sources[name]),))}
         rule = self.rules[instance.rule]
         for slot, pattern in enumerate(rule.left):
             if slot not in taken:
@@ -331,11 +361,6 @@ def _checked_shape(name: str, shape: Sequence[int]) -> Shape:
     if found is None or any(size < 0 for size in found):
         raise SizeError(f"the shape of {shortened(name)} is whole numbers; found {shown(shape)}")
     return found
-
-
-def _same(name: str, shape: Shape) -> LayoutPiece:
-    """A tensor that is the same on both sides."""
-    return LayoutPiece(name, name, same_dims(shape), (0,) * len(shape), (0,) * len(shape))
 
 
 def _names_in(

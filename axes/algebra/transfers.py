@@ -29,8 +29,11 @@ from axes.algebra.chunks import Tile
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, digits
+from axes.algebra.layout_pieces import LayoutPiece, whole_piece
+from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
+from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.planning.exchange import Balance, Deal, Exchange, volume
 from axes.algebra.scopes import checked_mesh, required_mesh
@@ -42,8 +45,8 @@ from axes.algebra.universe import Universe
 End = str | Sharding
 Meshes = Mesh | Mapping[str, Mesh]
 
-Kind = tuple[Sharding, Sharding, tuple[int, ...]]
-"""Source, target and shape: what an exchange follows from. Many tensors of a model have it in common."""
+Kind = tuple[Sharding, Sharding, tuple[int, ...], PieceLink | None]
+"""Source, target, shape and link: what an exchange follows from. Many tensors of a model have it in common."""
 
 SMALLEST = 4096
 """Elements that a holder may always send: what is smaller isn't cut to share it more evenly."""
@@ -56,11 +59,12 @@ _NODE = 8
 
 @dataclass(frozen=True)
 class Carriage:
-    """One tensor of a transfer: what it is called on each side, how it lies there, and what it is.
+    """One tensor of a transfer, or a part of one that is a part of another: where it comes from, and where it goes.
 
-    source, target: shardings whose meshes are just the ranks that have the tensor.
+    shape: of the tensor; of a part the extents of its link. source, target: shardings whose meshes are just the ranks
+    that have the tensor.
     dtypes: at the source, None where that isn't known; and in which it travels and arrives.
-    pieces: in how many pieces it goes.
+    link: which part of the source it is, and of the target. pieces: in how many pieces it goes.
     """
 
     source_name: str
@@ -69,7 +73,27 @@ class Carriage:
     source: Sharding
     target: Sharding
     dtypes: tuple[str | None, str | None]
+    link: PieceLink | None = None
     pieces: int = 1
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The whole shapes of both tensors."""
+        return (self.shape, self.shape) if self.link is None else self.link.shapes
+
+    @property
+    def inverse(self) -> Carriage:
+        """The way back."""
+        return replace(
+            self,
+            source_name=self.target_name,
+            target_name=self.source_name,
+            shape=self.shape if self.link is None else self.link.inverse.extents,
+            source=self.target,
+            target=self.source,
+            dtypes=(self.dtypes[1] or self.dtypes[0], self.dtypes[0]),
+            link=None if self.link is None else self.link.inverse,
+        )
 
     @property
     def itemsize(self) -> int:
@@ -79,7 +103,16 @@ class Carriage:
     @property
     def kind(self) -> Kind:
         """What its exchange follows from."""
-        return self.source, self.target, self.shape
+        return self.source, self.target, self.shape, self.link
+
+
+@dataclass(frozen=True)
+class TransferEnd:
+    """A tensor on one side of a transfer: how it lies there, its whole shape, and its dtype, None where not known."""
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+    dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -132,6 +165,8 @@ class Transfer:
 
     tensors: what moves. buckets: which pieces go together. bucket_bytes: how large the buffers of a bucket are.
     rank: the rank that it is seen from; `at` gives another view. home: a mesh of the running job, if any is.
+    equal: what has the same elements as a tensor that moves, so that it moves on the way back alone.
+    idle: names of sources that nobody reads, and of targets that keep the values that they have.
     """
 
     tensors: tuple[Carriage, ...]
@@ -140,6 +175,8 @@ class Transfer:
     rank: int
     ranks_per_node: int = _NODE
     home: Mesh | None = None
+    equal: tuple[Carriage, ...] = ()
+    idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
     def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Carry the plan out: every rank of the sources and of the targets calls it.
@@ -167,18 +204,20 @@ class Transfer:
     @cached_property
     def inverse(self) -> Transfer:
         """The plan of the way back."""
-        swapped = (
-            replace(
-                one,
-                source_name=one.target_name,
-                target_name=one.source_name,
-                source=one.target,
-                target=one.source,
-                dtypes=(one.dtypes[1] or one.dtypes[0], one.dtypes[0]),
-            )
-            for one in self.tensors
-        )
-        return _bucketed(swapped, self.bucket_bytes, self.rank, self.ranks_per_node, self.home)
+        moved, equal = _told_apart(one.inverse for one in (*self.tensors, *self.equal))
+        tied = frozenset([one.source_name for one in equal]) - {one.source_name for one in moved}
+        kept = self.idle[0] - {one.target_name for one in moved}
+        idle = self.idle[1] | tied, kept
+        return _bucketed(moved, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, equal, idle)
+
+    @cached_property
+    def ends(self) -> tuple[dict[str, TransferEnd], dict[str, TransferEnd]]:
+        """The tensors of both sides by name."""
+        source, target = dict[str, TransferEnd](), dict[str, TransferEnd]()
+        for one in self.tensors:
+            source.setdefault(one.source_name, TransferEnd(one.source, one.shapes[0], one.dtypes[0]))
+            target.setdefault(one.target_name, TransferEnd(one.target, one.shapes[1], one.dtypes[1]))
+        return source, target
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -202,8 +241,12 @@ class Transfer:
         """Who sends what of tensors of a kind."""
 
         def found(kind: Kind) -> Deal:
-            first = kind[0].universe.rank(0)
-            return Deal(*kind, None, first, ranks_per_node=self.ranks_per_node, fixed=Balance(SMALLEST, SLACK))
+            source, target, shape, link = kind
+            knots = None if link is None else (link.pieces(0, source), link.pieces(1, target))
+            first, fixed = source.universe.rank(0), Balance(SMALLEST, SLACK)
+            return Deal(
+                source, target, shape, None, first, ranks_per_node=self.ranks_per_node, fixed=fixed, knots=knots
+            )
 
         return functools.lru_cache(maxsize=4096)(found)
 
@@ -212,8 +255,11 @@ class Transfer:
         """What this rank does with tensors of a kind."""
 
         def found(kind: Kind) -> Exchange | None:
-            ends = (kind[0].universe.position(self.rank), kind[1].universe.position(self.rank))
-            return None if ends == (None, None) else self._deal(kind).exchange(self.rank)
+            ends, link = (kind[0].universe.position(self.rank), kind[1].universe.position(self.rank)), kind[3]
+            if ends == (None, None):
+                return None
+            exchange = self._deal(kind).exchange(self.rank)
+            return exchange if link is None else exchange.in_boxes(link.boxes)
 
         return functools.lru_cache(maxsize=4096)(found)
 
@@ -221,10 +267,13 @@ class Transfer:
         """What this rank sends, receives and keeps of a tensor; None where it has no part in it."""
         return self._exchange(self.tensors[tensor].kind)
 
-    def tiles(self, tensor: int) -> tuple[Tile | None, Tile | None]:
-        """What this rank has of a tensor before and after."""
-        one = self.tensors[tensor]
-        return one.source.tile(one.shape, self.rank), one.target.tile(one.shape, self.rank)
+    @cached_property
+    def tiles(self) -> tuple[dict[str, Tile | None], dict[str, Tile | None]]:
+        """What this rank has of each tensor, before and after; None where it isn't one of its ranks."""
+        before, after = (
+            {name: end.sharding.tile(end.shape, self.rank) for name, end in side.items()} for side in self.ends
+        )
+        return before, after
 
     @cached_property
     def steps(self) -> tuple[BucketTraffic, ...]:
@@ -255,8 +304,10 @@ class Transfer:
     def peak_bytes(self) -> int:
         """The most that this rank holds: its tensors of both sides, and the buffers of two buckets."""
         tensors = sum(
-            one.itemsize * sum(volume(tile) for tile in self.tiles(number) if tile is not None)
-            for number, one in enumerate(self.tensors)
+            volume(tile) * itemsize_of(end.dtype or "float32")
+            for tiles, ends in zip(self.tiles, self.ends, strict=True)
+            for tile, end in zip(tiles.values(), ends.values(), strict=True)
+            if tile is not None
         )
         sizes = [step.bytes_in + step.bytes_out for step in self.steps]
         return tensors + max((one + two for one, two in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
@@ -309,14 +360,17 @@ class Transfer:
                 f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)
             )
             rows.append(f"{one.source_name} {one.target_name} {one.shape} {one.dtypes[1]} {one.pieces}: {ends}")
+            if one.link is not None:
+                rows.append(f"  by {one.link.dims} from {one.link.offsets} of {one.link.shapes}")
         return "\n".join([f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}", *rows])
 
     def __str__(self) -> str:
         whole = sum(math.prod(one.shape) * one.itemsize for one in self.tensors)
         received, sent = self.totals.received, self.totals.sent
-        count = len(self.tensors)
+        before, after = map(len, self.ends)
         lines = [
-            f"{count} tensor{'s' if count != 1 else ''}, {bytes_text(whole)}: "
+            f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
+            f"{bytes_text(whole)}: "
             f"{_ranks_text(self.sources)} -> {_ranks_text(self.targets)}",
             f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
             f"  received  {bytes_text(self.lower_bound)} in all, which is the least; at most "
@@ -372,6 +426,7 @@ def transfer(
     shapes: Mapping[str, Any] | None = None,
     *,
     dtype: Any = None,
+    rules: LayoutRules | Table | None = None,
     bucket_mb: float = 64,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -384,9 +439,10 @@ def transfer(
     sides may be the same, others, or some of both, in any order. `shapes` maps names to whole shapes, or to anything
     that has a `shape` (and a `dtype`), such as a module's tensors on the device `meta`.
 
-    `dtype` is what tensors become before they are sent, one for all or by patterns of names; without it they keep
-    their own. `bucket_mb` bounds the buffers: tensors go together in buckets of as many MiB. Keywords are sizes of
-    names in groups.
+    `dtype` is what tensors become before they are sent, one for all or by patterns of the targets' names; without it
+    they keep their own. `rules`, a table or `axes.LayoutRules`, says how names and layouts of the two sides relate
+    where they differ; `shapes` are then those of the sources. `bucket_mb` bounds the buffers: tensors go together in
+    buckets of as many MiB. Keywords are sizes of names in groups, and in the expressions of the rules.
 
     It needs no process: `str(plan)` shows what moves, and `plan.at(rank)` the part of any rank. In a running job every
     rank of either side calls the plan with its tensors, `plan(tensors)`.
@@ -406,7 +462,6 @@ def transfer(
     """
     for what, given in (("sources", sources), ("targets", targets)):
         _check_mapping(what, given, "a name to a spec")
-    _check_names(sources, targets)
     bucket_bytes = _checked_bucket(bucket_mb)
     _check_mapping("shapes", shapes, "a name to a whole shape")
     assert shapes is not None, "an absent mapping is refused"
@@ -414,38 +469,118 @@ def transfer(
         if isinstance(meshes, Mapping):
             _check_mapping(what, meshes, "patterns of names")
     given_sizes = dict(written_sizes(keywords, sizes))
-    ends = _Ends(given_sizes)
-    found, where = [], {"source": source_mesh, "target": target_mesh}
+    table = _table(rules, given_sizes)
+    if table is None:
+        _check_names(sources, targets)
+    wholes = dict[str, tuple[int, ...]]()
     for name in sorted(sources):
         if name not in shapes:
             raise ShardingError(f"shapes lacks {shortened(name)}{suggestion(name, shapes)}")
-        like = shapes[name]
-        shape = checked_shape(getattr(like, "shape", like))
-        own = getattr(like, "dtype", None)
-        try:
-            one, two = (
-                ends.sharding(end, _mesh_for(name, where[side], side), shape, side)
-                for side, end in (("source", sources[name]), ("target", targets[name]))
-            )
-        except AxesError as error:
-            raise type(error)(f"{error}\n  of the tensor {shortened(name)}, {shown(list(shape))}") from None
+        wholes[name] = checked_shape(getattr(shapes[name], "shape", shapes[name]))
+    ends = _Ends(given_sizes, table)
+    change = None if table is None else table.applied(wholes)
+    made = wholes if change is None else change.targets
+    if table is not None and change is not None:
+        _check_targets(change, targets, table)
+
+    def shardings(side: str, specs: Mapping[str, End], meshes: Meshes | None, shapes: Any) -> dict[str, Sharding]:
+        found = {}
+        for name, shape in sorted(shapes.items()):
+            try:
+                found[name] = ends.sharding(specs[name], _mesh_for(name, meshes, side), shape, side)
+            except AxesError as error:
+                raise type(error)(f"{error}\n  of the tensor {shortened(name)}, {shown(list(shape))}") from None
+        return found
+
+    before, after = shardings("source", sources, source_mesh, wholes), shardings("target", targets, target_mesh, made)
+
+    def carriage(source: str, target: str, link: PieceLink | None) -> Carriage:
+        own = getattr(shapes[source], "dtype", None)
         known = None if own is None else _dtype_name(own)
-        wanted = _matching(dtype, name) if isinstance(dtype, Mapping) else dtype
-        found.append(Carriage(name, name, shape, one, two, (known, known if wanted is None else _dtype_name(wanted))))
+        wanted = _matching(dtype, target) if isinstance(dtype, Mapping) else dtype
+        dtypes = known, known if wanted is None else _dtype_name(wanted)
+        shape = wholes[source] if link is None else link.extents
+        return Carriage(source, target, shape, before[source], after[target], dtypes, link)
+
+    def linked(pieces: Iterable[LayoutPiece]) -> list[Carriage]:
+        return [
+            carriage(each.source, each.target, _link(each, wholes[each.source], made[each.target])) for each in pieces
+        ]
+
+    equal: tuple[Carriage, ...] = ()
+    idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    if change is None:
+        found = [carriage(name, name, None) for name in wholes]
+    else:
+        found = linked(piece for name in sorted(change.pieces) for piece in change.pieces[name])
+        equal = tuple(linked(change.equal))
+        read = {one.source_name for one in found}
+        idle = frozenset(sources.keys() - read), frozenset(targets.keys() - change.targets.keys())
+        _check_dtypes(found)
     ends.check_used()
-    first = found[0].source if found else None
-    rank = 0 if first is None else first.universe.rank(0)
+    rank = found[0].source.universe.rank(0) if found else 0
     nodes = next(
         (e.mesh.ranks_per_node for one in found for e in (one.source, one.target) if e.mesh.ranks_per_node), _NODE
     )
-    return _bucketed(found, bucket_bytes, rank, nodes, ends.home)
+    return _bucketed(found, bucket_bytes, rank, nodes, ends.home, equal, idle)
+
+
+def _link(piece: LayoutPiece, source: tuple[int, ...], target: tuple[int, ...]) -> PieceLink | None:
+    """Which parts of both tensors a piece is; None where it is all of both, element by element."""
+    if source == target and piece == whole_piece(piece.source, source, piece.target):
+        return None
+    return PieceLink.of(piece, source, target)
+
+
+def _table(rules: LayoutRules | Table | None, sizes: Mapping[str, int]) -> LayoutRules | None:
+    """The layout rules; a table takes the sizes that its expressions have names for."""
+    if rules is None or isinstance(rules, LayoutRules):
+        return rules
+    names = LayoutRules(rules).names
+    return LayoutRules(rules, sizes={name: size for name, size in sizes.items() if name in names})
+
+
+def _check_targets(change: LayoutChange, targets: Mapping[str, End], rules: LayoutRules) -> None:
+    for name in change.targets:
+        if name not in targets:
+            raise ShardingError(
+                f"{shortened(name)}, which the layout rules make, isn't in targets{suggestion(name, targets)}; "
+                "say how it lies, or {names: None} of sources that nobody needs"
+            )
+    for name in targets:
+        if name not in change.targets and not rules.keeps(name):
+            raise ShardingError(
+                f"the layout rules make no {shortened(name)} of these sources{suggestion(name, change.targets)}; "
+                "say {None: name} of a target that keeps its values"
+            )
+
+
+def _check_dtypes(found: Iterable[Carriage]) -> None:
+    """`ShardingError` where parts of one target arrive in unlike dtypes."""
+    first: dict[str, Carriage] = {}
+    for one in found:
+        other = first.setdefault(one.target_name, one)
+        if other.dtypes[1] != one.dtypes[1]:
+            each = " and ".join(f"{shortened(c.source_name)}, {c.dtypes[1] or 'unknown'}" for c in (other, one))
+            raise ShardingError(f"{shortened(one.target_name)} is made of {each}; say which it becomes, with dtype=")
+
+
+def _told_apart(tensors: Iterable[Carriage]) -> tuple[tuple[Carriage, ...], tuple[Carriage, ...]]:
+    """Of what would be written to the same elements the first; and the others."""
+    first: dict[tuple[Any, ...], Carriage] = {}
+    others = []
+    for one in tensors:
+        place = (0,) * len(one.shape) if one.link is None else one.link.offsets[1]
+        if first.setdefault((one.target_name, place), one) is not one:
+            others.append(one)
+    return tuple(first.values()), tuple(others)
 
 
 class _Ends:
     """Shardings of specs, each found once."""
 
-    def __init__(self, sizes: dict[str, int]):
-        self.sizes, self.used = sizes, set[str]()
+    def __init__(self, sizes: dict[str, int], rules: LayoutRules | None):
+        self.sizes, self.used = sizes, set[str]() if rules is None else set(rules.names)
         self.home: Mesh | None = None
         self.found = functools.lru_cache(maxsize=4096)(self._found)
 
@@ -573,7 +708,13 @@ def names_in_spec(spec: str) -> frozenset[str]:
 
 
 def _bucketed(
-    tensors: Iterable[Carriage], bucket_bytes: int, rank: int, ranks_per_node: int, home: Mesh | None
+    tensors: Iterable[Carriage],
+    bucket_bytes: int,
+    rank: int,
+    ranks_per_node: int,
+    home: Mesh | None,
+    equal: tuple[Carriage, ...],
+    idle: tuple[frozenset[str], frozenset[str]],
 ) -> Transfer:
     """The transfer of these tensors, in buckets that no rank fills by more than `bucket_bytes` on either side."""
     most = functools.lru_cache(maxsize=4096)(_most)
@@ -597,7 +738,7 @@ def _bucketed(
         bucket.append(piece)
         loads.update(zip(ends, loaded, strict=True))
     buckets += [tuple(bucket)] if bucket else []
-    return Transfer(tuple(found), tuple(buckets), bucket_bytes, rank, ranks_per_node, home)
+    return Transfer(tuple(found), tuple(buckets), bucket_bytes, rank, ranks_per_node, home, equal, idle)
 
 
 def _apart(universes: Iterable[Universe]) -> dict[Universe, int]:
@@ -612,9 +753,10 @@ def _apart(universes: Iterable[Universe]) -> dict[Universe, int]:
     return found
 
 
-def _most(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, int]:
+def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: PieceLink | None) -> tuple[int, int]:
     """The most elements that any rank sends of a tensor, and that any receives: bounds, without a look at ranks."""
-    held, wanted = source.largest_tile(shape), target.largest_tile(shape)
+    shapes, whole = (shape, shape) if link is None else link.shapes, math.prod(shape)
+    held, wanted = min(whole, source.largest_tile(shapes[0])), min(whole, target.largest_tile(shapes[1]))
     if not held or not wanted:
         return 0, 0
     copies = target.universe.size // _pieces(target)

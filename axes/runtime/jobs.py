@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.layout import Layout
+from axes.algebra.layout_rules import LayoutRules, Table
 from axes.algebra.mesh import Mesh
 from axes.algebra.planning.exchange import Pieces
 from axes.algebra.scopes import checked_mesh
@@ -166,17 +167,24 @@ class JobLink:
         self.runs.clear()
         self.meeting.leave()
 
-    def send(self, tensors: Mapping[str, Any], specs: Mapping[str, str | Sharding], to: str = "generator") -> None:
+    def send(
+        self,
+        tensors: Mapping[str, Any],
+        specs: Mapping[str, str | Sharding],
+        to: str = "generator",
+        rules: LayoutRules | Table | None = None,
+    ) -> None:
         """Send tensors to the job `to`, which calls `receive` for them.
 
         tensors: by name, DTensors or this rank's shards; None, or nothing, on ranks that have none of a tensor.
         specs: by name how each tensor lies on this job's mesh, the same on all ranks: a whole spec, or a `Sharding`.
+        rules: a table, or `axes.LayoutRules`, of how the other job's names and layouts follow from this one's.
 
         Returns when they have arrived on all ranks of the other job. Raises `ShardingError`, before anything is sent,
         where tensors don't fit their specs or those of the other job; `DesyncError` where ranks differ, and where the
         other job doesn't come, ends or stalls. Where one rank raises, all ranks of both jobs do.
         """
-        self._transfer(tensors, specs, self._other(to), 0)
+        self._transfer(tensors, specs, self._other(to), 0, rules)
 
     def receive(
         self, into: Mapping[str, Any], specs: Mapping[str, str | Sharding], source: str = "trainer"
@@ -202,7 +210,7 @@ class JobLink:
 
     # one transfer
 
-    def _transfer(self, tensors: Any, specs: Any, other: str, side: int) -> None:
+    def _transfer(self, tensors: Any, specs: Any, other: str, side: int, rules: Any = None) -> None:
         said = f"the transfer from '{(self.name, other)[side]}' to '{(other, self.name)[side]}'"
         self.calls += 1
         wrong: AxesError | None = None
@@ -212,7 +220,7 @@ class JobLink:
         with contextlib.suppress(DesyncError):  # the next question to the store says so
             self.meeting.note(waits)
         try:
-            own, text = self._described(tensors, specs, said, side)
+            own, text = self._described(tensors, specs, said, side, rules)
         except AxesError as failed:
             wrong = failed
         call = JobCall(
@@ -242,12 +250,12 @@ class JobLink:
         with contextlib.suppress(DesyncError):
             self.meeting.note(f"was last seen at the end of {said}")
 
-    def _described(self, tensors: Any, specs: Any, said: str, side: int) -> tuple[OwnTensors, str]:
+    def _described(self, tensors: Any, specs: Any, said: str, side: int, rules: Any) -> tuple[OwnTensors, str]:
         """This rank's tensors, and what the job says of all of them; errors are the same on all its ranks."""
         wrong: AxesError | None = None
         own: OwnTensors | None = None
         try:
-            own = OwnTensors(self, tensors, specs, ("send", "receive")[side])
+            own = OwnTensors(self, tensors, specs, ("send", "receive")[side], rules)
         except AxesError as failed:
             wrong = failed
         told = [None, str(wrong), ""] if own is None else [own.told, "", own.written]
@@ -391,7 +399,7 @@ class LinkRun(TransferRun):
         self.arrived = -1
         with torch.no_grad():
             held, given = self._fitting(tensors, into)
-            made = [tensor if tensor is not None else self._new(number) for number, tensor in enumerate(given)]
+            made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
             try:
                 self._run(self._bound(held, made, keep=True))
                 self._wait_for_device()
@@ -427,7 +435,7 @@ class OwnTensors:
     stand.
     """
 
-    def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str):
+    def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str, rules: Any):
         for what, given in (("specs", specs), ("tensors", tensors)):
             if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
                 raise ShardingError(f"{does} takes {what} by name; found {shown(given)}")
@@ -447,9 +455,10 @@ class OwnTensors:
                 self.told.append(self._tell(name, value))
             except AxesError as error:
                 raise type(error)(f"{error}\n  of the tensor {shortened(name)}") from None
+        self.rules = None if rules is None else rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
         self.written = ", ".join(
             f"{shortened(name)}: '{end}' on {end.mesh.declaration}" for name, end in self.ends.items()
-        )
+        ) + ("" if self.rules is None else f"; {self.rules!r}")
 
     def _end(self, spec: Any, value: Any) -> Sharding:
         if isinstance(spec, Sharding):
@@ -498,6 +507,8 @@ class OwnTensors:
             mesh = json.dumps(_mesh_text(end, self.link.mesh))
             rows[name] = [meshes.setdefault(mesh, len(meshes)), end.at(shape).spec, list(shape), dtype]
         said = {"axes": _version(), "peers": self.link.peers, "meshes": list(meshes), "tensors": rows}
+        if self.rules is not None:
+            said["rules"] = self.rules.as_data
         return json.dumps(said, sort_keys=True)
 
 
@@ -573,9 +584,9 @@ BUCKET_MB = 64.0
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(said: tuple[str, str], first: tuple[int, int], names: tuple[str, str], bucket_mb: float) -> Transfer:
+def _plan(written: tuple[str, str], first: tuple[int, int], names: tuple[str, str], bucket_mb: float) -> Transfer:
     """The plan of what two jobs say: the same on every rank of both. first: the numbers of their first ranks."""
-    texts = json.loads(said[0]), json.loads(said[1])
+    texts = json.loads(written[0]), json.loads(written[1])
     source, target = names
     if texts[0]["axes"] != texts[1]["axes"]:
         raise DesyncError(
@@ -586,7 +597,8 @@ def _plan(said: tuple[str, str], first: tuple[int, int], names: tuple[str, str],
     if order[0] != order[1]:
         raise DesyncError(f"jobs have other peers: '{source}' {texts[0]['peers']}, '{target}' {texts[1]['peers']}")
     rows = texts[0]["tensors"], texts[1]["tensors"]
-    for one, two in ((0, 1), (1, 0)):
+    rules = None if "rules" not in texts[0] else LayoutRules.from_data(texts[0]["rules"])
+    for one, two in ((0, 1), (1, 0)) if rules is None else ():
         missing = [name for name in rows[one] if name not in rows[two]]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -599,21 +611,27 @@ def _plan(said: tuple[str, str], first: tuple[int, int], names: tuple[str, str],
         meshes = [_mesh_from(json.loads(mesh), first[side]) for mesh in text["meshes"]]
         for name, (mesh, spec, shape, _) in rows[side].items():
             ends[side][name] = parsed_sharding(meshes[mesh], spec, (), len(shape))
-    for name, (_, spec, shape, dtype) in rows[0].items():
-        _, other_spec, other_shape, other_dtype = rows[1][name]
-        if shape != other_shape:
-            raise ShardingError(
-                f"{shortened(name)} has other shapes\n  '{source}'  {shape}  '{spec}'\n"
-                f"  '{target}'  {other_shape}  '{other_spec}'"
-            )
-        if dtype != other_dtype and not (_converts(dtype) and _converts(other_dtype)):
-            raise ShardingError(
-                f"{shortened(name)} is {dtype} in '{source}' and {other_dtype} in '{target}'; only floating-point "
-                "numbers of 16 bits and more are converted on the way"
-            )
     shapes = {name: Like(tuple(shape), dtype) for name, (_, _, shape, dtype) in rows[0].items()}
+    made = {name: like.shape for name, like in shapes.items()}
+    if rules is not None:
+        made = dict(rules.applied(made).targets)
+    for name, shape in made.items():
+        if name in rows[1] and list(shape) != rows[1][name][2]:
+            said = f"'{rows[0][name][1]}'" if rules is None else "by the layout rules"
+            raise ShardingError(
+                f"{shortened(name)} has other shapes\n  '{source}'  {list(shape)}  {said}\n"
+                f"  '{target}'  {rows[1][name][2]}  '{rows[1][name][1]}'"
+            )
     dtypes = {name: dtype for name, (_, _, _, dtype) in rows[1].items()}
-    return transfer(*ends, shapes=shapes, dtype=dtypes, bucket_mb=bucket_mb)
+    move = transfer(*ends, shapes=shapes, dtype=dtypes, rules=rules, bucket_mb=bucket_mb)
+    for carried in move.tensors:
+        dtype, other = rows[0][carried.source_name][3], rows[1][carried.target_name][3]
+        if dtype != other and not (_converts(dtype) and _converts(other)):
+            raise ShardingError(
+                f"{shortened(carried.source_name)} is {dtype} in '{source}' and {other} in '{target}'; only "
+                "floating-point numbers of 16 bits and more are converted on the way"
+            )
+    return move
 
 
 def _converts(dtype: str) -> bool:

@@ -90,7 +90,10 @@ class Lattice:
         >>> Lattice(((0, 2), (0, 1)), ((3, (0, 1)),)).within((10, 12), (5, 4))
         Grid(sizes=(3, 10, 4), strides=(4, 12, 1), offset=0)
         """
-        strides = strides_of(shape)
+        return self.by(strides_of(shape), multiples)
+
+    def by(self, strides: Sequence[int], multiples: Shape) -> Run | Grid:
+        """Where they lie in memory in which a step along each dim goes so far."""
         apart = [*map(operator.mul, strides, multiples)]
         modes, offset = [(count, sum(map(operator.mul, step, apart))) for count, step in self.steps], 0
         for (start, stop), many, stride, far in zip(self.first, multiples, strides, apart, strict=True):
@@ -98,6 +101,16 @@ class Lattice:
             offset += start * far
         sizes, steps = _merged(modes)
         return Run(offset, offset + sizes[0]) if steps == (1,) else Grid(sizes, steps, offset)
+
+    @property
+    def corners(self) -> tuple[Shape, Shape]:
+        """The least and the greatest index along each dim that any box has."""
+        low, high = [start for start, _ in self.first], [stop - 1 for _, stop in self.first]
+        for count, step in self.steps:
+            for at, far in enumerate(step):
+                low[at] += min(0, (count - 1) * far)
+                high[at] += max(0, (count - 1) * far)
+        return tuple(low), tuple(high)
 
 
 Places = Run | Grid | Boxes

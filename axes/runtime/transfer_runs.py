@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.chunks import tile_shape
+from axes.algebra.chunks import Tile, tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.mesh import Mesh
-from axes.algebra.planning.exchange import Message, Region
+from axes.algebra.piece_links import PieceLink
+from axes.algebra.planning.exchange import Message, Region, cut_box
 from axes.algebra.transfers import Carriage, Transfer, part_of
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
@@ -41,7 +43,18 @@ from axes.runtime.agreement import ranks_text
 from axes.runtime.check import Operation, lane_of, patience_of, together
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.links import link_of
-from axes.runtime.packing import Grid, Part, Run, Shape, arranged, elements_of, in_common, is_written_twice, slices_of
+from axes.runtime.packing import (
+    Grid,
+    Lattice,
+    Part,
+    Run,
+    Shape,
+    arranged,
+    elements_of,
+    in_common,
+    is_written_twice,
+    slices_of,
+)
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
@@ -150,35 +163,44 @@ def _boxes(regions: Iterable[Region], start: int, stop: int) -> Iterator[Part]:
         at += size
 
 
-def cut_box(region: Region, start: int, stop: int) -> list[Region]:
-    """The elements `start..stop` of a box in row-major order, as boxes.
-
-    >>> cut_box(((0, 2), (0, 3)), 2, 6)
-    [((0, 1), (2, 3)), ((1, 2), (0, 3))]
-    """
-    if (start, stop) == (0, elements_of(region)):
-        return [region]
-    (first, _), *inner = region
-    row = elements_of(tuple(inner))
-    top, bottom = -(-start // row), stop // row
-
-    def within(number: int, low: int, high: int) -> list[Region]:
-        """A part of one row."""
-        boxes = cut_box(tuple(inner), low - number * row, high - number * row)
-        return [((first + number, first + number + 1), *box) for box in boxes]
-
-    if bottom < top:
-        return within(bottom, start, stop)
-    found = within(top - 1, start, top * row) if start < top * row else []
-    if top < bottom:
-        found.append(((first + top, first + bottom), *inner))
-    return found + (within(bottom, bottom * row, stop) if bottom * row < stop else [])
-
-
 # --- one call -------------------------------------------------------------------------------------
 
 
 Views = list[torch.Tensor]
+
+Tensors = dict[str, torch.Tensor | None]
+"""This rank's tiles of one side by name; None where it has none."""
+
+
+class LinkedTile:
+    """A piece of a tensor in this rank's tile of it. side: whether that is the source (0) or the target (1)."""
+
+    def __init__(self, link: PieceLink, side: int, tile: Tile):
+        self.link, self.side, self.tile = link, side, tile
+
+    def box(self, x: torch.Tensor, box: Region) -> torch.Tensor:
+        """A box of the piece, which is in one run of each dim of the tensor, as a view of the tile."""
+        steps = self.link.strides(self.side, x.stride())
+        return x.as_strided([stop - start for start, stop in box], steps, self._offset(x, [start for start, _ in box]))
+
+    def views(self, x: torch.Tensor, boxes: Sequence[Part]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Boxes as views of the tile, with where each begins: one view where they are a lattice in one run."""
+        found = arranged(boxes)
+        if isinstance(found, Lattice):
+            low, high = (self.link.place(self.side, self.tile, corner) for corner in found.corners)
+            if low is not None and high is not None and low[1] == high[1]:
+                grid = found.by(self.link.strides(self.side, x.stride()), (1,) * len(self.link.dims))
+                sizes, strides = ((grid.stop - grid.start,), (1,)) if isinstance(grid, Run) else grid[:2]
+                if min(strides) >= 0:  # torch has no others
+                    yield 0, x.as_strided(sizes, strides, self._offset(x, [start for start, _ in found.first]))
+                    return
+        for start, box in boxes:
+            yield start, self.box(x, box)
+
+    def _offset(self, x: torch.Tensor, at: Sequence[int]) -> int:
+        place = self.link.place(self.side, self.tile, at)
+        assert place is not None, "what is carried is in the tile"
+        return x.storage_offset() + sum(map(operator.mul, place[0], x.stride()))
 
 
 @dataclass
@@ -206,8 +228,6 @@ class TransferRun:
         self.move, self.mesh = move, mesh
         self.ranks = Universe.of(move.ranks).ranks if move.ranks else ()
         self.takes_part = move.rank in self.ranks
-        self.number = {one.source_name: number for number, one in enumerate(move.tensors)}
-        self.named = {one.target_name: number for number, one in enumerate(move.tensors)}
         self.bound: Bound | None = None
         self.fitting: tuple[Any, ...] | None = None
         self.seen: dict[tuple[int, str], Any] = {}
@@ -228,15 +248,28 @@ class TransferRun:
         return torch.device(self.mesh.binding.device_type)
 
     @cached_property
-    def tiles(self) -> list[tuple[Shape | None, Shape | None]]:
+    def shapes(self) -> tuple[dict[str, Shape | None], dict[str, Shape | None]]:
         """The shapes of this rank's tiles of each tensor, before and after."""
-        every = range(len(self.move.tensors))
-        return [tuple(None if t is None else tile_shape(t) for t in self.move.tiles(number)) for number in every]  # type: ignore[misc]
+        before, after = (
+            {name: None if tile is None else tile_shape(tile) for name, tile in side.items()}
+            for side in self.move.tiles
+        )
+        return before, after
 
     @cached_property
     def wires(self) -> list[torch.dtype]:
         """The dtype in which each tensor travels and arrives."""
         return [getattr(torch, one.dtypes[1] or "float32") for one in self.move.tensors]
+
+    @cached_property
+    def dtypes(self) -> tuple[dict[str, torch.dtype | None], dict[str, torch.dtype]]:
+        """The dtype of each source, None where it may be any; and in which each target arrives."""
+        before: dict[str, torch.dtype | None] = {}
+        for one in self.move.tensors:
+            # Where neither is known, the plan is for float32; where dtype= is given, any dtype becomes that.
+            planned = one.dtypes[0] or ("float32" if one.dtypes[1] is None else None)
+            before[one.source_name] = before.get(one.source_name) or (planned and getattr(torch, planned))
+        return before, {one.target_name: wire for one, wire in zip(self.move.tensors, self.wires, strict=True)}
 
     @cached_property
     def buckets(self) -> list[tuple[BucketSide, BucketSide]]:
@@ -265,12 +298,11 @@ class TransferRun:
         return found  # type: ignore[return-value]
 
     @cached_property
-    def last(self) -> list[int]:
-        """The number of the bucket with the last piece of each tensor."""
-        found = [-1] * len(self.move.tensors)
+    def last(self) -> dict[str, int]:
+        """The number of the bucket with the last piece of each target."""
+        found = {one.target_name: -1 for one in self.move.tensors}
         for number, pieces in enumerate(self.move.buckets):
-            for piece in pieces:
-                found[piece.tensor] = number
+            found.update({self.move.tensors[piece.tensor].target_name: number for piece in pieces})
         return found
 
     # tensors
@@ -278,81 +310,75 @@ class TransferRun:
     def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
         """The tensors that this rank has of the targets, from those that it has of the sources."""
         error: AxesError | None = None
-        held: list[torch.Tensor | None] = []
-        given: list[torch.Tensor | None] = []
+        held: Tensors = {}
+        given: Tensors = {}
         try:
             held, given = self._fitting(tensors, {} if into is None else into)
         except AxesError as found:
             error = found
         self._agree(error, into is None)
-        made = [tensor if tensor is not None else self._new(number) for number, tensor in enumerate(given)]
-        bound = self._bound(held, made, keep=None not in given)
+        made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
+        bound = self._bound(held, made, keep=None not in given.values())
         try:
             together(self._operation, (), self._run, bound)
         except DesyncError as failed:
             self.bound = None
             raise DesyncError(f"{failed}\n{self._state()}") from failed
         return {
-            one.target_name: self._result(number, tile) if into is None else into.get(one.target_name, tile)
-            for number, (one, tile) in enumerate(zip(self.move.tensors, made, strict=True))
+            name: self._result(name, tile) if into is None else into.get(name, tile)
+            for name, tile in made.items()
             if tile is not None
         }
 
-    def _fitting(
-        self, tensors: Mapping[str, Any], into: Mapping[str, Any]
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    def _fitting(self, tensors: Mapping[str, Any], into: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
         """The tiles of the sources and those to write, once it is clear that the plan can be carried out on them."""
         held, given = self._held(tensors), self._given(into)
-        memory = tuple([_memory_of(t) for t in (*held, *given)])
+        memory = tuple([_memory_of(t) for t in (*held.values(), *given.values())])
         if memory != self.fitting:
             self._check_apart(held, given)
             self.fitting = memory
         return held, given
 
-    def _held(self, tensors: Mapping[str, Any]) -> list[torch.Tensor | None]:
+    def _held(self, tensors: Mapping[str, Any]) -> Tensors:
         """The tiles of the sources, in order."""
         if not isinstance(tensors, Mapping):
             raise ShardingError(f"a transfer takes tensors by name; found {shown(tensors)}")
-        if tensors.keys() - self.number.keys():
-            unknown = next(name for name in tensors if name not in self.number)
-            raise ShardingError(
-                f"{shortened(unknown)} isn't a source of the transfer{suggestion(str(unknown), self.number)}"
-            )
-        found = []
-        for one, (shape, _) in zip(self.move.tensors, self.tiles, strict=True):
-            local = self._local(one, tensors.get(one.source_name), 0, shape)
-            # Where neither is known, the plan is for float32; where dtype= is given, any dtype becomes that.
-            planned = one.dtypes[0] or ("float32" if one.dtypes[1] is None else None)
-            if local is not None and planned is not None and name_of(local.dtype) != planned:
+        self._check_known(tensors, 0, "a source")
+        found: Tensors = {}
+        for name, planned in self.dtypes[0].items():
+            local = self._local(name, tensors.get(name), 0)
+            if local is not None and planned is not None and local.dtype != planned:
                 raise ShardingError(
-                    f"{shortened(one.source_name)} is {name_of(local.dtype)}, the plan is for {planned}; pass "
+                    f"{shortened(name)} is {name_of(local.dtype)}, the plan is for {name_of(planned)}; pass "
                     "dtype= to axes.transfer, or shapes= with tensors of this dtype"
                 )
-            found.append(None if local is None else local.resolve_conj().resolve_neg())
+            found[name] = None if local is None else local.resolve_conj().resolve_neg()
         return found
 
-    def _given(self, into: Mapping[str, Any]) -> list[torch.Tensor | None]:
+    def _given(self, into: Mapping[str, Any]) -> Tensors:
         """The tensors to write, in order; None where there is none."""
         if not isinstance(into, Mapping):
             raise ShardingError(f"into= maps names to tensors; found {shown(into)}")
-        if into.keys() - self.named.keys():
-            unknown = next(name for name in into if name not in self.named)
-            raise ShardingError(
-                f"{shortened(unknown)} isn't a target of the transfer{suggestion(str(unknown), self.named)}"
-            )
-        found = []
-        for number, (one, (_, shape)) in enumerate(zip(self.move.tensors, self.tiles, strict=True)):
-            value = into.get(one.target_name)
-            local = None if value is None else self._local(one, value, 1, shape)
-            if local is not None and local.dtype != self.wires[number]:
+        self._check_known(into, 1, "a target")
+        found: Tensors = {}
+        for name, wire in self.dtypes[1].items():
+            value = into.get(name)
+            local = None if value is None else self._local(name, value, 1)
+            if local is not None and local.dtype != wire:
                 raise ShardingError(
-                    f"{shortened(one.target_name)} of into= is {name_of(local.dtype)}; what arrives is "
-                    f"{name_of(self.wires[number])}. Pass dtype={local.dtype} to axes.transfer"
+                    f"{shortened(name)} of into= is {name_of(local.dtype)}; what arrives is "
+                    f"{name_of(wire)}. Pass dtype={local.dtype} to axes.transfer"
                 )
             if local is not None:
-                self._check_writable(shortened(one.target_name), local)
-            found.append(local)
+                self._check_writable(shortened(name), local)
+            found[name] = local
         return found
+
+    def _check_known(self, tensors: Mapping[str, Any], side: int, what: str) -> None:
+        known = self.move.ends[side]
+        if unknown := tensors.keys() - known.keys() - self.move.idle[side]:
+            name = next(name for name in tensors if name in unknown)
+            raise ShardingError(f"{shortened(name)} isn't {what} of the transfer{suggestion(str(name), known)}")
 
     def _check_writable(self, name: str, x: torch.Tensor) -> None:
         if is_written_twice(x):
@@ -364,13 +390,13 @@ class TransferRun:
         if x.is_inference() and not torch.is_inference_mode_enabled():
             raise ShardingError(f"{name} of into= is an inference tensor; call the transfer in torch.inference_mode()")
 
-    def _local(self, one: Carriage, value: Any, side: int, shape: Shape | None) -> torch.Tensor | None:
+    def _local(self, name: str, value: Any, side: int) -> torch.Tensor | None:
         """This rank's tile in a DTensor, or the tile itself; `ShardingError` for what is another one."""
-        name, end = ((one.source_name, one.source), (one.target_name, one.target))[side]
+        end, shape = self.move.ends[side][name], self.shapes[side][name]
         if isinstance(value, DTensor):
             spec = torch_private.spec_of(value)
             if self.seen.get((side, name)) is not spec:
-                self._check_spec(name, end, spec, one.shape)
+                self._check_spec(name, end.sharding, spec, end.shape)
                 self.seen[side, name] = spec
             value = torch_private.local_of(value)
         if isinstance(value, torch.Tensor):
@@ -379,14 +405,14 @@ class TransferRun:
             if value is None or (isinstance(value, torch.Tensor) and not value.numel()):
                 return None
             raise ShardingError(
-                f"rank {self.move.rank} has nothing of {shortened(name)} ('{end}'); found {_shown(value)}"
+                f"rank {self.move.rank} has nothing of {shortened(name)} ('{end.sharding}'); found {_shown(value)}"
             )
         if value is None and not math.prod(shape):
-            return torch.empty(shape, dtype=self.wires[self.number[one.source_name]], device=self.device)
+            return torch.empty(shape, dtype=self.dtypes[side][name] or torch.float32, device=self.device)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
             raise ShardingError(
-                f"{shortened(name)} is on rank {self.move.rank} a shard of shape {list(shape)} ('{end}' of "
-                f"{list(one.shape)}); found {_shown(value)}"
+                f"{shortened(name)} is on rank {self.move.rank} a shard of shape {list(shape)} "
+                f"('{end.sharding}' of {list(end.shape)}); found {_shown(value)}"
             )
         if value.device.type != self.device.type:
             raise ShardingError(f"{shortened(name)} is a shard on {self.device.type}; found it on {value.device}")
@@ -401,24 +427,25 @@ class TransferRun:
         ):
             raise ShardingError(f"{shortened(name)} isn't sharded as the plan says\n  plan    {end}\n  tensor  {found}")
 
-    def _new(self, number: int) -> torch.Tensor | None:
-        shape = self.tiles[number][1]
-        return None if shape is None else torch.empty(shape, dtype=self.wires[number], device=self.device)
+    def _new(self, name: str) -> torch.Tensor | None:
+        shape = self.shapes[1][name]
+        return None if shape is None else torch.empty(shape, dtype=self.dtypes[1][name], device=self.device)
 
-    def _result(self, number: int, local: torch.Tensor) -> Any:
+    def _result(self, name: str, local: torch.Tensor) -> Any:
         """What arrives without `into`: a DTensor where the target's mesh can have one."""
-        one = self.move.tensors[number]
-        if one.target.mesh.binding is None:
+        end = self.move.ends[1][name]
+        mesh = end.sharding.mesh
+        if mesh.binding is None:
             return local
         try:
-            return dtensor_of(local, one.target, one.shape, one.target.mesh.device_mesh)
+            return dtensor_of(local, end.sharding, end.shape, mesh.device_mesh)
         except ShardingError:  # DTensor can't say every sharding; the shard is right
             return local
 
     # memory
 
-    def _bound(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None], keep: bool) -> Bound:
-        memory = tuple([_memory_of(t) for t in (*held, *made)])
+    def _bound(self, held: Tensors, made: Tensors, keep: bool) -> Bound:
+        memory = tuple([_memory_of(t) for t in (*held.values(), *made.values())])
         if self.bound is not None and self.bound.memory == memory:
             return self.bound
         bound = Bound(memory, self._copies(held, made))
@@ -429,8 +456,8 @@ class TransferRun:
         ]
         for number, (sends, receives) in enumerate(self.buckets):
             given, taken = (bound.buffers[side * turns + number % turns] for side in (0, 1))
-            packed, sent = self._views(sends, given, held)
-            unpacked, received = self._views(receives, taken, made)
+            packed, sent = self._views(sends, 0, given, held)
+            unpacked, received = self._views(receives, 1, taken, made)
             bound.pack.append(packed)
             bound.unpack.append(unpacked)
             bound.sends.append(sent)
@@ -438,67 +465,88 @@ class TransferRun:
         self.bound = bound if keep else None
         return bound
 
-    def _check_apart(self, held: list[torch.Tensor | None], given: list[torch.Tensor | None]) -> None:
+    def _check_apart(self, held: Tensors, given: Tensors) -> None:
         """What is written is nothing that is still to be read, and no other that is written."""
-        count = len(held)
-        there = [t if t is not None else torch.empty(0) for t in (*held, *given)]
+        names, count = [*held, *given], len(held)
+        there = [t if t is not None else torch.empty(0) for t in (*held.values(), *given.values())]
         for one, two in in_common(there):
             if two >= count:
-                names = [self.move.tensors[at - count].target_name for at in (one, two) if at >= count]
-                other, what = (
-                    (names[0], "of into=, where that is written")
+                what = (
+                    "of into=, where that is written"
                     if one >= count
-                    else (self.move.tensors[one].source_name, "the source, which is read while it is written")
+                    else "the source, which is read while it is written"
                 )
                 raise ShardingError(
-                    f"{shortened(names[-1])} of into= shares memory with {shortened(other)}, {what}; leave it out of "
-                    "into=, or clone one of them"
+                    f"{shortened(names[two])} of into= shares memory with {shortened(names[one])}, {what}; leave it "
+                    "out of into=, or clone one of them"
                 )
 
-    def _copies(self, held: list[torch.Tensor | None], made: list[torch.Tensor | None]) -> tuple[Views, Views]:
+    def _copies(self, held: Tensors, made: Tensors) -> tuple[Views, Views]:
         """What this rank keeps: `(to, from)`."""
         to, origin = [], []
-        for number in range(len(self.move.tensors)):
+        for number, one in enumerate(self.move.tensors):
             exchange = self.move.exchange(number)
-            source, target = held[number], made[number]
+            source, target = held[one.source_name], made[one.target_name]
             if exchange is None or source is None or target is None:
                 continue
             for box, place in exchange.copies:
-                to.append(target[slices_of(place)])
-                origin.append(source[slices_of(box)])
+                to.append(self._box(number, 1, target, place))
+                origin.append(self._box(number, 0, source, box))
         return to, origin
 
+    def _box(self, number: int, side: int, tile: torch.Tensor, box: Region) -> torch.Tensor:
+        """A box of what is carried, in this rank's tile of a tensor."""
+        link = self.move.tensors[number].link
+        return tile[slices_of(box)] if link is None else self._linked(number, link, side).box(tile, box)
+
+    def _linked(self, number: int, link: PieceLink, side: int) -> LinkedTile:
+        one = self.move.tensors[number]
+        tile = self.move.tiles[side][(one.source_name, one.target_name)[side]]
+        assert tile is not None, "what is exchanged is of a tile that the rank has"
+        return LinkedTile(link, side, tile)
+
     def _views(
-        self, side: BucketSide, buffer: torch.Tensor, tiles: list[torch.Tensor | None]
+        self, side: BucketSide, end: int, buffer: torch.Tensor, tiles: Tensors
     ) -> tuple[list[tuple[Views, Views]], list[tuple[int, torch.Tensor]]]:
         """`(views of the buffer, views of the tiles)` to be copied for each message; and the messages by rank."""
         copied, passed = [], []
         for parcel in side.parcels:
-            place = parcel.places[0]
-            tile = tiles[place.tensor]
-            alone = len(parcel.places) == 1 and place.size >= DIRECT and tile is not None
-            stretch = self._stretch(place, tile) if alone and tile is not None else None
+            stretch: torch.Tensor | None = None
             staged: Views = []
             lying: Views = []
+            for place in parcel.places:
+                one, wire = self.move.tensors[place.tensor], self.wires[place.tensor]
+                tile = tiles[(one.source_name, one.target_name)[end]]
+                assert tile is not None, "what is exchanged is of a tile that the rank has"
+                views = list(self._lying(place, end, tile))
+                if len(parcel.places) == 1 and place.size >= DIRECT and len(views) == 1 and tile.dtype == wire:
+                    stretch = views[0][1].view(-1) if views[0][1].is_contiguous() else None
+                if stretch is None:
+                    flat = buffer[place.start : place.start + place.size].view(wire)
+                    staged += [flat[start : start + view.numel()].view(view.shape) for start, view in views]
+                    lying += [view for _, view in views]
             if stretch is None:
                 stretch = buffer[parcel.start : parcel.start + parcel.size]
-                for place in parcel.places:
-                    tile = tiles[place.tensor]
-                    assert tile is not None, "what is exchanged is of a tile that the rank has"
-                    flat = buffer[place.start : place.start + place.size].view(self.wires[place.tensor])
-                    for here, there in _pairs(place, flat, tile):
-                        staged.append(here)
-                        lying.append(there)
             copied.append((staged, lying))
             passed.append((parcel.peer, stretch.view(torch.uint8)))
         return copied, passed
 
-    def _stretch(self, place: PackedPiece, tile: torch.Tensor) -> torch.Tensor | None:
-        """The memory of a piece, where that is one stretch of the right dtype."""
-        if tile.dtype != self.wires[place.tensor] or not tile.is_contiguous():
-            return None
-        found = arranged(place.boxes).within(tuple(tile.shape), (1,) * tile.dim())
-        return tile.view(-1)[found.start : found.stop] if isinstance(found, Run) else None
+    def _lying(self, place: PackedPiece, side: int, tile: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """A piece of a message as views of the tile, as few as can be, with where each begins in the piece."""
+        link = self.move.tensors[place.tensor].link
+        if link is not None:
+            yield from self._linked(place.tensor, link, side).views(tile, place.boxes)
+            return
+        if tile.is_contiguous():
+            found = arranged(place.boxes).within(tuple(tile.shape), (1,) * tile.dim())
+            if isinstance(found, Run):
+                yield 0, tile.view(-1)[found.start : found.stop]
+                return
+            if isinstance(found, Grid):
+                yield 0, tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset)
+                return
+        for start, box in place.boxes:
+            yield start, tile[slices_of(box)]
 
     # what is sent
 
@@ -539,7 +587,7 @@ class TransferRun:
     @cached_property
     def said(self) -> str:
         """The transfer as errors and traces show it."""
-        count = len(self.move.tensors)
+        count = len(self.move.ends[1])
         return f"axes.transfer of {count} tensor{'s' if count != 1 else ''}, {ranks_text(self.ranks)}"
 
     def _operation(self) -> Operation:
@@ -608,9 +656,9 @@ class TransferRun:
     def _state(self) -> str:
         """Which tensors that this rank gets are whole, and which aren't."""
         whole, rest = list[str](), list[str]()
-        for number, one in enumerate(self.move.tensors):
-            if self.tiles[number][1] is not None:
-                (whole if self.last[number] <= self.arrived else rest).append(one.target_name)
+        for name, shape in self.shapes[1].items():
+            if shape is not None:
+                (whole if self.last[name] <= self.arrived else rest).append(name)
         if not whole and not rest:
             return f"rank {self.move.rank} gets no tensors"
         return f"whole on rank {self.move.rank}: {_listed(whole)}; not whole: {_listed(rest)}"
@@ -639,24 +687,6 @@ def _packing(packed: Sequence[tuple[Views, Views]]) -> Callable[[int], None]:
 def _copy(to: Views, origin: Views) -> None:
     if to:
         torch_private.copy_all(to, origin)
-
-
-def _pairs(place: PackedPiece, flat: torch.Tensor, tile: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of a piece in its buffer and in the tile, as few as can be."""
-    if tile.is_contiguous():
-        found = arranged(place.boxes).within(tuple(tile.shape), (1,) * tile.dim())
-        if isinstance(found, Run):
-            yield flat, tile.view(-1)[found.start : found.stop]
-            return
-        if isinstance(found, Grid):
-            yield (
-                flat.view(found.sizes),
-                tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset),
-            )
-            return
-    for start, box in place.boxes:
-        extents = tuple(stop - first for first, stop in box)
-        yield flat[start : start + math.prod(extents)].view(extents), tile[slices_of(box)]
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, product
 from operator import mul
@@ -32,6 +32,7 @@ from operator import mul
 from axes.algebra.chunks import Runs, Tile, all_chunks, count
 from axes.algebra.layout import Layout, digits
 from axes.algebra.sharding import ShardedDim, Sharding, runs_at
+from axes.algebra.universe import Universe
 
 _NO_DIGITS = Layout()
 
@@ -90,6 +91,17 @@ class Exchange:
         copies = tuple((box(source), box(target)) for source, target in self.copies)
         sends, receives = scaled(self.sends), scaled(self.receives)
         return Exchange(self.ranks, sends, receives, copies, self.layer, self.layers, self.padded * more)
+
+    def in_boxes(self, boxes: Callable[[Region], Iterable[Region]]) -> Exchange:
+        """The same with each box as several, in order."""
+
+        def taken(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+            return tuple(
+                replace(m, regions=tuple([each for box in m.regions for each in boxes(box)])) for m in messages
+            )
+
+        copies = [pair for source, target in self.copies for pair in zip(boxes(source), boxes(target), strict=True)]
+        return replace(self, sends=taken(self.sends), receives=taken(self.receives), copies=tuple(copies))
 
     @property
     def send_counts(self) -> tuple[int, ...]:
@@ -193,6 +205,31 @@ def cut(part: Tile, first: int) -> tuple[list[Tile], list[Tile]]:
             tail.insert(0, (*part[:dim], after, *part[dim + 1 :]))
         part = (*part[:dim], row, *part[dim + 1 :])
     return head, tail
+
+
+def cut_box(region: Region, start: int, stop: int) -> list[Region]:
+    """The elements `start..stop` of a box in row-major order, as boxes.
+
+    >>> cut_box(((0, 2), (0, 3)), 2, 6)
+    [((0, 1), (2, 3)), ((1, 2), (0, 3))]
+    """
+    if (start, stop) == (0, math.prod([last - first for first, last in region])):
+        return [region]
+    (first, _), *inner = region
+    row = math.prod([last - begin for begin, last in inner])
+    top, bottom = -(-start // row), stop // row
+
+    def within(number: int, low: int, high: int) -> list[Region]:
+        """A part of one row."""
+        boxes = cut_box(tuple(inner), low - number * row, high - number * row)
+        return [((first + number, first + number + 1), *box) for box in boxes]
+
+    if bottom < top:
+        return within(bottom, start, stop)
+    found = within(top - 1, start, top * row) if start < top * row else []
+    if top < bottom:
+        found.append(((first + top, first + bottom), *inner))
+    return found + (within(bottom, bottom * row, stop) if bottom * row < stop else [])
 
 
 def _cut_runs(runs: Runs, first: int) -> tuple[Runs, Runs]:
@@ -323,15 +360,15 @@ def _numbers(layout: Layout, varying: Layout, origin: int) -> Sequence[int]:
 class TileGrid:
     """The tiles that a group's ranks have on one side, as a grid, and who has each.
 
-    members: the digits of the position that the group steps through. origin: the position of one of its ranks.
-    layers: the digits over which a reduction is pending.
+    dims: what each dim is cut into. members: the digits of the position that the group steps through. origin: the
+    position of one of its ranks. layers: the digits over which a reduction is pending.
     """
 
     def __init__(
-        self, sharding: Sharding, shape: tuple[int, ...], members: Layout, origin: int, layers: Layout = _NO_DIGITS
+        self, universe: Universe, dims: tuple[Pieces, ...], members: Layout, origin: int, layers: Layout = _NO_DIGITS
     ):
-        self.universe, self.members, self.layers = sharding.universe, members, layers
-        self.dims = tuple(map(Pieces, sharding.dims, sharding.extents(shape)))
+        self.universe, self.members, self.layers = universe, members, layers
+        self.dims = dims
         layouts = tuple([pieces.layout for pieces in self.dims])
         self.free, self.base, self.there = _in_group(members, origin, layers, layouts)
         self.tile = lru_cache(maxsize=8192)(self._tile)
@@ -559,24 +596,28 @@ class Deal:
     resolved: Layout = _NO_DIGITS
     ranks_per_node: int = 8
     fixed: Balance | None = None
+    knots: tuple[tuple[Pieces, ...], tuple[Pieces, ...]] | None = None
 
     @cached_property
     def held(self) -> TileGrid:
         """What the ranks of the group have."""
-        return self._grid(self.source, self.resolved)
+        return self._grid(0, self.resolved)
 
     @cached_property
     def wanted(self) -> TileGrid:
         """What they get."""
-        return self._grid(self.target, _NO_DIGITS)
+        return self._grid(1, _NO_DIGITS)
 
-    def _grid(self, sharding: Sharding, layers: Layout) -> TileGrid:
-        universe = sharding.universe
+    def _grid(self, side: int, layers: Layout) -> TileGrid:
+        sharding = (self.source, self.target)[side]
+        universe, dims = sharding.universe, None if self.knots is None else self.knots[side]
+        if dims is None:
+            dims = tuple(map(Pieces, sharding.dims, sharding.extents(self.shape)))
         if self.members is None:
-            return TileGrid(sharding, self.shape, Layout((universe.size,), (1,)), 0, layers)
+            return TileGrid(universe, dims, Layout((universe.size,), (1,)), 0, layers)
         origin = universe.position(self.rank)
         assert origin is not None, "a group that steps through digits is of the ranks of both sides"
-        return TileGrid(sharding, self.shape, self.members, origin, layers)
+        return TileGrid(universe, dims, self.members, origin, layers)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -720,7 +761,7 @@ class Deal:
             part = intersection(held, wanted)
             assert part is not None, "the pieces meet along each dim"
             if (layer, numbers) == holding:
-                copies = tuple(zip(regions(part, held), regions(part, wanted), strict=True))
+                copies = tuple(zip(self._regions(part, held), self._regions(part, wanted), strict=True))
                 continue
             for holder, start, stop in self._senders(rank, layer, numbers, volume(part)):
                 receives.setdefault(holder, []).extend(between(part, start, stop))
@@ -735,6 +776,9 @@ class Deal:
             self.depth,
         )
 
+    def _regions(self, part: Tile, within: Tile) -> tuple[Region, ...]:
+        return regions(part, within) if self.knots is None else tuple(product(*part))
+
     def _layer(self, rank: int) -> int:
         position = self.source.universe.position(rank)
         return 0 if position is None else self.resolved.coordinate(position)
@@ -745,7 +789,7 @@ class Deal:
         found = []
         for peer in sorted(parts, key=self.peers.__getitem__):
             assert within is not None
-            boxes = tuple([region for part in parts[peer] for region in regions(part, within)])
+            boxes = tuple([region for part in parts[peer] for region in self._regions(part, within)])
             found.append(Message(self.peers[peer], boxes, sum(map(volume, parts[peer])), layers[peer]))
         return tuple(found)
 

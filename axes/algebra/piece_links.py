@@ -1,0 +1,210 @@
+"""Links: a piece of one tensor that is a piece of another, as ranks hold it that have shards of both.
+
+A piece steps through dims of both tensors at once: `(h k) d -> h k d` has `h` and `k` in one dim of the source and in
+two of the target. Dims that hang together so are a *knot*. A rank's shard of either tensor holds some stretches of the
+elements of each knot, and of the piece all their combinations: a piece is planned as a tensor with a dim for each knot.
+
+>>> h, k = PieceDim("h", 4, 0, 3, 0, 1), PieceDim("k", 3, 0, 1, 1, 1)
+>>> d = PieceDim("d", 5, 1, 1, 2, 1)
+>>> link = PieceLink.of(LayoutPiece("w", "x", (h, k, d), (0, 0), (0, 0, 0)), (12, 5), (4, 3, 5))
+>>> link.extents, [knot.sides for knot in link.knots]
+((12, 5), [((0,), (0, 1)), ((1,), (2,))])
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from axes.algebra.chunks import Runs, Tile, count, merged
+from axes.algebra.layout import Layout
+from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run
+from axes.algebra.planning.exchange import Pieces, Region, cut_box
+from axes.algebra.sharding import Sharding
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Knot:
+    """Dims of a piece that hang together. dims: the numbers of the piece's. sides: those of both tensors."""
+
+    dims: tuple[int, ...]
+    sides: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PieceLink:
+    """A piece without names. dims: knot by knot. offsets, shapes: of both whole tensors."""
+
+    dims: tuple[PieceDim, ...]
+    offsets: tuple[Shape, Shape]
+    shapes: tuple[Shape, Shape]
+
+    @staticmethod
+    def of(piece: LayoutPiece, source: Shape, target: Shape) -> PieceLink:
+        """The link that a piece is, of tensors of these shapes."""
+        offsets, shapes = (piece.source_offset, piece.target_offset), (source, target)
+        knots = PieceLink(piece.dims, offsets, shapes).knots
+        order = itertools.chain(*[knot.dims for knot in knots])
+        return PieceLink(tuple([piece.dims[at] for at in order]), offsets, shapes)
+
+    @property
+    def inverse(self) -> PieceLink:
+        """The way back."""
+        (here, there), (source, target) = self.offsets, self.shapes
+        piece = LayoutPiece("", "", self.dims, here, there).inverse
+        return PieceLink.of(piece, target, source)
+
+    @cached_property
+    def knots(self) -> tuple[Knot, ...]:
+        """What hangs together, in the order of the target's dims. A dim that no step of the piece is in is alone."""
+        nodes = [(side, dim) for side in (1, 0) for dim in range(len(self.shapes[side]))]
+        root = {node: node for node in nodes}
+
+        def find(node: tuple[int, int]) -> tuple[int, int]:
+            while root[node] != node:
+                node = root[node]
+            return node
+
+        for dim in self.dims:
+            one, two = sorted((find((1, dim.target)), find((0, dim.source))), key=nodes.index)
+            root[two] = one
+        found = []
+        for first in [node for node in nodes if find(node) == node]:
+            members = [node for node in nodes if find(node) == first]
+            dims = [at for at, dim in enumerate(self.dims) if find((1, dim.target)) == first]
+            sides = [tuple([dim for side, dim in members if side == each]) for each in (0, 1)]
+            found.append(Knot(tuple(dims), (sides[0], sides[1])))
+        return tuple(found)
+
+    @cached_property
+    def extents(self) -> Shape:
+        """The elements of each knot."""
+        return tuple([math.prod(self._sizes(knot)) for knot in self.knots])
+
+    def _sizes(self, knot: Knot) -> Shape:
+        return tuple([self.dims[at].size for at in knot.dims])
+
+    def steps(self, side: int, dim: int) -> list[tuple[int, int, int]]:
+        """`(number, size, stride)` of the piece's dims that step through a tensor's dim, the widest first."""
+        ends = [each.step(side) for each in self.dims]
+        own = [(at, self.dims[at].size, stride) for at, (of, stride) in enumerate(ends) if of == dim]
+        return sorted(own, key=lambda step: -step[2])
+
+    def pieces(self, side: int, sharding: Sharding) -> tuple[KnotPieces, ...]:
+        """What a sharding of one of the tensors cuts each knot into."""
+        cut = tuple(map(Pieces, sharding.dims, sharding.extents(self.shapes[side])))
+        return tuple([KnotPieces(self, knot, side, cut) for knot in self.knots])
+
+    def boxes(self, region: Region) -> list[Region]:
+        """The elements of a stretch of each knot as boxes of the piece, in the order in which they are sent."""
+        parts = [
+            cut_box(tuple([(0, size) for size in self._sizes(knot)]), start, stop) if knot.dims else [()]
+            for knot, (start, stop) in zip(self.knots, region, strict=True)
+        ]
+        return [tuple(itertools.chain(*boxes)) for boxes in itertools.product(*parts)]
+
+    def place(self, side: int, tile: Tile, at: Sequence[int]) -> tuple[Shape, Shape] | None:
+        """Where an element of the piece is in a shard of one of the tensors, and in which run of each dim.
+
+        tile: the elements of the shard. at: the element, by the piece's dims. None where the shard hasn't got it.
+        """
+        index = list(self.offsets[side])
+        for each, number in zip(self.dims, at, strict=True):
+            dim, stride = each.step(side)
+            index[dim] += number * stride
+        found, where = [], []
+        for there, runs in zip(index, tile, strict=True):
+            run = bisect_right(runs, there, key=_start) - 1
+            if run < 0 or there >= runs[run][1]:
+                return None
+            found.append(there - runs[run][0] + count(runs[:run]))
+            where.append(run)
+        return tuple(found), tuple(where)
+
+    def strides(self, side: int, strides: Sequence[int]) -> tuple[int, ...]:
+        """How far a step of each of the piece's dims goes in a tensor that has these strides."""
+        steps = [dim.step(side) for dim in self.dims]
+        return tuple([strides[dim] * stride for dim, stride in steps])
+
+
+class KnotPieces(Pieces):
+    """The pieces that a sharding of one tensor cuts a knot into, numbered as those of its dims together."""
+
+    def __init__(self, link: PieceLink, knot: Knot, side: int, cut: Sequence[Pieces]):
+        self.link, self.knot, self.side = link, knot, side
+        self.cut = [cut[dim] for dim in knot.sides[side]]
+        self.extents = ()
+        self.layout = Layout.product(*[pieces.layout for pieces in self.cut])
+        self.runs = lru_cache(maxsize=8192)(self._stretches)
+
+    def _stretches(self, number: int) -> Runs:
+        """The elements of the knot in a piece; those in other runs of the tensor aren't joined where they touch."""
+        numbers = []
+        for pieces in reversed(self.cut):
+            number, at = divmod(number, pieces.layout.size)
+            numbers.append(at)
+        runs = [pieces.runs(at) for pieces, at in zip(self.cut, reversed(numbers), strict=True)]
+        return tuple(sorted(itertools.chain(*[self._within(each) for each in itertools.product(*runs)])))
+
+    def _within(self, runs: Sequence[tuple[int, int]]) -> Runs:
+        """The elements of the knot in a run of each dim of the tensor."""
+        order: list[int] = []
+        choices: list[list[Region]] = []
+        for dim, (start, stop) in zip(self.knot.sides[self.side], runs, strict=True):
+            steps, begin = self.link.steps(self.side, dim), self.link.offsets[self.side][dim]
+            order.extend([at for at, _, _ in steps])
+            choices.append(list(boxes_in_run([step[1:] for step in steps], start - begin, stop - begin)))
+        whole = {at: (0, self.link.dims[at].size) for at in self.knot.dims}
+        sizes = [self.link.dims[at].size for at in self.knot.dims]
+        found: list[tuple[int, int]] = []
+        for parts in itertools.product(*choices):
+            box = {**whole, **dict(zip(order, itertools.chain(*parts), strict=True))}
+            found.extend(_flat(tuple([box[at] for at in self.knot.dims]), sizes))
+        return merged(sorted(found))
+
+    @cached_property
+    def _line(self) -> list[tuple[int, int, int]]:
+        """Where each stretch of each piece begins and ends; every element is in one."""
+        every = [(*run, number) for number in range(self.layout.size) for run in self.runs(number)]
+        return sorted(every)
+
+    def meeting(self, runs: Runs) -> Sequence[int]:
+        """The numbers of the pieces that share elements with these runs, ascending."""
+        if not self.layout.modes:
+            return range(1)
+        found: set[int] = set()
+        for start, stop in runs:
+            at = max(0, bisect_right(self._line, start, key=_start) - 1)
+            while at < len(self._line) and self._line[at][0] < stop:
+                if self._line[at][1] > start:
+                    found.add(self._line[at][2])
+                at += 1
+        return sorted(found)
+
+
+def _start(run: Sequence[int]) -> int:
+    return run[0]
+
+
+def _flat(box: Region, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The elements of a box, numbered row-major, as stretches.
+
+    >>> list(_flat(((0, 2), (1, 3)), (2, 4)))
+    [(1, 3), (5, 7)]
+    """
+    strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    last = len(box) - 1
+    while last > 0 and box[last] == (0, sizes[last]):
+        last -= 1
+    # What is whole behind a dim is one stretch with it.
+    stretch = (box[last][1] - box[last][0]) * strides[last] if box else 1
+    begin = box[last][0] * strides[last] if box else 0
+    for index in itertools.product(*[range(*bounds) for bounds in box[: max(0, last)]]):
+        start = begin + sum([at * stride for at, stride in zip(index, strides, strict=False)])
+        yield start, start + stretch
