@@ -108,11 +108,10 @@ class Carriage:
 
 @dataclass(frozen=True)
 class TransferEnd:
-    """A tensor on one side of a transfer: how it lies there, its whole shape, and its dtype, None where not known."""
+    """A tensor on one side of a transfer: how it lies there, and its whole shape."""
 
     sharding: Sharding
     shape: tuple[int, ...]
-    dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -215,8 +214,8 @@ class Transfer:
         """The tensors of both sides by name."""
         source, target = dict[str, TransferEnd](), dict[str, TransferEnd]()
         for one in self.tensors:
-            source.setdefault(one.source_name, TransferEnd(one.source, one.shapes[0], one.dtypes[0]))
-            target.setdefault(one.target_name, TransferEnd(one.target, one.shapes[1], one.dtypes[1]))
+            source.setdefault(one.source_name, TransferEnd(one.source, one.shapes[0]))
+            target.setdefault(one.target_name, TransferEnd(one.target, one.shapes[1]))
         return source, target
 
     @cached_property
@@ -303,10 +302,12 @@ class Transfer:
     @property
     def peak_bytes(self) -> int:
         """The most that this rank holds: its tensors of both sides, and the buffers of two buckets."""
+        before = {one.source_name: one.dtypes[0] or one.dtypes[1] for one in self.tensors}
+        after = {one.target_name: one.dtypes[1] for one in self.tensors}
         tensors = sum(
-            volume(tile) * itemsize_of(end.dtype or "float32")
-            for tiles, ends in zip(self.tiles, self.ends, strict=True)
-            for tile, end in zip(tiles.values(), ends.values(), strict=True)
+            volume(tile) * itemsize_of(dtypes[name] or "float32")
+            for tiles, dtypes in zip(self.tiles, (before, after), strict=True)
+            for name, tile in tiles.items()
             if tile is not None
         )
         sizes = [step.bytes_in + step.bytes_out for step in self.steps]
@@ -341,7 +342,10 @@ class Transfer:
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that have to be sent, whatever the plan: what ranks need and don't have. No more are."""
+        """Bytes that have to be sent, whatever the plan: what ranks need and don't have. No more are.
+
+        Of targets that are tied, made of the same elements, each is sent by itself.
+        """
         return sum(self.totals.received.values())
 
     # text
@@ -368,12 +372,14 @@ class Transfer:
         whole = sum(math.prod(one.shape) * one.itemsize for one in self.tensors)
         received, sent = self.totals.received, self.totals.sent
         before, after = map(len, self.ends)
+        read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
+        least = "which is the least" if len(read) == len(self.tensors) else "tied tensors each by itself"
         lines = [
             f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
             f"{bytes_text(whole)}: "
             f"{_ranks_text(self.sources)} -> {_ranks_text(self.targets)}",
             f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
-            f"  received  {bytes_text(self.lower_bound)} in all, which is the least; at most "
+            f"  received  {bytes_text(self.lower_bound)} in all, {least}; at most "
             f"{bytes_text(self.bytes_in)} by a rank",
             f"  sent      at most {bytes_text(self.bytes_out)} by a rank, "
             f"{bytes_text(sum(sent.values()) // max(1, sum(map(bool, sent.values()))))} on average of "
