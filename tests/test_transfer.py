@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -312,6 +313,91 @@ def test_a_wrong_tensor_or_another_plan_is_an_error_on_every_rank(pool):
     assert "'norm' isn't sharded as the plan says\n  plan    d@fsdp\n  tensor  _" in spec[3]
     assert all(each.startswith("ShardingError") for column in (shape, dtype, name, spec) for each in column)
     assert all("ranks have other plans" in each and "buckets of 33554432" in each for each in plan)
+
+
+def odd_tensors() -> list[str]:
+    """Each is passed by one rank alone: rank 1 sends, rank 6 receives."""
+    trainer, server = both_sides()[:2]
+    move = axes.transfer(SOURCES, TARGETS, trainer, server, SHAPES, bucket_mb=1e-4)
+    rank = torch.distributed.get_rank()
+    held = {name: axes.to_local(x) for name, x in state(trainer, SOURCES).items()}
+    into = {name: axes.to_local(x).clone() for name, x in state(server, TARGETS).items()}
+    sent: list[Any] = []
+    taken: list[Any] = []
+    if rank == 1:
+        lazy = torch.nn.UninitializedParameter()
+        sent = [x(held["up"]) for x in (torch.Tensor.double, lambda x: x.to("meta"), torch.Tensor.to_sparse)] + [lazy]
+    if rank == 6:
+        with torch.inference_mode():
+            inferred = torch.zeros_like(into["norm"])
+        wide = torch.zeros(2, *into["up"].shape)
+        taken = [
+            {"norm": torch.zeros(1).expand(into["norm"].shape)},
+            {"norm": inferred},
+            {"norm": into["up"].view(-1)[: into["norm"].numel()]},
+            {"up": wide[0], "down": wide.view(-1)[8 : 8 + into["down"].numel()].view(into["down"].shape)},
+            {"norm": into["norm"].to("meta")},
+        ]
+    sources = [{**held, "up": sent[at]} if rank == 1 else held for at in range(4)]
+    targets = [{**into, **taken[at]} if rank == 6 else into for at in range(5)]
+    calls = [*((each, into) for each in sources), *((held, each) for each in targets)]
+    found = [refused(lambda call=call: move(*call)) for call in calls]
+    apart = torch.zeros(2, *into["up"].shape) if into else None  # disjoint views of one memory are fine
+    views = {} if apart is None else {"up": apart[0], "down": apart[1].view(into["down"].shape), "norm": into["norm"]}
+    for given_into in (into, views):
+        for name, tile in move(held, given_into).items():
+            assert torch.equal(tile, state(server, TARGETS)[name].to_local())
+    return found
+
+
+def test_an_odd_tensor_of_one_rank_is_an_error_on_every_rank_before_anything_is_sent(pool):
+    said = [
+        (1, "'up' is float64, the plan is for float32"),
+        (1, "found it on meta"),
+        (1, "takes a dense tensor; found one of layout torch.sparse_coo"),
+        (1, "a lazy parameter that has no shape yet"),
+        (6, "'norm' of into= has several elements in one place, as an expanded tensor has; clone it"),
+        (6, "'norm' of into= is an inference tensor; call the transfer in torch.inference_mode()"),
+        (6, "of into= shares memory with"),
+        (6, "of into= shares memory with"),
+        (6, "found it on meta"),
+    ]
+    for column, (rank, text) in zip(zip(*pool.run(odd_tensors), strict=True), said, strict=True):
+        assert text in column[rank], column[rank]
+        for other, each in enumerate(column):
+            assert each.startswith("ShardingError: "), (other, each)
+            assert other == rank or f"rank {rank}: " in each, (other, each)
+
+
+def conjugated() -> None:
+    """A view that conjugates or negates is resolved where it is read, and refused where it is written."""
+    mesh = axes.init_mesh("tp=8", device_type="cpu")
+    shapes = {"w": torch.empty(8, 3, dtype=torch.complex64, device="meta")}
+    move = axes.transfer({"w": "f@tp d"}, {"w": "f d"}, mesh, mesh, shapes)
+    rank = torch.distributed.get_rank()
+    whole = torch.complex(torch.arange(24.0), torch.arange(24.0) + 1).view(8, 3)
+    own = whole[rank : rank + 1].conj() if rank % 2 else whole[rank : rank + 1].conj().resolve_conj()
+    assert torch.equal(axes.to_local(move({"w": own})["w"]), whole.conj())
+    with pytest.raises(ShardingError, match=r"conjugates or negates|other ranks don't fit"):
+        move({"w": own}, {"w": torch.zeros_like(whole).conj() if rank == 3 else torch.zeros_like(whole)})
+
+
+def test_a_conjugate_view_is_read_as_what_it_is(pool):
+    pool.run(conjugated)
+
+
+def test_a_plan_is_pickled_after_use_and_patterns_are_texts():
+    move = case(3).plan(axes.Mesh)
+    assert move.at(move.ranks[0]).steps is not None
+    again = pickle.loads(pickle.dumps(move))
+    assert (again.fingerprint, again.totals) == (move.fingerprint, move.totals)
+    for how in ({"source_mesh": {1: MESH}}, {"target_mesh": {None: MESH}}, {"dtype": {3: "float32"}}):
+        with pytest.raises(ShardingError, match="map patterns of names"):
+            axes.transfer(
+                {"a": "d"}, {"a": "d"}, **{"source_mesh": MESH, "target_mesh": MESH, "shapes": {"a": 2}, **how}
+            )
+    with pytest.raises(MeshError, match="a rank is a whole number"):
+        move.at(1.5)
 
 
 def broken_link() -> str:
