@@ -9,21 +9,23 @@ y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: wha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.redistribution import retargeted
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
+from axes.algebra.transfers import names_in_spec
 from axes.ops import local_view
 from axes.ops.global_view import Grad, check_options
+from axes.ops.reshard_many import check_named, reshard_many
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of, read_once
@@ -38,6 +40,7 @@ from axes.runtime.transforms import check_not_wrapped, check_whole
 Sizes = tuple[tuple[str, Any], ...]
 
 
+@overload
 def reshard(
     x: T,
     spec: str | Sharding,
@@ -49,7 +52,32 @@ def reshard(
     *,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
-) -> T:
+) -> T: ...
+@overload
+def reshard(
+    x: Mapping[str, DTensor],
+    spec: Mapping[str, str | Sharding],
+    /,
+    mesh: Mesh | None = None,
+    comm_dtype: None = None,
+    async_op: bool = False,
+    grad: Grad = "resolved",
+    *,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> dict[str, DTensor]: ...
+def reshard(
+    x: Any,
+    spec: Any,
+    /,
+    mesh: Mesh | None = None,
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    grad: Grad = "resolved",
+    *,
+    sizes: Mapping[str, int] | None = None,
+    **keywords: int,
+) -> Any:
     """`x` in another sharding, by the fewest collectives (`axes.plan` shows them).
 
     On a DTensor, `spec` is the whole truth, as a `Sharding` is: a bare dim becomes unsplit, and what isn't
@@ -61,6 +89,10 @@ def reshard(
 
     On a plain tensor that holds this rank's shard, `spec` is an expression: left of `->` what the shard
     is, right of it what it becomes, `same@` included. Keywords are whole sizes.
+
+    DTensors by name, with specs by the same names, move together: one exchange for a bucket of them, in place of
+    collectives for each (see `axes.transfer`); those with something pending, or on a sub-mesh, one by one. The result
+    has the same names.
 
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
     With `async_op` the result of the last collective is waited for at its first use. The result is `x`
@@ -80,6 +112,8 @@ def reshard(
     """
     check_options("", mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
+    if isinstance(x, Mapping):
+        return _many(x, spec, mesh, comm_dtype, async_op, grad, given)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if not isinstance(x, DTensor):
@@ -95,6 +129,43 @@ def reshard(
         names = tuple([name for name, _ in given])
         return _node(x, number_of(spec, mesh, where, comm_dtype, names), settle, tuple([size for _, size in given]))
     return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
+
+
+def _many(
+    tensors: Mapping[str, Any],
+    specs: Any,
+    mesh: Mesh | None,
+    comm_dtype: Dtypes,
+    async_op: bool,
+    grad: str,
+    sizes: Sizes,
+) -> dict[str, DTensor]:
+    if comm_dtype is not None or async_op or grad != "resolved":
+        raise ShardingError(
+            "axes.reshard of many takes no comm_dtype, async_op or grad; reshard such tensors one by one"
+        )
+    check_named(tensors, specs)
+    names = {name: names_in_spec(spec) if sizes and isinstance(spec, str) else () for name, spec in specs.items()}
+    for name, _ in sizes:
+        if not any(name in own for own in names.values()):
+            known = {each for own in names.values() for each in own}
+            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the specs{suggestion(name, known)}")
+    given = {name: tuple([each for each in sizes if each[0] in own]) for name, own in names.items()}
+    if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
+        return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}
+    if torch_private.transforms_are_on():
+        check_whole("axes.reshard", tuple(tensors.values()))
+    where = ambient_mesh() if mesh is None else None
+    targets = {}
+    for name, x in tensors.items():
+        spec = specs[name]
+        if not isinstance(spec, (str, Sharding)):
+            raise ExpressionError(f"reshard takes a spec or a Sharding; found {shown(spec)}")
+        try:
+            targets[name] = _meant(torch_private.spec_of(x), spec, mesh, where, given[name])
+        except ShardingError as error:
+            raise ShardingError(f"{error}\n  of the tensor {shortened(name)}") from None
+    return reshard_many(tensors, targets, reshard)
 
 
 @node_of_graph
@@ -136,21 +207,25 @@ def _route(
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None],
 ) -> Route:
     """The route of DTensors with this `DTensorSpec`."""
+    return route(spec, _meant(spec, target, mesh, ambient, sizes), comm_dtypes)
+
+
+def _meant(spec: Any, target: str | Sharding, mesh: Mesh | None, ambient: Mesh | None, sizes: Sizes) -> Sharding:
+    """The sharding that a target is for DTensors with this `DTensorSpec`."""
     if mesh is not None:
         checked_mesh(mesh)
     source = sharding_of_spec(spec)
     if isinstance(target, Sharding):
         if mesh is not None and mesh != target.mesh:
             raise MeshError(f"a Sharding has its own mesh, {target.mesh!r}; leave out mesh={mesh!r}")
-    else:
-        if "->" in target:
-            after = shortened(target.split("->")[1].strip())
-            raise ShardingError(
-                f"a DTensor knows how it is sharded: write only what it becomes, {after}\n"
-                f"  source  {source}\n  target  {target}"
-            )
-        target = _target(source, target, tuple(spec.shape), mesh, ambient, sizes)
-    return route(spec, target, comm_dtypes)
+        return target
+    if "->" in target:
+        after = shortened(target.split("->")[1].strip())
+        raise ShardingError(
+            f"a DTensor knows how it is sharded: write only what it becomes, {after}\n"
+            f"  source  {source}\n  target  {target}"
+        )
+    return _target(source, target, tuple(spec.shape), mesh, ambient, sizes)
 
 
 def _target(

@@ -1,0 +1,125 @@
+"""`reshard` of many tensors at once: one exchange for a bucket of them, in place of collectives for each.
+
+    moved = axes.reshard(state, {name: spec_of_server(name) for name in state}, mesh=mesh)
+
+Tensors with nothing pending, on whole meshes, go by one `axes.transfer`, there and back in the gradient. What is
+pending is reduced, and a sub-mesh is another one on each rank: such tensors go one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.errors import ShardingError, shortened, shown, suggestion
+from axes.algebra.sharding import Sharding
+from axes.algebra.transfers import Transfer, transfer
+from axes.runtime import torch_private
+from axes.runtime.leaves import resolve_at_leaf
+from axes.runtime.programs import name_of
+from axes.runtime.routes import gradient_sharding, resharded
+from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.transfer_runs import carry_out
+
+Kind = tuple[str, Sharding, Sharding, tuple[int, ...], str]
+
+
+def reshard_many(
+    tensors: Mapping[str, DTensor], targets: Mapping[str, Sharding], alone: Callable[[DTensor, Sharding], DTensor]
+) -> dict[str, DTensor]:
+    """These tensors in these shardings. `alone` is what moves a tensor that the others don't go with."""
+    names = _together(tensors, targets)
+    moving = [tensors[name] for name in names]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in moving):
+        for x in moving:
+            if x.is_leaf and x.requires_grad:
+                resolve_at_leaf(x)
+        moved = _apply(names, tuple([targets[name] for name in names]), *moving)
+    else:
+        moved = _moved(names, [targets[name] for name in names], moving)
+    found = dict(zip(names, moved, strict=True))
+    return {name: found[name] if name in found else alone(x, targets[name]) for name, x in tensors.items()}
+
+
+def check_named(tensors: Mapping[str, Any], specs: Any) -> None:
+    """`ShardingError` where these aren't DTensors by name, with specs of the same names."""
+    if not isinstance(specs, Mapping):
+        raise ShardingError(f"axes.reshard of tensors by name takes specs by name; found {shown(specs)}")
+    for name, x in tensors.items():
+        if not isinstance(name, str) or not isinstance(x, DTensor):
+            raise ShardingError(f"axes.reshard of many takes DTensors by name; {shortened(name)} is {shown(type(x))}")
+    for here, there, what in ((tensors, specs, "specs"), (specs, tensors, "tensors")):
+        missing = [name for name in here if name not in there]
+        if missing:
+            raise ShardingError(
+                f"{shortened(missing[0])} isn't in the {what}{suggestion(str(missing[0]), map(str, there))}"
+            )
+
+
+def _together(tensors: Mapping[str, DTensor], targets: Mapping[str, Sharding]) -> tuple[str, ...]:
+    """The names of the tensors that one transfer moves."""
+
+    def whole(sharding: Sharding) -> bool:
+        return not sharding.pending and sharding.mesh.size == sharding.mesh.universe.size
+
+    moving = [name for name, x in tensors.items() if whole(targets[name]) and whole(_sharding(x))]
+    return tuple([name for name in moving if targets[name] != _sharding(tensors[name])])
+
+
+def _sharding(x: DTensor) -> Sharding:
+    return sharding_of_spec(torch_private.spec_of(x))
+
+
+def _moved(names: Iterable[str], targets: Iterable[Sharding], tensors: Iterable[DTensor]) -> tuple[DTensor, ...]:
+    kinds = tuple(
+        [
+            (name, _sharding(x), target, tuple(x.shape), name_of(x.dtype))
+            for name, x, target in zip(names, tensors, targets, strict=True)
+        ]
+    )
+    if not kinds:
+        return ()
+    found = carry_out(_plan(kinds), dict(zip(names, tensors, strict=True)), None)
+    return tuple([found[name] for name, *_ in kinds])
+
+
+class _Like:
+    """What says of a tensor its shape and dtype."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str):
+        self.shape, self.dtype = shape, dtype
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(kinds: tuple[Kind, ...]) -> Transfer:
+    sources = {name: source for name, source, *_ in kinds}
+    targets = {name: target for name, _, target, *_ in kinds}
+    return transfer(sources, targets, shapes={name: _Like(shape, dtype) for name, _, _, shape, dtype in kinds})
+
+
+class _ReshardMany(torch.autograd.Function):
+    """Many tensors by one transfer; and back the transfer that the cotangents' own shardings ask for."""
+
+    @staticmethod
+    def forward(ctx: Any, names: tuple[str, ...], targets: tuple[Sharding, ...], *tensors: DTensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.names, ctx.sources = names, [_sharding(x) for x in tensors]
+        return _moved(names, targets, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: DTensor | None) -> tuple[Any, ...]:
+        arrived = {n: c for n, c in zip(ctx.names, cotangents, strict=True) if c is not None}
+        wanted = {
+            name: gradient_sharding(source, _sharding(arrived[name]), tuple(arrived[name].shape))
+            for name, source in zip(ctx.names, ctx.sources, strict=True)
+            if name in arrived
+        }
+        found = reshard_many(arrived, wanted, resharded)
+        return None, None, *[found.get(name) for name in ctx.names]
+
+
+_apply = torch_private.apply_of(_ReshardMany)
