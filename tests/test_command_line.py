@@ -40,6 +40,9 @@ COMMANDS = [
     'plan "b@dp (h@tp d) | sum@cp" "b@dp (h d)" b=8 h=4 d=64 --mesh "dp=2 cp=2 tp=2" --dtype bfloat16 --rank 5',
     'plan "b s" "b s" b=8 s=2 --mesh "dp=4 tp=2"',
     'plan "b@dp" "b" b=8 --mesh "dp=4" --json',
+    'transfer "f@fsdp d" "f d@tp" f=8192 d=4096 --source-mesh "fsdp=4" --target-mesh "dp=2 tp=2" --rank 5',
+    'transfer "(q=2 h@tp) d" "q d@a" h=4 d=8 --source-mesh "tp=4" --target-mesh "a=2" --first 1 --to-dtype bfloat16',
+    'transfer "f@a d" "f@a d" f=4 d=3 --source-mesh "a=2" --target-mesh "a=2" --first 0 --json',
     "lock --help",
     'lock net.lock --model net_to_lock.py:build --mesh "dp=4 tp=2"',
     'lock other.lock --model net_to_lock.py:build --mesh "dp=4 tp=2" --rank 7 --json',
@@ -60,6 +63,9 @@ COMMANDS = [
     'plan "b s@tp" "b s" b=8 s=2048 x=3 --mesh "dp=4 tp=2"',
     'plan "b s@tp" "b s" b:8 --mesh "dp=4 tp=2"',
     'plan "b s@tp" "b s" b=8 s=8 --mesh "dp=4 tp=2" --dtype float33',
+    'transfer "f@a d" "f@b d" f=4 d=3 --source-mesh "a=2" --target-mesh "a=2"',
+    'transfer "f@a d" "f@a d" f=4 d=3 --source-mesh "a=2" --target-mesh "a=2" --rank 4',
+    'transfer "f@a d" "f@a d" f=4 --source-mesh "a=2" --target-mesh "a=2"',
     "lock none.lock --check",
     'lock net.lock --model net_to_lock.py:raises --mesh "dp=4 tp=2"',
     "trace nothing.jsonl",
@@ -168,7 +174,7 @@ def test_the_page_shows_what_a_command_prints(command, output):
 
 
 def test_the_page_shows_some_commands_and_names_all():
-    assert len(ON_PAGE) == PAGE.count("```sh") == 5
+    assert len(ON_PAGE) == PAGE.count("```sh") == 6
     assert all(f"| `{name}" in PAGE for name in main.commands)
 
 

@@ -115,6 +115,14 @@ class TransferEnd:
 
 
 @dataclass(frozen=True)
+class Like:
+    """What says of a tensor its whole shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
 class TensorPiece:
     """A tensor in a bucket: its number among the tensors, and which of its pieces."""
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, shortened, shown, suggestion
 from axes.algebra.sharding import Sharding
-from axes.algebra.transfers import Transfer, transfer
+from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.programs import name_of
@@ -87,18 +87,11 @@ def _moved(names: Iterable[str], targets: Iterable[Sharding], tensors: Iterable[
     return tuple([found[name] for name, *_ in kinds])
 
 
-class _Like:
-    """What says of a tensor its shape and dtype."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str):
-        self.shape, self.dtype = shape, dtype
-
-
 @functools.lru_cache(maxsize=64)
 def _plan(kinds: tuple[Kind, ...]) -> Transfer:
     sources = {name: source for name, source, *_ in kinds}
     targets = {name: target for name, _, target, *_ in kinds}
-    return transfer(sources, targets, shapes={name: _Like(shape, dtype) for name, _, _, shape, dtype in kinds})
+    return transfer(sources, targets, shapes={name: Like(shape, dtype) for name, _, _, shape, dtype in kinds})
 
 
 class _ReshardMany(torch.autograd.Function):

@@ -47,7 +47,7 @@ from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of
 from axes.algebra.specs import parsed_sharding
-from axes.algebra.transfers import Transfer, on_own_ranks, transfer
+from axes.algebra.transfers import Like, Transfer, on_own_ranks, transfer
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree_and_forget
 from axes.runtime.groups import as_timeout, current_world
@@ -61,14 +61,6 @@ _ADVICE = "All ranks of the mesh call it alike, in the same order"
 
 Told = list[Any] | None
 """What a rank says of a tensor: whether its shape is the whole one, shape, dtype; None where it has none of it."""
-
-
-@dataclass(frozen=True)
-class Like:
-    """What says of a tensor its shape and dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def connect(

@@ -3,6 +3,7 @@
     python -m axes mesh "pp=2 dp=* tp=8" --world 64 --rank 13
     python -m axes explain "b s@tp d -> b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
     python -m axes plan "b s@tp d" "b s d@tp" b=8 s=2048 d=4096 --mesh "dp=4 tp=2"
+    python -m axes transfer "f@fsdp d" "f d@tp" f=64 d=32 --source-mesh "fsdp=4" --target-mesh "dp=2 tp=2"
     python -m axes groups --mesh "dp=4 tp=2"
     python -m axes lock layout.lock --model train.py:build --mesh "dp=2048 tp=8"
     python -m axes lock layout.lock --check
@@ -33,6 +34,7 @@ from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, bytes_text
 from axes.algebra.redistribution import plan as plan_of
+from axes.algebra.transfers import Like, Transfer, names_in_spec, transfer
 from axes.show import timeline
 from axes.show.show import show
 
@@ -123,14 +125,16 @@ def main() -> None:
     """
 
 
-def _mesh(text: str, world: int | None, rank: int | None) -> Mesh:
-    """The mesh of `dp=* tp=8; fsdp = dp tp`, seen from a rank."""
+def _mesh(text: str, world: int | None, rank: int | None, first: int = 0) -> Mesh:
+    """The mesh of `dp=* tp=8; fsdp = dp tp`, seen from a rank. first: the number of its first rank."""
     declaration, *equations = (part.strip() for part in text.split(";"))
     ranks = None if world is None else range(world)
     if ranks is None and (open_one := re.search(r"(\w+)\s*=\s*\*", declaration)):
         raise SizeError(f"how large '{open_one[1]}' is follows from the number of ranks: add --world N")
     # In a declaration an axis whose size follows has none.
     found = Mesh(re.sub(r"=\s*\*", "", declaration), *filter(None, equations), ranks=ranks)
+    if first:
+        found = Mesh(declaration, *filter(None, equations), ranks=range(first, first + found.size))
     if rank is not None:
         _check_rank(found, rank)
     return found if rank is None else found.at(rank)
@@ -361,6 +365,76 @@ def plan_command(
 def _step_data(step: Any) -> dict[str, Any]:
     moved = {"bytes_in": step.bytes_in, "bytes_out": step.bytes_out}
     return {"kind": step.kind, "axes": [*step.axes], "group_size": step.group_size, "ranks": [*step.ranks], **moved}
+
+
+# --- transfer
+
+
+@main.command("transfer")
+@click.argument("source")
+@click.argument("target")
+@click.argument("sizes", nargs=-1, metavar="NAME=SIZE...")
+@click.option("--source-mesh", required=True, metavar="MESH", help='The axes there: "fsdp=4".')
+@click.option("--target-mesh", required=True, metavar="MESH", help='The axes here: "dp=2 tp=2".')
+@click.option(
+    "--first", type=click.IntRange(0), help="The first rank of the target mesh; behind the others unless told."
+)
+@by_rank
+@click.option("--dtype", default="float32", show_default=True, help="The dtype of the tensor.")
+@click.option("--to-dtype", metavar="DTYPE", help="What it becomes before it is sent.")
+@click.option("--bucket-mb", default=64.0, show_default=True, help="MiB of the buffers of a bucket.")
+@as_json
+@_command
+def transfer_command(
+    source: str,
+    target: str,
+    sizes: tuple[str, ...],
+    source_mesh: str,
+    target_mesh: str,
+    first: int | None,
+    rank: int | None,
+    dtype: str,
+    to_dtype: str | None,
+    bucket_mb: float,
+    as_json: bool,
+) -> None:
+    """What is sent to take a tensor from one mesh to another.
+
+    Their ranks may be the same, others, or some of both.
+
+    Example: python -m axes transfer "f@fsdp d" "f d@tp" f=8192 d=4096 --source-mesh "fsdp=4" --target-mesh "dp=2 tp=2"
+    """
+    there, given = _mesh(source_mesh, None, None), _sizes(sizes)
+    here = _mesh(target_mesh, None, None, there.size if first is None else first)
+    like = Like(_shape(source, given), dtype)
+    wanted = {name: size for name, size in given.items() if name in names_in_spec(source) | names_in_spec(target)}
+    moved = transfer(
+        {"x": source}, {"x": target}, there, here, {"x": like}, dtype=to_dtype, bucket_mb=bucket_mb, sizes=wanted
+    )
+    if rank is not None and rank not in moved.ranks:
+        raise SizeError(f"the transfer has ranks {listed_ranks(moved.ranks)}; there is no rank {rank}")
+    found = moved if rank is None else moved.at(rank)
+    if as_json:
+        _print_json("transfer", transfer_data(found))
+        return
+    _print(str(found))
+    for said, side in (("sends to", "sends"), ("receives from", "receives")):
+        peers = sorted({peer for step in found.steps for peer in getattr(step, side)})
+        if peers:
+            label = f"  rank {found.rank} {said} "
+            _print(label + listed_ranks(peers, _WIDTH - len(label)))
+
+
+def transfer_data(found: Transfer) -> dict[str, Any]:
+    """A transfer as `--json` has it."""
+    steps = [
+        {"bucket": step.number, "bytes_in": step.bytes_in, "bytes_out": step.bytes_out, "ranks": [*step.ranks]}
+        for step in found.steps
+    ]
+    sides = {"sources": [*found.sources], "targets": [*found.targets]}
+    most = {"bytes_in": found.bytes_in, "bytes_out": found.bytes_out}
+    own = {"rank": found.rank, "partners": [*found.partners], "peak_bytes": found.peak_bytes, "steps": steps}
+    return {**sides, "received_in_all": found.lower_bound, "most": most, **own}
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
