@@ -211,3 +211,43 @@ def not_a_leaf() -> None:
 
 def test_what_is_no_leaf_any_more_has_the_gradient_that_comes(pool):
     pool.run(not_a_leaf)
+
+
+LOCAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gather": lambda x: axes.rearrange(x, "a@tp b -> a b"),
+    "gather of dim 1": lambda x: axes.rearrange(x, "a b@tp -> a b"),
+    "nothing": lambda x: axes.rearrange(x, "a@tp b -> a@tp b"),
+    "transpose": lambda x: axes.rearrange(x, "a@tp b -> b a@tp"),
+    "merge": lambda x: axes.rearrange(x, "a@tp b -> (a@tp b)"),
+    "slice": lambda x: axes.rearrange(x, "a b -> a@tp b"),
+    "reduce": lambda x: axes.reduce(x, "a@tp b -> a@tp", "sum"),
+    "repeat": lambda x: axes.repeat(x, "a@tp b -> a@tp b 1"),
+    "einsum": lambda x: axes.einsum(x, "a@tp b -> b a@tp"),
+    "reshard": lambda x: axes.reshard(x, "a@tp b -> a b"),
+    "psum": lambda x: axes.psum(x, "dp"),
+}
+
+
+def shared_gradients() -> list[str]:
+    """Operations on plain leaves after which two leaves have one memory for their gradients."""
+    wrong = []
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        for name, call in LOCAL.items():
+            one, two = (torch.arange(32.0).view(4, 8).add(start).requires_grad_() for start in (0, 1))
+            for times in (1, 2):
+                (call(one) + call(two)).square().sum().backward()
+                if times == 1:
+                    first = [x.grad.clone() for x in (one, two)]
+                elif any(not torch.equal(x.grad, 2 * grad) for x, grad in zip((one, two), first, strict=True)):
+                    wrong.append(f"{name}: a second backward isn't twice the first")
+            before = two.grad.clone()
+            one.grad.mul_(3)
+            if not torch.equal(two.grad, before):
+                wrong.append(f"{name}: one gradient is scaled with the other")
+            if one.grad.untyped_storage().nbytes() > one.nbytes:
+                wrong.append(f"{name}: a gradient keeps more memory than its own")
+    return wrong
+
+
+def test_plain_leaves_own_their_gradients(pool):
+    assert pool.run(shared_gradients) == [[]] * 8

@@ -386,6 +386,57 @@ def test_a_conjugate_view_is_read_as_what_it_is(pool):
     pool.run(conjugated)
 
 
+def back_without_a_known_dtype(dtype: str) -> None:
+    mesh = axes.init_mesh("a=8", device_type="cpu")
+    move = axes.transfer({"w": "f@a d"}, {"w": "f d@a"}, mesh, mesh, {"w": (9, 8)}, dtype=dtype)
+    whole = torch.arange(72.0).view(9, 8)
+    x = axes.shard(whole, "f@a d", mesh=mesh)
+    back = move.inverse(move({"w": x}))["w"]
+    assert torch.equal(back.full_tensor(), whole.to(getattr(torch, dtype)))
+    assert move.inverse.lower_bound == move.lower_bound
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_what_arrived_goes_back_in_the_dtype_in_which_it_arrived(pool, dtype):
+    pool.run(back_without_a_known_dtype, dtype)
+
+
+def stage_of_all() -> list[bool]:
+    """A stage of a pipeline of one stage is the whole mesh, seen from a rank."""
+    whole = axes.init_mesh("pp=1 dp=8", device_type="cpu")
+    stages = {"layers.*": whole.at(0)["dp"]}
+    move = axes.transfer({"layers.0": "f@dp d"}, {"layers.0": "f d@dp"}, stages, stages, {"layers.0": (8, 8)})
+    x = torch.arange(64.0).view(8, 8)
+    rank = torch.distributed.get_rank()
+    found = [move({"layers.0": x[rank : rank + 1]})["layers.0"] for _ in range(2)]
+    return [isinstance(each, DTensor) and torch.equal(each.full_tensor(), x) for each in found]
+
+
+def test_a_stage_that_is_the_whole_mesh_is_one_on_every_rank(pool):
+    assert pool.run(stage_of_all) == [[True, True]] * WORLD
+
+
+def kept_bounds() -> bool:
+    """Whether views of memory are kept between calls with the same tensors, on ranks that only send as well."""
+    trainer, server, move = both_sides()
+    held = state(trainer, SOURCES)
+    into = {name: axes.to_local(x) for name, x in state(server, TARGETS).items()}
+    run = transfer_runs.run_of(move)
+    move(held, into)
+    first = run.bound
+    move(held, into)
+    return first is not None and run.bound is first
+
+
+def test_what_is_copied_where_is_found_once_for_the_same_tensors(pool):
+    assert pool.run(kept_bounds) == [True] * WORLD
+
+
+def test_a_pattern_of_dtypes_that_no_target_has_is_refused():
+    with pytest.raises(ShardingError, match="'b' of dtype= matches no target"):
+        axes.transfer({"a": "d"}, {"a": "d"}, MESH, MESH, {"a": (2,)}, dtype={"b": "float32"})
+
+
 def test_a_plan_is_pickled_after_use_and_patterns_are_texts():
     move = case(3).plan(axes.Mesh)
     assert move.at(move.ranks[0]).steps is not None

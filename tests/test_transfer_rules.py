@@ -267,6 +267,7 @@ def a_model() -> None:
         again = move(held, {**into, **({"step": kept} if into else {})})
     assert all(again[name] is x and torch.equal(x.full_tensor(), expected[name]) for name, x in into.items())
     assert torch.equal(kept, torch.full((3,), 7.0, dtype=torch.bfloat16))
+    assert not into or again["step"] is kept
     back = move.inverse
     came = back(found)
     for name, x in came.items():
@@ -290,6 +291,39 @@ def test_tied_tensors_go_once_each_way():
     back = move.inverse
     assert [t.target_name for t in back.tensors] == ["copy", "embed", "head"]
     assert [t.source_name for t in back.inverse.tensors] == ["copy", "embed"]
+
+
+@pytest.mark.parametrize("stack", ["a", "z"])
+def test_a_stack_that_is_tied_with_its_parts_is_written_once_on_the_way_back(stack: str):
+    one, two = axes.Mesh("a=2"), axes.Mesh("b=1", ranks=[9])
+    targets = {stack: "e f d", "x.0": "f d", "x.1": "f d"}
+    table = {"w": (stack, "x.{e}", "e f d -> e f d, e f d")}
+    move = axes.transfer({"w": "e f@a d"}, targets, one, two, {"w": (2, 4, 3)}, rules=table)
+    assert move.inverse.lower_bound == 2 * 4 * 3 * 4
+    assert sorted(t.target_name for t in move.inverse.inverse.tensors) == sorted(targets)
+    change = axes.LayoutRules(table).applied({"w": (2, 4, 3)})
+    assert sum(math.prod(piece.shape) for piece in change.inverse.pieces["w"]) == 24
+
+
+def test_sizes_go_to_a_table_and_to_rules_that_lack_them():
+    table = {"x": ("q", "k", "(h k + g k) d -> (h k) d, (g k) d")}
+    mesh = axes.Mesh("a=2")
+    for rules in (table, axes.LayoutRules(table), axes.LayoutRules(table, h=4)):
+        move = axes.transfer(
+            {"x": "f@a d"}, {"q": "f@a d", "k": "f d"}, mesh, mesh, {"x": (24, 2)}, rules=rules, h=4, g=2
+        )
+        assert move.ends[1]["q"].shape == (16, 2)
+    with pytest.raises(SizeError, match="'h' is 4 in the layout rules, and 2 is given for it"):
+        axes.transfer({"x": "f@a d"}, {"q": "f@a d", "k": "f d"}, mesh, mesh, {"x": (24, 2)}, rules=rules, h=2)
+
+
+def test_a_flattened_matrix_is_planned_without_a_look_at_every_row():
+    one, two = axes.Mesh("a=8"), axes.Mesh("b=8", ranks=range(8, 16))
+    rules = {"w": ("w", "f d -> (f d)")}
+    move = axes.transfer({"w": "f d@a"}, {"w": "x@b"}, one, two, {"w": (64, 48)}, rules=rules)
+    assert [step.bytes_in for step in move.at(9).steps] == [64 * 48 // 8 * 4]
+    knots = move.tensors[0].link.pieces(0, move.tensors[0].source)
+    assert "_line" not in vars(knots[0])
 
 
 MESH = axes.Mesh("dp=2 tp=2")
@@ -340,10 +374,14 @@ def test_what_isnt_moved_may_be_passed_and_what_is_unknown_may_not():
         kept = torch.ones(3)
         found = move({"a": x, "old": torch.zeros(2)}, {"b": torch.zeros(4), "kept": kept})
         assert torch.equal(found["b"], x)
-        assert "kept" not in found
+        assert found["kept"] is kept
+        assert torch.equal(kept, torch.ones(3))
+        both = torch.zeros(6)
         for call, said in (
             (lambda: move({"a": x, "c": x}), "'c' isn't a source of the transfer"),
             (lambda: move({"a": x}, {"a": x}), "'a' isn't a target of the transfer"),
+            (lambda: move({"a": x}, {"b": both[:4], "kept": both[3:]}), "'kept', of into=, which keeps its values"),
+            (lambda: move({"a": x}, {"kept": "hello"}), "'kept' of into= is a tensor or None; found 'hello'"),
         ):
             with pytest.raises(AxesError) as caught:
                 call()

@@ -133,6 +133,7 @@ NOT_OF_TENSORS = [
     "annotate",
     "axis_index",
     "axis_size",
+    "connect",
     "debug",
     "destroy_process_groups",
     "empty",
@@ -155,6 +156,7 @@ NOT_OF_TENSORS = [
     "zeros",
     "sharding_of",
     "spec_of",
+    "transfer",
 ]
 """What takes no tensor, or reads nothing of it but how it is sharded."""
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from axes.algebra.chunks import Runs, Tile, merged
-from axes.algebra.planning.exchange import Region
+from axes.algebra.planning.exchange import Region, intersection
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `as_strided` takes them."""
@@ -209,6 +209,24 @@ def simplified(dims: Iterable[PieceDim]) -> tuple[PieceDim, ...]:
 def same_dims(shape: tuple[int, ...]) -> tuple[PieceDim, ...]:
     """The dims of a piece that is a whole tensor, the same on both sides."""
     return tuple([PieceDim(f"dim{at}", size, at, 1, at, 1) for at, size in enumerate(shape) if size != 1])
+
+
+def without_overlap(tiles: Iterable[Tile]) -> list[bool]:
+    """Which of these parts of a tensor are to be taken, so that each element is in one.
+
+    Where parts overlap, tensors are equal, and those of each cover the same elements and follow one another: the first
+    that have an element are taken.
+
+    >>> without_overlap([(((0, 4),),), (((0, 2),),), (((2, 4),),)])
+    [True, False, False]
+    """
+    taken: list[Tile] = []
+    found = []
+    for tile in tiles:
+        found.append(all(intersection(tile, other) is None for other in taken))
+        if found[-1]:
+            taken.append(tile)
+    return found
 
 
 def whole_piece(source: str, shape: tuple[int, ...], target: str | None = None) -> LayoutPiece:

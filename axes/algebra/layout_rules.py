@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.layout_pieces import LayoutPiece, whole_piece
+from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, pairs_of, sizes_of_rule
 from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
@@ -87,18 +87,20 @@ class LayoutChange:
 def _change(sources: Mapping[str, Shape], made: _Made, unused: Iterable[str]) -> LayoutChange:
     """Of pieces that are the same elements of a target the first is read."""
     pieces, equal = {}, list[LayoutPiece]()
-    for name, (_, parts) in made.items():
-        pieces[name], others = _distinct(parts)
+    for name, (shape, parts) in made.items():
+        pieces[name], others = _distinct(parts, shape)
         equal.extend(others)
     return LayoutChange(
         sources, {name: shape for name, (shape, _) in made.items()}, pieces, tuple(unused), tuple(equal)
     )
 
 
-def _distinct(parts: Sequence[LayoutPiece]) -> tuple[tuple[LayoutPiece, ...], list[LayoutPiece]]:
-    first: dict[Shape, LayoutPiece] = {}
-    others = [piece for piece in parts if first.setdefault(piece.target_offset, piece) is not piece]
-    return tuple(first.values()), others
+def _distinct(parts: Sequence[LayoutPiece], shape: Shape) -> tuple[tuple[LayoutPiece, ...], list[LayoutPiece]]:
+    if sum([math.prod(piece.shape) for piece in parts]) <= math.prod(shape):
+        return tuple(parts), []
+    taken = without_overlap(piece.target_tile for piece in parts)
+    sides = [[piece for piece, first in zip(parts, taken, strict=True) if first is which] for which in (True, False)]
+    return tuple(sides[0]), sides[1]
 
 
 class LayoutRules:
@@ -180,6 +182,13 @@ class LayoutRules:
         found._prepare()
         return found
 
+    def sized(self, sizes: Mapping[str, int]) -> LayoutRules:
+        """The same table with more sizes; `SizeError` where a name has another one."""
+        for name, size in sizes.items():
+            if self._given.get(name, size) != size:
+                raise SizeError(f"'{name}' is {self._given[name]} in the layout rules, and {size} is given for it")
+        return self._of(self.rules, {**self._given, **sizes}) if sizes else self
+
     @property
     def as_data(self) -> list[Any]:
         """The table as lists, texts and numbers, from which `from_data` makes it again in another process."""
@@ -208,7 +217,8 @@ class LayoutRules:
         return hash((self.rules, tuple(sorted(self._given.items()))))
 
     def __repr__(self) -> str:
-        return f"<LayoutRules: {'; '.join([str(rule) for rule in self.rules[:_LINES]])}>"
+        sizes = "".join([f", {name}={size}" for name, size in sorted(self._given.items())])
+        return f"<LayoutRules: {'; '.join([str(rule) for rule in self.rules[:_LINES]])}{sizes}>"
 
     def keeps(self, target: str) -> bool:
         """Whether the table says that a target keeps the values that it has."""
@@ -274,7 +284,7 @@ class LayoutRules:
                 }
                 made = self._made(_Instance(rule, stars), taken, sources)
                 if target in made:
-                    return made[target][0], _distinct(made[target][1])[0]
+                    return made[target][0], _distinct(made[target][1], made[target][0])[0]
         if target in shapes and self._taking(target)[0].rule < 0:
             shape = _checked_shape(target, shapes[target])
             return shape, (whole_piece(target, shape),)

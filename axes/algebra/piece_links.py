@@ -109,6 +109,16 @@ class PieceLink:
         ]
         return [tuple(itertools.chain(*boxes)) for boxes in itertools.product(*parts)]
 
+    def tile(self, side: int) -> Tile:
+        """The elements of one of the tensors that the piece is, as runs of each dim."""
+        piece = LayoutPiece("", "", self.dims, *self.offsets)
+        return piece.source_tile if side == 0 else piece.target_tile
+
+    def __str__(self) -> str:
+        steps = [f"{dim.size} by {dim.step(0)} to {dim.step(1)}" for dim in self.dims]
+        ends = [f"{list(offset)} of {list(shape)}" for offset, shape in zip(self.offsets, self.shapes, strict=True)]
+        return f"{' -> '.join(ends)}: {', '.join(steps)}"
+
     def place(self, side: int, tile: Tile, at: Sequence[int]) -> tuple[Shape, Shape] | None:
         """Where an element of the piece is in a shard of one of the tensors, and in which run of each dim.
 
@@ -178,6 +188,8 @@ class KnotPieces(Pieces):
         """The numbers of the pieces that share elements with these runs, ascending."""
         if not self.layout.modes:
             return range(1)
+        if 4 * len(runs) < self.layout.size * len(self.runs(0)):
+            return sorted({number for run in runs for box in self._boxes(run) for number in self._meeting_box(box)})
         found: set[int] = set()
         for start, stop in runs:
             at = max(0, bisect_right(self._line, start, key=_start) - 1)
@@ -186,6 +198,32 @@ class KnotPieces(Pieces):
                     found.add(self._line[at][2])
                 at += 1
         return sorted(found)
+
+    def _boxes(self, run: tuple[int, int]) -> list[Region]:
+        sizes = [(0, self.link.dims[at].size) for at in self.knot.dims]
+        return cut_box(tuple(sizes), *run) if sizes else [()]
+
+    def _meeting_box(self, box: Region) -> Iterator[int]:
+        """The numbers of the pieces that share elements with a box of the knot."""
+        bounds = dict(zip(self.knot.dims, box, strict=True))
+        every = []
+        for dim, pieces in zip(self.knot.sides[self.side], self.cut, strict=True):
+            steps = [(size, stride, *bounds[at]) for at, size, stride in self.link.steps(self.side, dim)]
+            begin = self.link.offsets[self.side][dim] + sum([first * stride for _, stride, first, _ in steps])
+            runs: Runs = ((begin, begin + 1),)
+            for _, stride, first, last in reversed(steps):
+                if len(runs) == 1 and runs[0][1] - runs[0][0] == stride:
+                    runs = ((runs[0][0], runs[0][0] + stride * (last - first)),)
+                    continue
+                runs = merged(
+                    (start + at * stride, stop + at * stride) for at in range(last - first) for start, stop in runs
+                )
+            every.append(pieces.meeting(runs))
+        for numbers in itertools.product(*every):
+            found = 0
+            for pieces, number in zip(self.cut, numbers, strict=True):
+                found = found * pieces.layout.size + number
+            yield found
 
 
 def _start(run: Sequence[int]) -> int:

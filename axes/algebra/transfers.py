@@ -17,6 +17,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -29,7 +30,7 @@ from axes.algebra.chunks import Tile
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, digits
-from axes.algebra.layout_pieces import LayoutPiece, whole_piece
+from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
@@ -82,6 +83,11 @@ class Carriage:
         return (self.shape, self.shape) if self.link is None else self.link.shapes
 
     @property
+    def tile(self) -> Tile:
+        """The elements of the target that it is."""
+        return tuple([((0, size),) for size in self.shape]) if self.link is None else self.link.tile(1)
+
+    @property
     def inverse(self) -> Carriage:
         """The way back."""
         return replace(
@@ -91,7 +97,7 @@ class Carriage:
             shape=self.shape if self.link is None else self.link.inverse.extents,
             source=self.target,
             target=self.source,
-            dtypes=(self.dtypes[1] or self.dtypes[0], self.dtypes[0]),
+            dtypes=(self.dtypes[1] or self.dtypes[0], self.dtypes[0] or self.dtypes[1]),
             link=None if self.link is None else self.link.inverse,
         )
 
@@ -309,7 +315,10 @@ class Transfer:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that this rank holds: its tensors of both sides, and the buffers of two buckets."""
+        """The most that this rank holds: its tensors of both sides, and the buffers of two buckets.
+
+        Each piece begins at a multiple of 16 bytes there, which isn't counted.
+        """
         before = {one.source_name: one.dtypes[0] or one.dtypes[1] for one in self.tensors}
         after = {one.target_name: one.dtypes[1] for one in self.tensors}
         tensors = sum(
@@ -318,8 +327,8 @@ class Transfer:
             for name, tile in tiles.items()
             if tile is not None
         )
-        sizes = [step.bytes_in + step.bytes_out for step in self.steps]
-        return tensors + max((one + two for one, two in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+        most = [max((getattr(step, side) for step in self.steps), default=0) for side in ("bytes_in", "bytes_out")]
+        return tensors + min(2, len(self.steps)) * sum(most)
 
     # all ranks
 
@@ -371,9 +380,13 @@ class Transfer:
             ends = " -> ".join(
                 f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)
             )
-            rows.append(f"{one.source_name} {one.target_name} {one.shape} {one.dtypes[1]} {one.pieces}: {ends}")
+            dtype = " to ".join(str(each) for each in one.dtypes)
+            rows.append(f"{one.source_name} {one.target_name} {one.shape} {dtype} {one.pieces}: {ends}")
             if one.link is not None:
-                rows.append(f"  by {one.link.dims} from {one.link.offsets} of {one.link.shapes}")
+                rows.append(f"  {one.link}")
+        rows += [
+            f"{what}: {', '.join(sorted(names))}" for what, names in zip(("unread", "kept"), self.idle, strict=True)
+        ]
         return "\n".join([f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}", *rows])
 
     def __str__(self) -> str:
@@ -381,7 +394,8 @@ class Transfer:
         received, sent = self.totals.received, self.totals.sent
         before, after = map(len, self.ends)
         read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
-        least = "which is the least" if len(read) == len(self.tensors) else "tied tensors each by itself"
+        tied = len(read) < len(self.tensors) or self.equal
+        least = "tied tensors each by itself" if tied else "which is the least"
         lines = [
             f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
             f"{bytes_text(whole)}: "
@@ -526,17 +540,26 @@ def transfer(
     if change is None:
         found = [carriage(name, name, None) for name in wholes]
     else:
-        found = linked(piece for name in sorted(change.pieces) for piece in change.pieces[name])
+        found = linked(itertools.chain(*change.pieces.values()))
         equal = tuple(linked(change.equal))
         read = {one.source_name for one in found}
         idle = frozenset(sources.keys() - read), frozenset(targets.keys() - change.targets.keys())
         _check_dtypes(found)
+    if isinstance(dtype, Mapping):
+        _check_patterns(dtype, after)
     ends.check_used()
     rank = found[0].source.universe.rank(0) if found else 0
     nodes = next(
         (e.mesh.ranks_per_node for one in found for e in (one.source, one.target) if e.mesh.ranks_per_node), _NODE
     )
     return _bucketed(found, bucket_bytes, rank, nodes, ends.home, equal, idle)
+
+
+def _check_patterns(dtypes: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """`ShardingError` for a pattern of dtype= that no target has."""
+    for pattern in dtypes:
+        if pattern not in targets and not any(fnmatch.fnmatchcase(name, pattern) for name in targets):
+            raise ShardingError(f"{shortened(pattern)} of dtype= matches no target{suggestion(pattern, targets)}")
 
 
 def _link(piece: LayoutPiece, source: tuple[int, ...], target: tuple[int, ...]) -> PieceLink | None:
@@ -547,11 +570,11 @@ def _link(piece: LayoutPiece, source: tuple[int, ...], target: tuple[int, ...]) 
 
 
 def _table(rules: LayoutRules | Table | None, sizes: Mapping[str, int]) -> LayoutRules | None:
-    """The layout rules; a table takes the sizes that its expressions have names for."""
-    if rules is None or isinstance(rules, LayoutRules):
-        return rules
-    names = LayoutRules(rules).names
-    return LayoutRules(rules, sizes={name: size for name, size in sizes.items() if name in names})
+    """The layout rules, with the sizes that their expressions have names for."""
+    if rules is None:
+        return None
+    found = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
+    return found.sized({name: size for name, size in sizes.items() if name in found.names})
 
 
 def _check_targets(change: LayoutChange, targets: Mapping[str, End], rules: LayoutRules) -> None:
@@ -581,13 +604,18 @@ def _check_dtypes(found: Iterable[Carriage]) -> None:
 
 def _told_apart(tensors: Iterable[Carriage]) -> tuple[tuple[Carriage, ...], tuple[Carriage, ...]]:
     """Of what would be written to the same elements the first; and the others."""
-    first: dict[tuple[Any, ...], Carriage] = {}
-    others = []
-    for one in tensors:
-        place = (0,) * len(one.shape) if one.link is None else one.link.offsets[1]
-        if first.setdefault((one.target_name, place), one) is not one:
-            others.append(one)
-    return tuple(first.values()), tuple(others)
+    every = tuple(tensors)
+    by_target: dict[str, list[int]] = {}
+    for number, one in enumerate(every):
+        by_target.setdefault(one.target_name, []).append(number)
+    taken = [True] * len(every)
+    for numbers in by_target.values():
+        parts = [every[number] for number in numbers]
+        if sum([math.prod(one.shape) for one in parts]) > math.prod(parts[0].shapes[1]):
+            for number, is_first in zip(numbers, without_overlap(one.tile for one in parts), strict=True):
+                taken[number] = is_first
+    sides = [[one for one, is_first in zip(every, taken, strict=True) if is_first is which] for which in (True, False)]
+    return tuple(sides[0]), tuple(sides[1])
 
 
 class _Ends:
@@ -638,7 +666,7 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
     """
     mesh = sharding.mesh
     if mesh.size == mesh.universe.size:
-        return sharding
+        return sharding if mesh._view is None else replace(sharding, mesh=mesh._with(view=None))
     if mesh.binding is not None and mesh._view is None:
         names = ", ".join(f'"{name}"' for name in mesh.axis_names)
         raise MeshError(

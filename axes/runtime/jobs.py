@@ -450,7 +450,9 @@ class OwnTensors:
         self.rules = None if rules is None else rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
         self.written = ", ".join(
             f"{shortened(name)}: '{end}' on {end.mesh.declaration}" for name, end in self.ends.items()
-        ) + ("" if self.rules is None else f"; {self.rules!r}")
+        )
+        if self.rules is not None:  # of a long table only the first rules are shown
+            self.written += f"; {self.rules!r} {_digest(json.dumps(self.rules.as_data))}"
 
     def _end(self, spec: Any, value: Any) -> Sharding:
         if isinstance(spec, Sharding):
@@ -614,7 +616,7 @@ def _plan(written: tuple[str, str], first: tuple[int, int], names: tuple[str, st
                 f"{shortened(name)} has other shapes\n  '{source}'  {list(shape)}  {said}\n"
                 f"  '{target}'  {rows[1][name][2]}  '{rows[1][name][1]}'"
             )
-    dtypes = {name: dtype for name, (_, _, _, dtype) in rows[1].items()}
+    dtypes = {name: dtype for name, (_, _, _, dtype) in rows[1].items() if name in made}
     move = transfer(*ends, shapes=shapes, dtype=dtypes, rules=rules, bucket_mb=bucket_mb)
     for carried in move.tensors:
         dtype, other = rows[0][carried.source_name][3], rows[1][carried.target_name][3]

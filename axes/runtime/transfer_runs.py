@@ -314,28 +314,31 @@ class TransferRun:
         given: Tensors = {}
         try:
             held, given = self._fitting(tensors, {} if into is None else into)
-        except AxesError as found:
-            error = found
+        except AxesError as failed:
+            error = failed
         self._agree(error, into is None)
         made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
-        bound = self._bound(held, made, keep=None not in given.values())
+        bound = self._bound(held, made, keep=all(made[name] is tensor for name, tensor in given.items()))
         try:
             together(self._operation, (), self._run, bound)
         except DesyncError as failed:
             self.bound = None
             raise DesyncError(f"{failed}\n{self._state()}") from failed
-        return {
+        found = {
             name: self._result(name, tile) if into is None else into.get(name, tile)
             for name, tile in made.items()
             if tile is not None
         }
+        kept = {} if into is None else {name: into[name] for name in into if name in self.move.idle[1]}
+        return {**found, **{name: x for name, x in kept.items() if x is not None}}
 
     def _fitting(self, tensors: Mapping[str, Any], into: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
         """The tiles of the sources and those to write, once it is clear that the plan can be carried out on them."""
         held, given = self._held(tensors), self._given(into)
-        memory = tuple([_memory_of(t) for t in (*held.values(), *given.values())])
+        kept = self._kept(into)
+        memory = tuple([_memory_of(t) for t in (*held.values(), *kept.values(), *given.values())])
         if memory != self.fitting:
-            self._check_apart(held, given)
+            self._check_apart(held, kept, given)
             self.fitting = memory
         return held, given
 
@@ -373,6 +376,18 @@ class TransferRun:
                 self._check_writable(shortened(name), local)
             found[name] = local
         return found
+
+    def _kept(self, into: Mapping[str, Any]) -> Tensors:
+        """This rank's tiles of targets that the layout rules say keep their values."""
+        found: Tensors = {}
+        for name in into.keys() & self.move.idle[1]:
+            value = into[name]
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise ShardingError(f"{shortened(name)} of into= is a tensor or None; found {shown(value)}")
+            if value is not None:
+                check_dense(value, f"a transfer of {shortened(name)}")
+            found[name] = torch_private.local_of(value) if isinstance(value, DTensor) else value
+        return dict(sorted(found.items()))
 
     def _check_known(self, tensors: Mapping[str, Any], side: int, what: str) -> None:
         known = self.move.ends[side]
@@ -465,20 +480,17 @@ class TransferRun:
         self.bound = bound if keep else None
         return bound
 
-    def _check_apart(self, held: Tensors, given: Tensors) -> None:
-        """What is written is nothing that is still to be read, and no other that is written."""
-        names, count = [*held, *given], len(held)
-        there = [t if t is not None else torch.empty(0) for t in (*held.values(), *given.values())]
-        for one, two in in_common(there):
-            if two >= count:
-                what = (
-                    "of into=, where that is written"
-                    if one >= count
-                    else "the source, which is read while it is written"
-                )
+    def _check_apart(self, held: Tensors, kept: Tensors, given: Tensors) -> None:
+        """What is written is nothing that is still to be read, that keeps its values, or that is written, too."""
+        what = [(name, "the source, which is read while it is written") for name in held]
+        what += [(name, "of into=, which keeps its values") for name in kept]
+        what += [(name, "of into=, where that is written") for name in given]
+        every = (*held.values(), *kept.values(), *given.values())
+        for one, two in in_common([torch.empty(0) if x is None else x for x in every]):
+            if two >= len(held) + len(kept):
                 raise ShardingError(
-                    f"{shortened(names[two])} of into= shares memory with {shortened(names[one])}, {what}; leave it "
-                    "out of into=, or clone one of them"
+                    f"{shortened(what[two][0])} of into= shares memory with {shortened(what[one][0])}, {what[one][1]}; "
+                    "leave it out of into=, or clone one of them"
                 )
 
     def _copies(self, held: Tensors, made: Tensors) -> tuple[Views, Views]:
