@@ -61,7 +61,9 @@ def test_stages_that_ask_one_another_are_refused_in_a_simulated_world():
         tokens = torch.zeros(4, 64, dtype=torch.long)
         steps.forward_backward(model, loss, mesh, 2, "1f1b")(tokens, tokens)
 
-    with axes.simulate(8, 4), pytest.raises(axes.AxesError, match="Stages of a pipeline ask one another"):
+    # From 2.15 on torch refuses it by itself.
+    ours, torchs = "Stages of a pipeline ask one another", "not supported with a fake process group"
+    with axes.simulate(8, 4), pytest.raises((axes.AxesError, RuntimeError), match=f"{ours}|{torchs}"):
         axes.explain(step)
 
 

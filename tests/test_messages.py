@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
@@ -180,7 +180,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
     "placements for the spec of a shard": (lambda mesh: axes.from_local(plain(8), [Shard(0)]), ExpressionError, SPEC),
     "placements for the spec of zeros": (lambda mesh: axes.zeros([Shard(0)], a=8), ExpressionError, SPEC),
     "a pending truth value": (
-        lambda mesh: axes.unshard((made("a@tp", a=8) > 0).any()),
+        lambda mesh: axes.unshard(DTensor.from_local(torch.tensor(True), mesh.device_mesh, [Replicate(), Partial()])),
         ShardingError,
         "torch.bool isn't reduced by every backend: a sum over 'tp' needs comm_dtype=torch.int64, as "
         "axes.reshard(x, '', comm_dtype=torch.int64)\n",

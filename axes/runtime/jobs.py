@@ -637,6 +637,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _version() -> str:
     return importlib.metadata.version("axes-torch")
