@@ -3,12 +3,12 @@
     python examples/rl_sync.py                         # eight local processes, four for each job
     python examples/rl_sync.py --rounds 10 --steps 50
 
-The trainer runs on `fsdp=2 tp=2`, with train.py's model, parallel by its `SPECS` and FSDP2. The generator has the same
-model on `dp=2 tp=2`, without FSDP, and a part of the prompts on each `dp`. Each job has its own `torch.distributed`;
-neither knows of the other's ranks or mesh. In each round
+The trainer runs train.py's model on `fsdp=2 tp=2`, by its `SPECS` and FSDP2. The generator runs on `dp=2 tp=2`, with a
+part of the prompts on each `dp`, and keeps its weights as servers do: queries, keys and values are one tensor, gate and
+up another. Each job has its own `torch.distributed`; neither knows of the other's ranks or mesh. In each round
 
 1. the trainer takes some steps,
-2. `link.send` brings its weights into the generator's, where they lie: all in one plan, each shard from whoever has it,
+2. `link.send` brings its weights into the generator's, where they lie, fused on the way by `FUSED`: one plan for all,
 3. the generator continues the prompts, byte by byte, and sends its text and its scores (logits) back,
 4. the trainer computes the scores of the same text with its own model, and compares.
 """
@@ -24,14 +24,15 @@ import torch
 import torch.distributed as dist
 from support import flag, read_options, verdict
 from torch import Tensor
-from train import DECLARATION, SPECS, ParallelTransformer, batch_loss, parallelize
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from train import DECLARATION, SPECS, ParallelBlock, ParallelTransformer, batch_loss, gathered, parallelize
 from train_options import corpus
-from transformer import BYTES, Size, Transformer
+from transformer import BYTES, Size, Transformer, linear
 
 import axes
 
-LIMIT = 1e-4
-"""How far the two models' scores may be from one another: the order of sums differs."""
+LIMIT = 1e-4  # how far the two models' scores may be from one another: the order of sums differs
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Options:
     @property
     def size(self) -> Size:
         return Size(self.width, self.layers, 4, self.sequence)
+
+
+QKV, GATE_UP = "(r h) d, (r h) d, (r h) d -> (r (h + h + h)) d", "(r f) d, (r f) d -> (r (f + f)) d"
+FUSED = {
+    ("*.query.weight", "*.key.weight", "*.value.weight"): ("*.qkv.weight", QKV),
+    ("*.gate.weight", "*.up.weight"): ("*.gate_up.weight", GATE_UP),
+}
+"""How the generator's tensors follow from the trainer's: the rows of each of its `r` ranks one behind the other."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,6 @@ def scores_of(model: Transformer, windows: Tensor, mesh: axes.Mesh) -> Tensor:
     return axes.to_local(axes.rearrange(logits, "b s v@tp -> b s v"))[:, -1]
 
 
-# -------------------------------------------------------------------------------------- the trainer
-
-
 def trainer(options: Options, port: int) -> list[Round]:
     """What each rank of the trainer does."""
     torch.set_num_threads(1)
@@ -96,12 +102,13 @@ def trainer(options: Options, port: int) -> list[Round]:
         for _ in range(options.rounds):
             loss = trained(model, optimizer, options, mesh, draw)
             weights = model.state_dict()
-            link.send(weights, {name: axes.sharding_of(weight) for name, weight in weights.items()}, to="generator")
+            specs = {name: axes.sharding_of(weight) for name, weight in weights.items()}
+            link.send(weights, specs, to="generator", rules=axes.LayoutRules(FUSED, r=2))
 
             text = torch.empty(options.prompts, options.sequence + options.length, dtype=torch.int64)
             scores = torch.empty(options.prompts, options.length, BYTES)
-            specs = {"text": "prompt byte", "scores": "prompt step byte"}  # whole, on each rank
-            link.receive(into={"text": text, "scores": scores}, specs=specs, source="generator")
+            whole = {"text": "prompt byte", "scores": "prompt step byte"}  # on each rank
+            link.receive(into={"text": text, "scores": scores}, specs=whole, source="generator")
 
             windows = text[:, :-1].unfold(1, options.sequence, 1).flatten(0, 1)
             own = scores_of(model, windows, mesh).unflatten(0, scores.shape[:2])
@@ -126,13 +133,40 @@ def trained(
 
 # ------------------------------------------------------------------------------------ the generator
 
+FUSED_SPECS = {name: spec for name, spec in SPECS.items() if not any(name in names for names in FUSED)}
+FUSED_SPECS |= {"*.qkv.weight": "heads@tp embed", "*.gate_up.weight": "hidden@tp embed"}
+
+
+class FusedBlock(ParallelBlock):
+    """The same block, with one product for queries, keys and values, and one for gate and up."""
+
+    def __init__(self, size: Size):
+        super().__init__(size)
+        del self.attention.query, self.attention.key, self.attention.value, self.mlp.gate, self.mlp.up
+        self.attention.qkv = linear(size.width, 3 * size.width)
+        self.mlp.gate_up = linear(size.width, 2 * size.hidden)
+
+    def forward(self, x: DTensor) -> DTensor:
+        attention, mlp = self.attention, self.mlp
+        qkv = axes.einsum(gathered(x, self.attention_norm), attention.qkv.weight, "b s d, h@tp d -> b s h@tp")
+        apart = "b s (r@tp (h + h + h)) -> b s (r@tp h), b s (r@tp h), b s (r@tp h)"
+        heads = attention.heads(*axes.rearrange(qkv, apart, r=2))
+        x = x + axes.einsum(heads, attention.out.weight, "b s h@tp, d h@tp -> b s@tp d")
+        both = axes.einsum(gathered(x, self.mlp_norm), mlp.gate_up.weight, "b s d, f@tp d -> b s f@tp")
+        gate, up = axes.rearrange(both, "b s (r@tp (f + f)) -> b s (r@tp f), b s (r@tp f)", r=2)
+        return x + axes.einsum(F.silu(gate) * up, mlp.down.weight, "b s f@tp, d f@tp -> b s@tp d")
+
+
+class FusedTransformer(ParallelTransformer):
+    Block = FusedBlock
+
 
 def generator(options: Options, port: int) -> None:
     """What each rank of the generator does."""
     torch.set_num_threads(1)
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
-    model = ParallelTransformer(options.size, seed=2)  # other weights than the trainer's
-    axes.shard_module(model, SPECS, mesh["tp"])
+    model = FusedTransformer(options.size, seed=2)  # other weights than the trainer's
+    axes.shard_module(model, FUSED_SPECS, mesh["tp"])
     starts = torch.arange(options.prompts).unsqueeze(1) * 1000
     rows = mesh.sharding("prompt@dp byte").local_indices((options.prompts, options.sequence))[0]
     prompts = corpus()[starts + torch.arange(options.sequence)][rows]
@@ -146,9 +180,6 @@ def generator(options: Options, port: int) -> None:
                 text = torch.cat([text, scores[-1].argmax(-1, keepdim=True)], dim=1)
             found = {"text": text, "scores": torch.stack(scores, dim=1)}
             link.send(found, {"text": "prompt@dp byte", "scores": "prompt@dp step byte"}, to="trainer")
-
-
-# --------------------------------------------------------------------------------------- both
 
 
 def main(arguments: list[str] | None = None) -> int:
