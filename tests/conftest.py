@@ -55,6 +55,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+torch.set_num_threads(1)  # as ranks have: threads that wait for each other in vain take the cores from these
+COLLECT = (10_000, 20, 20)
+"""When garbage is looked for: what traces a graph, or draws a case, makes many objects, and few cycles."""
+gc.set_threshold(*COLLECT)
+
 THREADS = 32
 """A rank has a thread for each of its groups over gloo, which wakes a hundred times a second: eight idle ranks with
 sixteen groups each take a fifth of a core from all that runs beside them."""
@@ -75,7 +80,7 @@ def fit(pool: Pool | None, size: int) -> Pool:
     if pool is not None:
         pool.close()
     fresh = Pool(size, timeout=LIMIT)
-    fresh.run(gc.set_threshold, 10_000, 20, 20)  # what traces a graph makes many objects, and few cycles
+    fresh.run(gc.set_threshold, *COLLECT)
     return fresh
 
 
