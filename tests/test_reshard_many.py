@@ -89,6 +89,40 @@ def test_many_at_once_are_each_by_itself_with_gradients(pool):
     assert pool.run(cases, 0, 80, timeout=300) == [[]] * 8
 
 
+def to_other_ranks() -> list[str]:
+    """What is wrong on this rank with tensors that go to other ranks, and with their gradients on the way back."""
+    here = axes.init_mesh("a=4", ranks=range(4), device_type="cpu")
+    there = axes.init_mesh("b=2 c=2", ranks=range(2, 6), device_type="cpu")
+    whole = torch.arange(64.0).view(8, 8)
+    wrong = []
+    leaves = [{n: axes.shard(whole, "i@a j", mesh=here).requires_grad_() for n in "st"} for _ in range(2)]
+    specs = {"s": "i@b j@c", "t": "i j@(b c)"}
+    if here.coordinate is None and there.coordinate is None:
+        for call in (
+            lambda: axes.reshard(leaves[0]["s"], specs["s"], mesh=there),
+            lambda: axes.reshard(leaves[0], specs, mesh=there),
+        ):
+            with pytest.raises(ShardingError, match="is neither among the ranks of the source"):
+                call()
+        return []
+    found = (
+        axes.reshard(leaves[0], specs, mesh=there),
+        {n: axes.reshard(x, specs[n], mesh=there) for n, x in leaves[1].items()},
+    )
+    for name in specs:
+        one, two = (each[name].detach() for each in found)
+        if not same(one, two) or one.to_local().shape != two.to_local().shape:
+            wrong.append(f"{name}: {one.to_local().shape}")
+    for made in found:
+        torch.autograd.backward([y * 3 for y in made.values()], [torch.ones_like(y) for y in made.values()])
+    wrong += [f"gradient of {n}" for n in specs if not same(leaves[0][n].grad, leaves[1][n].grad)]
+    return wrong
+
+
+def test_tensors_go_to_other_ranks_and_their_gradients_come_back(pool):
+    assert pool.run(to_other_ranks) == [[]] * 8
+
+
 def exchanges(count: int) -> tuple[int, int]:
     """How many exchanges a rank takes part in for so many tensors, forward and backward."""
     mesh = axes.init_mesh("dp=2 tp=4", device_type="cpu")
@@ -112,6 +146,7 @@ def test_what_cant_be_is_refused_before_anything_moves():
         mesh, other = axes.init_mesh("dp=2 tp=4"), axes.init_mesh("a=8")
         x = axes.shard(torch.zeros(8, 8), "i@dp j", mesh=mesh)
         y = axes.shard(torch.zeros(8, 8), "i j@tp", mesh=mesh)
+        z = axes.shard(torch.zeros(6, 8), "i j", mesh=mesh)
         for call, error, said in (
             (lambda: axes.reshard({"x": x}, "i j"), ShardingError, "takes specs by name; found 'i j'"),
             (lambda: axes.reshard({"x": x, "y": y}, {"x": "i j"}), ShardingError, "'y' isn't in the specs"),
@@ -121,6 +156,7 @@ def test_what_cant_be_is_refused_before_anything_moves():
             (lambda: axes.reshard({"x": x}, {"x": "i@pp j"}), MeshError, "'pp'"),
             (lambda: axes.reshard({"x": x}, {"x": "i"}), ShardingError, "of the tensor 'x'"),
             (lambda: axes.reshard({"x": x}, {"x": "i j -> i j"}), ShardingError, "write only what it becomes"),
+            (lambda: axes.reshard({"x": z}, {"x": "i@(tp dp) j"}), ShardingError, "would cut otherwise"),
             (lambda: axes.reshard({"x": x}, {"x": "i j"}, h=2), SizeError, "a size is given for 'h'"),
             (lambda: axes.reshard({"x": x}, {"x": mesh.sharding("i j")}, mesh=other), MeshError, "leave out mesh="),
             (lambda: axes.reshard({"x": x}, {"x": "i j"}, async_op=True), ShardingError, "reshard such tensors one by"),

@@ -18,6 +18,7 @@ from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
+from axes.algebra.placements import check_torch_can
 from axes.algebra.redistribution import retargeted
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
@@ -163,6 +164,7 @@ def _many(
             raise ExpressionError(f"reshard takes a spec or a Sharding; found {shown(spec)}")
         try:
             targets[name] = _meant(torch_private.spec_of(x), spec, mesh, where, given[name])
+            check_torch_can(targets[name], tuple(x.shape))
         except ShardingError as error:
             raise ShardingError(f"{error}\n  of the tensor {shortened(name)}") from None
     return reshard_many(tensors, targets, reshard)

@@ -21,7 +21,9 @@ from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.programs import name_of
+from axes.runtime.redistribute import check_takes_part
 from axes.runtime.routes import gradient_sharding, resharded
+from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transfer_runs import carry_out
 
@@ -32,6 +34,8 @@ def reshard_many(
     tensors: Mapping[str, DTensor], targets: Mapping[str, Sharding], alone: Callable[[DTensor, Sharding], DTensor]
 ) -> dict[str, DTensor]:
     """These tensors in these shardings. `alone` is what moves a tensor that the others don't go with."""
+    for name, x in tensors.items():
+        check_takes_part(_sharding(x), targets[name])
     names = _together(tensors, targets)
     moving = [tensors[name] for name in names]
     if torch.is_grad_enabled() and any(x.requires_grad for x in moving):
@@ -83,8 +87,17 @@ def _moved(names: Iterable[str], targets: Iterable[Sharding], tensors: Iterable[
     )
     if not kinds:
         return ()
-    found = carry_out(_plan(kinds), dict(zip(names, tensors, strict=True)), None)
-    return tuple([found[name] for name, *_ in kinds])
+    given = dict(zip(names, tensors, strict=True))
+    found = carry_out(_plan(kinds), given, None)
+
+    def outside(name: str, target: Sharding, shape: tuple[int, ...]) -> DTensor:
+        """What a rank has that isn't one of the target's: nothing of it."""
+        nothing = torch_private.local_of(given[name]).new_empty((0,))
+        return dtensor_of(nothing, target, shape, target.mesh.device_mesh)
+
+    return tuple(
+        [found[name] if name in found else outside(name, target, shape) for name, _, target, shape, _ in kinds]
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -232,14 +232,8 @@ def is_plain(local: torch.Tensor) -> bool:
 # --- programs by what they do ---------------------------------------------------------------------
 
 
-@of_world(4096)
-def program(
-    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None = None
-) -> Program:
-    """The program of this rank between two shardings, as planning sees them (`Sharding.at`).
-
-    Raises `ShardingError` where there is none, and `MeshError` where a mesh isn't of a running job.
-    """
+def check_takes_part(source: Sharding, target: Sharding) -> None:
+    """An error where data can't go from one to the other, or this rank has neither of it."""
     meshes = source.mesh, target.mesh
     for mesh in meshes:
         if mesh.binding is None:
@@ -250,11 +244,22 @@ def program(
             f"rank {world.rank} is neither among the ranks of the source nor among those of the target\n"
             f"  source  {source}  on  {source.mesh!r}\n  target  {target}  on  {target.mesh!r}"
         )
+
+
+@of_world(4096)
+def program(
+    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None = None
+) -> Program:
+    """The program of this rank between two shardings, as planning sees them (`Sharding.at`).
+
+    Raises `ShardingError` where there is none, and `MeshError` where a mesh isn't of a running job.
+    """
+    check_takes_part(source, target)
     how = source, target, shape, dtype, comm_dtype
     found = programs_alike(*how) or programs_congruent(*how)
     if found is not None:
         return found(shape)
-    made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), world.rank)
+    made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), current_world().rank)
     return _program_of(made, dtype, comm_dtype)
 
 
