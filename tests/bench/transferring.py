@@ -134,6 +134,33 @@ def beside_tensor_by_tensor() -> Times:
     return Times(*axes.launch(measured, RANKS, "tensors")[0])
 
 
+MANY = 64
+
+
+def together() -> tuple[float, float]:
+    """Seconds in which small tensors move by one call, and by one each."""
+    torch.set_num_threads(1)
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    held = {f"x{at}": axes.shard(torch.rand(64, 64), "f@dp d@tp", mesh=mesh) for at in range(MANY)}
+    specs = dict.fromkeys(held, "f@tp d@dp")
+    target = mesh.sharding(specs["x0"]).placements
+
+    def ours() -> object:
+        return axes.reshard(held, specs)
+
+    def torchs() -> object:
+        return [x.redistribute(mesh.device_mesh, target) for x in held.values()]
+
+    found = [(seconds(ours), seconds(torchs)) for _ in range(ROUNDS + 1)]
+    one, two = (statistics.median(column) for column in zip(*found[1:], strict=True))
+    return one, two
+
+
+@benchmark(f"axes.reshard of {MANY} tensors of 64 x 64 at once, four processes", peer="`redistribute` of each", bar=5)
+def many_at_once() -> Times:
+    return Times(*axes.launch(together, 4)[0])
+
+
 MIXTURE = """
 import time
 from axes import Mesh, transfer
