@@ -805,7 +805,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "reshard": Door(axes.reshard, x, "b (h@tp k)", h=8, sized=True, **moves),
         "reshard what is pending": Door(axes.reshard, pending, "b@* d@tp |", sized=True, **moves),
         "reshard to a sharding": Door(axes.reshard, x, mesh.sharding("b d@(tp dp)"), **moves),
-        "reshard of many": Door(lambda x, s, **k: axes.reshard({"x": x, "y": pending}, {"x": s, "y": "b d"}, **k), x, "b d@tp", mesh=None),
+        "reshard of many": Door(lambda x, s, **k: [axes.spec_of(y) for y in axes.reshard({"x": x, "y": pending}, {"x": s, "y": "b d"}, **k).values()], x, "b d@tp", mesh=None),
         "reshard a shard": Door(axes.reshard, plain, "b@dp d -> b d", sized=True, **moves),
         "shard_map": Door(axes.shard_map, lambda x: x, "b@dp d -> b@dp d", mesh=mesh, check=False),
         "shard_map, called": Door(mapped, "b@dp d@tp, b@dp d -> b@dp d@tp", x, rows, mesh=mesh, check=False),

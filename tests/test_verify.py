@@ -232,7 +232,7 @@ def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
     [
         (
             lambda: axes.verify(3, mesh="tp=2"),
-            "takes a module, or a function that builds, shards and runs one; found as program '3'",
+            "takes a module, or a function that builds, shards and runs one; found as program 3",
         ),
         (
             lambda: axes.verify(nn.Linear, mesh="tp=2"),
@@ -253,7 +253,7 @@ def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
             "rtol is a number that isn't negative, or None; found -1.0",
         ),
         (lambda: axes.verify(nn.Linear(2, 2), torch.ones(2, 2), mesh="tp=2"), "no pattern or annotation is about"),
-        (lambda: axes.verify(program, mesh="tp=2", reference=3), "found as reference '3'"),
+        (lambda: axes.verify(program, mesh="tp=2", reference=3), "found as reference 3"),
         (lambda: axes.verify(math.sqrt, 4.0, mesh="tp=2"), "has nothing to compare: the program returned no tensor"),
     ],
 )

@@ -151,7 +151,7 @@ class LayoutRules:
         self._sides = tuple([self._index([getattr(rule, side) for rule in self.rules]) for side in ("left", "right")])
 
     @property
-    def names(self) -> frozenset[str]:
+    def _names(self) -> frozenset[str]:
         """The names in the expressions, which sizes may be given for."""
         return frozenset(itertools.chain(*[names_of_rule(rule.expression) for rule in self.rules]))
 
@@ -182,7 +182,7 @@ class LayoutRules:
         found._prepare()
         return found
 
-    def sized(self, sizes: Mapping[str, int]) -> LayoutRules:
+    def _sized(self, sizes: Mapping[str, int]) -> LayoutRules:
         """The same table with more sizes; `SizeError` where a name has another one."""
         for name, size in sizes.items():
             if self._given.get(name, size) != size:
@@ -190,8 +190,8 @@ class LayoutRules:
         return self._of(self.rules, {**self._given, **sizes}) if sizes else self
 
     @property
-    def as_data(self) -> list[Any]:
-        """The table as lists, texts and numbers, from which `from_data` makes it again in another process."""
+    def _as_data(self) -> list[Any]:
+        """The table as lists, texts and numbers, from which `_from_data` makes it again in another process."""
         rules = [
             [[p.text for p in rule.left], [p.text for p in rule.right], rule.expression, rule.optional]
             for rule in self.rules
@@ -199,11 +199,11 @@ class LayoutRules:
         return [rules, sorted(self._given.items())]
 
     @classmethod
-    def from_data(cls, data: Sequence[Any]) -> LayoutRules:
-        """The table of which `as_data` is all that there is to say.
+    def _from_data(cls, data: Sequence[Any]) -> LayoutRules:
+        """The table of which `_as_data` is all that there is to say.
 
         >>> rules = LayoutRules({("*.gate", "*.up"): ("*.w", "f d, f d -> (f + f) d"), "old?": None}, f=8)
-        >>> LayoutRules.from_data(rules.as_data) == rules
+        >>> LayoutRules._from_data(rules._as_data) == rules
         True
         """
         rules, given = data

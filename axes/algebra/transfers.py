@@ -574,7 +574,7 @@ def _table(rules: LayoutRules | Table | None, sizes: Mapping[str, int]) -> Layou
     if rules is None:
         return None
     found = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
-    return found.sized({name: size for name, size in sizes.items() if name in found.names})
+    return found._sized({name: size for name, size in sizes.items() if name in found._names})
 
 
 def _check_targets(change: LayoutChange, targets: Mapping[str, End], rules: LayoutRules) -> None:
@@ -622,7 +622,7 @@ class _Ends:
     """Shardings of specs, each found once."""
 
     def __init__(self, sizes: dict[str, int], rules: LayoutRules | None):
-        self.sizes, self.used = sizes, set[str]() if rules is None else set(rules.names)
+        self.sizes, self.used = sizes, set[str]() if rules is None else set(rules._names)
         self.home: Mesh | None = None
         self.found = functools.lru_cache(maxsize=4096)(self._found)
 

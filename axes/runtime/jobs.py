@@ -452,7 +452,7 @@ class OwnTensors:
             f"{shortened(name)}: '{end}' on {end.mesh.declaration}" for name, end in self.ends.items()
         )
         if self.rules is not None:  # of a long table only the first rules are shown
-            self.written += f"; {self.rules!r} {_digest(json.dumps(self.rules.as_data))}"
+            self.written += f"; {self.rules!r} {_digest(json.dumps(self.rules._as_data))}"
 
     def _end(self, spec: Any, value: Any) -> Sharding:
         if isinstance(spec, Sharding):
@@ -502,7 +502,7 @@ class OwnTensors:
             rows[name] = [meshes.setdefault(mesh, len(meshes)), end.at(shape).spec, list(shape), dtype]
         said = {"axes": _version(), "peers": self.link.peers, "meshes": list(meshes), "tensors": rows}
         if self.rules is not None:
-            said["rules"] = self.rules.as_data
+            said["rules"] = self.rules._as_data
         return json.dumps(said, sort_keys=True)
 
 
@@ -591,7 +591,7 @@ def _plan(written: tuple[str, str], first: tuple[int, int], names: tuple[str, st
     if order[0] != order[1]:
         raise DesyncError(f"jobs have other peers: '{source}' {texts[0]['peers']}, '{target}' {texts[1]['peers']}")
     rows = texts[0]["tensors"], texts[1]["tensors"]
-    rules = None if "rules" not in texts[0] else LayoutRules.from_data(texts[0]["rules"])
+    rules = None if "rules" not in texts[0] else LayoutRules._from_data(texts[0]["rules"])
     for one, two in ((0, 1), (1, 0)) if rules is None else ():
         missing = [name for name in rows[one] if name not in rows[two]]
         if missing:
