@@ -560,6 +560,15 @@ def test_within_a_node_before_across_nodes():
     assert [move.at(rank).partners for rank in (1, 3, 5, 7)] == [(0,), (2,), (4,), (6,)]
 
 
+def test_tensors_of_ranks_within_other_tensors_ranks_share_their_buckets():
+    """Rank 5 gets both tensors, so that both count for what its bucket holds."""
+    sources = {"x": axes.Mesh("a=2"), "y": axes.Mesh("a=2", ranks=(6, 7))}
+    targets = {"x": axes.Mesh("b=3", ranks=range(3, 6)), "y": axes.Mesh("c=1", ranks=[5])}
+    specs, shapes = {"x": "i@a j", "y": "i@a j"}, {"x": (8, 8), "y": (8, 8)}
+    move = axes.transfer(specs, {"x": "i j", "y": "i j"}, sources, targets, shapes, bucket_mb=500 / 2**20)
+    assert [step.bytes_in for step in move.at(5).steps] == [256, 256]
+
+
 def test_a_rank_copies_what_it_has():
     mesh, turned = axes.Mesh("tp=4"), axes.Mesh("tp=4", ranks=(2, 3, 0, 1))
     same = axes.transfer({"w": "a@tp b"}, {"w": "a b"}, mesh, mesh, {"w": (8, 8)})

@@ -789,7 +789,7 @@ def _apart(universes: Iterable[Universe]) -> dict[Universe, int]:
     found: dict[Universe, int] = {}
     for number, universe in enumerate(dict.fromkeys(universes)):
         found[universe] = number
-        met = {found[first.setdefault(rank, universe)] for rank in universe.ranks}
+        met = {number, *(found[first.setdefault(rank, universe)] for rank in universe.ranks)}
         if len(met) > 1:
             found.update({other: number for other, of in found.items() if of in met})
     return found
