@@ -151,7 +151,11 @@ def test_what_cant_be_is_refused_before_anything_moves():
             (lambda: axes.reshard({"x": x}, "i j"), ShardingError, "takes specs by name; found 'i j'"),
             (lambda: axes.reshard({"x": x, "y": y}, {"x": "i j"}), ShardingError, "'y' isn't in the specs"),
             (lambda: axes.reshard({"x": x}, {"x": "i j", "z": "i"}), ShardingError, "'z' isn't in the tensors"),
-            (lambda: axes.reshard({"x": torch.zeros(2)}, {"x": "i"}), ShardingError, "takes DTensors by name; 'x'"),
+            (
+                lambda: axes.reshard({"x": torch.zeros(2)}, {"x": "i"}),
+                ShardingError,
+                "as axes.shard and axes.from_local make them; 'x'",
+            ),
             (lambda: axes.reshard({"x": x}, {"x": 3}), ExpressionError, "takes a spec or a Sharding; found 3"),
             (lambda: axes.reshard({"x": x}, {"x": "i@pp j"}), MeshError, "'pp'"),
             (lambda: axes.reshard({"x": x}, {"x": "i"}), ShardingError, "of the tensor 'x'"),

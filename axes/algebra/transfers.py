@@ -708,7 +708,7 @@ def _check_names(sources: Mapping[str, End], targets: Mapping[str, End]) -> None
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ShardingError(
                 f"{shortened(missing[0])}{more} in {sides[0]} isn't in {sides[1]}{suggestion(missing[0], there)}; both "
-                "have the same names"
+                "have the same names, or rules= says how they relate"
             )
 
 

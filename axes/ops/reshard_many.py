@@ -55,7 +55,10 @@ def check_named(tensors: Mapping[str, Any], specs: Any) -> None:
         raise ShardingError(f"axes.reshard of tensors by name takes specs by name; found {shown(specs)}")
     for name, x in tensors.items():
         if not isinstance(name, str) or not isinstance(x, DTensor):
-            raise ShardingError(f"axes.reshard of many takes DTensors by name; {shortened(name)} is {shown(type(x))}")
+            raise ShardingError(
+                f"axes.reshard of many takes DTensors by name, as axes.shard and axes.from_local make them; "
+                f"{shortened(name)} is {shown(type(x))}"
+            )
     for here, there, what in ((tensors, specs, "specs"), (specs, tensors, "tensors")):
         missing = [name for name in here if name not in there]
         if missing:
