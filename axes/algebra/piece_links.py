@@ -188,8 +188,6 @@ class KnotPieces(Pieces):
         """The numbers of the pieces that share elements with these runs, ascending."""
         if not self.layout.modes:
             return range(1)
-        if 4 * len(runs) < self.layout.size * len(self.runs(0)):
-            return sorted({number for run in runs for box in self._boxes(run) for number in self._meeting_box(box)})
         found: set[int] = set()
         for start, stop in runs:
             at = max(0, bisect_right(self._line, start, key=_start) - 1)
@@ -198,32 +196,6 @@ class KnotPieces(Pieces):
                     found.add(self._line[at][2])
                 at += 1
         return sorted(found)
-
-    def _boxes(self, run: tuple[int, int]) -> list[Region]:
-        sizes = [(0, self.link.dims[at].size) for at in self.knot.dims]
-        return cut_box(tuple(sizes), *run) if sizes else [()]
-
-    def _meeting_box(self, box: Region) -> Iterator[int]:
-        """The numbers of the pieces that share elements with a box of the knot."""
-        bounds = dict(zip(self.knot.dims, box, strict=True))
-        every = []
-        for dim, pieces in zip(self.knot.sides[self.side], self.cut, strict=True):
-            steps = [(size, stride, *bounds[at]) for at, size, stride in self.link.steps(self.side, dim)]
-            begin = self.link.offsets[self.side][dim] + sum([first * stride for _, stride, first, _ in steps])
-            runs: Runs = ((begin, begin + 1),)
-            for _, stride, first, last in reversed(steps):
-                if len(runs) == 1 and runs[0][1] - runs[0][0] == stride:
-                    runs = ((runs[0][0], runs[0][0] + stride * (last - first)),)
-                    continue
-                runs = merged(
-                    (start + at * stride, stop + at * stride) for at in range(last - first) for start, stop in runs
-                )
-            every.append(pieces.meeting(runs))
-        for numbers in itertools.product(*every):
-            found = 0
-            for pieces, number in zip(self.cut, numbers, strict=True):
-                found = found * pieces.layout.size + number
-            yield found
 
 
 def _start(run: Sequence[int]) -> int:
