@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import random as stdlib_random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import Recipe, gradient, recipe
+from axes.algebra.flow.reading import Reading, read
+from axes.algebra.flow.recipe import Shape
+from axes.algebra.flow.rules import recipe_at
+from axes.algebra.flow.scaling import standing_for
 from axes.algebra.layout import NamedLayout
+from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from tests.flow_cases import Case, Random, case
 from tests.flow_oracle import gather, indices, run, scatter
+
+Shardings = tuple[Sharding | None, ...]
+Given = tuple[tuple[str, int], ...]
 
 REFUSED = (
     "DTensor can't",
@@ -180,6 +190,55 @@ def test_a_plain_shard_means_what_the_declared_dtensor_means(random: Random):
         assert plain.moves == made.moves or [m[1:] for m in plain.moves] == [m[1:] for m in made.moves]
         assert plain.result.output.is_equivalent(made.result.output, made.result.shape)
         assert plain.result.shape == made.result.shape
+
+
+def outcome(make: Callable[..., Recipe], *args: Any) -> tuple[object, ...]:
+    """What a recipe is, whole and in print; or the error."""
+    try:
+        found = make(*args)
+    except AxesError as error:
+        return type(error), str(error)
+    return found, str(found), [str(each) for each in (found.result.derived, found.result.output)], found.counted
+
+
+def other_sizes(random: Random) -> Iterator[tuple[Case, Reading, Mesh, Shardings, tuple[Shape, ...], Given]]:
+    """A drawn expression for several sizes of the names that are dims by themselves, right ones and wrong ones."""
+    found = case(random, random.choice((None, "reduce")))
+    reading = read(found.kind, found.text, tuple(map(len, found.shapes)))
+    loose = {atom for _, _, atom in reading.alone}
+    ranks = found.mesh.size
+    mesh = found.mesh.at(random.choice(found.mesh.universe.ranks))
+    for _ in range(4):
+        times = {atom: random.choice((0, 1, 3, ranks, ranks, 2 * ranks, 5 * ranks)) for atom in loose}
+        shapes = [list(shape) for shape in found.shapes]
+        for operand, dim, atom in reading.alone:
+            shapes[operand][dim] *= times[atom] if random.random() < 0.97 else 2
+        whole = tuple(map(tuple, shapes))
+        given = {name: size for name, size in found.given.items() if name not in loose}
+        if random.random() < 0.1:
+            given = {**found.given, **{atom: found.sizes[atom] * times[atom] for atom in loose}}
+        if random.random() < 0.5:
+            shardings = tuple(s.sized(shape) for s, shape in zip(found.shardings, whole, strict=True))
+            yield found, reading, found.mesh, shardings, whole, tuple(given.items())
+        else:
+            local = tuple(s.local_shape(shape, mesh.rank) for s, shape in zip(found.shardings, whole, strict=True))
+            yield found, reading, mesh, (None,) * len(local), local, tuple(given.items())
+
+
+@settings(parent=EXAMPLES, max_examples=300)
+@given(st.randoms(use_true_random=False))
+def test_a_recipe_of_other_sizes_is_the_one_that_is_found_for_them(random: Random):
+    """Sizes on which nothing depends are filled in."""
+    for found, reading, mesh, shardings, shapes, sizes in other_sizes(random):
+        told = outcome(recipe, found.kind, found.text, found.op, shardings, shapes, mesh, sizes)
+        assert told == outcome(recipe_at, reading, mesh, shardings, shapes, sizes, found.op), found
+
+
+def test_most_generated_sizes_are_filled_in():
+    random = stdlib_random.Random(0)
+    drawn = [each for _ in range(100) for each in other_sizes(random) if each[1].alone]
+    scaled = [standing_for(*each[1:5], dict(each[5]))[1] for each in drawn]
+    assert sum(map(bool, scaled)) > len(drawn) / 2
 
 
 def test_most_generated_expressions_are_accepted():

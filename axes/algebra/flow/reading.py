@@ -87,9 +87,9 @@ class Term:
         return " ".join(filter(None, (text, "|", *map(str, self.pending))))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reading:
-    """An expression for tensors of given ranks.
+    """An expression for tensors of given ranks, one object for each (see `read`).
 
     `wholes` are the groups that became one atom, with the names in them. `inline` are the sizes in
     the text. `explicit` are the atoms that carry `@` anywhere, `starred` those whose place holds `*`.
@@ -113,6 +113,20 @@ class Reading:
         inner = dict(self.wholes)
         found = (name for term in self.terms for atom in term.atoms for name in inner.get(atom, (atom,)))
         return tuple(dict.fromkeys(name for name in found if is_name(name)))
+
+    @functools.cached_property
+    def alone(self) -> tuple[tuple[int, int, str], ...]:
+        """`(operand, dim, atom)` of the atoms that are a dim by themselves wherever they stand, and have no size in
+        the text."""
+        slots = [slot for term in self.terms for slot in term.slots]
+        merged = {atom for slot in slots if len(slot.marks) > 1 for atom in slot.atoms}
+        sized = {*dict(self.inline), *dict(self.wholes)}
+        return tuple(
+            (operand, dim, slot.atoms[0])
+            for operand, term in enumerate(self.operands)
+            for dim, slot in enumerate(term.slots)
+            if len(slot.marks) == 1 and "#" not in slot.atoms[0] and slot.atoms[0] not in merged | sized
+        )
 
     @functools.cached_property
     def explicit(self) -> frozenset[str]:

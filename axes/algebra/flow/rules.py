@@ -12,15 +12,18 @@ wants, and the recipe that does it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from axes.algebra.errors import ShardingError, SizeError
+from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.flow.carrier import carrier_of, check_axes
 from axes.algebra.flow.operands import Named, Operand, Operands, closed, group_text, place_of
-from axes.algebra.flow.reading import KINDS, Axes, is_name, read
+from axes.algebra.flow.reading import KINDS, Axes, Reading, is_name, read
 from axes.algebra.flow.recipe import Input, Op, Output, Recipe, Shape
+from axes.algebra.flow.scaling import scaled, standing_for
 from axes.algebra.flow.states import Entry, is_even, land, pending_of, split
 from axes.algebra.grammar import place_text
 from axes.algebra.layout import Mode, NamedLayout
@@ -58,9 +61,33 @@ def recipe(
     assert kind in KINDS
     reading = read(kind, text, tuple(map(len, shapes)), _units(kind, text, shapes))
     carrier = carrier_of(reading, mesh, shardings)
+    actual = tuple([None if s is None else s.on(carrier).sized(n) for s, n in zip(shardings, shapes, strict=True)])
+    standing, wholes = standing_for(reading, carrier, actual, shapes, dict(sizes))
+    if wholes and isinstance(op, str):
+        # By the texts of specs too: two shardings are equal that call their dims otherwise.
+        seen = carrier._view, carrier.rank, tuple([None if s is None else s.spec for s in actual])
+        with contextlib.suppress(AxesError):
+            return scaled(_kept(reading, carrier, seen, actual, standing, sizes, op), wholes)
+    return recipe_at(reading, carrier, actual, shapes, sizes, op)
+
+
+def recipe_at(
+    reading: Reading,
+    carrier: Mesh,
+    shardings: tuple[Sharding | None, ...],
+    shapes: tuple[Shape, ...],
+    sizes: tuple[tuple[str, Any], ...],
+    op: Op,
+) -> Recipe:
+    """The recipe for tensors of these shapes, found from the start; an error is about these."""
     check_axes(reading, carrier)
-    actual = [None if s is None else s.on(carrier).sized(shape) for s, shape in zip(shardings, shapes, strict=True)]
-    return _Result(Operands(reading, carrier, actual, shapes, sizes), op).recipe()
+    return _Result(Operands(reading, carrier, shardings, shapes, sizes), op).recipe()
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(reading: Reading, carrier: Mesh, seen: tuple[Any, ...], *rest: Any) -> Recipe:
+    """The same, kept. `seen` is what two equal meshes and shardings may differ in: from where, and in which words."""
+    return recipe_at(reading, carrier, *rest)
 
 
 def _units(kind: str, text: str, shapes: tuple[Shape, ...]) -> frozenset[tuple[int, int]]:
