@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from axes.algebra import transfers
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
 from axes.algebra.sharding import Sharding
 from axes.algebra.transfers import Carriage, Transfer, part_of
-from axes.runtime import torch_private, transfer_runs
+from axes.runtime import agreement, torch_private, transfer_runs
 from tests.transfer_cases import WORLD, case
 
 # --- by brute force -------------------------------------------------------------------------------
@@ -575,3 +576,47 @@ def test_a_rank_copies_what_it_has():
     assert (same.lower_bound, same.bytes_in, same.bytes_out) == (4 * 6 * 8 * 4, 6 * 8 * 4, 6 * 8 * 4)
     move = axes.transfer({"w": "a@tp b"}, {"w": "a@tp b"}, mesh, turned, {"w": (8, 8)})
     assert [move.at(rank).partners for rank in range(4)] == [(2,), (3,), (0,), (1,)]
+
+
+LIMIT = 2.0
+"""Seconds that ranks of these meshes wait for one another."""
+
+
+def transfers_without(absent: frozenset[int], many: bool) -> list[tuple[str, float]]:
+    """A transfer that some ranks don't call, between two that all call; what each rank was told, and after how long."""
+    rank = torch.distributed.get_rank()
+    mesh = axes.init_mesh("a=8", device_type="cpu", timeout=LIMIT)
+    turned = axes.init_mesh("a=8", ranks=range(7, -1, -1), device_type="cpu", timeout=LIMIT)
+    whole = torch.arange(64.0).view(8, 8)
+    x = axes.shard(whole, "f@a d", mesh=mesh)
+    move = axes.transfer({"w": "f@a d"}, {"w": "f d@a"}, mesh, turned, {"w": (8, 8)})
+
+    def call() -> torch.Tensor:
+        if many:
+            return axes.reshard({"w": x}, {"w": axes.spec_of(x).replace("_@a _", "_ _@a")})["w"].full_tensor()
+        return move({"w": x})["w"].full_tensor()
+
+    def told() -> tuple[str, float]:
+        began = time.monotonic()
+        return refused(call), time.monotonic() - began
+
+    with torch.no_grad():
+        assert torch.equal(call(), whole)
+        found = [] if rank in absent else [told()]
+        torch.distributed.barrier()
+        found += [told()] if rank in absent else []  # what it comes to has ended
+        torch.distributed.barrier()
+        assert torch.equal(call(), whole), "the next one is right"
+    return found
+
+
+@settings(max_examples=3)
+@given(absent=st.frozensets(st.integers(0, WORLD - 1), min_size=1, max_size=WORLD - 1), many=st.booleans())
+def test_a_rank_that_never_calls_is_an_error_that_names_it_within_the_limit(pool, absent, many):
+    by_rank = pool.run(transfers_without, absent, many)
+    names = agreement.ranks_text(sorted(absent))
+    for rank, [(text, seconds)] in enumerate(by_rank):
+        assert text.startswith("DesyncError: axes.transfer of 1 tensor, ranks 0..7 failed on rank"), text
+        assert seconds < LIMIT + 4, (rank, seconds)
+        if rank not in absent:
+            assert f"no report of it by {names}, which ended, is stopped, or failed elsewhere" in text, text

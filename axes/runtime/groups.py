@@ -369,6 +369,19 @@ def abort_groups(mesh: Mesh) -> None:
     _keep(world, lambda entry: entry not in ended)
 
 
+def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
+    """Ends a group that a lane has for itself, now and without its other ranks; the next one that asks has a new one.
+
+    A group that others use as well is left to them.
+    """
+    world = current_world()
+    ended = [key for key, entry in world.groups.items() if entry.group is group and entry.options.lane == lane]
+    for key in ended:
+        del world.groups[key]
+        torch_private.abort_group(group)
+        world.caches.clear()
+
+
 def _keep(world: World, wanted: Callable[[_Entry], bool]) -> None:
     """Forgets the other groups, and what was made of groups."""
     world.groups = {key: entry for key, entry in world.groups.items() if wanted(entry)}

@@ -22,7 +22,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
@@ -41,7 +41,7 @@ from axes.algebra.universe import Universe
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import Operation, lane_of, patience_of, together
-from axes.runtime.groups import current_world, group_of, of_world
+from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
 from axes.runtime.links import link_of
 from axes.runtime.packing import (
     Grid,
@@ -68,6 +68,9 @@ _ALIGNED = 16
 """Every piece in a buffer begins at a multiple of so many bytes."""
 
 _NAMES_SHOWN = 8
+
+_LANE = "transfer"
+"""The name of the group of a transfer, and of the lane of one that has a time limit of its own."""
 
 
 def carry_out(move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -235,11 +238,18 @@ class TransferRun:
 
     @cached_property
     def group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks of the transfer; None where nobody sends anything."""
+        """The group of all ranks of the transfer; None where nobody sends anything.
+
+        Where the mesh has a time limit, that is the group's: a rank that never comes is an error on the others then.
+        """
         if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
             return None
-        union = Mesh("union", ranks=self.ranks)._with(binding=self.mesh.binding)
-        return group_of(union, union.layout_of_all, "transfer")
+        binding = self.mesh.binding
+        if binding.timeout is not None and binding.device_type == "cpu":
+            own = GroupOptions(timeout=binding.timeout, lane=_LANE)
+            binding = replace(binding, lanes=(*binding.lanes, (_LANE, own)))
+        union = Mesh("union", ranks=self.ranks)._with(binding=binding)
+        return group_of(union, union.layout_of_all, _LANE)
 
     @cached_property
     def device(self) -> torch.device:
@@ -316,13 +326,18 @@ class TransferRun:
             held, given = self._fitting(tensors, {} if into is None else into)
         except AxesError as failed:
             error = failed
-        self._agree(error, into is None)
+        try:
+            self._agree(error, into is None)
+        except DesyncError as failed:
+            self._end_group(failed)
+            raise
         made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
         bound = self._bound(held, made, keep=all(made[name] is tensor for name, tensor in given.items()))
         try:
             together(self._operation, (), self._run, bound)
         except DesyncError as failed:
             self.bound = None
+            self._end_group(failed)
             raise DesyncError(f"{failed}\n{self._state()}") from failed
         found = {
             name: self._result(name, tile) if into is None else into.get(name, tile)
@@ -643,6 +658,12 @@ class TransferRun:
             if error is not None:
                 raise error
             raise self._disagreement(told)
+
+    def _end_group(self, failed: DesyncError) -> None:
+        """End a group whose backend has failed, if it is of transfers alone: the next transfer connects anew."""
+        if self.group is not None and isinstance(failed.__cause__, RuntimeError):
+            abort_group_of(self.group, _LANE)
+            vars(self).pop("group", None)
 
     def _disagreement(self, told: list[tuple[str | None, str, str]]) -> AxesError:
         """What to raise on a rank whose own tensors fit."""

@@ -99,7 +99,7 @@ def init_mesh(
     doesn't serve it. `options` gives axes, by name, groups that aren't like the default group; a
     product of axes that has no name of its own has the options that all of them share.
     `timeout` (a `timedelta` or seconds, by default that of the default group) bounds how long ranks
-    wait for one another, here and when groups are made.
+    wait for one another: here, when groups are made, and in transfers between CPUs.
 
     Raises what `axes.Mesh` raises, `MeshError` for ranks, options or an environment that can't be,
     and `DesyncError` on every rank where ranks disagree or one doesn't come.
