@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import axes
 from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.transfers import Transfer
+from axes.runtime import transfer_runs
 from tests import transfer_cases
 from tests.test_layout_rules import rule, used_sizes
 from tests.test_transfer import indices, same_bits, strided, tile_of
@@ -385,3 +386,88 @@ def test_what_isnt_moved_may_be_passed_and_what_is_unknown_may_not():
             with pytest.raises(AxesError) as caught:
                 call()
             assert said in str(caught.value)
+
+
+# --- tied targets ---------------------------------------------------------------------------------
+
+
+class Tied:
+    """A source that becomes several targets, of which some lie alike."""
+
+    def __init__(self, seed: int):
+        draw = random.Random(seed)
+        self.seed, self.meshes = seed, (draw.choice(MESHES), draw.choice(MESHES))
+        self.shape, self.turned = (draw.choice((4, 6, 12)), draw.choice((3, 8))), draw.random() < 0.5
+        made = self.shape[::-1] if self.turned else self.shape
+        lies = [spec_of(draw, made, self.meshes[1]) for _ in range(2)]
+        self.source = spec_of(draw, self.shape, self.meshes[0])
+        self.targets = {f"y{at}": draw.choice(lies) for at in range(draw.randint(2, 4))}
+        self.bucket_mb, self.dtype = draw.choice((1e-4, 64)), draw.choice(("float32", "bfloat16"))
+
+    def plan(self, make: Any) -> Transfer:
+        """The plan, with the source's name that of no target."""
+        meshes = [mesh.made(make) for mesh in self.meshes]
+        texts = [f"f d -> {', '.join(['d f'] * len(self.targets))}"] if self.turned else []
+        rules = {"x": (*self.targets, *texts)}
+        shapes = {"x": torch.empty(self.shape, device="meta")}
+        how = {"rules": rules, "bucket_mb": self.bucket_mb, "dtype": self.dtype}
+        return axes.transfer({"x": self.source}, self.targets, *meshes, shapes, **how)
+
+    def __repr__(self) -> str:
+        return f"{self.source} {self.targets} {[mesh.declaration for mesh in self.meshes]} turned {self.turned}"
+
+
+tied_cases = st.builds(Tied, st.integers(0, 10**6))
+
+
+@settings(max_examples=200, deadline=None)
+@given(tied_cases)
+def test_targets_that_lie_alike_arrive_once(tied: Tied):
+    move = tied.plan(axes.Mesh)
+    numbers = np.arange(math.prod(tied.shape)).reshape(tied.shape)
+    received = dict.fromkeys(move.ranks, 0)
+    for rank in move.ranks:
+        own = indices(move.tensors[0].source, tied.shape, rank)
+        has = set() if own is None else {*own.reshape(-1).tolist()}
+        for end in {one.target for one in move.tensors}:  # each of them once
+            whole = numbers.T if tied.turned else numbers
+            wanted = indices(end, whole.shape, rank)
+            if wanted is not None:
+                received[rank] += len({*whole.reshape(-1)[wanted.reshape(-1)].tolist()} - has)
+    size = move.tensors[0].itemsize
+    assert move.totals.received == {rank: count * size for rank, count in received.items()}
+    assert sum(move.totals.sent.values()) == move.lower_bound
+    for rank in move.ranks:
+        assert sum(step.bytes_in for step in move.at(rank).steps) == received[rank] * size
+    assert move.inverse.inverse.described == move.described
+
+
+def carry_tied(tied: Tied) -> None:
+    """Carry a transfer of tied targets out, some of them in place; and the way back."""
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank()
+    move = tied.plan(lambda text, ranks: axes.init_mesh(text, ranks=ranks, device_type="cpu")).at(rank)
+    whole = torch.arange(math.prod(tied.shape)).reshape(tied.shape).float()
+    held = {"x": tile_of(whole, move.tensors[0].source, rank)}
+    made = (whole.T if tied.turned else whole).to(getattr(torch, tied.dtype))
+    wanted = {one.target_name: tile_of(made, one.target, rank) for one in move.tensors}
+    into = {name: strided(x, (tied.seed + at) % 4) for at, (name, x) in enumerate(wanted.items()) if x is not None}
+    patch = pytest.MonkeyPatch()
+    patch.setattr(transfer_runs, "DIRECT", 16 if tied.seed % 2 else 2**18)
+    for given_into in (None, into, dict(list(into.items())[1:])):
+        found = move(held, None if tied.seed % 3 == 0 else given_into)
+        assert found.keys() == {name for name, x in wanted.items() if x is not None}
+        for name, value in found.items():
+            local = axes.to_local(value) if isinstance(value, DTensor) else value
+            assert same_bits(local, wanted[name]), (tied, name)
+        for x in into.values():
+            x.zero_()
+    patch.undo()
+    back = move.inverse(wanted)
+    assert all(torch.equal(axes.to_local(x) if isinstance(x, DTensor) else x, held["x"]) for x in back.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(tied_cases)
+def test_tied_targets_are_right_on_real_processes(pool, tied: Tied):
+    pool.run(carry_tied, tied)

@@ -176,7 +176,7 @@ class Transfer:
 
     Called with this rank's tensors by name it carries the plan out, and returns the tensors that arrive here.
 
-    tensors: what moves. buckets: which pieces go together. bucket_bytes: how large the buffers of a bucket are.
+    tensors: what moves. buckets: which pieces go together; of tensors that are tied and lie alike those of the first. bucket_bytes: how large the buffers of a bucket are.
     rank: the rank that it is seen from; `at` gives another view. home: a mesh of the running job, if any is.
     equal: what has the same elements as a tensor that moves, so that it moves on the way back alone.
     idle: names of sources that nobody reads, and of targets that keep the values that they have.
@@ -246,6 +246,15 @@ class Transfer:
     def ranks(self) -> tuple[int, ...]:
         """All ranks that take part, ascending."""
         return tuple(sorted({*self.sources, *self.targets}))
+
+    @cached_property
+    def tied(self) -> Mapping[int, tuple[int, ...]]:
+        """Of tensors that are the same elements on the same ranks the first, with the others: they arrive as one."""
+        found: dict[int, tuple[int, ...]] = {}
+        for number, first in enumerate(_firsts(self.tensors)):
+            if number != first:
+                found[first] = (*found.get(first, ()), number)
+        return found
 
     # this rank's part
 
@@ -338,7 +347,7 @@ class Transfer:
         received: dict[int, int] = dict.fromkeys(self.ranks, 0)
         sent: dict[int, int] = dict.fromkeys(self.ranks, 0)
         sizes: dict[Kind, int] = {}
-        for one in self.tensors:
+        for one in [self.tensors[number] for number in {*_firsts(self.tensors)}]:
             sizes[one.kind] = sizes.get(one.kind, 0) + one.itemsize
         for kind, size in sizes.items():
             deal = self._deal(kind)
@@ -361,7 +370,7 @@ class Transfer:
     def lower_bound(self) -> int:
         """Bytes that have to be sent, whatever the plan: what ranks need and don't have. No more are.
 
-        Of targets that are tied, made of the same elements, each is sent by itself.
+        Targets that are tied, made of the same elements, arrive as one where they lie alike, else each by itself.
         """
         return sum(self.totals.received.values())
 
@@ -394,8 +403,8 @@ class Transfer:
         received, sent = self.totals.received, self.totals.sent
         before, after = map(len, self.ends)
         read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
-        tied = len(read) < len(self.tensors) or self.equal
-        least = "tied tensors each by itself" if tied else "which is the least"
+        apart = len(read) < len({*_firsts(self.tensors)}) or self.equal
+        least = "tied tensors that lie otherwise each by itself" if apart else "which is the least"
         lines = [
             f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
             f"{bytes_text(whole)}: "
@@ -432,6 +441,19 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{len(ranks)} ranks ({ranks[0]}..{ranks[-1]})"
     return f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}"
+
+
+def _firsts(tensors: Sequence[Carriage]) -> list[int]:
+    """For each tensor the number of the first that brings the same elements to the same ranks."""
+    # Shardings take long to hash, and few tensors begin where another does.
+    seen: dict[Any, list[int]] = {}
+    found = []
+    for at, one in enumerate(tensors):
+        others = seen.setdefault((one.source_name, one.link and one.link.offsets), [])
+        same = (at for at in others if (tensors[at].kind, tensors[at].dtypes) == (one.kind, one.dtypes))
+        found.append(next(same, at))
+        others.extend([at] if found[-1] == at else [])
+    return found
 
 
 def part_of(count: int, piece: int, pieces: int) -> tuple[int, int]:
@@ -814,8 +836,10 @@ def _pieces(sharding: Sharding) -> int:
 def _interleaved(tensors: Sequence[Carriage]) -> list[TensorPiece]:
     """All pieces, those of tensors on different ranks in turn: then all ranks are busy all the time."""
     groups: dict[tuple[Universe, Universe], list[int]] = {}
-    for number, one in enumerate(tensors):
-        groups.setdefault((one.source.universe, one.target.universe), []).append(number)
+    for number, first in enumerate(_firsts(tensors)):
+        if number == first:
+            one = tensors[number]
+            groups.setdefault((one.source.universe, one.target.universe), []).append(number)
     placed = []
     for group in groups.values():
         count, at = sum(tensors[number].pieces for number in group), 0

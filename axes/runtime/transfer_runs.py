@@ -312,7 +312,8 @@ class TransferRun:
         """The number of the bucket with the last piece of each target."""
         found = {one.target_name: -1 for one in self.move.tensors}
         for number, pieces in enumerate(self.move.buckets):
-            found.update({self.move.tensors[piece.tensor].target_name: number for piece in pieces})
+            every = [each for piece in pieces for each in (piece.tensor, *self.move.tied.get(piece.tensor, ()))]
+            found.update({self.move.tensors[each].target_name: number for each in every})
         return found
 
     # tensors
@@ -542,14 +543,17 @@ class TransferRun:
             staged: Views = []
             lying: Views = []
             for place in parcel.places:
-                one, wire = self.move.tensors[place.tensor], self.wires[place.tensor]
-                tile = tiles[(one.source_name, one.target_name)[end]]
-                assert tile is not None, "what is exchanged is of a tile that the rank has"
-                views = list(self._lying(place, end, tile))
-                if len(parcel.places) == 1 and place.size >= DIRECT and len(views) == 1 and tile.dtype == wire:
-                    stretch = views[0][1].view(-1) if views[0][1].is_contiguous() else None
-                if stretch is None:
-                    flat = buffer[place.start : place.start + place.size].view(wire)
+                wire = self.wires[place.tensor]
+                flat = buffer[place.start : place.start + place.size].view(wire)
+                for number in (place.tensor, *(self.move.tied.get(place.tensor, ()) if end else ())):
+                    one = self.move.tensors[number]
+                    tile = tiles[(one.source_name, one.target_name)[end]]
+                    assert tile is not None, "what is exchanged is of a tile that the rank has"
+                    views = list(self._lying(number, place.boxes, end, tile))
+                    alone = number == place.tensor and len(parcel.places) == len(views) == 1 and tile.dtype == wire
+                    if alone and place.size >= DIRECT and views[0][1].is_contiguous():
+                        flat = stretch = views[0][1].view(-1)
+                        continue
                     staged += [flat[start : start + view.numel()].view(view.shape) for start, view in views]
                     lying += [view for _, view in views]
             if stretch is None:
@@ -558,21 +562,23 @@ class TransferRun:
             passed.append((parcel.peer, stretch.view(torch.uint8)))
         return copied, passed
 
-    def _lying(self, place: PackedPiece, side: int, tile: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """A piece of a message as views of the tile, as few as can be, with where each begins in the piece."""
-        link = self.move.tensors[place.tensor].link
+    def _lying(
+        self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Boxes of what is carried as views of the tile, as few as can be, with where each begins in their message."""
+        link = self.move.tensors[number].link
         if link is not None:
-            yield from self._linked(place.tensor, link, side).views(tile, place.boxes)
+            yield from self._linked(number, link, side).views(tile, boxes)
             return
         if tile.is_contiguous():
-            found = arranged(place.boxes).within(tuple(tile.shape), (1,) * tile.dim())
+            found = arranged(boxes).within(tuple(tile.shape), (1,) * tile.dim())
             if isinstance(found, Run):
                 yield 0, tile.view(-1)[found.start : found.stop]
                 return
             if isinstance(found, Grid):
                 yield 0, tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset)
                 return
-        for start, box in place.boxes:
+        for start, box in boxes:
             yield start, tile[slices_of(box)]
 
     # what is sent
