@@ -159,6 +159,24 @@ class JobRank:
                 self.kept = {n: self._is(x, n, -1, lies[n]) for n, x in tensors.items()}
         return {"state": state, "arrived": dict(getattr(self, "arrived", {}))}
 
+    def pages(self, turn: int, pools: dict[str, int], sent: Any, written: Any) -> dict[str, Any]:
+        """Pages of a cache of a round, sent by the trainer, and what the generator's cache is then, whole."""
+        specs = {
+            "trainer": {"k": "page@fsdp d h", "v": "page d h@fsdp"},
+            "generator": {"k": "page d@tp h", "v": "page@tp d h"},
+        }
+        shape = pools[self.name], 2, 4
+        sends = self.name == "trainer"
+        numbers = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        whole = numbers + 1000 * turn if sends else torch.full(shape, -1.0)
+        lies = specs[self.name]
+        cache = {name: axes.shard(whole.clone(), spec, mesh=self.mesh) for name, spec in lies.items()}
+        if sends:
+            self.link.send(cache, lies, pages=sent)
+        else:
+            self.link.receive(cache, lies, pages=written)
+        return {name: x.full_tensor().tolist() for name, x in cache.items()}
+
     def _is(self, x: Any, name: str, turn: int, spec: str) -> bool:
         local = x if not hasattr(x, "to_local") else axes.to_local(x)
         whole = axes.to_local(axes.shard(values(name, turn), spec, mesh=self.mesh))

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import axes
 from tests.job_program import LIMIT, forks, host, serve
@@ -260,6 +262,59 @@ def test_a_transfer_goes_both_ways_and_leaves_no_key(jobs: Jobs):
         good(jobs, turn, back=True, only="b")  # one of two holders sends it, so that three ranks exchange anything
         good(jobs, turn + 1)
     assert not [key for key in before if "pair/" in key or "call/" in key or "met/" in key], before
+
+
+POOLS = {"trainer": 6, "generator": 9}
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_pages_of_one_jobs_cache_are_written_to_pages_of_the_others(jobs: Jobs, data: Any):
+    count, turn = data.draw(st.integers(0, POOLS["generator"])), data.draw(st.integers(1, 99))
+    sent = data.draw(st.lists(st.integers(0, POOLS["trainer"] - 1), min_size=count, max_size=count))
+    written = data.draw(st.permutations(range(POOLS["generator"])))[:count]
+    how = {"turn": turn, "pools": POOLS, "sent": ("page", sent), "written": ("page", written)}
+    found = jobs.ask_all("pages", **how)
+    source = torch.arange(POOLS["trainer"] * 8.0).view(-1, 2, 4) + 1000 * turn
+    expected = torch.full((POOLS["generator"], 2, 4), -1.0)
+    expected[written] = source[sent]
+    for (name, rank), (kind, *said) in found.items():
+        assert kind == "ok", (name, rank, said)
+        if name == "generator":
+            assert said[0] == {"k": expected.tolist(), "v": expected.tolist()}
+
+
+LISTS = {
+    "a page that isn't there": (("page", [6]), ("page", [0]), "the sources have 6 pages, from 0 on; found 6"),
+    "a page written twice": (("page", [1, 2]), ("page", [3, 3]), "page 3 of the targets is in the list twice"),
+    "fewer pages": (("page", [1, 2]), ("page", [3]), "as many of the sources as of the targets; found 2 and 1"),
+    "pages of one job": (("page", [1]), None, "'trainer' passes pages=, 'generator' doesn't"),
+    "another dim": (("page", [1]), ("d", [1]), "the dim of pages is 'page' in 'trainer' and 'd' in 'generator'"),
+    "no numbers": (("page", [1.5]), ("page", [1]), r"send takes pages=\(name of a dim, numbers of pages\)"),
+}
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_lists_that_dont_fit_are_an_error_in_both_jobs_before_a_byte_is_sent(jobs: Jobs, what: str):
+    sent, written, says = LISTS[what]
+    for each, (kind, text, seconds, _) in jobs.ask_all(
+        "pages", turn=1, pools=POOLS, sent=sent, written=written
+    ).items():
+        assert kind in ("ShardingError", "DesyncError"), (each, text)
+        assert re.search(says, text), (each, text)
+        assert seconds < PATIENCE
+    good(jobs, 3000 + list(LISTS).index(what))
+
+
+def test_other_pages_of_one_rank_are_an_error_on_all(jobs: Jobs):
+    right, other = ("page", [1, 2]), ("page", [1, 3])
+    every = [(name, rank) for name in ("trainer", "generator") for rank in range(2)]
+    for each in every:
+        jobs.tell(*each, "pages", turn=1, pools=POOLS, sent=other if each == ("trainer", 1) else right, written=right)
+    for each in every:
+        kind, text, *_ = jobs.answer(*each)
+        assert kind == "DesyncError", (each, kind, text)
+        assert "other specs" in text, text
 
 
 def test_a_second_generator_joins_and_the_first_one_leaves():

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 from axes.algebra.chunks import Runs, Tile, count, merged
 from axes.algebra.layout import Layout
@@ -44,6 +45,9 @@ class PieceLink:
     dims: tuple[PieceDim, ...]
     offsets: tuple[Shape, Shape]
     shapes: tuple[Shape, Shape]
+
+    in_tiles: ClassVar[bool] = False
+    """Boxes are of the piece, not of what a rank has of it."""
 
     @staticmethod
     def of(piece: LayoutPiece, source: Shape, target: Shape) -> PieceLink:
@@ -101,6 +105,10 @@ class PieceLink:
         cut = tuple(map(Pieces, sharding.dims, sharding.extents(self.shapes[side])))
         return tuple([KnotPieces(self, knot, side, cut) for knot in self.knots])
 
+    def largest(self, side: int, sharding: Sharding) -> int:
+        """A bound of the elements that a rank has: those of its tile."""
+        return sharding.largest_tile(self.shapes[side])
+
     def boxes(self, region: Region) -> list[Region]:
         """The elements of a stretch of each knot as boxes of the piece, in the order in which they are sent."""
         parts = [
@@ -143,7 +151,30 @@ class PieceLink:
         return tuple([strides[dim] * stride for dim, stride in steps])
 
 
-class KnotPieces(Pieces):
+class Stretches(Pieces):
+    """Pieces that are stretches of elements anywhere; each element is in one piece."""
+
+    @cached_property
+    def _line(self) -> list[tuple[int, int, int]]:
+        """Where each stretch of each piece begins and ends; every element is in one."""
+        every = [(*run, number) for number in range(self.layout.size) for run in self.runs(number)]
+        return sorted(every)
+
+    def meeting(self, runs: Runs) -> Sequence[int]:
+        """The numbers of the pieces that share elements with these runs, ascending."""
+        if not self.layout.modes:
+            return range(1)
+        found: set[int] = set()
+        for start, stop in runs:
+            at = max(0, bisect_right(self._line, start, key=_start) - 1)
+            while at < len(self._line) and self._line[at][0] < stop:
+                if self._line[at][1] > start:
+                    found.add(self._line[at][2])
+                at += 1
+        return sorted(found)
+
+
+class KnotPieces(Stretches):
     """The pieces that a sharding of one tensor cuts a knot into, numbered as those of its dims together."""
 
     def __init__(self, link: PieceLink, knot: Knot, side: int, cut: Sequence[Pieces]):
@@ -177,25 +208,6 @@ class KnotPieces(Pieces):
             box = {**whole, **dict(zip(order, itertools.chain(*parts), strict=True))}
             found.extend(_flat(tuple([box[at] for at in self.knot.dims]), sizes))
         return merged(sorted(found))
-
-    @cached_property
-    def _line(self) -> list[tuple[int, int, int]]:
-        """Where each stretch of each piece begins and ends; every element is in one."""
-        every = [(*run, number) for number in range(self.layout.size) for run in self.runs(number)]
-        return sorted(every)
-
-    def meeting(self, runs: Runs) -> Sequence[int]:
-        """The numbers of the pieces that share elements with these runs, ascending."""
-        if not self.layout.modes:
-            return range(1)
-        found: set[int] = set()
-        for start, stop in runs:
-            at = max(0, bisect_right(self._line, start, key=_start) - 1)
-            while at < len(self._line) and self._line[at][0] < stop:
-                if self._line[at][1] > start:
-                    found.add(self._line[at][2])
-                at += 1
-        return sorted(found)
 
 
 def _start(run: Sequence[int]) -> int:

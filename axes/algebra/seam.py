@@ -49,7 +49,9 @@ class Runtime(Protocol):
     def placements(self, sharding: Sharding) -> tuple[Placement, ...]:
         """The DTensor placements of a sharding on its mesh's axes."""
 
-    def carry_out(self, move: Any, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+    def carry_out(
+        self, move: Any, tensors: Mapping[str, Any], into: Mapping[str, Any] | None, pages: Any
+    ) -> dict[str, Any]:
         """Carry a `Transfer` out with this rank's tensors."""
 
 

@@ -34,6 +34,7 @@ from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
+from axes.algebra.page_links import Lists, PageLink, check_page_dims, checked_pages, checked_pool, page_dim, sorted_link
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.planning.exchange import Balance, Deal, Exchange, volume
@@ -46,7 +47,10 @@ from axes.algebra.universe import Universe
 End = str | Sharding
 Meshes = Mesh | Mapping[str, Mesh]
 
-Kind = tuple[Sharding, Sharding, tuple[int, ...], PieceLink | None]
+Link = PieceLink | PageLink
+"""What says which elements of both tensors are the same, where these aren't both of them as they are."""
+
+Kind = tuple[Sharding, Sharding, tuple[int, ...], Link | None]
 """Source, target, shape and link: what an exchange follows from. Many tensors of a model have it in common."""
 
 SMALLEST = 4096
@@ -74,7 +78,7 @@ class Carriage:
     source: Sharding
     target: Sharding
     dtypes: tuple[str | None, str | None]
-    link: PieceLink | None = None
+    link: Link | None = None
     pieces: int = 1
 
     @property
@@ -176,10 +180,12 @@ class Transfer:
 
     Called with this rank's tensors by name it carries the plan out, and returns the tensors that arrive here.
 
-    tensors: what moves. buckets: which pieces go together; of tensors that are tied and lie alike those of the first. bucket_bytes: how large the buffers of a bucket are.
+    tensors: what moves. bucket_bytes: how large the buffers of a bucket are.
+    buckets: which pieces go together; of tensors that are tied and lie alike those of the first.
     rank: the rank that it is seen from; `at` gives another view. home: a mesh of the running job, if any is.
     equal: what has the same elements as a tensor that moves, so that it moves on the way back alone.
     idle: names of sources that nobody reads, and of targets that keep the values that they have.
+    pools: of a transfer of pages, how many pages the sources and the targets have. lists: which of them move.
     """
 
     tensors: tuple[Carriage, ...]
@@ -190,12 +196,18 @@ class Transfer:
     home: Mesh | None = None
     equal: tuple[Carriage, ...] = ()
     idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    pools: tuple[int, int] | None = None
+    lists: Lists | None = None
 
-    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def __call__(
+        self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None = None, pages: Any = None
+    ) -> dict[str, Any]:
         """Carry the plan out: every rank of the sources and of the targets calls it.
 
         tensors: by name, what this rank has of the sources: DTensors or shards; None, or nothing, on ranks without.
         into: by name, tensors of this rank that are written in place: DTensors, shards, or views of any strides.
+        pages: of a transfer of pages two lists of numbers, the same on all ranks: those of the sources, and those of
+        the targets that they become. Targets are written in place alone.
 
         Returns the tensors that this rank has of the targets. Without `into` these are DTensors, on a mesh made with
         `axes.init_mesh` whose DTensors can say the sharding, else shards. With it, they are the tensors of `into`, and
@@ -204,7 +216,7 @@ class Transfer:
         Raises `ShardingError` for a tensor that isn't the shard that the plan says, on every rank, before anything is
         sent; `DesyncError` where ranks have other plans, or where a rank fails: it says which tensors are whole.
         """
-        return seam.runtime("a transfer").carry_out(self, tensors, into)
+        return seam.runtime("a transfer").carry_out(self, tensors, into, pages)
 
     def __getstate__(self) -> dict[str, Any]:
         """What it was made of; what follows from that is found again."""
@@ -214,6 +226,27 @@ class Transfer:
         """The same plan seen from another rank."""
         return replace(self, rank=checked_rank("a rank", rank))
 
+    def of_pages(self, sources: Iterable[int], targets: Iterable[int]) -> Transfer:
+        """The plan for these pages of the sources, which become those of the targets: what a call with `pages=` does.
+
+        Raises `ShardingError` for numbers that the pools haven't, for one of the targets that is there twice, and where
+        lists aren't as long as each other.
+        """
+        if self.pools is None:
+            raise ShardingError("this transfer has no dim of pages; axes.transfer(..., pages='page') says which it is")
+        lists = checked_pages((sources, targets), self.pools)
+        known: dict[Any, PageLink] = {}
+        found = []
+        for one in self.tensors:
+            assert isinstance(one.link, PageLink), "all tensors have pages"
+            dims = one.source.dims[one.link.dim], one.target.dims[one.link.dim]
+            key = one.link.dim, *dims
+            link = known[key] = known.get(key) or sorted_link(one.link.dim, dims, self.pools, lists)
+            link = link.on(one.shapes)
+            found.append(replace(one, link=link, shape=link.extents))
+        made = _bucketed(found, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, (), self.idle)
+        return replace(made, pools=self.pools, lists=lists)
+
     @cached_property
     def inverse(self) -> Transfer:
         """The plan of the way back."""
@@ -221,7 +254,10 @@ class Transfer:
         tied = frozenset([one.source_name for one in equal]) - {one.source_name for one in moved}
         kept = self.idle[0] - {one.target_name for one in moved}
         idle = self.idle[1] | tied, kept
-        return _bucketed(moved, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, equal, idle)
+        made = _bucketed(moved, self.bucket_bytes, self.rank, self.ranks_per_node, self.home, equal, idle)
+        return (
+            made if not self.pools or not self.lists else replace(made, pools=self.pools[::-1], lists=self.lists[::-1])
+        )
 
     @cached_property
     def ends(self) -> tuple[dict[str, TransferEnd], dict[str, TransferEnd]]:
@@ -266,9 +302,8 @@ class Transfer:
             source, target, shape, link = kind
             knots = None if link is None else (link.pieces(0, source), link.pieces(1, target))
             first, fixed = source.universe.rank(0), Balance(SMALLEST, SLACK)
-            return Deal(
-                source, target, shape, None, first, ranks_per_node=self.ranks_per_node, fixed=fixed, knots=knots
-            )
+            ends, nodes, in_tiles = (source, target), self.ranks_per_node, link is None or link.in_tiles
+            return Deal(*ends, shape, None, first, Layout(), nodes, fixed, knots, in_tiles)
 
         return functools.lru_cache(maxsize=4096)(found)
 
@@ -281,7 +316,7 @@ class Transfer:
             if ends == (None, None):
                 return None
             exchange = self._deal(kind).exchange(self.rank)
-            return exchange if link is None else exchange.in_boxes(link.boxes)
+            return exchange if link is None or link.in_tiles else exchange.in_boxes(link.boxes)
 
         return functools.lru_cache(maxsize=4096)(found)
 
@@ -396,6 +431,8 @@ class Transfer:
         rows += [
             f"{what}: {', '.join(sorted(names))}" for what, names in zip(("unread", "kept"), self.idle, strict=True)
         ]
+        if self.lists is not None:
+            rows.append(f"pages: {len(self.lists[0])} {hashlib.sha256(str(self.lists).encode()).hexdigest()[:16]}")
         return "\n".join([f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}", *rows])
 
     def __str__(self) -> str:
@@ -477,6 +514,7 @@ def transfer(
     *,
     dtype: Any = None,
     rules: LayoutRules | Table | None = None,
+    pages: str | tuple[str, int] | None = None,
     bucket_mb: float = 64,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -491,8 +529,10 @@ def transfer(
 
     `dtype` is what tensors become before they are sent, one for all or by patterns of the targets' names; without it
     they keep their own. `rules`, a table or `axes.LayoutRules`, says how names and layouts of the two sides relate
-    where they differ; `shapes` are then those of the sources. `bucket_mb` bounds the buffers: tensors go together in
-    buckets of as many MiB. Keywords are sizes of names in groups, and in the expressions of the rules.
+    where they differ; `shapes` are then those of the sources. `pages` is the name of a dim of pages, or that name and
+    how many pages the targets have where that is another number: each call then moves the pages of a list. `bucket_mb`
+    bounds the buffers: tensors go together in buckets of as many MiB. Keywords are sizes of names in groups, and in the
+    expressions of the rules.
 
     It needs no process: `str(plan)` shows what moves, and `plan.at(rank)` the part of any rank. In a running job every
     rank of either side calls the plan with its tensors, `plan(tensors)`.
@@ -542,9 +582,19 @@ def transfer(
                 raise type(error)(f"{error}\n  of the tensor {shortened(name)}, {shown(list(shape))}") from None
         return found
 
-    before, after = shardings("source", sources, source_mesh, wholes), shardings("target", targets, target_mesh, made)
+    before = shardings("source", sources, source_mesh, wholes)
+    pools, page_dims = None, dict[str, int]()
+    if pages is not None:
+        if table is not None:
+            raise ShardingError(
+                "pages= and rules= don't go together yet: pages are moved between tensors of the same names"
+            )
+        name, count = checked_pool(pages)
+        page_dims = {each: page_dim(name, end) for each, end in before.items()}
+        pools, made = _pools(page_dims, wholes, count)
+    after = shardings("target", targets, target_mesh, made)
 
-    def carriage(source: str, target: str, link: PieceLink | None) -> Carriage:
+    def carriage(source: str, target: str, link: Link | None) -> Carriage:
         own = getattr(shapes[source], "dtype", None)
         known = None if own is None else _dtype_name(own)
         wanted = _matching(dtype, target) if isinstance(dtype, Mapping) else dtype
@@ -560,7 +610,18 @@ def transfer(
     equal: tuple[Carriage, ...] = ()
     idle: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     if change is None:
-        found = [carriage(name, name, None) for name in wholes]
+        for name, at in page_dims.items():
+            check_page_dims(at, before[name], after[name], name)
+        found = [
+            carriage(
+                name,
+                name,
+                PageLink.of(page_dims[name], (before[name], after[name]), (shape, made[name]), ((), ()))
+                if pools
+                else None,
+            )
+            for name, shape in wholes.items()
+        ]
     else:
         found = linked(itertools.chain(*change.pieces.values()))
         equal = tuple(linked(change.equal))
@@ -574,7 +635,24 @@ def transfer(
     nodes = next(
         (e.mesh.ranks_per_node for one in found for e in (one.source, one.target) if e.mesh.ranks_per_node), _NODE
     )
-    return _bucketed(found, bucket_bytes, rank, nodes, ends.home, equal, idle)
+    move = _bucketed(found, bucket_bytes, rank, nodes, ends.home, equal, idle)
+    if pools is None:
+        return move
+    every = range(min(pools))
+    return replace(move, pools=pools).of_pages(every, every)
+
+
+def _pools(
+    page_dims: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], count: int | None
+) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
+    """How many pages both sides have, and the shapes of the targets."""
+    sizes = {shapes[name][at]: name for name, at in page_dims.items()}
+    if len(sizes) != 1:
+        each = " and ".join(f"{size} of {shortened(name)}" for size, name in sizes.items()) or "no tensors"
+        raise SizeError(f"tensors whose pages are moved together have as many of them; found {each}")
+    (held,) = sizes
+    pools = held, held if count is None else count
+    return pools, {n: (*shapes[n][:at], pools[1], *shapes[n][at + 1 :]) for n, at in page_dims.items()}
 
 
 def _check_patterns(dtypes: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
@@ -817,10 +895,12 @@ def _apart(universes: Iterable[Universe]) -> dict[Universe, int]:
     return found
 
 
-def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: PieceLink | None) -> tuple[int, int]:
+def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: Link | None) -> tuple[int, int]:
     """The most elements that any rank sends of a tensor, and that any receives: bounds, without a look at ranks."""
-    shapes, whole = (shape, shape) if link is None else link.shapes, math.prod(shape)
-    held, wanted = min(whole, source.largest_tile(shapes[0])), min(whole, target.largest_tile(shapes[1]))
+    held, wanted = (
+        min(math.prod(shape), end.largest_tile(shape) if link is None else link.largest(side, end))
+        for side, end in enumerate((source, target))
+    )
     if not held or not wanted:
         return 0, 0
     copies = target.universe.size // _pieces(target)

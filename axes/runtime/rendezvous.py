@@ -50,7 +50,8 @@ class JobCall:
     """One call of a job for a transfer.
 
     token: of the job since it joined. number: of the call. size: ranks of the job. text: a digest of what the job says
-    of its tensors. place: of the job among the peers. error: why it can't take part, "" where it can.
+    of its tensors. place: of the job among the peers. error: why it can't take part, "" where it can. pages: which
+    pages of them move, as text, "" where all that there is does.
     """
 
     name: str
@@ -60,6 +61,7 @@ class JobCall:
     text: str
     place: int
     error: str = ""
+    pages: str = ""
 
     @property
     def id(self) -> str:

@@ -18,6 +18,8 @@ reduction. So a wrong tensor is an error on every rank.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import math
 import operator
@@ -34,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.chunks import Tile, tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.mesh import Mesh
+from axes.algebra.page_links import Lists, PageLink, checked_pages
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.planning.exchange import Message, Region, cut_box
 from axes.algebra.transfers import Carriage, Transfer, part_of
@@ -73,13 +76,15 @@ _LANE = "transfer"
 """The name of the group of a transfer, and of the lane of one that has a time limit of its own."""
 
 
-def carry_out(move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+def carry_out(
+    move: Transfer, tensors: Mapping[str, Any], into: Mapping[str, Any] | None, pages: Any = None
+) -> dict[str, Any]:
     """Carry a transfer out on this rank; see `Transfer.__call__`."""
     run = run_of(move)
     if run.group is None and not run.takes_part:
         return {}
     with torch.no_grad():
-        return run(tensors, into)
+        return run(tensors, into, pages)
 
 
 @of_world(32)
@@ -169,7 +174,37 @@ def _boxes(regions: Iterable[Region], start: int, stop: int) -> Iterator[Part]:
 # --- one call -------------------------------------------------------------------------------------
 
 
-Views = list[torch.Tensor]
+class PageView:
+    """A box of some pages of a tensor: what a view is, where the pages lie apart.
+
+    x: the box along the other dims, of all pages. index: the pages, along `dim`.
+    """
+
+    def __init__(self, x: torch.Tensor, dim: int, index: torch.Tensor):
+        self.x, self.dim, self.index = x, dim, index
+        self.shape = torch.Size((*x.shape[:dim], len(index), *x.shape[dim + 1 :]))
+
+    def numel(self) -> int:
+        """Its elements."""
+        return self.shape.numel()
+
+    def read(self) -> torch.Tensor:
+        """The elements, in a tensor of their own."""
+        return _as_numbers(self.x).index_select(self.dim, self.index).view(self.x.dtype)
+
+    def write(self, x: torch.Tensor) -> None:
+        """Write them."""
+        _as_numbers(self.x).index_copy_(self.dim, self.index, _as_numbers(x.to(self.x.dtype)))
+
+
+def _as_numbers(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes in a dtype that can be indexed on every device, which those of eight bits and fewer can't."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+View = torch.Tensor | PageView
+
+Views = list[View]
 
 Tensors = dict[str, torch.Tensor | None]
 """This rank's tiles of one side by name; None where it has none."""
@@ -228,12 +263,16 @@ class TransferRun:
     """A transfer on this rank: who it exchanges with, and by which boxes."""
 
     def __init__(self, move: Transfer, mesh: Mesh | None):
-        self.move, self.mesh = move, mesh
+        self.planned = self.move = move
+        self.mesh = mesh
         self.ranks = Universe.of(move.ranks).ranks if move.ranks else ()
         self.takes_part = move.rank in self.ranks
         self.bound: Bound | None = None
         self.fitting: tuple[Any, ...] | None = None
         self.seen: dict[tuple[int, str], Any] = {}
+        self.lists: Lists | None = None
+        self.indices: dict[Any, torch.Tensor] = {}
+        self.buffers: list[torch.Tensor] = []
         self.arrived = -1
 
     @cached_property
@@ -318,20 +357,25 @@ class TransferRun:
 
     # tensors
 
-    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None) -> dict[str, Any]:
+    def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None, pages: Any) -> dict[str, Any]:
         """The tensors that this rank has of the targets, from those that it has of the sources."""
         error: AxesError | None = None
         held: Tensors = {}
         given: Tensors = {}
+        lists: Lists | None = None
         try:
+            lists = self._lists(pages)
             held, given = self._fitting(tensors, {} if into is None else into)
         except AxesError as failed:
             error = failed
         try:
-            self._agree(error, into is None)
+            self._agree(error, into is None, lists)
         except DesyncError as failed:
             self._end_group(failed)
             raise
+        if lists is not None and lists != self.lists:
+            self.take_pages(self.move.of_pages(*lists))
+            self.lists = lists
         made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
         bound = self._bound(held, made, keep=all(made[name] is tensor for name, tensor in given.items()))
         try:
@@ -348,9 +392,50 @@ class TransferRun:
         kept = {} if into is None else {name: into[name] for name in into if name in self.move.idle[1]}
         return {**found, **{name: x for name, x in kept.items() if x is not None}}
 
+    def _lists(self, pages: Any) -> Lists | None:
+        """The pages to move, where it is pages that are moved."""
+        pools = self.move.pools
+        if pools is None and pages is not None:
+            raise ShardingError("this transfer has no dim of pages; axes.transfer(..., pages='page') says which it is")
+        if pools is None:
+            return None
+        if pages is None:
+            raise ShardingError("this transfer is of pages; say which, with pages=(of the sources, of the targets)")
+        return checked_pages(pages, pools)
+
+    def take_pages(self, listed: Transfer) -> None:
+        """Move these pages from now on. Where as many go between the same ranks as before, nothing else changes."""
+        same = [one.kind for one in listed.tensors] == [one.kind for one in self.move.tensors]
+        self.move = listed
+        if not same:
+            self.bound = None
+            for found in ("buckets", "last"):
+                vars(self).pop(found, None)
+            self.indices.clear()
+        left = {*self.indices} if same else set()
+        for one, side in itertools.product(listed.tensors if same else (), (0, 1)):
+            if (key := self._index_key(one, side)) in left:
+                left.remove(key)
+                self.indices[key].copy_(self._index_of(one, side))
+
+    def _index_key(self, one: Carriage, side: int) -> Any:
+        assert isinstance(one.link, PageLink), "pages have an index"
+        ends = one.source, one.target
+        return side, ends[side].universe, *[end.dims[one.link.dim] for end in ends]
+
+    def _index_of(self, one: Carriage, side: int) -> torch.Tensor:
+        """The pages of the list that this rank has, as numbers in its tile."""
+        assert isinstance(one.link, PageLink), "pages have an index"
+        found = one.link.index(side, (one.source, one.target)[side], self.move.rank)
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
+
     def _fitting(self, tensors: Mapping[str, Any], into: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
         """The tiles of the sources and those to write, once it is clear that the plan can be carried out on them."""
         held, given = self._held(tensors), self._given(into)
+        if self.move.pools is not None:
+            for name, shape in self.shapes[1].items():
+                if shape is not None and given[name] is None:
+                    raise ShardingError(f"pages are written in place; pass {shortened(name)} of this rank in into=")
         kept = self._kept(into)
         memory = tuple([_memory_of(t) for t in (*held.values(), *kept.values(), *given.values())])
         if memory != self.fitting:
@@ -482,9 +567,10 @@ class TransferRun:
         bound = Bound(memory, self._copies(held, made))
         most = [max((sides[side].size for sides in self.buckets), default=0) for side in (0, 1)]
         turns = min(2, len(self.buckets))
-        bound.buffers = [
-            torch.empty(size, dtype=torch.uint8, device=self.device) for size in most for _ in range(turns)
-        ]
+        sizes = [size for size in most for _ in range(turns)]
+        if [x.numel() < size for x, size in zip(self.buffers, sizes, strict=False)] != [False] * len(sizes):
+            self.buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        bound.buffers = self.buffers
         for number, (sends, receives) in enumerate(self.buckets):
             given, taken = (bound.buffers[side * turns + number % turns] for side in (0, 1))
             packed, sent = self._views(sends, 0, given, held)
@@ -494,6 +580,7 @@ class TransferRun:
             bound.sends.append(sent)
             bound.receives.append(received)
         self.bound = bound if keep else None
+        self.buffers = bound.buffers if keep and self.move.pools is not None else []  # of the next list of pages
         return bound
 
     def _check_apart(self, held: Tensors, kept: Tensors, given: Tensors) -> None:
@@ -522,10 +609,18 @@ class TransferRun:
                 origin.append(self._box(number, 0, source, box))
         return to, origin
 
-    def _box(self, number: int, side: int, tile: torch.Tensor, box: Region) -> torch.Tensor:
+    def _box(self, number: int, side: int, tile: torch.Tensor, box: Region) -> View:
         """A box of what is carried, in this rank's tile of a tensor."""
-        link = self.move.tensors[number].link
-        return tile[slices_of(box)] if link is None else self._linked(number, link, side).box(tile, box)
+        one = self.move.tensors[number]
+        if one.link is None:
+            return tile[slices_of(box)]
+        if isinstance(one.link, PieceLink):
+            return self._linked(number, one.link, side).box(tile, box)
+        key = self._index_key(one, side)
+        if (index := self.indices.get(key)) is None:
+            index = self.indices[key] = self._index_of(one, side)
+        within, dim = slices_of(box), one.link.dim
+        return PageView(tile[(*within[:dim], slice(None), *within[dim + 1 :])], dim, index[within[dim]])
 
     def _linked(self, number: int, link: PieceLink, side: int) -> LinkedTile:
         one = self.move.tensors[number]
@@ -551,8 +646,9 @@ class TransferRun:
                     assert tile is not None, "what is exchanged is of a tile that the rank has"
                     views = list(self._lying(number, place.boxes, end, tile))
                     alone = number == place.tensor and len(parcel.places) == len(views) == 1 and tile.dtype == wire
-                    if alone and place.size >= DIRECT and views[0][1].is_contiguous():
-                        flat = stretch = views[0][1].view(-1)
+                    where = views[0][1] if alone and place.size >= DIRECT else None
+                    if isinstance(where, torch.Tensor) and where.is_contiguous():
+                        flat = stretch = where.view(-1)
                         continue
                     staged += [flat[start : start + view.numel()].view(view.shape) for start, view in views]
                     lying += [view for _, view in views]
@@ -562,15 +658,13 @@ class TransferRun:
             passed.append((parcel.peer, stretch.view(torch.uint8)))
         return copied, passed
 
-    def _lying(
-        self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def _lying(self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor) -> Iterator[tuple[int, View]]:
         """Boxes of what is carried as views of the tile, as few as can be, with where each begins in their message."""
         link = self.move.tensors[number].link
-        if link is not None:
+        if isinstance(link, PieceLink):
             yield from self._linked(number, link, side).views(tile, boxes)
             return
-        if tile.is_contiguous():
+        if link is None and tile.is_contiguous():
             found = arranged(boxes).within(tuple(tile.shape), (1,) * tile.dim())
             if isinstance(found, Run):
                 yield 0, tile.view(-1)[found.start : found.stop]
@@ -579,7 +673,7 @@ class TransferRun:
                 yield 0, tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset)
                 return
         for start, box in boxes:
-            yield start, tile[slices_of(box)]
+            yield start, self._box(number, side, tile, box)
 
     # what is sent
 
@@ -638,20 +732,22 @@ class TransferRun:
         return Operation(
             self.ranks,
             self.said,
-            f"{self.said} {self.move.fingerprint}",
+            f"{self.said} {self.planned.fingerprint}",
             lane_of(self.mesh),
             patience_of(self.mesh, group),
             traced=traced,
         )
 
-    def _agree(self, error: AxesError | None, new: bool) -> None:
+    def _agree(self, error: AxesError | None, new: bool, lists: Lists | None) -> None:
         """Returns where all ranks have one plan, and each has tensors that fit; an error on all of them otherwise."""
         group = self.group
         if group is None:
             if error is not None:
                 raise error
             return
-        plan = int(self.move.fingerprint[:15], 16)
+        plan = int(
+            (self.planned.fingerprint if lists is None else _digest(f"{self.planned.fingerprint} {lists}"))[:15], 16
+        )
         targets = self.move.rank in self.move.targets
         flags = [error is not None, targets and new, targets and not new]
         state = torch.tensor([*flags, plan, -plan], dtype=torch.int64, device=self.device)
@@ -659,11 +755,12 @@ class TransferRun:
         wrong, some, others, most, least = state.tolist()
         if wrong or (some and others) or most != -least:
             into = f"into= {'is left out' if new else 'is passed'}" if targets else ""
-            mine = json.dumps((None if error is None else str(error), into, self.move.described))
+            said = f"{self.planned.described}{_lists_text(lists)}"
+            mine = json.dumps((None if error is None else str(error), into, said))
             told = [json.loads(text) for text in together(self._operation, (), _texts, group, mine, self.device)]
             if error is not None:
                 raise error
-            raise self._disagreement(told)
+            raise self._disagreement(told, said)
 
     def _end_group(self, failed: DesyncError) -> None:
         """End a group whose backend has failed, if it is of transfers alone: the next transfer connects anew."""
@@ -671,7 +768,7 @@ class TransferRun:
             abort_group_of(self.group, _LANE)
             vars(self).pop("group", None)
 
-    def _disagreement(self, told: list[tuple[str | None, str, str]]) -> AxesError:
+    def _disagreement(self, told: list[tuple[str | None, str, str]], mine: str) -> AxesError:
         """What to raise on a rank whose own tensors fit."""
         failed = [f"rank {rank}: {text}" for rank, (text, *_) in zip(self.ranks, told, strict=True) if text is not None]
         if failed:
@@ -682,11 +779,9 @@ class TransferRun:
             both = "".join(f"\n  rank {rank}: {into}" for into, rank in passes.items())
             return DesyncError(f"{self.said}: into= is passed on all ranks that receive, or on none{both}")
         rank, theirs = next(
-            (rank, text.splitlines())
-            for rank, (*_, text) in zip(self.ranks, told, strict=True)
-            if text != self.move.described
+            (rank, text.splitlines()) for rank, (*_, text) in zip(self.ranks, told, strict=True) if text != mine
         )
-        lines = zip_longest(self.move.described.splitlines(), theirs, fillvalue="nothing")
+        lines = zip_longest(mine.splitlines(), theirs, fillvalue="nothing")
         one, two = next(pair for pair in lines if pair[0] != pair[1])
         return DesyncError(
             f"ranks have other plans for {self.said}\n  rank {self.move.rank}: {one}\n  rank {rank}: {two}"
@@ -707,6 +802,16 @@ def _greatest(group: dist.ProcessGroup, state: torch.Tensor) -> None:
     link_of(group, state.dtype, True, "max").all_reduce(state, "max", True)
 
 
+def _lists_text(lists: Lists | None) -> str:
+    """Lists of pages in two lines."""
+    sides = zip(("sources", "targets"), lists or (), strict=False)
+    return "".join([f"\n{len(each)} pages of the {side}, {_digest(str(each))}: {shown(each)}" for side, each in sides])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:
     """The text of every rank of the group."""
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
@@ -724,8 +829,12 @@ def _packing(packed: Sequence[tuple[Views, Views]]) -> Callable[[int], None]:
 
 
 def _copy(to: Views, origin: Views) -> None:
-    if to:
-        torch_private.copy_all(to, origin)
+    pages = [pair for pair in zip(to, origin, strict=True) if any(isinstance(each, PageView) for each in pair)]
+    for one, two in pages:
+        x = two.read() if isinstance(two, PageView) else two
+        one.write(x) if isinstance(one, PageView) else one.copy_(x)
+    if to and not pages:  # where there are any, all tensors have pages
+        torch_private.copy_all(to, origin)  # type: ignore[arg-type]
 
 
 def _shown(value: Any) -> str:

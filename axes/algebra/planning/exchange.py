@@ -597,6 +597,7 @@ class Deal:
     ranks_per_node: int = 8
     fixed: Balance | None = None
     knots: tuple[tuple[Pieces, ...], tuple[Pieces, ...]] | None = None
+    in_tiles: bool = True
 
     @cached_property
     def held(self) -> TileGrid:
@@ -777,7 +778,7 @@ class Deal:
         )
 
     def _regions(self, part: Tile, within: Tile) -> tuple[Region, ...]:
-        return regions(part, within) if self.knots is None else tuple(product(*part))
+        return regions(part, within) if self.in_tiles else tuple(product(*part))
 
     def _layer(self, rank: int) -> int:
         position = self.source.universe.position(rank)
