@@ -113,7 +113,7 @@ class PagePieces(Stretches):
 
     def __init__(self, pool: Pieces, runs: tuple[Runs, ...]):
         self.dim, self.extents, self.layout = pool.dim, (), pool.layout
-        self.runs = runs.__getitem__
+        self.runs = lambda number: runs[number]
 
 
 def sorted_link(dim: int, dims: tuple[ShardedDim, ShardedDim], counts: tuple[int, int], pages: Lists) -> PageLink:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from axes.algebra import seam
 from axes.algebra.chunks import Tile
@@ -62,6 +62,34 @@ SLACK = 1.1
 _NODE = 8
 
 
+class Codec(Protocol):
+    """What encodes the values of a message before they are sent, and decodes them where they arrive.
+
+    Values are a flat tensor of one dtype, those of a bucket that go to one rank, tensor after tensor. Encoded they are
+    a flat tensor of bytes, of a size that both sides know before anything is sent.
+    """
+
+    def nbytes(self, count: int, dtype: str) -> int:
+        """Bytes of so many values of a dtype, such as "float32", once they are encoded."""
+
+    def encode(self, values: Any, out: Any) -> None:
+        """Write values to `out`, the tensor of bytes."""
+
+    def decode(self, coded: Any, out: Any) -> None:
+        """Write what `encode` has made to `out`, a tensor of values."""
+
+
+def codec_text(codec: Codec, dtype: str) -> str:
+    """What ranks compare of a codec: its class, and the sizes that it says; `ShardingError` for what isn't one."""
+    lacks = [name for name in ("nbytes", "encode", "decode") if not callable(getattr(codec, name, None))]
+    if lacks:
+        raise ShardingError(f"a codec has methods nbytes, encode and decode; {shown(codec)} has no {lacks[0]}")
+    sizes = [whole_number(codec.nbytes(count, dtype)) for count in (1, 1000, 4096)]
+    if any(size is None or size < 0 for size in sizes):
+        raise SizeError(f"nbytes of a codec is a whole number of bytes from 0 on; found {sizes} of {shown(codec)}")
+    return f"{type(codec).__module__}.{type(codec).__qualname__} {sizes}"
+
+
 @dataclass(frozen=True)
 class Carriage:
     """One tensor of a transfer, or a part of one that is a part of another: where it comes from, and where it goes.
@@ -69,7 +97,8 @@ class Carriage:
     shape: of the tensor; of a part the extents of its link. source, target: shardings whose meshes are just the ranks
     that have the tensor.
     dtypes: at the source, None where that isn't known; and in which it travels and arrives.
-    link: which part of the source it is, and of the target. pieces: in how many pieces it goes.
+    link: which part of the source it is, and of the target. pieces: in how many pieces it goes. codec: what its
+    messages are encoded by.
     """
 
     source_name: str
@@ -80,6 +109,7 @@ class Carriage:
     dtypes: tuple[str | None, str | None]
     link: Link | None = None
     pieces: int = 1
+    codec: Codec | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,9 +136,14 @@ class Carriage:
         )
 
     @property
+    def wire(self) -> str:
+        """The dtype of an element on its way, float32 where it isn't known."""
+        return self.dtypes[1] or self.dtypes[0] or "float32"
+
+    @property
     def itemsize(self) -> int:
-        """Bytes of an element on its way; those of float32 where the dtype isn't known."""
-        return itemsize_of(self.dtypes[1] or self.dtypes[0] or "float32")
+        """Bytes of an element on its way, before it is encoded."""
+        return itemsize_of(self.wire)
 
     @property
     def kind(self) -> Kind:
@@ -428,6 +463,8 @@ class Transfer:
             rows.append(f"{one.source_name} {one.target_name} {one.shape} {dtype} {one.pieces}: {ends}")
             if one.link is not None:
                 rows.append(f"  {one.link}")
+            if one.codec is not None:
+                rows.append(f"  {codec_text(one.codec, one.wire)}")
         rows += [
             f"{what}: {', '.join(sorted(names))}" for what, names in zip(("unread", "kept"), self.idle, strict=True)
         ]
@@ -442,6 +479,7 @@ class Transfer:
         read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
         apart = len(read) < len({*_firsts(self.tensors)}) or self.equal
         least = "tied tensors that lie otherwise each by itself" if apart else "which is the least"
+        coded = sum(one.codec is not None for one in self.tensors)
         lines = [
             f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
             f"{bytes_text(whole)}: "
@@ -453,6 +491,10 @@ class Transfer:
             f"{bytes_text(sum(sent.values()) // max(1, sum(map(bool, sent.values()))))} on average of "
             f"{sum(map(bool, sent.values()))} that send",
         ]
+        if coded:
+            lines.append(
+                f"  encoded   what is sent of {coded} tensor{'s' if coded != 1 else ''}; bytes are before that"
+            )
         if self.rank in received:
             partners = self.partners
             lines.append(
@@ -487,7 +529,8 @@ def _firsts(tensors: Sequence[Carriage]) -> list[int]:
     found = []
     for at, one in enumerate(tensors):
         others = seen.setdefault((one.source_name, one.link and one.link.offsets), [])
-        same = (at for at in others if (tensors[at].kind, tensors[at].dtypes) == (one.kind, one.dtypes))
+        mine = one.kind, one.dtypes, one.codec
+        same = (at for at in others if (tensors[at].kind, tensors[at].dtypes, tensors[at].codec) == mine)
         found.append(next(same, at))
         others.extend([at] if found[-1] == at else [])
     return found
@@ -515,6 +558,7 @@ def transfer(
     dtype: Any = None,
     rules: LayoutRules | Table | None = None,
     pages: str | tuple[str, int] | None = None,
+    codec: Codec | Mapping[str, Codec] | None = None,
     bucket_mb: float = 64,
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
@@ -530,7 +574,8 @@ def transfer(
     `dtype` is what tensors become before they are sent, one for all or by patterns of the targets' names; without it
     they keep their own. `rules`, a table or `axes.LayoutRules`, says how names and layouts of the two sides relate
     where they differ; `shapes` are then those of the sources. `pages` is the name of a dim of pages, or that name and
-    how many pages the targets have where that is another number: each call then moves the pages of a list. `bucket_mb`
+    how many pages the targets have where that is another number: each call then moves the pages of a list. `codec`
+    encodes what is sent of floating-point tensors, one for all or by patterns (see docs/transfer.md). `bucket_mb`
     bounds the buffers: tensors go together in buckets of as many MiB. Keywords are sizes of names in groups, and in the
     expressions of the rules.
 
@@ -555,7 +600,12 @@ def transfer(
     bucket_bytes = _checked_bucket(bucket_mb)
     _check_mapping("shapes", shapes, "a name to a whole shape")
     assert shapes is not None, "an absent mapping is refused"
-    for what, meshes in (("source_mesh", source_mesh), ("target_mesh", target_mesh), ("dtype", dtype)):
+    for what, meshes in (
+        ("source_mesh", source_mesh),
+        ("target_mesh", target_mesh),
+        ("dtype", dtype),
+        ("codec", codec),
+    ):
         if isinstance(meshes, Mapping):
             _check_mapping(what, meshes, "patterns of names")
     given_sizes = dict(written_sizes(keywords, sizes))
@@ -600,7 +650,12 @@ def transfer(
         wanted = _matching(dtype, target) if isinstance(dtype, Mapping) else dtype
         dtypes = known, known if wanted is None else _dtype_name(wanted)
         shape = wholes[source] if link is None else link.extents
-        return Carriage(source, target, shape, before[source], after[target], dtypes, link)
+        made = Carriage(source, target, shape, before[source], after[target], dtypes, link)
+        coder = _matching(codec, target) if isinstance(codec, Mapping) else codec
+        if coder is None or "float" not in made.wire:
+            return made
+        codec_text(coder, made.wire)
+        return replace(made, codec=coder)
 
     def linked(pieces: Iterable[LayoutPiece]) -> list[Carriage]:
         return [
@@ -629,7 +684,9 @@ def transfer(
         idle = frozenset(sources.keys() - read), frozenset(targets.keys() - change.targets.keys())
         _check_dtypes(found)
     if isinstance(dtype, Mapping):
-        _check_patterns(dtype, after)
+        _check_patterns("dtype", dtype, after)
+    if isinstance(codec, Mapping):
+        _check_patterns("codec", codec, after)
     ends.check_used()
     rank = found[0].source.universe.rank(0) if found else 0
     nodes = next(
@@ -655,11 +712,11 @@ def _pools(
     return pools, {n: (*shapes[n][:at], pools[1], *shapes[n][at + 1 :]) for n, at in page_dims.items()}
 
 
-def _check_patterns(dtypes: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    """`ShardingError` for a pattern of dtype= that no target has."""
-    for pattern in dtypes:
+def _check_patterns(what: str, patterns: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """`ShardingError` for a pattern of dtype= or codec= that no target has."""
+    for pattern in patterns:
         if pattern not in targets and not any(fnmatch.fnmatchcase(name, pattern) for name in targets):
-            raise ShardingError(f"{shortened(pattern)} of dtype= matches no target{suggestion(pattern, targets)}")
+            raise ShardingError(f"{shortened(pattern)} of {what}= matches no target{suggestion(pattern, targets)}")
 
 
 def _link(piece: LayoutPiece, source: tuple[int, ...], target: tuple[int, ...]) -> PieceLink | None:

@@ -18,6 +18,7 @@ reduction. So a wrong tensor is an error on every rank.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.page_links import Lists, PageLink, checked_pages
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.planning.exchange import Message, Region, cut_box
-from axes.algebra.transfers import Carriage, Transfer, part_of
+from axes.algebra.transfers import Carriage, Codec, Transfer, part_of
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
@@ -115,12 +116,17 @@ class PackedPiece:
 
 @dataclass(frozen=True)
 class Parcel:
-    """What goes to a rank in a bucket, or comes from it, as one message. peer: its index in the group."""
+    """What goes to a rank in a bucket, or comes from it, as one message. peer: its index in the group.
+
+    codec: what encodes it. Its pieces lie in a buffer of their own then, of `values` bytes, without gaps.
+    """
 
     peer: int
     places: tuple[PackedPiece, ...]
     start: int
     size: int
+    codec: Codec | None = None
+    values: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,12 +143,19 @@ def _side(peers: Mapping[int, list[tuple[int, Message, int, int]]], tensors: Seq
     at = 0
     for peer in peers:
         places: list[PackedPiece] = []
+        coded: dict[tuple[int, str], list[PackedPiece]] = {}
         first = at
         for tensor, message, piece, pieces in peers[peer]:
             start, stop = part_of(message.count, piece, pieces)
             if start == stop:
                 continue
-            boxes, size = tuple(_boxes(message.regions, start, stop)), (stop - start) * tensors[tensor].itemsize
+            one, boxes = tensors[tensor], tuple(_boxes(message.regions, start, stop))
+            size = (stop - start) * one.itemsize
+            if one.codec is not None:
+                group = coded.setdefault((id(one.codec), one.wire), [])
+                behind = group[-1].start + group[-1].size if group else 0
+                group.append(PackedPiece(tensor, boxes, stop - start, behind, size))
+                continue
             place = PackedPiece(tensor, boxes, stop - start, at, size)
             at += -(-size // _ALIGNED) * _ALIGNED
             if size >= DIRECT:
@@ -155,6 +168,12 @@ def _side(peers: Mapping[int, list[tuple[int, Message, int, int]]], tensors: Seq
                 places.append(place)
         if places:
             parcels.append(Parcel(peer, tuple(places), first, places[-1].start + places[-1].size - first))
+        for (_, wire), group in coded.items():
+            codec, values = tensors[group[0].tensor].codec, group[-1].start + group[-1].size
+            assert codec is not None, "the pieces are grouped by it"
+            size = codec.nbytes(sum([place.count for place in group]), wire)
+            parcels.append(Parcel(peer, tuple(group), at, size, codec, values))
+            at += -(-size // _ALIGNED) * _ALIGNED
     return BucketSide(tuple(parcels), at)
 
 
@@ -202,9 +221,9 @@ def _as_numbers(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-View = torch.Tensor | PageView
+View: TypeAlias = "torch.Tensor | PageView"
 
-Views = list[View]
+Views: TypeAlias = list[View]
 
 Tensors = dict[str, torch.Tensor | None]
 """This rank's tiles of one side by name; None where it has none."""
@@ -242,18 +261,31 @@ class LinkedTile:
 
 
 @dataclass
+class MessageCopy:
+    """What is copied for a message: views of a buffer, and views of the tensors.
+
+    codec: what encodes the values that are packed, or decodes those that have arrived. coded: the message.
+    """
+
+    staged: Views
+    lying: Views
+    codec: Codec | None = None
+    values: torch.Tensor | None = None
+    coded: torch.Tensor | None = None
+
+
+@dataclass
 class Bound:
     """What a call with certain tensors copies, and sends from where.
 
-    memory: what tells these tensors from others. pack, unpack: `(views of a buffer, views of tensors)` for each message
-    of each bucket.
+    memory: what tells these tensors from others. pack, unpack: what is copied for each message of each bucket.
     sends, receives: `(peer, tensor)` for each bucket. buffers: two on each side, which buckets take in turns.
     """
 
     memory: tuple[Any, ...]
     copies: tuple[Views, Views]
-    pack: list[list[tuple[Views, Views]]] = field(default_factory=list)
-    unpack: list[list[tuple[Views, Views]]] = field(default_factory=list)
+    pack: list[list[MessageCopy]] = field(default_factory=list)
+    unpack: list[list[MessageCopy]] = field(default_factory=list)
     sends: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     receives: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -270,6 +302,8 @@ class TransferRun:
         self.bound: Bound | None = None
         self.fitting: tuple[Any, ...] | None = None
         self.seen: dict[tuple[int, str], Any] = {}
+        self.scratch: torch.Tensor | None = None
+        self.wrong: Exception | None = None
         self.lists: Lists | None = None
         self.indices: dict[Any, torch.Tensor] = {}
         self.buffers: list[torch.Tensor] = []
@@ -384,6 +418,7 @@ class TransferRun:
             self.bound = None
             self._end_group(failed)
             raise DesyncError(f"{failed}\n{self._state()}") from failed
+        self._agree_on_codec()
         found = {
             name: self._result(name, tile) if into is None else into.get(name, tile)
             for name, tile in made.items()
@@ -630,16 +665,18 @@ class TransferRun:
 
     def _views(
         self, side: BucketSide, end: int, buffer: torch.Tensor, tiles: Tensors
-    ) -> tuple[list[tuple[Views, Views]], list[tuple[int, torch.Tensor]]]:
-        """`(views of the buffer, views of the tiles)` to be copied for each message; and the messages by rank."""
+    ) -> tuple[list[MessageCopy], list[tuple[int, torch.Tensor]]]:
+        """What is copied for each message; and the messages by rank."""
         copied, passed = [], []
         for parcel in side.parcels:
             stretch: torch.Tensor | None = None
             staged: Views = []
             lying: Views = []
+            message = buffer[parcel.start : parcel.start + parcel.size]
+            packed = buffer if parcel.codec is None else self._scratch(parcel.values)
             for place in parcel.places:
                 wire = self.wires[place.tensor]
-                flat = buffer[place.start : place.start + place.size].view(wire)
+                flat = packed[place.start : place.start + place.size].view(wire)
                 for number in (place.tensor, *(self.move.tied.get(place.tensor, ()) if end else ())):
                     one = self.move.tensors[number]
                     tile = tiles[(one.source_name, one.target_name)[end]]
@@ -652,11 +689,21 @@ class TransferRun:
                         continue
                     staged += [flat[start : start + view.numel()].view(view.shape) for start, view in views]
                     lying += [view for _, view in views]
-            if stretch is None:
-                stretch = buffer[parcel.start : parcel.start + parcel.size]
-            copied.append((staged, lying))
-            passed.append((parcel.peer, stretch.view(torch.uint8)))
+            if parcel.codec is None:
+                copied.append(MessageCopy(staged, lying))
+                passed.append((parcel.peer, message if stretch is None else stretch.view(torch.uint8)))
+            else:
+                values = packed[: parcel.values].view(wire) if stretch is None else stretch
+                copied.append(MessageCopy(staged, lying, parcel.codec, values, message))
+                passed.append((parcel.peer, message))
         return copied, passed
+
+    def _scratch(self, size: int) -> torch.Tensor:
+        """A buffer for the values of one message, which is encoded or decoded before the next one is."""
+        if self.scratch is None or self.scratch.numel() < size:
+            most = [parcel.values for sides in self.buckets for side in sides for parcel in side.parcels]
+            self.scratch = torch.empty(max(most), dtype=torch.uint8, device=self.device)
+        return self.scratch
 
     def _lying(self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor) -> Iterator[tuple[int, View]]:
         """Boxes of what is carried as views of the tile, as few as can be, with where each begins in their message."""
@@ -684,7 +731,7 @@ class TransferRun:
         under_way: list[Any] = []
         for number in range(len(self.buckets)):
             works = torch_private.pass_all(
-                group, bound.sends[number], bound.receives[number], _packing(bound.pack[number])
+                group, bound.sends[number], bound.receives[number], functools.partial(self._pack, bound.pack[number])
             )
             if number:
                 self._arrived(bound, number - 1, under_way)
@@ -694,12 +741,29 @@ class TransferRun:
     def _arrived(self, bound: Bound, number: int, works: list[Any]) -> None:
         for work in works:
             work.wait()
-        for staged, lying in bound.unpack[number]:
-            _copy(lying, staged)
+        for message in bound.unpack[number]:
+            if message.codec is not None:
+                self._code(message.codec.decode, message.coded, message.values)
+            _copy(message.lying, message.staged)
         self.arrived = number
 
+    def _pack(self, messages: Sequence[MessageCopy], number: int) -> None:
+        """Fill the message of a number."""
+        message = messages[number]
+        _copy(message.staged, message.lying)
+        if message.codec is not None:
+            self._code(message.codec.encode, message.values, message.coded)
+
+    def _code(self, coding: Callable[[Any, Any], None], x: Any, out: Any) -> None:
+        """Encode or decode. An error waits until all is exchanged, as others wait for this rank's messages."""
+        if self.wrong is None:
+            try:
+                coding(x, out)
+            except Exception as error:  # whatever the user's own code raises
+                self.wrong = error
+
     def _run(self, bound: Bound) -> None:
-        self.arrived = -1
+        self.arrived, self.wrong = -1, None
         for buffer in bound.buffers:
             if not buffer.untyped_storage().size():
                 buffer.untyped_storage().resize_(buffer.numel())
@@ -762,6 +826,22 @@ class TransferRun:
                 raise error
             raise self._disagreement(told, said)
 
+    def _agree_on_codec(self) -> None:
+        """`DesyncError` on all ranks where a codec has failed on one: its messages have had no meaning."""
+        group = self.group
+        if group is None or all(one.codec is None for one in self.move.tensors):
+            return
+        failed = torch.tensor([self.wrong is not None], dtype=torch.int64, device=self.device)
+        together(self._operation, (), _greatest, group, failed)
+        if failed.item():
+            mine = "" if self.wrong is None else f"{type(self.wrong).__name__}: {self.wrong}"
+            told = map(json.loads, together(self._operation, (), _texts, group, json.dumps(mine), self.device))
+            lines = [f"\n  rank {rank}: {text}" for rank, text in zip(self.ranks, told, strict=True) if text]
+            self.arrived = -1
+            raise DesyncError(
+                f"{self.said}: the codec failed{''.join(lines[:_NAMES_SHOWN])}\n{self._state()}"
+            ) from self.wrong
+
     def _end_group(self, failed: DesyncError) -> None:
         """End a group whose backend has failed, if it is of transfers alone: the next transfer connects anew."""
         if self.group is not None and isinstance(failed.__cause__, RuntimeError):
@@ -821,11 +901,6 @@ def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[st
     row[: len(mine)] = mine
     rows = link_of(group, row.dtype, True).all_gather(row, (group.size() * len(row),)).view(group.size(), -1)
     return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
-
-
-def _packing(packed: Sequence[tuple[Views, Views]]) -> Callable[[int], None]:
-    """What fills the message of a number."""
-    return lambda number: _copy(*packed[number])
 
 
 def _copy(to: Views, origin: Views) -> None:
