@@ -23,7 +23,7 @@ from axes.algebra.redistribution import retargeted
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import written_sizes
-from axes.algebra.transfers import names_in_spec
+from axes.algebra.transfer_ends import names_in_spec
 from axes.ops import local_view
 from axes.ops.global_view import Grad, check_options
 from axes.ops.reshard_many import check_named, reshard_many

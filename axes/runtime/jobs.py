@@ -48,7 +48,8 @@ from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of, whole_numbers
 from axes.algebra.specs import parsed_sharding
-from axes.algebra.transfers import Like, Transfer, on_own_ranks, transfer
+from axes.algebra.transfer_ends import on_own_ranks
+from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree_and_forget
 from axes.runtime.groups import as_timeout, current_world

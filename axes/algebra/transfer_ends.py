@@ -1,0 +1,162 @@
+"""What a transfer is told: how tensors lie, on which meshes, what encodes them; by name or by patterns of names.
+
+>>> mesh_for("layers.1.w", {"layers.0.*": Mesh("dp=2"), "*": Mesh("pp=2 tp=2")}, "source").axis_names
+('pp', 'tp')
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.grammar import parse_spec
+from axes.algebra.layout import Layout, digits
+from axes.algebra.layout_rules import LayoutRules
+from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sizes import whole_number
+from axes.algebra.specs import parsed_sharding
+from axes.algebra.universe import Universe
+
+End = str | Sharding
+Meshes = Mesh | Mapping[str, Mesh]
+
+
+class EndsOfSpecs:
+    """Shardings of specs, each found once."""
+
+    def __init__(self, sizes: dict[str, int], rules: LayoutRules | None):
+        self.sizes, self.used = sizes, set[str]() if rules is None else set(rules._names)
+        self.home: Mesh | None = None
+        self.found = functools.lru_cache(maxsize=4096)(self._found)
+
+    def sharding(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], side: str) -> Sharding:
+        """The sharding of a spec, or a sharding, for a tensor of this shape; its mesh is of its own ranks alone."""
+        if isinstance(end, Sharding):
+            return self.found(end, None, shape, end.mesh._view)
+        if not isinstance(end, str):
+            raise ShardingError(f"a {side} is a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
+        where = required_mesh(mesh, "axes.transfer")
+        return self.found(end, where, shape, where._view)
+
+    def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], _: int | None) -> Sharding:
+        """Of the rank that a mesh is seen from nothing depends but which of its lines a sub-mesh is."""
+        if isinstance(end, str):
+            assert mesh is not None, "a spec is read on a mesh"
+            names = names_in_spec(end)
+            self.used.update(names)
+            sizes = tuple(sorted((name, size) for name, size in self.sizes.items() if name in names))
+            end = parsed_sharding(mesh, end, sizes, len(shape))
+        if any(reduction.op != "same" for reduction in end.pending):
+            raise ShardingError(f"'{end}' has something pending; resolve it first, with axes.reshard")
+        self.home = self.home or (end.mesh if end.mesh.binding is not None else None)
+        return on_own_ranks(replace(end, pending=())).at(shape)
+
+    def check_used(self) -> None:
+        """`SizeError` for a size of a name that no spec has."""
+        for name in self.sizes:
+            if name not in self.used:
+                raise SizeError(
+                    f"a size is given for {shortened(name)}, which isn't in the specs{suggestion(name, self.used)}"
+                )
+
+
+def on_own_ranks(sharding: Sharding) -> Sharding:
+    """The same on a mesh that has no more ranks than the tensor: of a sub-mesh, those that it is seen from.
+
+    >>> mesh = Mesh("pp=2 tp=2").at(3)
+    >>> on_own_ranks(mesh["tp"].sharding("f@tp")).universe
+    Universe(ranks=range(2, 4))
+    """
+    mesh = sharding.mesh
+    if mesh.size == mesh.universe.size:
+        return sharding if mesh._view is None else replace(sharding, mesh=mesh._with(view=None))
+    if mesh.binding is not None and mesh._view is None:
+        names = ", ".join(f'"{name}"' for name in mesh.axis_names)
+        raise MeshError(
+            f"mesh[{names}] is another one on each rank; a transfer is the same on all. "
+            f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
+        )
+    ranks = mesh.universe.line(mesh.extent, mesh.rank)
+    layouts = (*mesh.layouts, *sharding.used)
+    extent, *cut = digits(mesh.extent, *layouts)
+    strides, stride = {}, 1
+    for size, old in reversed(extent):
+        strides[size, old] = stride
+        stride *= size
+    moved = {
+        layout: Layout.of([(size, strides[size, old]) for size, old in each])
+        for layout, each in zip(layouts, cut, strict=True)
+    }
+    namespace = dict(zip(mesh.axis_names, (moved[layout] for layout in mesh.layouts), strict=True))
+    # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
+    small = mesh._with(universe=Universe.of(ranks), namespace=namespace, view=None, binding=None)
+
+    def on_small(factor: ShardedFactor) -> ShardedFactor:
+        axes = (axis if axis.size == 1 else replace(axis, layout=moved[axis.layout]) for axis in factor.axes)
+        return replace(factor, axes=tuple(axes))
+
+    dims = (ShardedDim(tuple(map(on_small, dim.factors))) for dim in sharding.dims)
+    return Sharding(small, tuple(dims))
+
+
+def mesh_for(name: str, given: Meshes | None, side: str) -> Mesh | None:
+    """The mesh of a tensor, from one for all or from patterns of names; `MeshError` where none matches."""
+    if not isinstance(given, Mapping):
+        return given
+    found = matching(given, name)
+    if found is None:
+        raise MeshError(f"no pattern of {side}_mesh matches {shortened(name)}: {', '.join(map(shortened, given))}")
+    return checked_mesh(found)
+
+
+def matching(patterns: Mapping[str, Any], name: str) -> Any:
+    """The value of the first pattern that matches a name."""
+    if name in patterns:
+        return patterns[name]
+    return next((value for pattern, value in patterns.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def names_in_spec(spec: str) -> frozenset[str]:
+    """The names of dims in a spec."""
+    return frozenset(factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name)
+
+
+def check_patterns(what: str, patterns: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """`ShardingError` for a pattern of dtype= or codec= that no target has."""
+    for pattern in patterns:
+        if pattern not in targets and not any(fnmatch.fnmatchcase(name, pattern) for name in targets):
+            raise ShardingError(f"{shortened(pattern)} of {what}= matches no target{suggestion(pattern, targets)}")
+
+
+class Codec(Protocol):
+    """What encodes the values of a message before they are sent, and decodes them where they arrive.
+
+    Values are a flat tensor of one dtype, those of a bucket that go to one rank, tensor after tensor. Encoded they are
+    a flat tensor of bytes, of a size that both sides know before anything is sent.
+    """
+
+    def nbytes(self, count: int, dtype: str) -> int:
+        """Bytes of so many values of a dtype, such as "float32", once they are encoded."""
+
+    def encode(self, values: Any, out: Any) -> None:
+        """Write values to `out`, the tensor of bytes."""
+
+    def decode(self, coded: Any, out: Any) -> None:
+        """Write what `encode` has made to `out`, a tensor of values."""
+
+
+def codec_text(codec: Codec, dtype: str) -> str:
+    """What ranks compare of a codec: its class, and the sizes that it says; `ShardingError` for what isn't one."""
+    lacks = [name for name in ("nbytes", "encode", "decode") if not callable(getattr(codec, name, None))]
+    if lacks:
+        raise ShardingError(f"a codec has methods nbytes, encode and decode; {shown(codec)} has no {lacks[0]}")
+    sizes = [whole_number(codec.nbytes(count, dtype)) for count in (1, 1000, 4096)]
+    if any(size is None or size < 0 for size in sizes):
+        raise SizeError(f"nbytes of a codec is a whole number of bytes from 0 on; found {sizes} of {shown(codec)}")
+    return f"{type(codec).__module__}.{type(codec).__qualname__} {sizes}"
