@@ -14,7 +14,7 @@ import torch
 
 import axes
 from tests.browser import Browser, find
-from tests.test_show import CASES
+from tests.test_show import CASES, TRANSFERS
 
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = find()
@@ -66,6 +66,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "explained region": lambda: operation("b@dp d, d f@tp -> b@dp f@tp", kind="shard_map"),
     "explained move": lambda: axes.explain("b@dp d -> b d@dp", b=8, d=64, mesh="dp=4").html(),
     "explained step": step,
+    "explained transfer": lambda: axes.explain(TRANSFERS["transfer from pipeline stages"]().at(13)).html(),
     "notebook": notebook,
 }
 

@@ -153,6 +153,7 @@ def test_a_chrome_trace_is_written(folder):
         'mesh "dp=2 tp=4" --rank 5',
         'explain "b s@tp -> b s" b=8 s=16 --mesh "tp=2"',
         'plan "b s@tp" "b s" b=8 s=16 --mesh "tp=2"',
+        'transfer "b@tp s" "b s@tp" b=8 s=16 --source-mesh "tp=2" --target-mesh "tp=4" --rank 3',
     ],
 )
 def test_pictures_and_pages_are_written_beside_the_text(folder, command):

@@ -31,6 +31,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.sharding import Sharding
+from axes.algebra.transfers import Transfer
 from axes.show import terminal
 from axes.show.mesh_sheet import letters_of, nodes_of, sheet_of_mesh
 from axes.show.panels import Board, Listing, Room
@@ -113,6 +114,68 @@ CASES: dict[str, Callable[[], Picture]] = {
     ),
     "plan in a large group": lambda: axes.show(planned("b@dp s d", "b s d", 65536, 64, 8, mesh=JOB), rank=40000),
 }
+
+
+MOE = Mesh("pp=2 fsdp=2 tp=2", "(fsdp tp) = efsdp ep", ep=4)
+
+
+def moved(source: str, target: str, *shape: int, on: Mesh, to: Mesh, **options: object) -> Transfer:
+    return axes.transfer({"w": source}, {"w": target}, on, to, {"w": shape}, **options)
+
+
+def fused() -> Transfer:
+    """Layouts and ranks that differ: some ranks are on both sides, and tensors are parts of others."""
+    table = {
+        ("*.q", "*.k", "*.v"): ("*.qkv", "(tp h k) d, (tp g k) d, (tp g k) d -> (tp (h k + g k + g k)) d"),
+        "*.experts.{e}.up": ("*.up", "e f d -> e d f"),
+        "embed": ("embed", "head"),
+    }
+    shapes = {"0.q": (1024, 512), "0.k": (256, 512), "0.v": (256, 512), "embed": (4096, 512)}
+    shapes |= {f"0.experts.{e}.up": (2048, 512) for e in range(8)}
+    targets = {"0.qkv": "f@tp d", "0.up": "e@dp d f@tp", "embed": "v@tp d", "head": "v@tp d"}
+    ends = Mesh("fsdp=2 tp=2"), Mesh("dp=2 tp=2", ranks=range(2, 6))
+    return axes.transfer(dict.fromkeys(shapes, "f@(fsdp tp) d"), targets, *ends, shapes, rules=table, tp=2, k=64)
+
+
+def staged() -> Transfer:
+    """A mixture of experts in two pipeline stages, to ranks without a pipeline."""
+    shapes, sources, targets, stages = {}, {}, {}, {}
+    for layer in range(8):
+        name = f"layers.{layer}."
+        for part, shape, source, target in (
+            ("q", (4096, 1024), "h@tp d@fsdp", "h@tp d"),
+            ("up", (8, 2048, 1024), "e@ep f d@efsdp", "e@tp f d"),
+            ("norm", (1024,), "d@fsdp", "d"),
+        ):
+            shapes[name + part], sources[name + part], targets[name + part] = shape, source, target
+        stages[name + "*"] = MOE.at(4 * (layer // 4))["fsdp", "tp"]
+    server = Mesh("dp=2 tp=4", ranks=range(8, 16))
+    return axes.transfer(sources, targets, stages, server, shapes, dtype="bfloat16", bucket_mb=16)
+
+
+TRANSFERS: dict[str, Callable[[], Transfer]] = {
+    "transfer": lambda: axes.transfer(
+        {"up": "f@fsdp d", "down": "d@fsdp f", "norm": "d@fsdp"},
+        {"up": "f@tp d", "down": "d f@tp", "norm": "d"},
+        Mesh("fsdp=4"),
+        Mesh("dp=2 tp=2", ranks=range(4, 8)),
+        {"up": (16384, 4096), "down": (4096, 16384), "norm": (4096,)},
+        dtype="bfloat16",
+    ),
+    "transfer by rules": lambda: fused().at(3),
+    "transfer from pipeline stages": lambda: staged().at(13),
+    "transfer of 1,024 ranks to 1,024": lambda: moved(
+        "f@(fsdp tp) d",
+        "f d@tp",
+        8192,
+        8192,
+        on=Mesh("fsdp=128 tp=8"),
+        to=Mesh("dp=128 tp=8", ranks=range(1024, 2048)),
+    ).at(1500),
+    "transfer that sends nothing": lambda: moved("f@a d", "f@a d", 8, 8, on=Mesh("a=2"), to=Mesh("a=2")),
+    "transfer of nothing": lambda: axes.transfer({}, {}, CUBE, CUBE, {}),
+}
+CASES |= {name: lambda made=made: axes.show(made()) for name, made in TRANSFERS.items()}
 
 
 def snapshot(picture: Picture) -> str:
@@ -480,9 +543,10 @@ def test_text_that_looks_like_html_is_text():
     assert "b@dp -&gt; b" in axes.show(planned("b@dp", "b", 8)).html()
 
 
-def test_a_notebook_shows_meshes_shardings_and_plans():
-    made = planned("b@dp", "b", 8)
+def test_a_notebook_shows_meshes_shardings_plans_and_transfers():
+    made, move = planned("b@dp", "b", 8), TRANSFERS["transfer"]()
     for value, shown in (
+        (move, axes.show(move)),
         (CUBE, axes.show(CUBE)),
         (CUBE.sharding("a@dp b"), axes.show(CUBE.sharding("a@dp b"))),
         (made, axes.show(made)),
@@ -585,6 +649,7 @@ def test_who_shows_a_mesh_needs_no_torch():
         "import sys, axes\n"
         "mesh = axes.Mesh('dp=2 tp=2')\n"
         "axes.show(mesh).html(), axes.show(mesh.sharding('a@dp')).svg()\n"
+        "axes.show(axes.transfer({'w': 'a@dp'}, {'w': 'a'}, mesh, mesh, {'w': (4,)})).html()\n"
         "mesh._repr_html_(), str(axes.show(axes.plan('a@dp', 'a', (4,), mesh=mesh)))\n"
         "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
         "import axes.show.picture\n"
@@ -594,7 +659,7 @@ def test_who_shows_a_mesh_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-KNOWN = "axes.show takes a Mesh, a Sharding, a Plan or a DTensor; found "
+KNOWN = "axes.show takes a Mesh, a Sharding, a Plan, a Transfer or a DTensor; found "
 
 MISTAKES: dict[str, tuple[Callable[[], object], type[AxesError], str]] = {
     "a number": (lambda: axes.show(3), ShardingError, KNOWN + "int: 3"),
@@ -633,6 +698,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AxesError], str]] = {
         lambda: axes.show(PLANS[-1], rank=8),
         MeshError,
         "rank 8 isn't one of the ranks of Mesh('dp=4') or Mesh('t=2', ranks=range(4, 6))",
+    ),
+    "a transfer with a shape": (
+        lambda: axes.show(TRANSFERS["transfer"](), (8,)),
+        ShardingError,
+        "axes.show takes a shape with a Sharding alone; found (8,) with a Transfer",
+    ),
+    "a rank that isn't in the transfer": (
+        lambda: axes.show(TRANSFERS["transfer"](), rank=8),
+        MeshError,
+        "rank 8 isn't one of the ranks of the transfer: 0..7",
     ),
     "a rank that is text": (
         lambda: axes.show(CUBE.sharding("a@dp"), rank="0"),

@@ -26,6 +26,7 @@ from typing import Any
 
 from axes.algebra import seam
 from axes.algebra.chunks import Tile
+from axes.algebra.cost import CostModel, Traffic
 from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
@@ -226,7 +227,9 @@ class Transfer:
 
     def at(self, rank: int) -> Transfer:
         """The same plan seen from another rank."""
-        return replace(self, rank=checked_rank("a rank", rank))
+        found = replace(self, rank=checked_rank("a rank", rank))
+        found.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_RANKS if name in self.__dict__})
+        return found
 
     def of_pages(self, sources: Iterable[int], targets: Iterable[int]) -> Transfer:
         """The plan for these pages of the sources, which become those of the targets: what a call with `pages=` does.
@@ -376,6 +379,17 @@ class Transfer:
         most = [max((getattr(step, side) for step in self.steps), default=0) for side in ("bytes_in", "bytes_out")]
         return tensors + min(2, len(self.steps)) * sum(most)
 
+    @cached_property
+    def cost(self) -> float:
+        """Microseconds of this rank's part, bucket after bucket, as the default cost model reckons."""
+        model, node, found = CostModel(ranks_per_node=self.ranks_per_node), self.rank // self.ranks_per_node, 0.0
+        for step in self.steps:
+            near = sum(peer // self.ranks_per_node == node for peer in step.ranks)
+            busiest, copied = max(step.bytes_in, step.bytes_out), step.bytes_in + step.bytes_out
+            if copied:
+                found += model.time_us(Traffic(step.kind, 1 + len(step.ranks), 1 + near, busiest, copied))
+        return found
+
     # all ranks
 
     @cached_property
@@ -439,18 +453,25 @@ class Transfer:
             rows.append(f"pages: {len(self.lists[0])} {hashlib.sha256(str(self.lists).encode()).hexdigest()[:16]}")
         return "\n".join([f"buckets of {self.bucket_bytes}, nodes of {self.ranks_per_node}", *rows])
 
-    def __str__(self) -> str:
+    @property
+    def heading(self) -> str:
+        """How many tensors of how many bytes, from which ranks to which."""
         whole = sum(math.prod(one.shape) * one.itemsize for one in self.tensors)
-        received, sent = self.totals.received, self.totals.sent
         before, after = map(len, self.ends)
+        return (
+            f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
+            f"{bytes_text(whole)}: "
+            f"{_ranks_text(self.sources)} -> {_ranks_text(self.targets)}"
+        )
+
+    def __str__(self) -> str:
+        received, sent = self.totals.received, self.totals.sent
         read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
         apart = len(read) < len({*_firsts(self.tensors)}) or self.equal
         least = "tied tensors that lie otherwise each by itself" if apart else "which is the least"
         coded = sum(one.codec is not None for one in self.tensors)
         lines = [
-            f"{before} tensor{'s' if before != 1 else ''}{f' as {after}' if after != before else ''}, "
-            f"{bytes_text(whole)}: "
-            f"{_ranks_text(self.sources)} -> {_ranks_text(self.targets)}",
+            self.heading,
             f"  buckets   {len(self.buckets)} of at most {bytes_text(self.bucket_bytes)}, one exchange each",
             f"  received  {bytes_text(self.lower_bound)} in all, {least}; at most "
             f"{bytes_text(self.bytes_in)} by a rank",
@@ -472,6 +493,13 @@ class Transfer:
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_html_(self) -> str | None:
+        return seam.html_of(self)
+
+
+_OF_ALL_RANKS = ("_deal", "described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")
+"""What is found once for the views from all ranks."""
 
 
 def _filled(sizes: dict[int, int]) -> dict[int, int]:

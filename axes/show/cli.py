@@ -11,8 +11,8 @@
     python -m axes demo
 
 Every command has `--json`: one object, whose `schema` is the version of its form. It exits with 0; with 1 and one line
-on stderr where what is asked can't be; with 2 where the command itself is wrong. `mesh`, `explain` and `plan` write
-pictures and pages with `--svg` and `--html`. Only `demo`, `explain` and `lock` need torch.
+on stderr where what is asked can't be; with 2 where the command itself is wrong. `mesh`, `explain`, `plan` and
+`transfer` write pictures and pages with `--svg` and `--html`. Only `demo`, `explain` and `lock` need torch.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from axes.algebra.redistribution import plan as plan_of
 from axes.algebra.transfers import Like, Transfer, names_in_spec, transfer
 from axes.show import timeline
 from axes.show.show import show
+from axes.show.transfer_sheet import facts_of_transfer
 
 P = ParamSpec("P")
 
@@ -97,8 +98,8 @@ def _write_pages(found: Any, svg: str | None, html: str | None) -> None:
         _write(html, found.html())
 
 
-def _write_pictures(of: Mesh | Plan, svg: str | None, html: str | None) -> None:
-    """The same of a mesh or a plan, by `axes.show`."""
+def _write_pictures(of: Mesh | Plan | Transfer, svg: str | None, html: str | None) -> None:
+    """The same of a mesh, a plan or a transfer, by `axes.show`."""
     if svg is not None or html is not None:
         _write_pages(show(of), svg, html)
 
@@ -383,6 +384,8 @@ def _step_data(step: Any) -> dict[str, Any]:
 @click.option("--dtype", default="float32", show_default=True, help="The dtype of the tensor.")
 @click.option("--to-dtype", metavar="DTYPE", help="What it becomes before it is sent.")
 @click.option("--bucket-mb", default=64.0, show_default=True, help="MiB of the buffers of a bucket.")
+@to_svg
+@to_html
 @as_json
 @_command
 def transfer_command(
@@ -396,6 +399,8 @@ def transfer_command(
     dtype: str,
     to_dtype: str | None,
     bucket_mb: float,
+    svg: str | None,
+    html: str | None,
     as_json: bool,
 ) -> None:
     """What is sent to take a tensor from one mesh to another.
@@ -414,8 +419,9 @@ def transfer_command(
     if rank is not None and rank not in moved.ranks:
         raise SizeError(f"the transfer has ranks {listed_ranks(moved.ranks)}; there is no rank {rank}")
     found = moved if rank is None else moved.at(rank)
+    _write_pictures(found, svg, html)
     if as_json:
-        _print_json("transfer", transfer_data(found))
+        _print_json("transfer", facts_of_transfer(found))
         return
     _print(str(found))
     for said, side in (("sends to", "sends"), ("receives from", "receives")):
@@ -423,18 +429,6 @@ def transfer_command(
         if peers:
             label = f"  rank {found.rank} {said} "
             _print(label + listed_ranks(peers, _WIDTH - len(label)))
-
-
-def transfer_data(found: Transfer) -> dict[str, Any]:
-    """A transfer as `--json` has it."""
-    steps = [
-        {"bucket": step.number, "bytes_in": step.bytes_in, "bytes_out": step.bytes_out, "ranks": [*step.ranks]}
-        for step in found.steps
-    ]
-    sides = {"sources": [*found.sources], "targets": [*found.targets]}
-    most = {"bytes_in": found.bytes_in, "bytes_out": found.bytes_out}
-    own = {"rank": found.rank, "partners": [*found.partners], "peak_bytes": found.peak_bytes, "steps": steps}
-    return {**sides, "received_in_all": found.lower_bound, "most": most, **own}
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:

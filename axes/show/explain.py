@@ -1,4 +1,4 @@
-"""`axes.explain`: what an operation or a step of a model sends, before it runs anywhere.
+"""`axes.explain`: what an operation, a step of a model or a transfer sends, before it runs anywhere.
 
 print(axes.explain("b s@tp d -> b s d@tp", (8, 2048, 4096), mesh="dp=4 tp=2"))
 """
@@ -14,8 +14,10 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sizes import written_sizes
+from axes.algebra.transfers import Transfer
 from axes.show.operations import explained_operation
 from axes.show.recorder import explained_step
+from axes.show.transfer_sheet import explained_transfer, seen_transfer
 
 
 def explain(
@@ -29,7 +31,7 @@ def explain(
     sizes: Mapping[str, int] | None = None,
     **keywords: int,
 ) -> Explanation:
-    """What an expression does on a mesh, or every collective of a step of a module or function.
+    """What an expression does on a mesh, every collective of a step of a module or function, or what a transfer moves.
 
     **An expression**, `explain("b s@tp d -> b s d", (8, 64, 32), mesh="tp=4")`: how it is read, its sizes, the shards
     on each rank, what torch computes on them, what is sent forward and backward with bytes and estimated time, and
@@ -44,6 +46,10 @@ def explain(
     for a gradient the line of the forward. Totals are per axis. In a simulated world (`axes.simulate`) one process
     shows the step of any rank; in a running job all ranks call it. What is compiled runs eagerly. Gradients of a
     module's parameters, and random numbers, are afterwards as before.
+
+    **A transfer**, `explain(move)` or `explain(move.at(rank))`: the tensors with how they lie on both sides, the bytes
+    of all ranks with the least that any plan could send, and bucket by bucket what the rank does. With tensors,
+    `explain(move, tensors)`, it is a step.
 
     `mesh` is a mesh or its text, the ambient mesh by default. Where no job runs, a step gets a simulated world of that
     mesh, which is ambient in it. The result prints itself, and has `json()`, `html()` and `svg()`.
@@ -85,7 +91,13 @@ def explain(
         _check_shapes(what, inputs)
         return explained_operation(what, inputs, where, named.removeprefix("torch."), op, kind, given)
     if not callable(what):
-        raise AxesError(f"axes.explain takes the text of an expression, a module or a function; found {shown(what)}")
+        raise AxesError(
+            f"axes.explain takes the text of an expression, a module, a function or a transfer; found {shown(what)}"
+        )
+    if isinstance(what, Transfer) and not inputs:
+        if mesh is not None or keywords or sizes:
+            raise AxesError("a transfer has its meshes and sizes; axes.explain takes nothing else with it")
+        return explained_transfer(seen_transfer(what))
     if keywords or sizes or (named, op, kind) != ("float32", "sum", None):
         raise AxesError(
             "sizes, dtype, op and kind are of expressions; pass keywords of a step in a function: "

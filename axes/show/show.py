@@ -1,12 +1,13 @@
-"""`axes.show`: a mesh, a sharding, a plan or a DTensor as a picture.
+"""`axes.show`: a mesh, a sharding, a plan, a transfer or a DTensor as a picture.
 
     axes.show(mesh)                          ranks as a grid, and the groups that each axis forms
     axes.show(mesh, rank=40000)              the same from one rank: whom does it talk to?
     axes.show(sharding, (8, 2048, 4096))     blocks of the tensor, and the ranks that hold them
     axes.show(plan)                          what moves, between whom, bytes and time
+    axes.show(transfer, rank=5)              the same of many tensors, in buckets
 
-What is shown is a `Sheet` of boards, tables and remarks (`panels`), made by `mesh_sheet`, `sharding_sheet` or
-`plan_sheet`, and put into text, SVG and HTML by `in_text`, `in_svg` and `in_html`.
+What is shown is a `Sheet` of boards, tables and remarks (`panels`), made by `mesh_sheet`, `sharding_sheet`,
+`plan_sheet` or `transfer_sheet`, and put into text, SVG and HTML by `in_text`, `in_svg` and `in_html`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, whole_number
+from axes.algebra.transfers import Transfer
 from axes.show.explanation_sheet import sheet_of_explanation
 from axes.show.in_html import page_of, part_of_page
 from axes.show.in_svg import svg_of
@@ -31,6 +33,7 @@ from axes.show.panels import Room, Sheet
 from axes.show.plan_sheet import sheet_of_plan
 from axes.show.sharding_sheet import sheet_of_sharding
 from axes.show.terminal import rich_text, room_of, written
+from axes.show.transfer_sheet import seen_transfer, sheet_of_transfer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -97,13 +100,14 @@ class Picture:
 
 
 def show(
-    x: Mesh | Sharding | Plan | DTensor, shape: Sequence[int] | None = None, *, rank: int | None = None
+    x: Mesh | Sharding | Plan | Transfer | DTensor, shape: Sequence[int] | None = None, *, rank: int | None = None
 ) -> Picture:
-    """A picture of a mesh, a sharding, a plan or a DTensor, as text, SVG or HTML. Needs no process.
+    """A picture of a mesh, a sharding, a plan, a transfer or a DTensor, as text, SVG or HTML. Needs no process.
 
     Of a mesh: the ranks as a grid, the last axis across, and the groups that each name forms. Of a sharding of
     a tensor of `shape` (left out: any that divides) and of a DTensor: the blocks, with the ranks that hold each;
     `0 4` are copies, `sum(0 4)` summands. Of a plan: each step, what each rank sends to each, bytes, time.
+    Of a transfer: its tensors, what each rank sends to each, the most and the least, the buckets of one rank.
 
     rank: the global rank to see it from, by default the one that `x` is seen from. Its place is in brackets,
     the ranks that it communicates with bear the letter of the axis, and what is large is folded around it.
@@ -125,7 +129,7 @@ def show(
     t  tp       4   1  4..7             2: 0..3, 4..7
     """
     seen = None if rank is None else checked_rank("rank", rank)
-    if isinstance(x, Mesh | Plan) and shape is not None:
+    if isinstance(x, Mesh | Plan | Transfer) and shape is not None:
         raise ShardingError(f"axes.show takes a shape with a Sharding alone; found {shown(shape)} with a {_kind(x)}")
     if isinstance(x, Mesh):
         mesh = x.at(_rank_of(x, seen))
@@ -133,13 +137,17 @@ def show(
     if isinstance(x, Plan):
         made = x if seen is None else _seen_plan(x, seen)
         return Picture(lambda room: sheet_of_plan(made, room))
+    if isinstance(x, Transfer):
+        moved = seen_transfer(x, seen)
+        return Picture(lambda room: sheet_of_transfer(moved, room))
     if isinstance(x, Sharding):
         whole = None if shape is None else checked_shape(shape)
         return _of_sharding(x, whole, seen, None)
     tensors = sys.modules.get("torch.distributed.tensor")  # who shows a mesh needs no torch
     if tensors is None or not isinstance(x, tensors.DTensor):
         raise ShardingError(
-            f"axes.show takes a Mesh, a Sharding, a Plan or a DTensor; found {_kind(x)}{_instead(x) or f': {shown(x)}'}"
+            "axes.show takes a Mesh, a Sharding, a Plan, a Transfer or a DTensor; found "
+            f"{_kind(x)}{_instead(x) or f': {shown(x)}'}"
         )
     if shape is not None:
         raise ShardingError(f"a DTensor has a shape; leave out {shown(shape)}")
@@ -148,7 +156,7 @@ def show(
 
 
 def drawn(value: object) -> Picture:
-    """The picture of a mesh, a sharding, a plan or an explanation: what a notebook shows of it."""
+    """The picture of a mesh, a sharding, a plan, a transfer or an explanation: what a notebook shows of it."""
     if isinstance(value, Explanation):
         return Picture(lambda room: sheet_of_explanation(value))
     return show(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The page about `axes.show`: what it shows of meshes, shardings and plans, as text and as SVG.
+"""The page about `axes.show`: what it shows of meshes, shardings, plans and transfers, as text and as SVG.
 
 Prose and code stand here; what a picture holds is the library's.
 """
@@ -41,12 +41,12 @@ def _parts() -> Iterator[tuple[str, tuple[str, str] | None]]:
             yield f"![{alternative}](pictures/{name}.svg)", (f"{name}.svg", picture.svg())
 
 
-PAGE = f"""# Seeing meshes, shardings and plans
+PAGE = f"""# Seeing meshes, shardings, plans and transfers
 
 {WRITTEN}
 
-`axes.show(x)` is a picture of a mesh, a sharding, a plan or a DTensor. Nothing on this page needs a process or a
-device; but for the DTensor at the end it needs no torch.
+`axes.show(x)` is a picture of a mesh, a sharding, a plan, a transfer or a DTensor. Nothing on this page needs a process
+or a device; but for the DTensor at the end it needs no torch.
 
 ## A mesh: who is where, and who talks to whom
 
@@ -119,13 +119,52 @@ what the rank has of it: boxes of the whole tensor. Where a mesh has at most eig
 
 <!-- svg show-plan: an all-to-all among two groups of four ranks -->
 
+## A transfer: who sends how much to whom
+
+A [transfer](transfer.md) takes many tensors to other ranks. Its picture is read off the `Transfer` that runs:
+
+```python
+trainer, server = axes.Mesh("fsdp=4"), axes.Mesh("dp=2 tp=2", ranks=range(4, 8))
+move = axes.transfer(
+    {{"up": "f@fsdp d", "down": "d@fsdp f", "norm": "d@fsdp"}},
+    {{"up": "f@tp d", "down": "d f@tp", "norm": "d"}},
+    trainer, server,
+    {{"up": (16384, 4096), "down": (4096, 16384), "norm": (4096,)}},
+    dtype="bfloat16",
+)
+picture = axes.show(move, rank=5)
+```
+
+{SHOWN}
+
+What is `received` in all is what ranks need and don't have, so that no plan sends less. Tensors that lie alike are one
+row (`61 like layers.0.up`), with how they lie before and after. The board is folded around the rank (`rank=`) and its
+partners, and below it stands what that rank does, bucket by bucket. The time is the [cost model's](redistribution.md),
+of one bucket after the other.
+
+<!-- svg show-transfer: how much each of four ranks sends to each of four others -->
+
+From 1,024 ranks to 1,024 it takes some tenths of a second, and one screen:
+
+```python
+stages, flat = axes.Mesh("fsdp=128 tp=8"), axes.Mesh("dp=16 tp=64", ranks=range(1024, 2048))
+shapes = {{f"layers.{{layer}}.up": (16384, 4096) for layer in range(40)}}
+large = axes.transfer(dict.fromkeys(shapes, "f@tp d@fsdp"), dict.fromkeys(shapes, "f@tp d"), stages, flat, shapes)
+picture = axes.show(large, rank=1500)
+```
+
+{SHOWN}
+
+`axes.explain(move)` says the same with all kinds of tensors and all buckets of the rank, `axes.explain(move).json()` as
+[data](explain.md#the-data).
+
 ## Where it is shown
 
 | | |
 | --- | --- |
 | at a prompt | it shows itself, as wide as the terminal; in colour with rich (`pip install '.[show]'`) |
 | in a script | `print(axes.show(x))` is plain text of 80 columns; `axes.show(x).print()` as at a prompt |
-| in a notebook | `axes.show(x)`, and a mesh, a sharding or a plan by itself |
+| in a notebook | `axes.show(x)`, and a mesh, a sharding, a plan or a transfer by itself |
 | in a file | `.text(width=120)`, `.svg()`, and `.html()`, which is a page of its own |
 | by rich | `rich.print(axes.show(x))` |
 
