@@ -100,6 +100,10 @@ class JobRank:
         self.link = axes.connect(self.store, self.name, self.mesh, peers, LIMIT)
         return repr(self.link)
 
+    def trace(self, path: str) -> None:
+        """Record what is sent in a file, until the path is ''."""
+        axes.debug(trace=path)
+
     def close(self) -> int:
         self.link.close()
         return int(self.store.num_keys())

@@ -102,6 +102,19 @@ def _watched(describe: Callable[..., Operation], subject: tuple[Any, ...], run: 
     return result
 
 
+def recorded(describe: Callable[..., Traced], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, which communicates with another job: the trace has what `describe(*subject)` says, nothing else."""
+    if not flags.trace:
+        return run(*args)
+    recorder, key = trace.recorder(), (describe, *subject)
+    if (found := recorder.known.get(key)) is None:
+        found = trace.with_room(recorder.known)[key] = describe(*subject)
+    event = recorder.begin(found, 3)
+    result = run(*args)
+    recorder.end(event)
+    return result
+
+
 _OWN = 5
 """Frames of axes at the top of the stack when an event begins, at least."""
 

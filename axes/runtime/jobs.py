@@ -28,7 +28,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -52,14 +52,18 @@ from axes.algebra.transfer_ends import on_own_ranks
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree_and_forget
+from axes.runtime.check import recorded
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
 from axes.runtime.rendezvous import JobCall, Pair, Rendezvous, connection_prefix
 from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.trace import Traced
 from axes.runtime.transfer_runs import TransferRun
 from axes.runtime.transforms import check_dense
 
 _ADVICE = "All ranks of the mesh call it alike, in the same order"
+
+_CALLS = ("link.send", "link.receive")
 
 Told = list[Any] | None
 """What a rank says of a tensor: whether its shape is the whole one, shape, dtype; None where it has none of it."""
@@ -246,7 +250,7 @@ class JobLink:
                     self.meeting.meet(call, other, side, text, said)
             raise wrong
         assert own is not None, "what isn't wrong is described"
-        pair = self.meeting.meet(call, other, side, text, said)
+        pair = recorded(self._waits, (other, side), self.meeting.meet, call, other, side, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
@@ -256,6 +260,14 @@ class JobLink:
             raise
         with contextlib.suppress(DesyncError):
             self.meeting.note(f"was last seen at the end of {said}")
+
+    def _waits(self, other: str, side: int) -> Traced:
+        """The call as a trace has it, until the other job has come."""
+        source, target = (self.name, other)[:: 1 - 2 * side]
+        kind, way = _CALLS[side], f"{source} to {target}"
+        what = f"{kind}, waiting for '{other}'"
+        named = what, kind, "send and receive", way, f"link {way}", self.ranks, "", self.device.type
+        return Traced(*named, together=False)
 
     def _described(
         self, tensors: Any, specs: Any, said: str, side: int, rules: Any, pages: Any
@@ -332,7 +344,7 @@ class JobLink:
         self, pair: Pair, own: OwnTensors, plan: str, move: Transfer, members: tuple[int, ...], fresh: bool, said: str
     ) -> None:
         error, made = "", 0
-        run = LinkRun(move, members, self)
+        run = LinkRun(move, members, self, pair)
         try:
             if _connects(move):
                 made = len(members) * fresh
@@ -354,7 +366,7 @@ class JobLink:
         key, same = (pair.source.name, pair.target.name), (plan, move.rank, connection.members)
         found = self.runs.get(key)
         if found is None or found[0] != same:
-            found = self.runs[key] = (same, LinkRun(move, connection.members, self))
+            found = self.runs[key] = (same, LinkRun(move, connection.members, self, pair))
         if move.lists is not None:
             found[1].take_pages(move)
         found[1].group = connection.group
@@ -405,9 +417,10 @@ class LinkRun(TransferRun):
     members: the ranks of the group, in its order.
     """
 
-    def __init__(self, move: Transfer, members: tuple[int, ...], link: JobLink):
+    def __init__(self, move: Transfer, members: tuple[int, ...], link: JobLink, pair: Pair):
         super().__init__(move, None)
         self.ranks, self.device, self.group = members, link.device, None
+        self.link, self.pair = link, pair
         self.who, self.patience = f"rank {link.rank} of '{link.name}'", link.timeout.total_seconds()
 
     def carry(self, tensors: Mapping[str, Any], into: Mapping[str, Any]) -> None:
@@ -417,11 +430,30 @@ class LinkRun(TransferRun):
             held, given = self._fitting(tensors, into)
             made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
             try:
-                self._run(self._bound(held, made, keep=True))
+                bound = self._bound(held, made, keep=True)
+                if self.group is None:
+                    self._run(bound)
+                else:
+                    recorded(self._traced, (), self._run, bound)
                 self._wait_for_device()
             except RuntimeError:
                 self.bound = None
                 raise
+
+    def _traced(self) -> Traced:
+        """The exchange as the trace of this rank's job has it, in the job's own ranks."""
+        first = self.move.rank - self.link.rank
+        own = [self.link.ranks[rank - first] for rank in self.ranks if 0 <= rank - first < len(self.link.ranks)]
+        other = [rank for rank in self.ranks if not 0 <= rank - first < len(self.link.ranks)]
+        sent, received = self.moved
+        return replace(
+            self.link._waits(self.pair.other.name, self.pair.side),
+            what=f"{_CALLS[self.pair.side]} of {self.contents}, with {self.pair.whose(other)}",
+            ranks=own,
+            dtype=self.wire_said,
+            bytes_in=received,
+            bytes_out=sent,
+        )
 
     def _wait_for_device(self) -> None:
         """Return when a GPU has done all of it, within the limit: its backend's messages wait for the stream alone."""

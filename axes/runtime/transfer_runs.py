@@ -73,6 +73,10 @@ _ALIGNED = 16
 """Every piece in a buffer begins at a multiple of so many bytes."""
 
 _NAMES_SHOWN = 8
+_SPECS_SHOWN = 2
+
+_STATE = 5
+"""Numbers that ranks compare before a transfer."""
 
 _LANE = "transfer"
 """The name of the group of a transfer, and of the lane of one that has a time limit of its own."""
@@ -782,17 +786,62 @@ class TransferRun:
         count = len(self.move.ends[1])
         return f"axes.transfer of {count} tensor{'s' if count != 1 else ''}, {ranks_text(self.ranks)}"
 
+    @property
+    def contents(self) -> str:
+        """How many tensors in how many buckets, and the largest of them with their specs, for a trace."""
+        count, tensors = len(self.buckets), len(self.move.ends[1])
+        found = sorted(self.move.tensors, key=lambda one: -math.prod(one.shape) * one.itemsize)
+        specs = [f"{shortened(one.target_name)} ({one.source} -> {one.target})" for one in found[:_SPECS_SHOWN]]
+        more = [f"{len(found) - _SPECS_SHOWN} more"] if len(found) > _SPECS_SHOWN else []
+        buckets = f"{count} bucket{'s' if count != 1 else ''}"
+        return f"{tensors} tensor{'s' if tensors != 1 else ''} in {buckets}, {', '.join(specs + more)}"
+
+    @property
+    def wire_said(self) -> str:
+        """The dtype in which tensors travel."""
+        return "many" if len({*self.wires}) != 1 else name_of(self.wires[0])
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """The bytes that this rank sends and receives, of all buckets."""
+        sent, received = (sum(p.size for sides in self.buckets for p in sides[side].parcels) for side in (0, 1))
+        return sent, received
+
+    def _comparison(self) -> Operation:
+        """What ranks tell each other before: whether their tensors fit, and by which plan."""
+        found, size = self._operation(), len(self.ranks)
+        assert found.traced is not None, "an operation of a transfer is one exchange"
+        moved = 2 * _STATE * torch.int64.itemsize * (size - 1) // size
+        traced = replace(
+            found.traced,
+            what=f"all_reduce before {self.said}",
+            kind="all_reduce",
+            by="all_reduce",
+            dtype="int64",
+            bytes_in=moved,
+            bytes_out=moved,
+            together=True,
+        )
+        return replace(found, traced=traced)
+
     def _operation(self) -> Operation:
         assert self.mesh is not None, "what is sent is of a mesh"
-        group = self.group
-        sizes = [sum(side.size for side in sides) for sides in zip(*self.buckets, strict=True)] or [0, 0]
+        group, moved = self.group, self.moved
         name = "" if group is None else str(group.group_name)
-        kinds = "many" if len({*self.wires}) != 1 else name_of(self.wires[0])
-        device = self.mesh.binding.device_type
         traced = Traced(
-            *(self.said, "exchange", "send and receive", "all ranks", name, self.ranks, kinds, device),
-            bytes_in=sizes[1],
-            bytes_out=sizes[0],
+            *(
+                f"axes.transfer of {self.contents}",
+                "exchange",
+                "send and receive",
+                "all ranks",
+                name,
+                self.ranks,
+                self.wire_said,
+            ),
+            device=self.mesh.binding.device_type,
+            bytes_in=moved[1],
+            bytes_out=moved[0],
+            together=False,  # a rank waits for those that it exchanges with
         )
         return Operation(
             self.ranks,
@@ -816,7 +865,8 @@ class TransferRun:
         targets = self.move.rank in self.move.targets
         flags = [error is not None, targets and new, targets and not new]
         state = torch.tensor([*flags, plan, -plan], dtype=torch.int64, device=self.device)
-        together(self._operation, (), _greatest, group, state)
+        assert state.numel() == _STATE, "what a trace counts"
+        together(self._comparison, (), _greatest, group, state)
         wrong, some, others, most, least = state.tolist()
         if wrong or (some and others) or most != -least:
             into = f"into= {'is left out' if new else 'is passed'}" if targets else ""

@@ -296,8 +296,10 @@ def _ranks_said(who: str) -> str:
 
 def _least(move: Transfer) -> str:
     """Of what the bytes that are received are the least."""
-    tied = " (of tied targets each by itself)" if move.equal else ""
-    return f"received is what ranks need and don't have{tied}: no plan sends less"
+    read = {(one.source_name, one.link and one.link.offsets) for one in move.tensors}
+    tied = len(read) < len(move.tensors) or move.equal
+    more = "; tied targets may each count" if tied else ": no plan sends less"
+    return f"received is what ranks need and don't have{more}"
 
 
 def _who(counts: Mapping[int, int]) -> list[int]:
