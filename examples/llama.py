@@ -121,7 +121,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(n.d)
         self.register_parameter("head", None if tied else weight(n.v, n.d))
         self.first = self.last = True
-        self.v, self.tied, self.recompute = n.v, tied, recompute
+        self.v, self.width, self.tied, self.recompute = n.v, n.d, tied, recompute
 
     @property
     def expression(self) -> str:

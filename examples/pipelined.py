@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -130,16 +131,34 @@ def forward_backward(
 
     if pp.size == 1:
         return at_once
-    stage = PipelineStage(model, pp.index, pp.size, like.device, group=pp.group)
-    running = SCHEDULES[schedule](stage, microbatches, loss_fn=loss)
+
+    @lru_cache(maxsize=1)
+    def running(rows: int, words: int) -> Any:
+        """The schedule. A stage that is told its shapes asks no other, so that a simulated world can run it."""
+        sizes = {"b": rows // microbatches * mesh.names["dp"], "s": words * mesh.names["cp"]}
+        sizes |= {"d": model.width, "v": model.v}
+        taken, given = (activation(spec, sizes, mesh, like) for spec in model.expression.split(" -> "))
+        stage = PipelineStage(model, pp.index, pp.size, like.device, taken, given, group=pp.group)
+        return SCHEDULES[schedule](stage, microbatches, loss_fn=loss)
 
     def in_stages(tokens: Tensor, labels: Tensor) -> Tensor:
         found: list[Tensor] = []
-        running.step(*([tokens] if model.first else []), target=labels if model.last else None, losses=found)
+        running(*tokens.shape).step(
+            *([tokens] if model.first else []), target=labels if model.last else None, losses=found
+        )
         mean = torch.stack(found).mean().detach() if model.last else torch.zeros((), dtype=like.dtype).to(like.device)
         return axes.psum(mean, "pp", mesh=mesh)  # the last stage has it, the others add nothing
 
     return in_stages
+
+
+def activation(spec: str, sizes: dict[str, int], mesh: axes.Mesh, like: Tensor) -> Tensor:
+    """What this rank has of what a stage takes or gives, on `meta`; without a `d` or a `v` these are tokens."""
+    names = re.sub(r"@(\w+|\([^)]*\))", "", spec).split()
+    shape = mesh.sharding(spec).local_shape([sizes[name] for name in names])
+    if not {"d", "v"} & {*names}:
+        return torch.empty(shape, dtype=torch.long, device="meta")
+    return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=True)
 
 
 class Tied:

@@ -112,6 +112,8 @@ def ring_step() -> tuple[Step, axes.Mesh]:
 
 STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama": lambda: llama_step("dp=2 cp=2 tp=2"),
+    "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
+    "llama in two stages of a longer context": lambda: llama_step("pp=2 cp=2 tp=2"),
     "train": train_step,
     "moe with a capacity": lambda: moe_step(4),
     "megatron by hand": lambda: megatron_step("by hand"),
@@ -222,11 +224,13 @@ def named(name: str) -> dist.ProcessGroup:
 
 
 def count_steps(names: Sequence[str]) -> dict[str, list[Counted]]:
-    """What this rank is counted to send in the first step of each of these."""
+    """What this rank is counted to send in the first step of each of these; of stages in the second."""
     torch.set_num_threads(1)
     found = {}
     for name in names:
         step, _ = STEPS[name]()
+        if "stages" in name:
+            step()  # before the first one stages vote whether they know their shapes
         with Counter() as counter:
             step()
         found[name] = counter.found

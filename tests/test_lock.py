@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -249,18 +250,85 @@ def test_the_text_is_the_same_in_every_process(net):
     assert texts == {WANTED}
 
 
+EXAMPLES = ("llama.lock", "llama_stages.lock")
+
+STAGES = """
+import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+
+def build(mesh):
+    pp, x = mesh.axis("pp"), torch.zeros(6, 8)
+    like = torch.empty(2, 8, device="meta", requires_grad=True)
+    layer = torch.nn.Linear(8, 8, bias=pp.index == 1)
+    stage = PipelineStage(layer, pp.index, pp.size, torch.device("cpu"), like, like, group=pp.group)
+    schedule = Schedule1F1B(stage, 3, loss_fn=torch.nn.functional.mse_loss)
+
+    def step():
+        schedule.step(*([x] if pp.index == 0 else []), target=x if pp.index == pp.size - 1 else None)
+
+    return layer, step
+"""
+
+
+def stages(folder: Path, text: str) -> Result:
+    """Locks this file, or says what has changed since."""
+    sys.modules.pop("stages_to_lock", None)
+    for kept in folder.glob("__pycache__/*"):
+        kept.unlink()
+    (folder / "stages_to_lock.py").write_text(text, encoding="utf-8")
+    done = "--check" if (folder / "stages.lock").exists() else '--model stages_to_lock.py:build --mesh "pp=3 dp=2"'
+    return lock_command(f"lock stages.lock {done}{'' if done == '--check' else ' --rank 1 --rank 2 --rank 5'}")
+
+
+def test_stages_have_the_sends_and_receives_of_their_schedule_in_its_order(net):
+    assert stages(net.folder, STAGES).exit_code == 0
+    text = (net.folder / "stages.lock").read_text(encoding="utf-8")
+    first, middle, last = (part.splitlines() for part in text.split("\n\nrank ")[1:])
+    assert [each[0] for each in (first, middle, last)] == ["1", "2", "5"]
+
+    def moved(lines: list[str]) -> list[str]:
+        every = (
+            re.fullmatch(r"forward +(send|recv) .*Schedule1F1B, (?:to|from) rank (\d)(?:  (\d) times)?", line)
+            for line in lines
+        )
+        return [f"{found[1]} {found[2]}" for found in every if found for _ in range(int(found[3] or 1))]
+
+    assert sum(line.startswith("parameter") for line in middle) == 2, "the one with a bias"
+    assert moved(last) == ["recv 3", "send 3"] * 3
+    assert sorted(moved(first)) == ["recv 3"] * 3 + ["send 3"] * 3
+    assert sorted(moved(middle)) == ["recv 0"] * 3 + ["recv 4"] * 3 + ["send 0"] * 3 + ["send 4"] * 3
+    assert "64 B" in text, "a microbatch of two rows"
+    gpipe = stages(net.folder, STAGES.replace("Schedule1F1B(", "ScheduleGPipe("))
+    assert gpipe.exit_code == 1
+    assert (
+        "+ rank 5: forward    recv            pp        64 B in, 0 B out  -                           [torch: pipelining] ScheduleGPipe, from rank 3  3 times"
+        in gpipe.output
+    )
+    wider = stages(net.folder, STAGES.replace("torch.empty(2, 8,", "torch.empty(3, 8,").replace("zeros(6", "zeros(9"))
+    assert "96 B in, 0 B out" in wider.output
+
+
+def test_stages_that_ask_for_shapes_are_told_what_to_pass(net):
+    done = stages(net.folder, STAGES.replace(" like, like,", ""))
+    assert done.exit_code == 1
+    assert "PipelineStage(..., input_args=, output_args=)" in done.output or "fake process group" in done.output
+
+
 def test_the_page_shows_lines_of_it():
     page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     shown = [
         line for line in page.splitlines() if line.startswith(("group  ", "parameter  ", "forward  ", "backward  "))
     ]
     assert len(shown) > 5
-    assert set(shown) <= set((ROOT / "examples" / "llama.lock").read_text(encoding="utf-8").splitlines())
+    kept = [(ROOT / "examples" / name).read_text(encoding="utf-8").splitlines() for name in EXAMPLES]
+    assert set(shown) <= {line for lines in kept for line in lines}
 
 
-def test_the_example_is_as_its_file_says(monkeypatch):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_is_as_its_file_says(monkeypatch, name):
     """Whoever changes a layout of it writes the file anew: python -m axes lock examples/llama.lock."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    done = lock_command("lock examples/llama.lock --check")
+    done = lock_command(f"lock examples/{name} --check")
     assert done.exit_code == 0, done.output

@@ -1225,3 +1225,40 @@ def passing(error: Exception) -> Exception:
     own = {"__module__": kind.__module__, "first_useful_frame": None, "__reduce__": lambda self: (kind, self.args)}
     found = type(kind.__name__, (kind, ShortenTraceback), own)
     return found.__new__(found, *error.args)
+
+
+@contextlib.contextmanager
+def stages_know_their_shapes() -> Iterator[None]:
+    """In this block no stage of a pipeline asks the others whether they know their shapes: it takes it that all do.
+
+    Since 2.13 stages vote before their first step, and one that was made without `input_args` and `output_args` has all
+    ask one another for shapes; before, only that one asks. In a simulated world nobody votes. Would be replaced by an
+    argument of the stage.
+    """
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    kept = {name: vars(PipelineStage)[name] for name in _VOTES if name in vars(PipelineStage)}
+    for name, method in _VOTES.items() if kept else ():
+        setattr(PipelineStage, name, method)
+    try:
+        yield
+    finally:
+        for name, found in kept.items():
+            setattr(PipelineStage, name, found)
+
+
+def _own_vote(stage: Any, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
+    """1 where the stage knows its shapes; of stages on one rank, where all do."""
+    from torch.distributed.pipelining.stage import InferenceMode
+
+    own = torch.tensor([int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))], dtype=torch.int32)
+    stage._vote_of_axes = own if received_acc is None else own * received_acc
+    return stage._vote_of_axes
+
+
+def _own_result(stage: Any, received_result: torch.Tensor | None = None) -> torch.Tensor:
+    """The result of the vote on this rank alone."""
+    return stage._vote_of_axes if received_result is None else received_result
+
+
+_VOTES = {"_warmup_forward_vote": _own_vote, "_warmup_backward_result": _own_result}

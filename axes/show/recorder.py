@@ -212,8 +212,9 @@ class StepRecorder(torch_private.DispatchMode):
         if caller.objects and amount.received and sent.kind != "all_gather" and current_world().fake:
             raise AxesError(
                 f"{caller.place}: torch waits for an object here ({caller.objects}), and in a simulated world nobody "
-                "sends one. Stages of a pipeline ask one another for shapes so: explain the step in a running job, on "
-                "all its ranks, or a stage without its schedule, axes.explain(stage_module, x)"
+                "sends one. Stages of a pipeline ask one another for shapes so: tell them, PipelineStage(..., "
+                "input_args=, output_args=), explain the step in a running job, on all its ranks, or a stage without "
+                "its schedule, axes.explain(stage_module, x)"
             )
         what = self._what(sent, caller, spot, at_leaf)
         if sent.receives and current_world().fake and (caller.by != "axes" or what.startswith("all_to_all")):
@@ -254,6 +255,10 @@ class StepRecorder(torch_private.DispatchMode):
             return "parameters" if sent.kind == "all_gather" else "gradients"
         if caller.by == DTENSOR:
             return caller.operation or self._operation
+        if caller.by == PIPELINING and sent.kind in ("send", "recv"):
+            group = torch_private.group_handed_over(sent.group)
+            way = "to" if sent.kind == "send" else "from"
+            return f"{caller.operation or 'a stage'}, {way} rank {dist.get_global_rank(group, sent.peer)}"
         return ""
 
     def _path_of(self, leaf: torch.Tensor) -> str:
@@ -268,12 +273,12 @@ class StepRecorder(torch_private.DispatchMode):
 # --- who asks
 
 
-FSDP, DTENSOR = "torch: FSDP2", "torch: DTensor"
+FSDP, DTENSOR, PIPELINING = "torch: FSDP2", "torch: DTensor", "torch: pipelining"
 
 _ISSUERS = {
     "torch.distributed.fsdp": FSDP,
     "torch.distributed.tensor": DTENSOR,
-    "torch.distributed.pipelining": "torch: pipelining",
+    "torch.distributed.pipelining": PIPELINING,
     "torch.distributed.checkpoint": "torch: checkpoint",
     "torch.distributed.device_mesh": "torch: DeviceMesh",
     "torch.nn.parallel": "torch: DDP",
@@ -314,6 +319,8 @@ def _note_frame(found: _Caller, frame: FrameType, module: str, function: str) ->
         found.operation = str(frame.f_locals["op_call"])
     if module == "torch.distributed.tensor._api" and function in ("redistribute", "full_tensor", "distribute_tensor"):
         found.operation = f"DTensor.{function}"  # the last of several that call one another is what is written
+    if module == "torch.distributed.pipelining.schedules" and function == "step":
+        found.operation = type(frame.f_locals.get("self")).__name__
     if module == "torch.distributed.distributed_c10d" and function.endswith("_object_list"):
         found.objects = function
     if is_users(frame):
@@ -451,7 +458,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Sent 
     group = given.get("process_group", given.get("group_name"))
     if kind in ("send", "recv", "barrier"):
         tensors = [] if kind == "barrier" else _tensors(given.get("tensors", given.get("tensor")))
-        return _Sent(kind, group, *((tensors, []) if kind == "send" else ([], tensors)))
+        peer = given.get("dst", given.get("src", -1))
+        return _Sent(kind, group, *((tensors, []) if kind == "send" else ([], tensors)), peer)
     taken = next((given[key] for key in _TAKEN if key in given), None)
     made = next((given[key] for key in _MADE if key in given), None)
     return _Sent(
@@ -529,6 +537,8 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
     with contextlib.ExitStack() as stack:
         where = entered_world(stack, mesh, [*inputs, *_parameters(step)])
         stack.enter_context(_as_before(step))
+        if "torch.distributed.pipelining" in sys.modules and current_world().fake:
+            stack.enter_context(torch_private.stages_know_their_shapes())
         with StepRecorder(where) as recorder:
             _backward(step(*inputs))
         return _explanation(_name_of(step), recorder.collectives, where, recorder.exact)
