@@ -22,11 +22,14 @@ import axes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import hf_llama
 import llama
+import llama_by_hand
 import megatron_block
 import moe
 import moe_llama
 import ring_attention
+import rl_sync
 import train
 import ulysses
 from pipelined import forward_backward, mesh_of
@@ -110,6 +113,65 @@ def ring_step() -> tuple[Step, axes.Mesh]:
     return lambda: ring_attention.compare(8, 32, torch.float32), mesh
 
 
+def by_hand_step(way: str) -> tuple[Step, axes.Mesh]:
+    """A step of one of the two Llamas that are compared, the optimizer and FSDP2 included."""
+    mesh = axes.init_mesh("dp=2 cp=2 tp=2", "fsdp = dp cp", device_type="cpu")
+    size = llama.Size()
+    torch.manual_seed(0)
+    whole = llama.Llama(size)
+    whole.init_weights()
+    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((8, 64)), dtype=torch.long)
+    if way == "axes":
+        step = llama_by_hand.with_axes(whole, mesh, tokens, tokens, 1e-3)
+    else:
+        step = llama_by_hand.by_hand(whole, size, mesh, tokens, tokens, 1e-3)
+
+    def on_mesh() -> None:
+        with mesh:
+            step()
+
+    return on_mesh, mesh
+
+
+def hf_step() -> tuple[Step, axes.Mesh]:
+    """Loss and gradients of a model of transformers."""
+    options = hf_llama.Options(mesh="dp=2 tp=4", key_heads=2)
+    mesh = hf_llama.mesh_of(options)
+    model = hf_llama.on_mesh(hf_llama.plain(options), mesh)
+
+    def step() -> None:
+        with mesh:
+            tokens = axes.shard(torch.zeros(4, 16, dtype=torch.long), "b@dp s")
+            logits = model(tokens, use_cache=False).logits
+            axes.cross_entropy(logits, tokens, "b@dp s v@tp, b@dp s -> ").backward()
+
+    return step, mesh
+
+
+def hf_tokens() -> tuple[Step, axes.Mesh]:
+    """Three tokens of it, with a cache."""
+    options = hf_llama.Options(mesh="dp=2 tp=4", key_heads=2)
+    mesh = hf_llama.mesh_of(options)
+    model = hf_llama.on_mesh(hf_llama.plain(options), mesh)
+    prompt = torch.zeros(2, 8, dtype=torch.long)
+
+    def step() -> None:
+        with torch.no_grad():
+            list(hf_llama.greedy(model, prompt, 3, lambda x: axes.rearrange(x, "b v@tp -> b v", mesh=mesh)))
+
+    return step, mesh
+
+
+def fused_step() -> tuple[Step, axes.Mesh]:
+    """The scores of rl_sync.py's generator, whose queries, keys and values are one product."""
+    options = rl_sync.Options()
+    mesh = axes.init_mesh("dp=4 tp=2", device_type="cpu")
+    model = rl_sync.FusedTransformer(options.size, seed=2)
+    axes.shard_module(model, rl_sync.FUSED_SPECS, mesh["tp"])
+    windows = torch.zeros(2, options.sequence, dtype=torch.long)
+    return lambda: rl_sync.scores_of(model, windows, mesh), mesh
+
+
 STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama": lambda: llama_step("dp=2 cp=2 tp=2"),
     "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
@@ -121,15 +183,43 @@ STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "megatron, DTensors": lambda: megatron_step("DTensors"),
     "ulysses": ulysses_step,
     "ring attention": ring_step,
+    "llama by hand": lambda: by_hand_step("by hand"),
+    "llama beside it": lambda: by_hand_step("axes"),
+    "hf_llama": hf_step,
+    "hf_llama, three tokens": hf_tokens,
+    "rl_sync, scores of the generator": fused_step,
 }
 
 
 IN_A_JOB: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
-    "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
+    "llama in two stages in its job": lambda: llama_step("pp=2 dp=2 tp=2"),
     "moe, dropless": lambda: moe_step(None),
     "moe_llama": moe_llama_step,
 }
 """Steps that a simulated world can't explain: they send by what was sent, or stages ask one another for shapes."""
+
+OF_EXAMPLES: dict[str, tuple[str, ...] | str] = {
+    "convert": "reads and writes files, in one process",
+    "hf_llama": ("hf_llama", "hf_llama, three tokens"),
+    "llama": ("llama", "llama in two stages", "llama in two stages of a longer context"),
+    "llama_by_hand": ("llama by hand", "llama beside it"),
+    "megatron_block": ("megatron by hand", "megatron, plain shards", "megatron, DTensors"),
+    "megatron_by_hand": "is the peer of megatron_block.py: 'megatron by hand'",
+    "moe": ("moe with a capacity", "moe, dropless"),
+    "moe_llama": ("moe_llama",),
+    "parallel_dims": "makes meshes and groups, and sends nothing",
+    "pipelined": "is how llama.py and moe_llama.py train",
+    "ring_attention": ("ring attention",),
+    "rl_sync": ("rl_sync, scores of the generator", "train"),
+    "support": "is what the others have in common",
+    "ten_meshes": "runs moe_llama.py on ten meshes",
+    "train": ("train",),
+    "train_options": "is what train.py is told",
+    "transformer": "is the model of train.py, on one device",
+    "ulysses": ("ulysses",),
+    "weight_layouts": "is tables of names",
+}
+"""By example the steps of it that are explained and counted, or why there is none."""
 
 BY_EXCHANGE = {"reduce_scatter": "all_to_all", "permute": "all_to_all", "reduce_move": "all_to_all"}
 """What gloo runs for a step of another kind: an exchange, of as many bytes."""

@@ -36,12 +36,23 @@ def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
             assert len(counted[rank][name]) > 5
 
 
+def test_each_example_has_a_step_that_is_counted_or_a_reason():
+    examples = {path.stem for path in (Path(__file__).parents[1] / "examples").glob("*.py")}
+    assert examples == {*steps.OF_EXAMPLES}
+    covered = {name for found in steps.OF_EXAMPLES.values() if isinstance(found, tuple) for name in found}
+    assert covered == {*steps.STEPS, *steps.IN_A_JOB} - {"llama in two stages in its job"}
+
+
 def test_a_step_that_needs_what_other_ranks_send_is_explained_in_its_job(pool):
     every = pool.run(steps.explain_and_count_in_a_job)
     for rank, found in enumerate(every):
         for name, (said, counted) in found.items():
             assert said == counted, (name, rank)
-    for name, kind in (("moe_llama", "all_to_all"), ("moe, dropless", "all_to_all"), ("llama in two stages", "send")):
+    for name, kind in (
+        ("moe_llama", "all_to_all"),
+        ("moe, dropless", "all_to_all"),
+        ("llama in two stages in its job", "send"),
+    ):
         assert any(each == kind and taken != given for each, _, taken, given in every[0][name][1]), name
 
 
@@ -342,7 +353,7 @@ def test_a_mesh_may_have_a_million_ranks():
         (("(f + f) -> f", (8,)), {"mesh": "tp=2"}, axes.ExpressionError, "each block becomes one tensor"),
         (("f, f -> (f + f)", (4,), (4,)), {"mesh": "tp=2", "kind": "einsum"}, axes.ExpressionError, "a rearrange"),
         (("b@dp -> f@tp", (4,)), {"mesh": "dp=2 tp=2", "kind": "shard_map"}, axes.SizeError, "say it"),
-        ((3,), {"mesh": "tp=2"}, axes.AxesError, "expression, a module or a function"),
+        ((3,), {"mesh": "tp=2"}, axes.AxesError, "expression, a module, a function or a transfer"),
         ((len,), {}, axes.AxesError, "in a simulated world"),
         ((len, []), {"mesh": "tp=2", "b": 3}, axes.AxesError, "are of expressions"),
     ],

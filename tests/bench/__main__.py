@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
-from tests.bench.measure import BENCHMARKS, LEFT_OUT, Benchmark
+from tests.bench.measure import BENCHMARKS, LEFT_OUT, Benchmark, duration
 
 
 def registered() -> list[Benchmark]:
@@ -20,12 +20,6 @@ def registered() -> list[Benchmark]:
         if not found.name.startswith("_"):
             importlib.import_module(f"tests.bench.{found.name}")
     return BENCHMARKS
-
-
-def duration(seconds: float) -> str:
-    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
-    unit, scale = next((pair for pair in units if seconds >= pair[1]), units[-1])
-    return f"{seconds / scale:.3g} {unit}"
 
 
 def main(words: list[str]) -> int:

@@ -101,3 +101,10 @@ def printed_by(program: str) -> float:
     if done.returncode:
         raise RuntimeError(f"a benchmark's program failed:\n{program}\n{done.stderr}")
     return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that reads best."""
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    unit, scale = next((pair for pair in units if seconds >= pair[1]), units[-1])
+    return f"{seconds / scale:.3g} {unit}"

@@ -1,6 +1,7 @@
 """What it costs to see: an operation and a step explained, a picture of a large mesh, the lock of a large job.
 
-The peer of each is the time that is promised for it.
+The peer of each is the time that is promised for it. What is measured is made with other numbers each time, so that
+nothing is remembered; processes, imports and the first call are left out, but for the lock, which is the whole command.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import axes
-from tests.bench.measure import ROOT, Times, benchmark
+from tests.bench.measure import ROOT, Times, benchmark, duration
+from tests.bench.transferring import MIXTURE
 
 
-def promised(what: str, seconds: float, measure: Callable[[], float]) -> None:
-    @benchmark(what, peer="promised", bar=1)
+def promised(what: str, seconds: float, measure: Callable[[], float], page: bool = True) -> None:
+    @benchmark(what, peer=f"promised: {duration(seconds)}", bar=1, page=page)
     def row() -> Times:
         return Times(measure(), seconds)
 
@@ -68,8 +72,18 @@ def lock() -> float:
         return median_of(lambda _: subprocess.run([*command, *mesh], cwd=ROOT, check=True, capture_output=True), 3)
 
 
+def transfer_picture() -> float:
+    """One screen of a mixture of experts on its way, the plan made before: from ranks of both sides."""
+    space: dict[str, Any] = {}
+    exec(MIXTURE.split("started =")[0], space)
+    made = (space[name] for name in ("sources", "targets", "stages", "server", "shapes"))
+    move = axes.transfer(*made, dtype="bfloat16")
+    return median_of(lambda at: str(axes.show(replace(move), rank=at * 409)), 5)
+
+
 promised("`axes.explain` of an einsum", 0.02, operation)
-promised("`axes.explain` of a projection of blocks", 0.02, blocks)
+promised("`axes.explain` of a projection of blocks", 0.02, blocks, page=False)
 promised("`axes.explain` of a step of llama.py, and to make it", 5, step)
 promised("`axes.show` of a mesh of 65,536 ranks", 0.1, picture)
+promised("`axes.show` of a transfer of a trillion parameters, 1,024 ranks to 1,024", 1, transfer_picture)
 promised("`python -m axes lock` of llama.py on 16,384 ranks", 10, lock)
