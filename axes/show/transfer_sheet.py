@@ -62,9 +62,10 @@ def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
     """The picture of a transfer, seen from its rank."""
     if not move.tensors:
         return Sheet(move.heading, f"A transfer of {move.heading}.", ())
+    buckets = _buckets_text(move)
     moved = (_between(move, room), *((_buckets(move, room),) if move.partners else ())) if move.bytes_in else ()
     panels = (
-        Remark((_buckets_text(move),), close=True),
+        Remark((buckets,), close=True),
         _totals(move),
         Remark((_least(move),), close=True),
         _meshes(move),
@@ -72,7 +73,7 @@ def sheet_of_transfer(move: Transfer, room: Room) -> Sheet:
         *moved,
         Remark((_own_text(move),), close=bool(moved)),
     )
-    summary = f"Who sends how much to whom in a transfer of {move.heading}. {_buckets_text(move)}. {_in_words(move)}"
+    summary = f"Who sends how much to whom in a transfer of {move.heading}. {buckets}. {_in_words(move)}"
     return Sheet(move.heading, summary, panels)
 
 
