@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,21 @@ def test_a_forked_process_leaves_the_trace_alone(mesh, tmp_path):
         assert os.waitpid(child, 0)[1] == 0
         sums(mesh, 3)
     assert lengths(tmp_path / "t.0") == [1, 3]
+
+
+def test_threads_that_begin_a_trace_at_the_same_time_write_one(mesh, tmp_path, monkeypatch):
+    real = trace.Recorder
+
+    def slowly(path: str) -> trace.Recorder:
+        time.sleep(0.2)
+        return real(path)
+
+    monkeypatch.setattr(trace, "Recorder", slowly)
+    monkeypatch.setattr(trace.flags, "trace", str(tmp_path / "one.jsonl"))
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: trace.recorder(), range(4)))
+    trace.stop(str(tmp_path / "one.jsonl"))
+    assert len({*map(id, found)}) == 1
 
 
 def test_an_asynchronous_collective_is_marked(mesh, tmp_path):

@@ -76,7 +76,7 @@ def test_a_link_records_waiting_and_exchange_with_the_partner_the_specs_and_the_
     for (name, _), log in logs.items():
         call, other = ("link.send", "generator") if name == "trainer" else ("link.receive", "trainer")
         found = [event for event in log.events if event.op["kind"] == call]
-        assert [event.op["what"] == f"{call}, waiting for '{other}'" for event in found] == [True, False] * 2
+        assert [event.op["what"] == f"{call} waiting for '{other}'" for event in found] == [True, False] * 2
         assert found[1].op is found[3].op, "what repeats is said once"
         exchange = found[1]
         assert exchange.op["axis"] == "trainer to generator"

@@ -265,7 +265,7 @@ class JobLink:
         """The call as a trace has it, until the other job has come."""
         source, target = (self.name, other)[:: 1 - 2 * side]
         kind, way = _CALLS[side], f"{source} to {target}"
-        what = f"{kind}, waiting for '{other}'"
+        what = f"{kind} waiting for '{other}'"
         named = what, kind, "send and receive", way, f"link {way}", self.ranks, "", self.device.type
         return Traced(*named, together=False)
 

@@ -367,11 +367,19 @@ def recorder() -> Recorder:
     ...
     event[0].end(event)
     """
-    found = _here.open.get(flags.trace)
-    if found is None:
-        found = _here.open[flags.trace] = Recorder(path_for(flags.trace, _place_in_job()[0]))
-        # At the end of the program, and of a process that another has forked, which `atexit` doesn't serve.
-        multiprocessing.util.Finalize(None, stop, (flags.trace,), exitpriority=0)
+    return _here.open.get(flags.trace) or _opened(flags.trace)
+
+
+_opening = threading.Lock()
+
+
+def _opened(wanted: str) -> Recorder:
+    """The recorder of a path; of threads that begin at the same time one makes it."""
+    with _opening:
+        if (found := _here.open.get(wanted)) is None:
+            found = _here.open[wanted] = Recorder(path_for(wanted, _place_in_job()[0]))
+            # At the end of the program, and of a process that another has forked, which `atexit` doesn't serve.
+            multiprocessing.util.Finalize(None, stop, (wanted,), exitpriority=0)
     return found
 
 
