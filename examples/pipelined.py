@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from support import Bar, flag, show_curves
+from support import Bar, flag, schedule_of, show_curves
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from train_options import corpus
 
 import axes
@@ -132,14 +131,7 @@ def forward_backward(
     if pp.size == 1:
         return at_once
 
-    @lru_cache(maxsize=1)
-    def running(rows: int, words: int) -> Any:
-        """The schedule. A stage that is told its shapes asks no other, so that a simulated world can run it."""
-        sizes = {"b": rows // microbatches * mesh.names["dp"], "s": words * mesh.names["cp"]}
-        sizes |= {"d": model.width, "v": model.v}
-        taken, given = (activation(spec, sizes, mesh, like) for spec in model.expression.split(" -> "))
-        stage = PipelineStage(model, pp.index, pp.size, like.device, taken, given, group=pp.group)
-        return SCHEDULES[schedule](stage, microbatches, loss_fn=loss)
+    running = lru_cache(maxsize=1)(partial(schedule_of, SCHEDULES[schedule], model, loss, mesh, microbatches))
 
     def in_stages(tokens: Tensor, labels: Tensor) -> Tensor:
         found: list[Tensor] = []
@@ -150,15 +142,6 @@ def forward_backward(
         return axes.psum(mean, "pp", mesh=mesh)  # the last stage has it, the others add nothing
 
     return in_stages
-
-
-def activation(spec: str, sizes: dict[str, int], mesh: axes.Mesh, like: Tensor) -> Tensor:
-    """What this rank has of what a stage takes or gives, on `meta`; without a `d` or a `v` these are tokens."""
-    names = re.sub(r"@(\w+|\([^)]*\))", "", spec).split()
-    shape = mesh.sharding(spec).local_shape([sizes[name] for name in names])
-    if not {"d", "v"} & {*names}:
-        return torch.empty(shape, dtype=torch.long, device="meta")
-    return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=True)
 
 
 class Tied:

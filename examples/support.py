@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -13,8 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -220,3 +223,24 @@ def show_communicators() -> None:
         members = " | ".join(" ".join(map(str, ranks)) for _, _, ranks in rows)
         print(f"  {', '.join(names) or '(default)':<18} {backend:<6} ranks {members}")
     print(flush=True)
+
+
+# -------------------------------------------------------------------------------------- pipelines
+
+
+def schedule_of(kind: Any, model: Any, loss: Any, mesh: axes.Mesh, microbatches: int, rows: int, words: int) -> Any:
+    """A schedule of a stage that is told its shapes and asks no other for them: a simulated world can run it."""
+    pp, like, ends = mesh.axis("pp"), next(model.parameters()), []
+    whole = {
+        "b": rows // microbatches * mesh.names["dp"],
+        "s": words * mesh.names["cp"],
+        "d": model.width,
+        "v": model.v,
+    }
+    for spec in model.expression.split(" -> "):
+        names = re.sub(r"@(\w+|\([^)]*\))", "", spec).split()
+        shape, numbers = mesh.sharding(spec).local_shape([whole[name] for name in names]), {"d", "v"} & {*names}
+        dtype = like.dtype if numbers else torch.long
+        ends.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=bool(numbers)))
+    stage = PipelineStage(model, pp.index, pp.size, like.device, *ends, group=pp.group)
+    return kind(stage, microbatches, loss_fn=loss)

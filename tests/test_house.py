@@ -200,6 +200,7 @@ IMPORTED_LATE = {
         "torch._dynamo",  # takes a second, and a mesh needs none of it
         "torch._functorch._aot_autograd",  # the same
         "torch.testing._internal.distributed.fake_pg",  # makes a backend, which a simulated world alone should have
+        "torch.distributed.pipelining",  # the same; who explains stages has imported it
     ],
 }
 

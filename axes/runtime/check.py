@@ -102,7 +102,7 @@ def _watched(describe: Callable[..., Operation], subject: tuple[Any, ...], run: 
     return result
 
 
-def recorded(describe: Callable[..., Traced], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
+def in_trace(describe: Callable[..., Traced], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
     """`run(*args)`, which communicates with another job: the trace has what `describe(*subject)` says, nothing else."""
     if not flags.trace:
         return run(*args)

@@ -52,7 +52,7 @@ from axes.algebra.transfer_ends import on_own_ranks
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree_and_forget
-from axes.runtime.check import recorded
+from axes.runtime.check import in_trace
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
 from axes.runtime.rendezvous import JobCall, Pair, Rendezvous, connection_prefix
@@ -250,7 +250,7 @@ class JobLink:
                     self.meeting.meet(call, other, side, text, said)
             raise wrong
         assert own is not None, "what isn't wrong is described"
-        pair = recorded(self._waits, (other, side), self.meeting.meet, call, other, side, text, said)
+        pair = in_trace(self._waits, (other, side), self.meeting.meet, call, other, side, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
@@ -434,7 +434,7 @@ class LinkRun(TransferRun):
                 if self.group is None:
                     self._run(bound)
                 else:
-                    recorded(self._traced, (), self._run, bound)
+                    in_trace(self._traced, (), self._run, bound)
                 self._wait_for_device()
             except RuntimeError:
                 self.bound = None
