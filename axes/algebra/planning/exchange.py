@@ -26,12 +26,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, product
+from itertools import accumulate, chain, groupby, product
 from operator import mul
 
-from axes.algebra.chunks import Runs, Tile, all_chunks, count
+from axes.algebra.chunks import Runs, Tile, all_chunks, count, factor_runs
 from axes.algebra.layout import Layout, digits
-from axes.algebra.sharding import ShardedDim, Sharding, runs_at
+from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.universe import Universe
 
 _NO_DIGITS = Layout()
@@ -81,12 +81,14 @@ class Exchange:
         (Message(peer=1, regions=(((0, 3), (0, 4)),), count=12, layer=0),)
         """
         more = math.prod(multiples)
+        if more == 1:
+            return self
 
         def box(region: Region) -> Region:
-            return tuple((start * m, stop * m) for (start, stop), m in zip(region, multiples, strict=True))
+            return tuple([(bounds[0] * m, bounds[1] * m) for bounds, m in zip(region, multiples, strict=True)])
 
         def scaled(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-            return tuple(Message(t.peer, tuple(map(box, t.regions)), t.count * more, t.layer) for t in messages)
+            return tuple([Message(t.peer, tuple(map(box, t.regions)), t.count * more, t.layer) for t in messages])
 
         copies = tuple((box(source), box(target)) for source, target in self.copies)
         sends, receives = scaled(self.sends), scaled(self.receives)
@@ -112,6 +114,10 @@ class Exchange:
     def receive_counts(self) -> tuple[int, ...]:
         """Elements from each rank of the group."""
         return _counts(self.receives, len(self.ranks))
+
+
+def _peer(message: Message) -> int:
+    return message.peer
 
 
 def _counts(messages: Iterable[Message], size: int) -> tuple[int, ...]:
@@ -277,20 +283,43 @@ class Pieces:
         return self.layout.coordinate(position) if self.layout.modes else 0
 
     def _interval(self, number: int) -> Runs:
-        return (self.intervals[number],)
+        return (self.intervals[0][number],)
 
     def _runs_of_factors(self, number: int) -> Runs:
-        return runs_at(self.dim, self.extents, self.layout.offset(number))
+        return factor_runs(self.extents, self.parts(number))
 
     @cached_property
-    def intervals(self) -> Sequence[tuple[int, int]]:
-        """The `(start, stop)` of each piece of a dim that is one factor."""
-        return all_chunks(self.extents[0], tuple([layout.size for layout in self.dim.factors[0].layouts]))
+    def intervals(self) -> Sequence[Sequence[tuple[int, int]]]:
+        """For each factor the `(start, stop)` of its pieces, in order. A piece of the dim is one piece of each."""
+        cuts = [tuple([layout.size for layout in factor.layouts]) for factor in self.dim.factors]
+        return tuple(map(all_chunks, self.extents, cuts))
+
+    def parts(self, number: int) -> Runs:
+        """The `(start, stop)` of a piece in each factor."""
+        found = []
+        for pieces in reversed(self.intervals):
+            number, at = divmod(number, len(pieces))
+            found.append(pieces[at])
+        return tuple(reversed(found))
+
+    def by_factor(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of these pieces in each factor."""
+        found = [numbers]
+        for pieces in reversed(self.intervals[1:]):
+            rest, size = found.pop(0), len(pieces)
+            found = [[number // size for number in rest], [number % size for number in rest], *found]
+        return found
 
     @cached_property
     def sizes(self) -> Sequence[int]:
         """How many indices each piece has."""
-        return [count(self.runs(number)) for number in range(self.layout.size)]
+        if not self.extents:
+            return [count(self.runs(number)) for number in range(self.layout.size)]
+        found = [1]
+        for pieces in self.intervals:
+            lengths = [stop - start for start, stop in pieces]
+            found = [so_far * length for so_far in found for length in lengths]
+        return found
 
     def meeting(self, runs: Runs) -> Sequence[int]:
         """The numbers of the pieces that share elements with these runs, ascending."""
@@ -304,7 +333,7 @@ class Pieces:
         if self.extents[0] % size == 0:
             piece = self.extents[0] // size
             return range(start // piece, -(-stop // piece))
-        ends = self.intervals
+        ends = self.intervals[0]
         first = bisect_right(ends, start, key=_stop)
         found = range(first, bisect_left(ends, stop, key=_stop) + 1)
         return [number for number in found if ends[number][0] < ends[number][1]]
@@ -742,9 +771,12 @@ class Deal:
         if self.wanted.copies > self.held.copies:
             return False
         for one, two, there in zip(self.held.dims, self.wanted.dims, self.wanted.there, strict=True):
-            whole = {one.runs(number) for number in range(one.layout.size)}
-            wanted = map(two.runs, there)
-            if not all(runs in whole for runs in wanted if count(runs)):
+            ours, theirs = (one.parts, two.parts) if _same_factors(one, two) else (one.runs, two.runs)
+            wanted = [number for number in there if two.sizes[number]]
+            if wanted and (first := two.runs(wanted[0])) not in map(one.runs, one.meeting(first)):
+                return False  # the first piece is mostly enough to know it
+            whole = set(map(ours, range(one.layout.size)))
+            if not whole.issuperset(map(theirs, wanted)):
                 return False
         return True
 
@@ -753,29 +785,65 @@ class Deal:
     def exchange(self, rank: int) -> Exchange:
         """What one rank of the group sends, receives and copies."""
         holding, wanting = self.holding(rank), self.wanting(rank)
-        sends = {} if holding is None else self._sent(rank, *holding)
-        receives: dict[int, list[Tile]] = {}
+        sends = () if holding is None else self._sent(rank, *holding)
+        receives = () if wanting is None else self._received(rank, wanting, holding)
         copies: tuple[tuple[Region, Region], ...] = ()
-        layers: dict[int, int] = {}
-        for layer, numbers in () if wanting is None else self._sources(wanting):
-            held, wanted = self.held.tile(numbers), self.wanted.tile(wanting)
-            part = intersection(held, wanted)
-            assert part is not None, "the pieces meet along each dim"
-            if (layer, numbers) == holding:
+        if holding is not None and wanting is not None:
+            held, wanted = self.held.tile(holding[1]), self.wanted.tile(wanting)
+            if (part := intersection(held, wanted)) is not None:
                 copies = tuple(zip(self._regions(part, held), self._regions(part, wanted), strict=True))
+        return Exchange(self.ranks, sends, receives, copies, self._layer(rank), self.depth)
+
+    def _sent(self, rank: int, layer: int, held: Numbers) -> tuple[Message, ...]:
+        """The parts of a rank's tile that it sends."""
+        tile = self.held.tile(held)
+        if self.held.copies == 1:
+            return tuple(sorted(self._whole_parts(rank, tile, self.wanted, layer), key=_peer))
+        found: dict[int, list[Tile]] = {}
+        for receiver, start, stop in self._shares((layer, held)).sent(rank):
+            part = self._wanted_part(tile, receiver)
+            found.setdefault(receiver, []).extend(between(part, start, stop))
+        return self._messages(found, tile, dict.fromkeys(found, layer))
+
+    def _received(self, rank: int, wanting: Numbers, holding: tuple[int, Numbers] | None) -> tuple[Message, ...]:
+        """The parts of the tile that a rank wants and hasn't."""
+        wanted = self.wanted.tile(wanting)
+        if self.held.copies == 1:
+            parts = [self._whole_parts(rank, wanted, self.held, layer) for layer in range(self.depth)]
+            return tuple(sorted(chain(*parts), key=_peer))
+        found: dict[int, list[Tile]] = {}
+        layers: dict[int, int] = {}
+        for layer, numbers in self._sources(wanting):
+            if (layer, numbers) == holding:
                 continue
-            for holder, start, stop in self._senders(rank, layer, numbers, volume(part)):
-                receives.setdefault(holder, []).extend(between(part, start, stop))
+            part = intersection(self.held.tile(numbers), wanted)
+            assert part is not None, "the pieces meet along each dim"
+            for holder, start, stop in self._shares((layer, numbers)).received(rank):
+                found.setdefault(holder, []).extend(between(part, start, stop))
                 layers[holder] = layer
-        mine = 0 if holding is None else holding[0]
-        return Exchange(
-            self.ranks,
-            self._messages(sends, None if holding is None else self.held.tile(holding[1]), dict.fromkeys(sends, mine)),
-            self._messages(receives, None if wanting is None else self.wanted.tile(wanting), layers),
-            copies,
-            self._layer(rank),
-            self.depth,
-        )
+        return self._messages(found, wanted, layers)
+
+    def _whole_parts(self, rank: int, tile: Tile, grid: TileGrid, layer: int) -> list[Message]:
+        """A message for each of the other ranks whose tiles on a side share elements with a tile: all of them.
+
+        They are found dim by dim: there may be a hundred thousand.
+        """
+        numbers = [grid.meeting(dim, runs) for dim, runs in enumerate(tile)]
+        dims = zip(grid.dims, tile, numbers, strict=True)
+        shared = [[_shared(runs, pieces.runs(number)) for number in some] for pieces, runs, some in dims]
+        local: Sequence[Sequence[Iterable[tuple[int, int]]]] = shared
+        if self.knots is None:
+            local = [[_local(part, runs) for part in parts] for parts, runs in zip(shared, tile, strict=True)]
+        counts = [1]
+        for parts in shared:
+            lengths = [count(part) for part in parts]
+            counts = [so_far * length for so_far in counts for length in lengths]
+        boxes = [tuple(product(*each)) for each in product(*local)]
+        found = [each for each in zip(boxes, counts, strict=True) for _ in range(grid.copies)]
+        ranks = grid.ranks(numbers, layer if grid is self.held else 0)
+        peers = self.peers
+        whole = zip(ranks, found, strict=True)
+        return [Message(peers[other], *each, layer) for other, each in whole if other != rank]
 
     def _regions(self, part: Tile, within: Tile) -> tuple[Region, ...]:
         return regions(part, within) if self.in_tiles else tuple(product(*part))
@@ -784,12 +852,9 @@ class Deal:
         position = self.source.universe.position(rank)
         return 0 if position is None else self.resolved.coordinate(position)
 
-    def _messages(
-        self, parts: dict[int, list[Tile]], within: Tile | None, layers: dict[int, int]
-    ) -> tuple[Message, ...]:
+    def _messages(self, parts: dict[int, list[Tile]], within: Tile, layers: dict[int, int]) -> tuple[Message, ...]:
         found = []
         for peer in sorted(parts, key=self.peers.__getitem__):
-            assert within is not None
             boxes = tuple([region for part in parts[peer] for region in self._regions(part, within)])
             found.append(Message(self.peers[peer], boxes, sum(map(volume, parts[peer])), layers[peer]))
         return tuple(found)
@@ -799,25 +864,6 @@ class Deal:
         dims = zip(self.held.dims, self.wanted.tile(wanting), strict=True)
         numbers = [self.held.meeting(dim, runs) for dim, (_, runs) in enumerate(dims)]
         return product(range(self.depth), product(*numbers))  # type: ignore[return-value]
-
-    def _senders(self, rank: int, layer: int, held: Numbers, size: int) -> list[tuple[int, int, int]]:
-        """`(holder, start, stop)`: who sends a rank which elements of its part of a tile."""
-        if self.held.copies == 1:
-            (holder,) = self.held.ranks([(number,) for number in held], layer)
-            return [(holder, 0, size)]
-        return self._shares((layer, held)).received(rank)
-
-    def _sent(self, rank: int, layer: int, held: Numbers) -> dict[int, list[Tile]]:
-        """The parts of a rank's tile that it sends, by their receivers."""
-        tile = self.held.tile(held)
-        if self.held.copies == 1:
-            wanted = ((receiver, self._wanted_part(tile, receiver)) for receiver in self.receivers(held)[0].ranks)
-            return {receiver: [part] for receiver, part in wanted if receiver != rank}
-        found: dict[int, list[Tile]] = {}
-        for receiver, start, stop in self._shares((layer, held)).sent(rank):
-            part = self._wanted_part(tile, receiver)
-            found.setdefault(receiver, []).extend(between(part, start, stop))
-        return found
 
     def _wanted_part(self, held: Tile, rank: int) -> Tile:
         """What a rank that wants some of a tile wants of it."""
@@ -841,22 +887,26 @@ class Deal:
         """Who wants parts of a tile, its holders among them; and the scale of their amounts."""
         scale, numbers, amounts = 1, [], []
         for dim, number in enumerate(held):
-            some, counts = self._meeting(dim, number)
-            even = len({*counts}) == 1
-            scale *= counts[0] if even else 1
+            some, counts, each = self._meeting(dim, number)
+            scale *= each
             numbers.append(some)
-            amounts.append(() if even else counts)
+            amounts.append(counts)
         return self._receivers(tuple(numbers), tuple(amounts)), scale
 
     @cached_property
-    def _meeting(self) -> Callable[[int, int], tuple[Sequence[int], tuple[int, ...]]]:
-        """Along a dim, by the number of a held piece: the wanted pieces that it meets, and how much of each."""
+    def _meeting(self) -> Callable[[int, int], tuple[Sequence[int], tuple[int, ...], int]]:
+        """Along a dim, by the number of a held piece: the wanted pieces that it meets, and how much of each.
 
-        def found(dim: int, number: int) -> tuple[Sequence[int], tuple[int, ...]]:
+        Where that is the same of all, no amounts and how much it is; else the amounts and 1.
+        """
+
+        def found(dim: int, number: int) -> tuple[Sequence[int], tuple[int, ...], int]:
             runs, pieces = self.held.dims[dim].runs(number), self.wanted.dims[dim]
             numbers = self.wanted.meeting(dim, runs)
             counts = tuple([count(_shared(runs, pieces.runs(each))) for each in numbers])
-            return (numbers if isinstance(numbers, range) else tuple(numbers)), counts
+            even = len({*counts}) == 1
+            some = numbers if isinstance(numbers, range) else tuple(numbers)
+            return (some, (), counts[0]) if even else (some, counts, 1)
 
         return lru_cache(maxsize=8192)(found)
 
@@ -880,13 +930,21 @@ class Deal:
 
 def _overlaps(one: Pieces, two: Pieces, mine: list[int], theirs: list[int]) -> Iterable[int]:
     """How much the pieces with these numbers have in common, pair by pair."""
-    if len(one.extents) == len(two.extents) == 1:
-        ours, others = one.intervals, two.intervals
-        both = ((ours[a], others[b]) for a, b in zip(mine, theirs, strict=True))
-        return [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in both]
-    pairs = {*zip(mine, theirs, strict=True)}
-    found = {pair: count(_shared(one.runs(pair[0]), two.runs(pair[1]))) for pair in pairs}
-    return [found[pair] for pair in zip(mine, theirs, strict=True)]
+    if not _same_factors(one, two):
+        runs = [{at: side.runs(at) for at in {*numbers}} for side, numbers in ((one, mine), (two, theirs))]
+        common = {(a, b): count(_shared(runs[0][a], runs[1][b])) for a, b in {*zip(mine, theirs, strict=True)}}
+        return [common[pair] for pair in zip(mine, theirs, strict=True)]
+    found = [1] * len(mine)
+    for ours, others, some, more in zip(
+        one.intervals, two.intervals, one.by_factor(mine), two.by_factor(theirs), strict=True
+    ):
+        both = zip(found, [ours[at] for at in some], [others[at] for at in more], strict=True)
+        found = [so_far * max(0, min(a[1], b[1]) - max(a[0], b[0])) for so_far, a, b in both]
+    return found
+
+
+def _same_factors(one: Pieces, two: Pieces) -> bool:
+    return one.extents == two.extents != ()
 
 
 def _coordinates(layout: Layout, positions: Sequence[int]) -> list[int]:
