@@ -420,7 +420,7 @@ def _check_axes(sharding: Sharding) -> None:
         raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=4096)
 def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
     """Whether axes are made of the mesh's own and no two of them share a digit."""
     layouts = [axis.layout for axis in axes]

@@ -160,7 +160,7 @@ def of_sizes(classes: Classes) -> Callable[[Callable[..., Route]], Callable[...,
                 return None, None  # what is refused is refused with its own sizes
             return found, found.programs(classes[kind])
 
-        @of_world(8192)
+        @of_world(4096)
         @functools.wraps(find)
         def found(spec: Spec, *how: Any) -> Route:
             meta, ranks = spec.tensor_meta, _ranks(spec.mesh)

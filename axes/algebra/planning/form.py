@@ -222,13 +222,13 @@ def pieces_by(atoms: Iterable[Atom]) -> int:
     return math.prod(size for atom in atoms for size, _ in atom)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def largest(size: int, atoms: tuple[Atom, ...]) -> int:
     """Elements of the largest piece of a slot."""
     return largest_chunk(size, map(atom_size, atoms))
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def smallest(size: int, atoms: tuple[Atom, ...]) -> int:
     """Elements of the smallest piece of a slot."""
     return smallest_chunk(size, tuple(map(atom_size, atoms)))
