@@ -61,6 +61,31 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         MeshError,
         "sizes and strides of a layout have 63 bits; found ",
     ),
+    "a shape beyond all counting, for a transfer": (
+        lambda mesh: axes.transfer({"w": "a@x b"}, {"w": "a b@y"}, Mesh("x=2"), Mesh("y=2"), {"w": (8, 10**400)}),
+        SizeError,
+        "a tensor has fewer than 2**63 elements; found the shape [8, 1000000000000",
+    ),
+    "a region's expression that can't be hashed": (
+        lambda mesh: axes.shard_map(lambda x: x, raising("__hash__", Loud)(), mesh=mesh),
+        ExpressionError,
+        "an expression is text; found RaisingHash",
+    ),
+    "rows of eight bits": (
+        lambda mesh: axes.embedding(torch.tensor([1]), plain(4, 8).to(torch.float8_e4m3fn), "b, v e -> b e", mesh=mesh),
+        ShardingError,
+        "embedding: a row outside of a table of torch.float8_e4m3fn can't be made NaN; use floats of 16 bits or more",
+    ),
+    "a tensor as a way to reduce a loss": (
+        lambda mesh: axes.nn.CrossEntropy("b v, b ->", reduction=plain(8).as_subclass(nn.Buffer)),
+        ShardingError,
+        "cross_entropy's reduction is 'mean' or 'sum'; found Buffer(",
+    ),
+    "a tensor as an operation": (
+        lambda mesh: axes.nn.Reduce("b d -> b", plain(8).as_subclass(nn.Buffer)),
+        ShardingError,
+        "reduce knows sum, mean",
+    ),
     "a tensor as a dim to work over": (
         lambda mesh: axes.nn.RMSNorm("b d", over=plain(8).as_subclass(nn.Buffer), d=8),
         ShardingError,

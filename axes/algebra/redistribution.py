@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,8 +79,6 @@ def plan(
       1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
     """
     shape, given = checked_shape(shape), dict(written_sizes(keywords, sizes))
-    if math.prod(shape) >= 2**63:
-        raise SizeError(f"a tensor has fewer than 2**63 elements; found the shape {shown(list(shape))}")
     _check_names(given, source, target)
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)

@@ -15,6 +15,7 @@ They ask before any cache is looked into, since Python finds 4.0 and True where 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -87,7 +88,7 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
 
 
 def checked_shape(shape: object) -> tuple[int, ...]:
-    """A shape as a tuple of plain `int`; `SizeError` for what isn't whole numbers from 0.
+    """A shape as a tuple of plain `int`; `SizeError` for what isn't whole numbers from 0, or more than torch can count.
 
     >>> checked_shape([4, 8])
     (4, 8)
@@ -95,6 +96,8 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     found = whole_numbers(shape)
     if found is None or any(extent < 0 for extent in found):
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
+    if math.prod(found) >= 2**63:
+        raise SizeError(f"a tensor has fewer than 2**63 elements; found the shape {shown(list(found))}")
     return found
 
 

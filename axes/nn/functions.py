@@ -160,16 +160,22 @@ def cross_entropy(
     2.0794
     """
     form = _loss_form(expression)
-    ignored = whole_number(ignore_index)
-    if ignored is None or not -(2**63) <= ignored < 2**63:
-        raise ShardingError(f"cross_entropy's ignore_index is a whole number; found {shown(ignore_index)}")
-    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
-        raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
+    ignored = checked_loss(reduction, ignore_index)
     _check_floats("cross_entropy", logits)
     _check_integers("cross_entropy", "labels", labels)
     (whole,) = _wholes((form.vocabulary,), logits, sizes)
     local = functools.partial(_cross_entropy, form, whole, reduction == "mean", ignored)
     return _applied("cross_entropy", local, form.expression, (logits, labels), mesh)
+
+
+def checked_loss(reduction: object, ignore_index: object) -> int:
+    """`ignore_index` as a plain `int`; `ShardingError` where it or the reduction is none that a loss can have."""
+    ignored = whole_number(ignore_index)
+    if ignored is None or not -(2**63) <= ignored < 2**63:
+        raise ShardingError(f"cross_entropy's ignore_index is a whole number; found {shown(ignore_index)}")
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
+        raise ShardingError(f"cross_entropy's reduction is 'mean' or 'sum'; found {shown(reduction)}")
+    return ignored
 
 
 def embedding(ids: T, table: T, expression: str, /, mesh: Mesh | None = None, **sizes: int) -> T:
@@ -589,8 +595,10 @@ def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _embedding(rows: _Where, whole: int | None, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    if not table.is_floating_point():
-        raise ShardingError(f"embedding: a table of {table.dtype} has no NaN for an index outside; use floats")
+    if not table.is_floating_point() or table.dtype.itemsize < 2:
+        raise ShardingError(
+            f"embedding: a row outside of a table of {table.dtype} can't be made NaN; use floats of 16 bits or more"
+        )
     start, every = _part(rows, table, whole)
     table = table.movedim(rows.dim, 0)
     ids = ids.long()

@@ -28,8 +28,16 @@ from axes.algebra.errors import ExpressionError, ShardingError, SizeError, short
 from axes.algebra.grammar import Spec, parse_blocks, parse_spec, parse_tensor
 from axes.algebra.sizes import check_mapping, checked_flag, checked_size
 from axes.nn.annotations import annotate
-from axes.nn.functions import checked_eps, cross_entropy, dims_to_work_over, embedding, layer_norm, rms_norm
-from axes.ops.einops_ops import rearrange, reduce
+from axes.nn.functions import (
+    checked_eps,
+    checked_loss,
+    cross_entropy,
+    dims_to_work_over,
+    embedding,
+    layer_norm,
+    rms_norm,
+)
+from axes.ops.einops_ops import check_op, rearrange, reduce
 from axes.ops.einsum import einsum
 
 
@@ -234,6 +242,7 @@ class Reduce(torch.nn.Module):
     def __init__(self, expression: str, op: Literal["sum", "mean", "max", "min", "prod"], /, **sizes: int):
         super().__init__()
         parse_tensor(expression)
+        check_op(op, None)
         self.expression, self.op, self.sizes = expression, op, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -258,7 +267,8 @@ class CrossEntropy(torch.nn.Module):
     ):
         super().__init__()
         parse_tensor(expression)
-        self.expression, self.reduction, self.ignore_index, self.sizes = expression, reduction, ignore_index, sizes
+        self.ignore_index = checked_loss(reduction, ignore_index)
+        self.expression, self.reduction, self.sizes = expression, reduction, sizes
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss of labels."""

@@ -60,6 +60,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shown
+from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.closures import Function, check_closed
@@ -196,7 +197,7 @@ def _check_check(check: Check) -> None:
 
 def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: Check) -> Function:
     if not torch.compiler.is_compiling():
-        read_region(expression)
+        read_region(checked_text(expression))
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         return run_region(fn, expression, args, kwargs, mesh, check)
