@@ -84,7 +84,27 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
     "a tensor as an operation": (
         lambda mesh: axes.nn.Reduce("b d -> b", plain(8).as_subclass(nn.Buffer)),
         ShardingError,
-        "reduce knows sum, mean",
+        "axes.nn.Reduce: the operation is a word, like 'sum'; found Buffer(",
+    ),
+    "a spec that can't be hashed": (
+        lambda mesh: axes.to_local(made("a@dp", a=2).requires_grad_(), raising("__hash__", Loud)()),
+        ExpressionError,
+        "an expression is text; found RaisingHash",
+    ),
+    "a kind that can't be compared": (
+        lambda mesh: axes.explain("b d -> b", (8, 8), mesh=mesh, kind=raising("__eq__", Loud)()),
+        ExpressionError,
+        "kind is one of ",
+    ),
+    "a placement that can't be shown": (
+        lambda mesh: axes.Sharding.from_placements(mesh, [raising("__repr__", Loud)()] * 2, 2),
+        ShardingError,
+        "axis 'dp' has ",
+    ),
+    "a shape beyond all counting, by a rule": (
+        lambda mesh: axes.LayoutRules({"w": ("v", "a b -> b a")}).pieces_of("w", {"v": (8, 10**5000)}),
+        SizeError,
+        "a tensor has fewer than 2**63 elements; found ",
     ),
     "a tensor as a dim to work over": (
         lambda mesh: axes.nn.RMSNorm("b d", over=plain(8).as_subclass(nn.Buffer), d=8),

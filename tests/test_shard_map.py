@@ -660,3 +660,10 @@ def compiled() -> None:
 
 def test_a_region_compiles_into_the_graph_around_it(warm):
     warm(compiled, 2, timeout=120)
+
+
+def test_a_mesh_that_was_seen_from_another_rank_leaves_the_regions_of_this_one():
+    with axes.simulate(8, rank=5), axes.init_mesh("dp=2 tp=4", device_type="cpu") as mesh:
+        x = axes.shard(torch.ones(4, 8), "b@dp d@tp")
+        for there in (mesh.at(0), mesh):
+            assert axes.softmax(x, "b@dp d@tp", over="d", mesh=there).shape == (4, 8)

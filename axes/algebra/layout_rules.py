@@ -370,6 +370,8 @@ def _checked_shape(name: str, shape: Sequence[int]) -> Shape:
     found = whole_numbers(shape)
     if found is None or any(size < 0 for size in found):
         raise SizeError(f"the shape of {shortened(name)} is whole numbers; found {shown(shape)}")
+    if math.prod(found) >= 2**63:
+        raise SizeError(f"a tensor has fewer than 2**63 elements; found {shortened(name)} {shown(list(found))}")
     return found
 
 

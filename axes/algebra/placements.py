@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from axes.algebra.errors import ShardingError, SizeError
+from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.layout import Layout, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
@@ -237,8 +237,8 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
     for axis, placement in zip(mesh.named(mesh.axis_names), placements, strict=True):
         if type(placement).__name__ not in _KNOWN:
             raise ShardingError(
-                f"axis '{axis}' has {placement!r}, whose meaning only torch knows; resolve it by torch's own means, "
-                "x.redistribute(placements=[...]) with Replicate() or a Shard there"
+                f"axis '{axis}' has {shown(placement)}, whose meaning only torch knows; resolve it by torch's own "
+                "means, x.redistribute(placements=[...]) with Replicate() or a Shard there"
             )
         dim = getattr(placement, "dim", None)
         op = getattr(placement, "reduce_op", None)

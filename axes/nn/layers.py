@@ -37,7 +37,7 @@ from axes.nn.functions import (
     layer_norm,
     rms_norm,
 )
-from axes.ops.einops_ops import check_op, rearrange, reduce
+from axes.ops.einops_ops import rearrange, reduce
 from axes.ops.einsum import einsum
 
 
@@ -242,7 +242,8 @@ class Reduce(torch.nn.Module):
     def __init__(self, expression: str, op: Literal["sum", "mean", "max", "min", "prod"], /, **sizes: int):
         super().__init__()
         parse_tensor(expression)
-        check_op(op, None)
+        if not isinstance(op, str) and not callable(op):
+            raise ShardingError(f"axes.nn.Reduce: the operation is a word, like 'sum'; found {shown(op)}")
         self.expression, self.op, self.sizes = expression, op, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ def reduce(
         x = _stacked("reduce", x, expression)
     plainly = not isinstance(x, DTensor) and sizes is None and is_einops(expression, mesh)
     if not plainly or not isinstance(op, str) or op in REDUCTIONS:
-        check_op(op, x)
+        _check_op(op, x)
     if isinstance(x, DTensor):
         view = global_view.apply_global
     elif plainly:
@@ -248,8 +248,7 @@ def is_einops(expression: object, mesh: Mesh | None = None) -> bool:
     return not ("@" in text or "|" in text or "=" in text)
 
 
-def check_op(op: Op, x: Any) -> None:
-    """Raises `ShardingError` for what is no reduction, or none of this tensor's values."""
+def _check_op(op: Op, x: Any) -> None:
     if not callable(op) and not (isinstance(op, str) and op in REDUCTIONS):
         raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {shown(op)}")
     if not isinstance(x, torch.Tensor):

@@ -83,7 +83,7 @@ from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_t
 from axes.runtime import flags, torch_private
 from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
 from axes.runtime.graphs import kept, known, node_of_graph, number_of
-from axes.runtime.groups import of_world
+from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
@@ -259,7 +259,7 @@ def _run_region(
         _check_input(x, place, expression)
     if torch_private.transforms_are_on():
         check_whole(f"shard_map '{expression}'", tensors)
-    asked = expression, mesh if mesh is not None else ambient.ambient_mesh(), mesh is not None
+    asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed)
     region = region_of(*asked, tuple([torch_private.spec_of(x) for x in tensors]))
@@ -284,6 +284,13 @@ def _run_region(
     if plain:
         outputs = [y.clone() if y.requires_grad else y for y in (to_local(y, grad="whole") for y in outputs)]
     return with_tensors(result, iter(outputs))
+
+
+def _seen_here(mesh: Mesh | None) -> Mesh | None:
+    """The mesh as this rank sees it: meshes seen from different ranks are equal, and have one region."""
+    if mesh is None or mesh._view is None or torch.compiler.is_compiling():
+        return mesh
+    return mesh.at(current_world().rank)
 
 
 def _check_number(

@@ -232,6 +232,8 @@ def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> to
         check_whole("axes.to_local", (x,))
     check_grad("axes.to_local", grad)
     where = ambient_mesh() if spec is not None else None
+    if spec is not None:
+        checked_spec(spec)
     if torch.compiler.is_compiling():
         return _to_local_node(x, number_of(spec, where, grad), x.is_leaf and x.requires_grad)
     return _left(used(x), spec, where, grad)

@@ -123,8 +123,9 @@ def explained_operation(
 def _kind(tree: TensorExpression, wanted: str | None) -> str:
     """The operation that an expression is of; `wanted`, where it can be that."""
     results = tree.results or ()
-    if wanted is not None and wanted not in KINDS:
-        raise ExpressionError(f"kind is one of {', '.join(KINDS)}; found {shortened(wanted)}")
+    if wanted is not None and not (isinstance(wanted, str) and wanted in KINDS):
+        found = shortened(wanted) if isinstance(wanted, str) else type(wanted).__name__
+        raise ExpressionError(f"kind is one of {', '.join(KINDS)}; found {found}")
     joins = has_blocks(tree.text)
     if not joins and (wanted == "shard_map" or (wanted is None and len(results) != 1)):
         return "shard_map"
