@@ -102,7 +102,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         "axis 'dp' has ",
     ),
     "a shape beyond all counting, by a rule": (
-        lambda mesh: axes.LayoutRules({"w": ("v", "a b -> b a")}).pieces_of("w", {"v": (8, 10**5000)}),
+        lambda mesh: axes.LayoutRules({"w": ("v", "a b -> b a")}).pieces_of("v", {"w": (8, 10**5000)}),
         SizeError,
         "a tensor has fewer than 2**63 elements; found ",
     ),

@@ -168,7 +168,7 @@ def shard_map(
         read_region(fn)
         return functools.partial(_region_of, expression=fn, mesh=mesh, check=check)
     if isinstance(fn, torch.nn.Module) and expression is not None:
-        read_region(expression)
+        read_region(checked_text(expression))
         return region_of_module(fn, _Run(expression, mesh, check))
     if expression is None or not callable(fn):
         raise ExpressionError(

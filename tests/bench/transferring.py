@@ -218,6 +218,7 @@ print(max(
     seconds("x@b y@a", "x@c y@d", two, (32769, 7)),
     seconds("(p=3 q@b) y", "(p q@c) y@d", two, (98304, 12), q=32768),
     seconds("x@(a b)", "x@(c d)", other, (98304,)),
+    seconds("(p=3 q@b) y", "(q@c p=3) y@d", two, (98304, 12)),
     seconds("x y", "x y", other, (384, 384)),
     seconds("x@b y", "x@d y", turned, (32768, 96)),
 ))
