@@ -157,9 +157,9 @@ OPERATIONS: list[Callable[[int, DTensor, torch.Tensor], object]] = [
 """Operations of names that there were never before. torch's own of DTensors aren't among them: torch remembers those for
 ever (docs/limits.md)."""
 
-IN_TURN = [*OPERATIONS, OPERATIONS[0]]
-"""They fill the caches within 75,000 calls: most remember 4,096 calls of one operation. The first comes twice, as of its
-shapes those that divide are remembered together."""
+IN_TURN = [*OPERATIONS, lambda n, x, shard: axes.unshard(axes.shard(shard.T, f"a{n}@dp b{n}@tp"))]
+"""They fill the caches: most remember 4,096 calls of one operation. The first comes twice, the other time of the shapes turned
+round: those that divide are remembered together."""
 
 
 def ever_new(number: int) -> None:
