@@ -100,7 +100,7 @@ class PageLink:
         assert position is not None, "what is exchanged is of a tile that the rank has"
         pieces = Pieces(sharding.dims[self.dim], (self.shapes[side][self.dim],))
         number = pieces.number(position)
-        first, pages = pieces.intervals[number][0], self.pages[side]
+        first, pages = pieces.cuts[0][number][0], self.pages[side]
         return [page - first for start, stop in self.runs[side][number] for page in pages[start:stop]]
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def sorted_link(dim: int, dims: tuple[ShardedDim, ShardedDim], counts: tuple[int
 
 def _owners(pool: Pieces, pages: Sequence[int]) -> list[int]:
     """Which piece of a pool each page is in."""
-    ends = [stop for _, stop in pool.intervals]
+    ends = [stop for _, stop in pool.cuts[0]]
     return [bisect_right(ends, page) for page in pages]
 
 

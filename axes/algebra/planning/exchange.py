@@ -283,21 +283,21 @@ class Pieces:
         return self.layout.coordinate(position) if self.layout.modes else 0
 
     def _interval(self, number: int) -> Runs:
-        return (self.intervals[0][number],)
+        return (self.cuts[0][number],)
 
     def _runs_of_factors(self, number: int) -> Runs:
         return factor_runs(self.extents, self.parts(number))
 
     @cached_property
-    def intervals(self) -> Sequence[Sequence[tuple[int, int]]]:
+    def cuts(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each factor the `(start, stop)` of its pieces, in order. A piece of the dim is one piece of each."""
-        cuts = [tuple([layout.size for layout in factor.layouts]) for factor in self.dim.factors]
-        return tuple(map(all_chunks, self.extents, cuts))
+        sizes = [tuple([layout.size for layout in factor.layouts]) for factor in self.dim.factors]
+        return tuple(map(all_chunks, self.extents, sizes))
 
     def parts(self, number: int) -> Runs:
         """The `(start, stop)` of a piece in each factor."""
         found = []
-        for pieces in reversed(self.intervals):
+        for pieces in reversed(self.cuts):
             number, at = divmod(number, len(pieces))
             found.append(pieces[at])
         return tuple(reversed(found))
@@ -305,7 +305,7 @@ class Pieces:
     def by_factor(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of these pieces in each factor."""
         found = [numbers]
-        for pieces in reversed(self.intervals[1:]):
+        for pieces in reversed(self.cuts[1:]):
             rest, size = found.pop(0), len(pieces)
             found = [[number // size for number in rest], [number % size for number in rest], *found]
         return found
@@ -316,7 +316,7 @@ class Pieces:
         if not self.extents:
             return [count(self.runs(number)) for number in range(self.layout.size)]
         found = [1]
-        for pieces in self.intervals:
+        for pieces in self.cuts:
             lengths = [stop - start for start, stop in pieces]
             found = [so_far * length for so_far in found for length in lengths]
         return found
@@ -333,7 +333,7 @@ class Pieces:
         if self.extents[0] % size == 0:
             piece = self.extents[0] // size
             return range(start // piece, -(-stop // piece))
-        ends = self.intervals[0]
+        ends = self.cuts[0]
         first = bisect_right(ends, start, key=_stop)
         found = range(first, bisect_left(ends, stop, key=_stop) + 1)
         return [number for number in found if ends[number][0] < ends[number][1]]
@@ -935,9 +935,7 @@ def _overlaps(one: Pieces, two: Pieces, mine: list[int], theirs: list[int]) -> I
         common = {(a, b): count(_shared(runs[0][a], runs[1][b])) for a, b in {*zip(mine, theirs, strict=True)}}
         return [common[pair] for pair in zip(mine, theirs, strict=True)]
     found = [1] * len(mine)
-    for ours, others, some, more in zip(
-        one.intervals, two.intervals, one.by_factor(mine), two.by_factor(theirs), strict=True
-    ):
+    for ours, others, some, more in zip(one.cuts, two.cuts, one.by_factor(mine), two.by_factor(theirs), strict=True):
         both = zip(found, [ours[at] for at in some], [others[at] for at in more], strict=True)
         found = [so_far * max(0, min(a[1], b[1]) - max(a[0], b[0])) for so_far, a, b in both]
     return found
