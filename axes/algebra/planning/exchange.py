@@ -832,7 +832,7 @@ class Deal:
         dims = zip(grid.dims, tile, numbers, strict=True)
         shared = [[_shared(runs, pieces.runs(number)) for number in some] for pieces, runs, some in dims]
         local: Sequence[Sequence[Iterable[tuple[int, int]]]] = shared
-        if self.knots is None:
+        if self.in_tiles:
             local = [[_local(part, runs) for part in parts] for parts, runs in zip(shared, tile, strict=True)]
         counts = [1]
         for parts in shared:
