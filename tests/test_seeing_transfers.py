@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import axes
 from axes.algebra.errors import AxesError
 from axes.algebra.plan import bytes_text
-from axes.algebra.planning.exchange import intersection, volume
+from axes.algebra.planning.boxes import intersection, volume
 from axes.algebra.transfers import Transfer
 from axes.show.panels import Board, Listing, Room
 from axes.show.transfer_sheet import facts_of_transfer, kinds_of, sheet_of_transfer

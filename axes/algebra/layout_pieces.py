@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from axes.algebra.chunks import Runs, Tile, merged
-from axes.algebra.planning.exchange import Region, intersection
+from axes.algebra.planning.boxes import Region, intersection
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `as_strided` takes them."""

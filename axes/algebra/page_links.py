@@ -22,7 +22,8 @@ from typing import ClassVar
 from axes.algebra.chunks import Runs, Tile, count
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown
 from axes.algebra.piece_links import Stretches
-from axes.algebra.planning.exchange import Pieces, Region
+from axes.algebra.planning.boxes import Region
+from axes.algebra.planning.pieces import Pieces
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.sizes import tuple_of, whole_numbers
 

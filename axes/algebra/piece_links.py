@@ -24,7 +24,8 @@ from typing import ClassVar
 from axes.algebra.chunks import Runs, Tile, count, merged
 from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run
-from axes.algebra.planning.exchange import Pieces, Region, cut_box
+from axes.algebra.planning.boxes import Region, cut_box
+from axes.algebra.planning.pieces import Pieces
 from axes.algebra.sharding import Sharding
 
 Shape = tuple[int, ...]

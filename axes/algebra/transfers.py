@@ -36,7 +36,8 @@ from axes.algebra.opaque import Dtype
 from axes.algebra.page_links import Lists, PageLink, check_page_dims, checked_pages, checked_pool, page_dim, sorted_link
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, itemsize_of
-from axes.algebra.planning.exchange import Balance, Deal, Exchange, volume
+from axes.algebra.planning.boxes import volume
+from axes.algebra.planning.exchange import Balance, Deal, Exchange
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, whole_number, written_sizes
 from axes.algebra.transfer_ends import Codec, End, EndsOfSpecs, Meshes, check_patterns, codec_text, matching, mesh_for

@@ -43,7 +43,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.layout_rules import LayoutRules, Table
 from axes.algebra.mesh import Mesh
 from axes.algebra.page_links import Lists, page_dim
-from axes.algebra.planning.exchange import Pieces
+from axes.algebra.planning.pieces import Pieces
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of, whole_numbers

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from axes.algebra.planning.exchange import Region
+from axes.algebra.planning.boxes import Region
 
 Part = tuple[int, Region]
 """Where in the buffer a box begins, in elements, and the box."""

@@ -39,7 +39,8 @@ import torch.distributed as dist
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
 from axes.algebra.plan import Plan
-from axes.algebra.planning.exchange import Exchange, Message, Region
+from axes.algebra.planning.boxes import Region
+from axes.algebra.planning.exchange import Exchange, Message
 from axes.algebra.planning.step import Step
 from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private

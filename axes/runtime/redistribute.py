@@ -45,7 +45,7 @@ from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, even_ways, only_way, plan
-from axes.algebra.planning.exchange import Region, regions
+from axes.algebra.planning.boxes import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe

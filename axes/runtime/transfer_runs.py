@@ -39,7 +39,8 @@ from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.page_links import Lists, PageLink, checked_pages
 from axes.algebra.piece_links import PieceLink
-from axes.algebra.planning.exchange import Message, Region, cut_box
+from axes.algebra.planning.boxes import Region, cut_box
+from axes.algebra.planning.exchange import Message
 from axes.algebra.transfer_ends import Codec
 from axes.algebra.transfers import Carriage, Transfer, part_of
 from axes.algebra.universe import Universe

@@ -34,7 +34,7 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, unmoved
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
-from axes.algebra.planning.exchange import Region
+from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
 from axes.show.panels import COLORS

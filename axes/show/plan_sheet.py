@@ -39,8 +39,8 @@ from dataclasses import replace
 
 from axes.algebra.errors import MeshError
 from axes.algebra.plan import Plan, bytes_text, itemsize_of, time_text
+from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.candidates import COLLECTIVES
-from axes.algebra.planning.exchange import Region
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.show.panels import Board, Cell, Drawing, Head, Listing, Panel, Remark, Room, Sheet

@@ -29,15 +29,19 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby, product
 from operator import mul
 
-from axes.algebra.chunks import Runs, Tile, all_chunks, count, factor_runs
-from axes.algebra.layout import Layout, digits
-from axes.algebra.sharding import ShardedDim, Sharding
-from axes.algebra.universe import Universe
-
-_NO_DIGITS = Layout()
-
-Region = tuple[tuple[int, int], ...]
-"""A box of a local tensor: `(start, stop)` for each dim."""
+from axes.algebra.chunks import Tile, count
+from axes.algebra.layout import Layout
+from axes.algebra.planning.boxes import (
+    Region,
+    between,
+    intersection,
+    local_runs,
+    regions,
+    shared_runs,
+    volume,
+)
+from axes.algebra.planning.pieces import NO_DIGITS, Numbers, Pieces, TileGrid, coordinates, overlaps, same_factors
+from axes.algebra.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,316 +129,6 @@ def _counts(messages: Iterable[Message], size: int) -> tuple[int, ...]:
     for message in messages:
         found[message.peer] = message.count
     return tuple(found)
-
-
-# --- tiles ----------------------------------------------------------------------------------------
-
-
-def volume(held: Tile) -> int:
-    """Elements of a tile."""
-    return math.prod(map(count, held))
-
-
-def intersection(one: Tile, two: Tile) -> Tile | None:
-    """What two tiles share, or None where that is nothing.
-
-    >>> intersection((((0, 4), (8, 12)),), (((2, 9),),))
-    (((2, 4), (8, 9)),)
-    """
-    found: list[Runs] = []
-    for mine, theirs in zip(one, two, strict=True):
-        shared = _shared(mine, theirs)
-        if not shared:
-            return None
-        found.append(shared)
-    return tuple(found)
-
-
-def _shared(mine: Runs, theirs: Runs) -> Runs:
-    if len(mine) == 1 and len(theirs) == 1:
-        start, stop = max(mine[0][0], theirs[0][0]), min(mine[0][1], theirs[0][1])
-        return ((start, stop),) if start < stop else ()
-    found: list[tuple[int, int]] = []
-    i = j = 0
-    while i < len(mine) and j < len(theirs):
-        start, stop = max(mine[i][0], theirs[j][0]), min(mine[i][1], theirs[j][1])
-        if start < stop:
-            found.append((start, stop))
-        if mine[i][1] < theirs[j][1]:
-            i += 1
-        else:
-            j += 1
-    return tuple(found)
-
-
-def regions(part: Tile, within: Tile) -> tuple[Region, ...]:
-    """The boxes of the local tensor of `within` that hold `part`, in row-major order of the runs.
-
-    >>> regions((((2, 4), (8, 9)),), (((0, 4), (8, 12)),))
-    (((2, 4),), ((4, 5),))
-    """
-    return tuple(product(*map(_local, part, within)))
-
-
-def _local(part: Runs, within: Runs) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    at, base = 0, 0
-    for start, stop in part:
-        while within[at][1] < stop:
-            base += within[at][1] - within[at][0]
-            at += 1
-        offset = base - within[at][0]
-        found.append((start + offset, stop + offset))
-    return found
-
-
-def cut(part: Tile, first: int) -> tuple[list[Tile], list[Tile]]:
-    """The first elements of a tile in row-major order, and the rest, both as tiles.
-
-    >>> cut((((0, 2),), ((0, 3),)), 4)
-    ([(((0, 1),), ((0, 3),)), (((1, 2),), ((0, 1),))], [(((1, 2),), ((1, 3),))])
-    """
-    head: list[Tile] = []
-    tail: list[Tile] = []
-    for dim, runs in enumerate(part):
-        inner = math.prod(count(below) for below in part[dim + 1 :])
-        whole, first = divmod(first, inner)
-        before, after = _cut_runs(runs, whole)
-        if before:
-            head.append((*part[:dim], before, *part[dim + 1 :]))
-        if not first:
-            if after:
-                tail.insert(0, (*part[:dim], after, *part[dim + 1 :]))
-            break
-        row, after = _cut_runs(after, 1)
-        if after:
-            tail.insert(0, (*part[:dim], after, *part[dim + 1 :]))
-        part = (*part[:dim], row, *part[dim + 1 :])
-    return head, tail
-
-
-def cut_box(region: Region, start: int, stop: int) -> list[Region]:
-    """The elements `start..stop` of a box in row-major order, as boxes.
-
-    >>> cut_box(((0, 2), (0, 3)), 2, 6)
-    [((0, 1), (2, 3)), ((1, 2), (0, 3))]
-    """
-    if (start, stop) == (0, math.prod([last - first for first, last in region])):
-        return [region]
-    (first, _), *inner = region
-    row = math.prod([last - begin for begin, last in inner])
-    top, bottom = -(-start // row), stop // row
-
-    def within(number: int, low: int, high: int) -> list[Region]:
-        """A part of one row."""
-        boxes = cut_box(tuple(inner), low - number * row, high - number * row)
-        return [((first + number, first + number + 1), *box) for box in boxes]
-
-    if bottom < top:
-        return within(bottom, start, stop)
-    found = within(top - 1, start, top * row) if start < top * row else []
-    if top < bottom:
-        found.append(((first + top, first + bottom), *inner))
-    return found + (within(bottom, bottom * row, stop) if bottom * row < stop else [])
-
-
-def _cut_runs(runs: Runs, first: int) -> tuple[Runs, Runs]:
-    head: list[tuple[int, int]] = []
-    tail: list[tuple[int, int]] = []
-    for start, stop in runs:
-        middle = min(stop, start + first)
-        first -= middle - start
-        if start < middle:
-            head.append((start, middle))
-        if middle < stop:
-            tail.append((middle, stop))
-    return tuple(head), tuple(tail)
-
-
-# --- the tiles of one side ------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)
-def _layout_of(dim: ShardedDim) -> Layout:
-    """All digits that split a dim, in its order."""
-    return Layout.product(*(axis.layout for axis in dim.axes))
-
-
-def _stop(interval: tuple[int, int]) -> int:
-    return interval[1]
-
-
-class Pieces:
-    """The pieces that a dim is cut into, numbered in the order in which its axes step through the ranks.
-
-    >>> from axes.algebra.mesh import Mesh
-    >>> pieces = Pieces(Mesh("tp=4").sharding("s@tp").dims[0], (6,))
-    >>> [pieces.runs(number) for number in range(4)], pieces.meeting(((1, 3),))
-    ([((0, 2),), ((2, 4),), ((4, 6),), ((6, 6),)], [0, 1])
-    """
-
-    def __init__(self, dim: ShardedDim, extents: tuple[int, ...]):
-        self.dim, self.extents = dim, extents
-        self.layout = _layout_of(dim)
-        self.runs = self._interval if len(extents) == 1 else lru_cache(maxsize=8192)(self._runs_of_factors)
-
-    def number(self, position: int) -> int:
-        """Which piece the rank at a position has."""
-        return self.layout.coordinate(position) if self.layout.modes else 0
-
-    def _interval(self, number: int) -> Runs:
-        return (self.cuts[0][number],)
-
-    def _runs_of_factors(self, number: int) -> Runs:
-        return factor_runs(self.extents, self.parts(number))
-
-    @cached_property
-    def cuts(self) -> Sequence[Sequence[tuple[int, int]]]:
-        """For each factor the `(start, stop)` of its pieces, in order. A piece of the dim is one piece of each."""
-        sizes = [tuple([layout.size for layout in factor.layouts]) for factor in self.dim.factors]
-        return tuple(map(all_chunks, self.extents, sizes))
-
-    def parts(self, number: int) -> Runs:
-        """The `(start, stop)` of a piece in each factor."""
-        found = []
-        for pieces in reversed(self.cuts):
-            number, at = divmod(number, len(pieces))
-            found.append(pieces[at])
-        return tuple(reversed(found))
-
-    def by_factor(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of these pieces in each factor."""
-        found = [numbers]
-        for pieces in reversed(self.cuts[1:]):
-            rest, size = found.pop(0), len(pieces)
-            found = [[number // size for number in rest], [number % size for number in rest], *found]
-        return found
-
-    @cached_property
-    def sizes(self) -> Sequence[int]:
-        """How many indices each piece has."""
-        if not self.extents:
-            return [count(self.runs(number)) for number in range(self.layout.size)]
-        found = [1]
-        for pieces in self.cuts:
-            lengths = [stop - start for start, stop in pieces]
-            found = [so_far * length for so_far in found for length in lengths]
-        return found
-
-    def meeting(self, runs: Runs) -> Sequence[int]:
-        """The numbers of the pieces that share elements with these runs, ascending."""
-        if not self.layout.modes:
-            return range(1)
-        if len(self.extents) > 1:
-            return self._meeting_factors(runs)
-        if len(runs) > 1:
-            return sorted({number for run in runs for number in self.meeting((run,))})
-        (start, stop), size = runs[0], self.layout.size
-        if self.extents[0] % size == 0:
-            piece = self.extents[0] // size
-            return range(start // piece, -(-stop // piece))
-        ends = self.cuts[0]
-        first = bisect_right(ends, start, key=_stop)
-        found = range(first, bisect_left(ends, stop, key=_stop) + 1)
-        return [number for number in found if ends[number][0] < ends[number][1]]
-
-    def _meeting_factors(self, runs: Runs) -> Sequence[int]:
-        """The same where factors are split: from one boundary to the next."""
-        found: dict[int, None] = {}
-        for start, stop in runs:
-            while start < stop:
-                number, start = self._piece_at(start)
-                found[number] = None
-        return sorted(found)
-
-    def _piece_at(self, index: int) -> tuple[int, int]:
-        """The number of the piece that an index is in, and where the run ends that it is in."""
-        number, inner, stop = 0, math.prod(self.extents), self.extents[0]
-        for factor, extent in zip(self.dim.factors, self.extents, strict=True):
-            inner //= extent
-            piece = extent // factor.pieces
-            part = index // inner % extent // piece
-            number = number * factor.pieces + part
-            if factor.pieces > 1:
-                stop = (index // (inner * extent) * extent + (part + 1) * piece) * inner
-        return number, stop
-
-
-Numbers = tuple[int, ...]
-"""Which tile: the number of its piece along each dim."""
-
-
-@lru_cache(maxsize=1024)
-def _in_group(
-    members: Layout, origin: int, layers: Layout, layouts: tuple[Layout, ...]
-) -> tuple[Layout, int, tuple[Sequence[int], ...]]:
-    """Of a group that `origin` is in, where dims are split by these layouts: the digits that split none; the position
-    where all coordinates are 0; and which numbers of pieces occur along each dim."""
-    own, layered, *split = digits(members, layers, *layouts)
-    taken = {*layered, *(digit for each in split for digit in each)}
-    free = Layout.of([digit for digit in own if digit not in taken])
-    base = origin - sum(layout.offset(layout.coordinate(origin)) for layout in (free, layers, *layouts))
-    within = [Layout.of([digit for digit in each if digit in own]) for each in split]
-    return free, base, tuple(_numbers(layout, of, origin) for layout, of in zip(layouts, within, strict=True))
-
-
-def _numbers(layout: Layout, varying: Layout, origin: int) -> Sequence[int]:
-    """The coordinates on a layout of the positions that differ from `origin` in some of its digits."""
-    if varying.size == layout.size:
-        return range(layout.size)
-    first = origin - varying.offset(varying.coordinate(origin))
-    return sorted(layout.coordinate(first + offset) for offset in varying.offsets())
-
-
-class TileGrid:
-    """The tiles that a group's ranks have on one side, as a grid, and who has each.
-
-    dims: what each dim is cut into. members: the digits of the position that the group steps through. origin: the
-    position of one of its ranks. layers: the digits over which a reduction is pending.
-    """
-
-    def __init__(
-        self, universe: Universe, dims: tuple[Pieces, ...], members: Layout, origin: int, layers: Layout = _NO_DIGITS
-    ):
-        self.universe, self.members, self.layers = universe, members, layers
-        self.dims = dims
-        layouts = tuple([pieces.layout for pieces in self.dims])
-        self.free, self.base, self.there = _in_group(members, origin, layers, layouts)
-        self.tile = lru_cache(maxsize=8192)(self._tile)
-
-    @property
-    def copies(self) -> int:
-        """How many ranks have the same tile (of one layer)."""
-        return self.free.size
-
-    def numbers(self, position: int) -> Numbers:
-        """Which tile the rank at a position has."""
-        return tuple([pieces.number(position) for pieces in self.dims])
-
-    def _tile(self, numbers: Numbers) -> Tile:
-        return tuple([pieces.runs(number) for pieces, number in zip(self.dims, numbers, strict=True)])
-
-    def meeting(self, dim: int, runs: Runs) -> Sequence[int]:
-        """The numbers along a dim of the pieces of the group that share elements with these runs."""
-        found, there = self.dims[dim].meeting(runs), self.there[dim]
-        if isinstance(there, range):
-            return found
-        if isinstance(found, range):
-            return there[bisect_left(there, found.start) : bisect_left(there, found.stop)]
-        return sorted({*found} & {*there})
-
-    def ranks(self, numbers: Iterable[Sequence[int]], layer: int = 0) -> list[int]:
-        """The ranks with any of these numbers along each dim, each number's in order."""
-        positions = [self.base + self.layers.offset(layer)]
-        for pieces, some in zip(self.dims, numbers, strict=True):
-            offsets = [pieces.layout.offset(number) for number in some]
-            positions = [position + offset for position in positions for offset in offsets]
-        free = self.free.offsets()
-        return list(self.universe.pick([position + offset for position in positions for offset in free]))
-
-    def holders(self, numbers: Numbers, layer: int = 0) -> list[int]:
-        """The ranks that have a tile, ascending."""
-        return sorted(self.ranks([(number,) for number in numbers], layer))
 
 
 # --- who sends ------------------------------------------------------------------------------------
@@ -622,7 +316,7 @@ class Deal:
     shape: tuple[int, ...]
     members: Layout | None
     rank: int
-    resolved: Layout = _NO_DIGITS
+    resolved: Layout = NO_DIGITS
     ranks_per_node: int = 8
     fixed: Balance | None = None
     knots: tuple[tuple[Pieces, ...], tuple[Pieces, ...]] | None = None
@@ -636,7 +330,7 @@ class Deal:
     @cached_property
     def wanted(self) -> TileGrid:
         """What they get."""
-        return self._grid(1, _NO_DIGITS)
+        return self._grid(1, NO_DIGITS)
 
     def _grid(self, side: int, layers: Layout) -> TileGrid:
         sharding = (self.source, self.target)[side]
@@ -704,12 +398,12 @@ class Deal:
         for grid in (self.held, self.wanted):
             positions = grid.universe.positions(self._both)
             layouts = (grid.layers, *(pieces.layout for pieces in grid.dims))
-            sides.append([_coordinates(layout, positions) for layout in layouts])
+            sides.append([coordinates(layout, positions) for layout in layouts])
         has = wants = shared = [1] * len(self._both)
         for one, two, mine, theirs in zip(self.held.dims, self.wanted.dims, sides[0][1:], sides[1][1:], strict=True):
             has = [so_far * one.sizes[number] for so_far, number in zip(has, mine, strict=True)]
             wants = [so_far * two.sizes[number] for so_far, number in zip(wants, theirs, strict=True)]
-            shared = list(map(mul, shared, _overlaps(one, two, mine, theirs)))
+            shared = list(map(mul, shared, overlaps(one, two, mine, theirs)))
         return list(zip(*sides[0], strict=True)), has, wants, shared
 
     @cached_property
@@ -756,7 +450,7 @@ class Deal:
             counts = [self.depth] * len(outside)
             positions = self.target.universe.positions(outside)
             for pieces in self.wanted.dims:
-                numbers = _coordinates(pieces.layout, positions)
+                numbers = coordinates(pieces.layout, positions)
                 counts = [so_far * pieces.sizes[number] for so_far, number in zip(counts, numbers, strict=True)]
             found += zip(outside, counts, strict=True)
         return found
@@ -771,7 +465,7 @@ class Deal:
         if self.wanted.copies > self.held.copies:
             return False
         for one, two, there in zip(self.held.dims, self.wanted.dims, self.wanted.there, strict=True):
-            ours, theirs = (one.parts, two.parts) if _same_factors(one, two) else (one.runs, two.runs)
+            ours, theirs = (one.parts, two.parts) if same_factors(one, two) else (one.runs, two.runs)
             wanted = [number for number in there if two.sizes[number]]
             if wanted and (first := two.runs(wanted[0])) not in map(one.runs, one.meeting(first)):
                 return False  # the first piece is mostly enough to know it
@@ -830,10 +524,10 @@ class Deal:
         """
         numbers = [grid.meeting(dim, runs) for dim, runs in enumerate(tile)]
         dims = zip(grid.dims, tile, numbers, strict=True)
-        shared = [[_shared(runs, pieces.runs(number)) for number in some] for pieces, runs, some in dims]
+        shared = [[shared_runs(runs, pieces.runs(number)) for number in some] for pieces, runs, some in dims]
         local: Sequence[Sequence[Iterable[tuple[int, int]]]] = shared
         if self.in_tiles:
-            local = [[_local(part, runs) for part in parts] for parts, runs in zip(shared, tile, strict=True)]
+            local = [[local_runs(part, runs) for part in parts] for parts, runs in zip(shared, tile, strict=True)]
         counts = [1]
         for parts in shared:
             lengths = [count(part) for part in parts]
@@ -903,7 +597,7 @@ class Deal:
         def found(dim: int, number: int) -> tuple[Sequence[int], tuple[int, ...], int]:
             runs, pieces = self.held.dims[dim].runs(number), self.wanted.dims[dim]
             numbers = self.wanted.meeting(dim, runs)
-            counts = tuple([count(_shared(runs, pieces.runs(each))) for each in numbers])
+            counts = tuple([count(shared_runs(runs, pieces.runs(each))) for each in numbers])
             even = len({*counts}) == 1
             some = numbers if isinstance(numbers, range) else tuple(numbers)
             return (some, (), counts[0]) if even else (some, counts, 1)
@@ -926,46 +620,3 @@ class Deal:
             return Receivers([ranks[at] for at in order], list(accumulate([weights[at] for at in order])))
 
         return lru_cache(maxsize=64)(found)
-
-
-def _overlaps(one: Pieces, two: Pieces, mine: list[int], theirs: list[int]) -> Iterable[int]:
-    """How much the pieces with these numbers have in common, pair by pair."""
-    if not _same_factors(one, two):
-        runs = [{at: side.runs(at) for at in {*numbers}} for side, numbers in ((one, mine), (two, theirs))]
-        common = {(a, b): count(_shared(runs[0][a], runs[1][b])) for a, b in {*zip(mine, theirs, strict=True)}}
-        return [common[pair] for pair in zip(mine, theirs, strict=True)]
-    found = [1] * len(mine)
-    for ours, others, some, more in zip(one.cuts, two.cuts, one.by_factor(mine), two.by_factor(theirs), strict=True):
-        both = zip(found, [ours[at] for at in some], [others[at] for at in more], strict=True)
-        found = [so_far * max(0, min(a[1], b[1]) - max(a[0], b[0])) for so_far, a, b in both]
-    return found
-
-
-def _same_factors(one: Pieces, two: Pieces) -> bool:
-    return one.extents == two.extents != ()
-
-
-def _coordinates(layout: Layout, positions: Sequence[int]) -> list[int]:
-    """`layout.coordinate` of many positions."""
-    found = [0] * len(positions)
-    for size, stride in layout.modes:
-        found = [at * size + position // stride % size for at, position in zip(found, positions, strict=True)]
-    return found
-
-
-def between(part: Tile, start: int, stop: int) -> list[Tile]:
-    """The elements `start..stop` of a tile in row-major order, as tiles.
-
-    >>> between((((0, 2),), ((0, 3),)), 2, 4)
-    [(((0, 1),), ((2, 3),)), (((1, 2),), ((0, 1),))]
-    """
-    head = [part]
-    if stop < volume(part):
-        head, _ = cut(part, stop)
-    found = []
-    for each in head:
-        size = volume(each)
-        if start < size:
-            found.extend([each] if start <= 0 else cut(each, start)[1])
-        start -= size
-    return found

@@ -51,7 +51,8 @@ from functools import cached_property, lru_cache
 from axes.algebra.chunks import Tile, tile_shape
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
-from axes.algebra.planning.exchange import Deal, Exchange, Message, regions, volume
+from axes.algebra.planning.boxes import regions, volume
+from axes.algebra.planning.exchange import Deal, Exchange, Message
 from axes.algebra.planning.form import aligned, sizes_of
 from axes.algebra.sharding import ShardedDim, Sharding
 
