@@ -452,6 +452,10 @@ def anything(rng: random.Random) -> Any:
             return rng.choice(OTHERS)()
 
 
+LONG = 10_000
+"""What is longer isn't changed element by element: a range may be longer than memory."""
+
+
 def instead_of(rng: random.Random, right: Any, foreign: list[Any]) -> Any:
     """Something hostile for an argument that should be like `right`."""
     if rng.random() < 0.3:
@@ -464,7 +468,7 @@ def instead_of(rng: random.Random, right: Any, foreign: list[Any]) -> Any:
         return rng.choice(TENSORS)()
     if isinstance(right, bool | int | float):
         return rng.choice(NUMBERS)
-    if isinstance(right, tuple | list | range) and len(right):
+    if isinstance(right, tuple | list | range) and 0 < len(right[:LONG]) < LONG:
         changed = list(right)
         for _ in range(rng.choice((1, 1, 2))):
             match rng.randrange(4):
