@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from axes.algebra.errors import AxesError, ShardingError
+from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.flow import Recipe, gradient, recipe
 from axes.algebra.flow.reading import Reading, read
 from axes.algebra.flow.recipe import Shape
@@ -232,6 +233,14 @@ def test_a_recipe_of_other_sizes_is_the_one_that_is_found_for_them(random: Rando
     for found, reading, mesh, shardings, shapes, sizes in other_sizes(random):
         told = outcome(recipe, found.kind, found.text, found.op, shardings, shapes, mesh, sizes)
         assert told == outcome(recipe_at, reading, mesh, shardings, shapes, sizes, found.op), found
+
+
+def test_a_dim_with_factors_contradicts_the_other_operand_at_every_size():
+    mesh = Mesh("dp=2 tp=2")
+    shardings = mesh.sharding("a@tp e"), mesh.sharding("(a@tp i=2) f")
+    for rows in (4, 8, 12):  # 8 stands for all sizes that four ranks divide
+        with pytest.raises(SizeError, match=f"'a' is 16, found {rows}"):
+            recipe("einsum", "a e, a f -> a e f", "sum", shardings, ((16, 5), (rows, 3)), mesh)
 
 
 def test_most_generated_sizes_are_filled_in():

@@ -36,19 +36,23 @@ def standing_for(
     `given` are the names whose size the caller says: of these the recipe is found as they are.
     """
     standing, wholes = [list(shape) for shape in shapes], dict[str, int]()
+    as_they_are = {*given, *(atom for operand, dim, atom in reading.alone if _has_factors(shardings[operand], dim))}
     for operand, dim, atom in reading.alone:
         sharding, extent = shardings[operand], shapes[operand][dim]
         axes = uses_of(reading.operands[operand].slots[dim]) if sharding is None else ()
         count = math.prod([mesh.layout(axis).size for _, axis in axes])
         whole = extent * count
-        if atom in given or whole <= 1 or whole % mesh.size or mesh.size % count:
-            continue
-        if sharding is not None and len(sharding.dims[dim].factors) > 1:
+        if atom in as_they_are or whole <= 1 or whole % mesh.size or mesh.size % count:
             continue
         if wholes.setdefault(atom, whole) != whole:
             return tuple(shapes), {}
         standing[operand][dim] = _TIMES * mesh.size // count
     return tuple(map(tuple, standing)), wholes
+
+
+def _has_factors(sharding: Sharding | None, dim: int) -> bool:
+    """Whether a dim is a group of factors, of which some have sizes."""
+    return sharding is not None and len(sharding.dims[dim].factors) > 1
 
 
 def scaled(found: Recipe, wholes: Mapping[str, int]) -> Recipe:
