@@ -163,18 +163,19 @@ class JobRank:
                 self.kept = {n: self._is(x, n, -1, lies[n]) for n, x in tensors.items()}
         return {"state": state, "arrived": dict(getattr(self, "arrived", {}))}
 
-    def pages(self, turn: int, pools: dict[str, int], sent: Any, written: Any) -> dict[str, Any]:
+    def pages(self, turn: int, pools: dict[str, Any], sent: Any, written: Any) -> dict[str, Any]:
         """Pages of a cache of a round, sent by the trainer, and what the generator's cache is then, whole."""
         specs = {
             "trainer": {"k": "page@fsdp d h", "v": "page d h@fsdp"},
             "generator": {"k": "page d@tp h", "v": "page@tp d h"},
         }
-        shape = pools[self.name], 2, 4
-        sends = self.name == "trainer"
-        numbers = torch.arange(float(torch.Size(shape).numel())).view(shape)
-        whole = numbers + 1000 * turn if sends else torch.full(shape, -1.0)
-        lies = specs[self.name]
-        cache = {name: axes.shard(whole.clone(), spec, mesh=self.mesh) for name, spec in lies.items()}
+        pool, sends = pools[self.name], self.name == "trainer"
+        lies, cache = specs[self.name], {}
+        for name, spec in lies.items():
+            shape = (pool if isinstance(pool, int) else pool[name]), 2, 4
+            numbers = torch.arange(float(torch.Size(shape).numel())).view(shape)
+            whole = numbers + 1000 * turn if sends else torch.full(shape, -1.0)
+            cache[name] = axes.shard(whole, spec, mesh=self.mesh)
         if sends:
             self.link.send(cache, lies, pages=sent)
         else:

@@ -306,6 +306,15 @@ def test_lists_that_dont_fit_are_an_error_in_both_jobs_before_a_byte_is_sent(job
     good(jobs, 3000 + list(LISTS).index(what))
 
 
+def test_pages_of_pools_of_two_sizes_are_refused_in_both_jobs(jobs: Jobs):
+    pools = {"trainer": 6, "generator": {"k": 9, "v": 5}}
+    for each, (kind, text, *_) in jobs.ask_all(
+        "pages", turn=1, pools=pools, sent=("page", [1]), written=("page", [0])
+    ).items():
+        assert kind == "ShardingError", (each, kind, text)
+        assert "tensors whose pages are moved together have as many of them" in text, text
+
+
 def test_other_pages_of_one_rank_are_an_error_on_all(jobs: Jobs):
     right, other = ("page", [1, 2]), ("page", [1, 3])
     every = [(name, rank) for name in ("trainer", "generator") for rank in range(2)]

@@ -273,6 +273,53 @@ def test_a_bad_list_of_one_rank_is_refused_on_all_before_anything_is_sent(pool):
         assert "pages are written in place; pass 'k' of this rank in into=" in lacking
 
 
+def pages_of_every_dtype() -> None:
+    mesh = axes.init_mesh("a=8", device_type="cpu")
+    rank = torch.distributed.get_rank()
+    for dtype in EVERY:
+        whole = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(16, 16)
+        whole = (whole % 2).bool() if dtype == torch.bool else whole.view(dtype).view(16, -1)
+        spec = {"k": "page@a d"}, {"k": "page d@a"}
+        move = axes.transfer(*spec, mesh, mesh, {"k": whole}, pages="page")
+        own, width = whole.shape[1] // 8, whole.shape[1]
+        into = torch.zeros(16, width // 8, dtype=dtype) if own else None
+        move({"k": whole[2 * rank : 2 * rank + 2].clone()}, {"k": into}, pages=(iter([3, 3, 9]), range(5, 8)))
+        bits = whole.view(torch.uint8)[[3, 3, 9]].view(3, 8, -1)[:, rank]
+        assert torch.equal(into.view(torch.uint8)[5:8], bits), dtype
+
+
+EVERY = (
+    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.uint16, torch.int16, torch.bfloat16, torch.float16),
+)
+"""A page of 16 bytes splits over eight ranks in elements of two bytes and fewer; those of more are in the drawn cases."""
+
+
+def test_pages_have_any_dtype(pool):
+    pool.run(pages_of_every_dtype)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64"])
+def test_wide_unsigned_numbers_are_pages_too(pool, dtype):
+    pool.run(unsigned_pages, dtype)
+
+
+def unsigned_pages(name: str) -> None:
+    mesh, dtype = axes.init_mesh("a=8", device_type="cpu"), getattr(torch, name)
+    rank = torch.distributed.get_rank()
+    whole = (torch.arange(64) + 2**31).to(dtype).view(8, 8)
+    move = axes.transfer({"k": "page@a d"}, {"k": "page d@a"}, mesh, mesh, {"k": whole}, pages="page")
+    into = torch.zeros(8, 1, dtype=dtype)
+    move({"k": whole[rank : rank + 1].clone()}, {"k": into}, pages=([6, 1], [0, 7]))
+    assert [int(into[0, 0]), int(into[7, 0])] == [2**31 + 48 + rank, 2**31 + 8 + rank]
+
+
+def test_the_way_back_of_pages_that_are_read_twice_is_refused():
+    with pytest.raises(ShardingError, match="page 1 of the targets is in the list twice"):
+        _ = plan(pages="page").of_pages([1, 1], [0, 2]).inverse
+    assert plan(pages="page").of_pages((at for at in (1, 3)), [0, 2]).lists == ((1, 3), (0, 2))
+
+
 MESH = axes.Mesh("dp=2 tp=2")
 CACHE = {"k": "page@dp slot d"}
 

@@ -15,6 +15,7 @@ whatever numbers are in it.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -167,7 +168,8 @@ def checked_pages(given: object, counts: tuple[int, int]) -> Lists:
         raise ShardingError(
             f"pages= are two lists, the pages of the sources and those of the targets; found {shown(given)}"
         )
-    return checked_list(both[0], counts[0], "sources"), checked_list(both[1], counts[1], "targets", len(both[0]))
+    sources = checked_list(both[0], counts[0], "sources")
+    return sources, checked_list(both[1], counts[1], "targets", len(sources))
 
 
 def checked_list(given: object, pool: int, side: str, like: int | None = None) -> tuple[int, ...]:
@@ -179,7 +181,7 @@ def checked_list(given: object, pool: int, side: str, like: int | None = None) -
         wrong = next(page for page in found if not 0 <= page < pool)
         raise ShardingError(f"the {side} have {pool} pages, from 0 on; found {wrong}")
     if side == "targets" and len({*found}) < len(found):
-        twice = next(page for at, page in enumerate(found) if page in found[:at])
+        twice = next(page for page, times in Counter(found).items() if times > 1)
         raise ShardingError(f"page {twice} of the targets is in the list twice; each is written once")
     if like is not None and len(found) != like:
         raise ShardingError(f"pages= are as many of the sources as of the targets; found {like} and {len(found)}")

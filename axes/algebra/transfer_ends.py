@@ -156,7 +156,31 @@ def codec_text(codec: Codec, dtype: str) -> str:
     lacks = [name for name in ("nbytes", "encode", "decode") if not callable(getattr(codec, name, None))]
     if lacks:
         raise ShardingError(f"a codec has methods nbytes, encode and decode; {shown(codec)} has no {lacks[0]}")
-    sizes = [whole_number(codec.nbytes(count, dtype)) for count in (1, 1000, 4096)]
-    if any(size is None or size < 0 for size in sizes):
-        raise SizeError(f"nbytes of a codec is a whole number of bytes from 0 on; found {sizes} of {shown(codec)}")
-    return f"{type(codec).__module__}.{type(codec).__qualname__} {sizes}"
+    kind = codec if isinstance(codec, type) else type(codec)
+    return f"{kind.__module__}.{kind.__qualname__} {[coded_bytes(codec, count, dtype) for count in (1, 1000, 4096)]}"
+
+
+def coded_bytes(codec: Codec, count: int, dtype: str) -> int:
+    """Bytes of so many values once they are encoded; `SizeError` where the codec doesn't say it."""
+    what = f"nbytes({count}, '{dtype}') of the codec {shown(codec)}"
+    try:
+        said = codec.nbytes(count, dtype)
+    except Exception as error:  # whatever the user's own code raises
+        hint = "; pass an object, not its class" if isinstance(codec, type) else ""
+        raise SizeError(f"{what} raises {raised_text(error)}{hint}. Messages have any number of values") from error
+    found = whole_number(said)
+    if found is None or found < 0:
+        raise SizeError(f"nbytes of a codec is a whole number of bytes from 0 on; {what} gives {shown(said)}")
+    return found
+
+
+_MOST_TEXT = 300
+
+
+def raised_text(error: BaseException) -> str:
+    """The kind of an error and what it says, if it can say it."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # a text of the user's own that raises
+        return type(error).__name__
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."

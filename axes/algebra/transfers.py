@@ -33,7 +33,16 @@ from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
-from axes.algebra.page_links import Lists, PageLink, check_page_dims, checked_pages, checked_pool, page_dim, sorted_link
+from axes.algebra.page_links import (
+    Lists,
+    PageLink,
+    check_page_dims,
+    checked_list,
+    checked_pages,
+    checked_pool,
+    page_dim,
+    sorted_link,
+)
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.planning.boxes import volume
@@ -41,7 +50,6 @@ from axes.algebra.planning.exchange import Balance, Deal, Exchange
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, whole_number, written_sizes
 from axes.algebra.transfer_ends import Codec, End, EndsOfSpecs, Meshes, check_patterns, codec_text, matching, mesh_for
-from axes.algebra.transfer_ends import names_in_spec as names_in_spec  # the command line finds it here
 from axes.algebra.universe import Universe
 
 Link = PieceLink | PageLink
@@ -93,6 +101,7 @@ class Carriage:
     @property
     def inverse(self) -> Carriage:
         """The way back."""
+        dtypes = self.dtypes[1] or self.dtypes[0], self.dtypes[0] or self.dtypes[1]
         return replace(
             self,
             source_name=self.target_name,
@@ -100,8 +109,9 @@ class Carriage:
             shape=self.shape if self.link is None else self.link.inverse.extents,
             source=self.target,
             target=self.source,
-            dtypes=(self.dtypes[1] or self.dtypes[0], self.dtypes[0] or self.dtypes[1]),
+            dtypes=dtypes,
             link=None if self.link is None else self.link.inverse,
+            codec=self.codec if dtypes[1] is None or "float" in dtypes[1] else None,
         )
 
     @property
@@ -256,6 +266,8 @@ class Transfer:
     @cached_property
     def inverse(self) -> Transfer:
         """The plan of the way back."""
+        if self.lists is not None:
+            checked_list(self.lists[0], self.pools[0] if self.pools else 0, "targets")
         moved, equal = _told_apart(one.inverse for one in (*self.tensors, *self.equal))
         tied = frozenset([one.source_name for one in equal]) - {one.source_name for one in moved}
         kept = self.idle[0] - {one.target_name for one in moved}
@@ -437,6 +449,7 @@ class Transfer:
     def described(self) -> str:
         """All that ranks have to agree on, a line for each tensor."""
         rows = []
+        codecs = list({id(one.codec): one for one in self.tensors if one.codec is not None})
         for one in self.tensors:
             ends = " -> ".join(
                 f"{end} on {end.mesh.declaration} {end.universe.ranks}" for end in (one.source, one.target)
@@ -446,7 +459,8 @@ class Transfer:
             if one.link is not None:
                 rows.append(f"  {one.link}")
             if one.codec is not None:
-                rows.append(f"  {codec_text(one.codec, one.wire)}")
+                # What tensors have one codec in common goes through it together.
+                rows.append(f"  codec {codecs.index(id(one.codec))}: {codec_text(one.codec, one.wire)}")
         rows += [
             f"{what}: {', '.join(sorted(names))}" for what, names in zip(("unread", "kept"), self.idle, strict=True)
         ]

@@ -66,6 +66,10 @@ _RANKS_SHOWN = 16
 _MEMBERS_STORED = 4096
 
 
+class MissedError(DesyncError):
+    """A barrier that the others have left, as this rank didn't come in time."""
+
+
 @dataclass(frozen=True)
 class Member:
     """A rank, and the store by which it reaches the others: what takes part in a barrier."""
@@ -355,9 +359,11 @@ def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
         _raise(member, key, end, barrier.doing or statement)
 
 
-def _end(store: dist.Store, key: str, error: str | None, present: int, disagree: bool = False) -> None:
-    """Ends a barrier unless it has ended; `present` members are there to read it."""
-    end = {"error": error, "present": present, "disagree": disagree}
+def _end(
+    store: dist.Store, key: str, error: str | None, present: int, disagree: bool = False, missing: Sequence[int] = ()
+) -> None:
+    """Ends a barrier unless it has ended; `present` members are there to read it, those `missing` weren't."""
+    end = {"error": error, "present": present, "disagree": disagree, "missing": missing}
     store.compare_set(f"{key}/end", "", json.dumps(end))
 
 
@@ -404,7 +410,7 @@ def _time_is_up(member: Member, barrier: Barrier, key: str, timeout: timedelta) 
     lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
     present = [rank for rank in barrier.members if rank not in set(missing)]
     lines += [f"  {ranks_text(present)} waited for {barrier.seen}", barrier.advice]
-    _end(store, key, "\n".join(filter(None, lines)), len(present))
+    _end(store, key, "\n".join(filter(None, lines)), len(present), missing=missing)
 
 
 def _raise(member: Member, key: str, end: dict[str, Any], statement: str) -> NoReturn:
@@ -412,7 +418,8 @@ def _raise(member: Member, key: str, end: dict[str, Any], statement: str) -> NoR
     mine = ""
     if end["disagree"] and _indented(statement) not in end["error"]:
         mine = f"\nThis rank, {member.rank}, holds: {_indented(statement)}"
-    raise DesyncError(end["error"] + mine)
+    kind = MissedError if member.rank in end["missing"] else DesyncError
+    raise kind(end["error"] + mine)
 
 
 def _leave(member: Member, key: str, present: int) -> None:

@@ -680,6 +680,8 @@ def _plan(
         raise DesyncError(f"jobs have other peers: '{source}' {texts[0]['peers']}, '{target}' {texts[1]['peers']}")
     rows = texts[0]["tensors"], texts[1]["tensors"]
     rules = None if "rules" not in texts[0] else LayoutRules._from_data(texts[0]["rules"])
+    if rules is not None and pages:
+        raise ShardingError("pages= and rules= don't go together yet: pages move between tensors of the same names")
     for one, two in ((0, 1), (1, 0)) if rules is None else ():
         missing = [name for name in rows[one] if name not in rows[two]]
         if missing:
@@ -697,10 +699,16 @@ def _plan(
     made = {name: like.shape for name, like in shapes.items()}
     if rules is not None:
         made = dict(rules.applied(made).targets)
-    count = 0
+    count: int | None = None
     for name, shape in made.items() if pages else ():
         at = page_dim(pages, ends[0][name])
-        count = rows[1][name][2][at] if len(rows[1][name][2]) > at else 0
+        pool = rows[1][name][2][at] if len(rows[1][name][2]) > at else 0
+        if count not in (None, pool):
+            raise ShardingError(
+                f"tensors whose pages are moved together have as many of them; of '{target}' some have {count}, "
+                f"{shortened(name)} has {pool}"
+            )
+        count = pool
         made[name] = (*shape[:at], count, *shape[at + 1 :])
     for name, shape in made.items():
         if name in rows[1] and list(shape) != rows[1][name][2]:
@@ -710,8 +718,8 @@ def _plan(
                 f"  '{target}'  {rows[1][name][2]}  '{rows[1][name][1]}'"
             )
     dtypes = {name: dtype for name, (_, _, _, dtype) in rows[1].items() if name in made}
-    pool = (pages, count) if pages else None
-    move = transfer(*ends, shapes=shapes, dtype=dtypes, rules=rules, pages=pool, bucket_mb=bucket_mb)
+    both = (pages, count or 0) if pages else None
+    move = transfer(*ends, shapes=shapes, dtype=dtypes, rules=rules, pages=both, bucket_mb=bucket_mb)
     for carried in move.tensors:
         dtype, other = rows[0][carried.source_name][3], rows[1][carried.target_name][3]
         if dtype != other and not (_converts(dtype) and _converts(other)):

@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,11 +42,11 @@ from axes.algebra.page_links import Lists, PageLink, checked_pages
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.planning.boxes import Region, cut_box
 from axes.algebra.planning.exchange import Message
-from axes.algebra.transfer_ends import Codec
+from axes.algebra.transfer_ends import Codec, coded_bytes, raised_text
 from axes.algebra.transfers import Carriage, Transfer, part_of
 from axes.algebra.universe import Universe
 from axes.runtime import torch_private
-from axes.runtime.agreement import ranks_text
+from axes.runtime.agreement import MissedError, ranks_text
 from axes.runtime.check import Operation, lane_of, patience_of, together
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
 from axes.runtime.links import link_of
@@ -177,7 +178,7 @@ def _side(peers: Mapping[int, list[tuple[int, Message, int, int]]], tensors: Seq
         for (_, wire), group in coded.items():
             codec, values = tensors[group[0].tensor].codec, group[-1].start + group[-1].size
             assert codec is not None, "the pieces are grouped by it"
-            size = codec.nbytes(sum([place.count for place in group]), wire)
+            size = coded_bytes(codec, sum([place.count for place in group]), wire)
             parcels.append(Parcel(peer, tuple(group), at, size, codec, values))
             at += -(-size // _ALIGNED) * _ALIGNED
     return BucketSide(tuple(parcels), at)
@@ -223,8 +224,12 @@ class PageView:
 
 
 def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a dtype that can be indexed on every device, which those of eight bits and fewer can't."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+    """The same bytes in a dtype that can be indexed on every device."""
+    return x if x.element_size() > 8 else x.view(_INDEXED[x.element_size()])
+
+
+_INDEXED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: what torch indexes everywhere; not so most unsigned dtypes, and those of 8 bits."""
 
 
 View: TypeAlias = "torch.Tensor | PageView"
@@ -320,6 +325,7 @@ class TransferRun:
         """The group of all ranks of the transfer; None where nobody sends anything.
 
         Where the mesh has a time limit, that is the group's: a rank that never comes is an error on the others then.
+        A rank that has missed some of their attempts to connect takes part in the next one.
         """
         if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
             return None
@@ -328,7 +334,11 @@ class TransferRun:
             own = GroupOptions(timeout=binding.timeout, lane=_LANE)
             binding = replace(binding, lanes=(*binding.lanes, (_LANE, own)))
         union = Mesh("union", ranks=self.ranks)._with(binding=binding)
-        return group_of(union, union.layout_of_all, _LANE)
+        while True:
+            try:
+                return group_of(union, union.layout_of_all, _LANE)
+            except MissedError:
+                continue
 
     @cached_property
     def device(self) -> torch.device:
@@ -400,12 +410,17 @@ class TransferRun:
     def __call__(self, tensors: Mapping[str, Any], into: Mapping[str, Any] | None, pages: Any) -> dict[str, Any]:
         """The tensors that this rank has of the targets, from those that it has of the sources."""
         error: AxesError | None = None
+        told = 0
         held: Tensors = {}
         given: Tensors = {}
         lists: Lists | None = None
         try:
             lists = self._lists(pages)
+            if lists is not None and lists != self.lists:
+                self.take_pages(self.planned.of_pages(*lists))
+                self.lists = lists
             held, given = self._fitting(tensors, {} if into is None else into)
+            told = self._told_sizes
         except AxesError as failed:
             error = failed
         try:
@@ -413,9 +428,7 @@ class TransferRun:
         except DesyncError as failed:
             self._end_group(failed)
             raise
-        if lists is not None and lists != self.lists:
-            self.take_pages(self.move.of_pages(*lists))
-            self.lists = lists
+        self._agree_on_sizes(told)
         made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
         bound = self._bound(held, made, keep=all(made[name] is tensor for name, tensor in given.items()))
         try:
@@ -450,7 +463,7 @@ class TransferRun:
         self.move = listed
         if not same:
             self.bound = None
-            for found in ("buckets", "last"):
+            for found in ("buckets", "last", "_told_sizes"):
                 vars(self).pop(found, None)
             self.indices.clear()
         left = {*self.indices} if same else set()
@@ -475,7 +488,7 @@ class TransferRun:
         held, given = self._held(tensors), self._given(into)
         if self.move.pools is not None:
             for name, shape in self.shapes[1].items():
-                if shape is not None and given[name] is None:
+                if shape is not None and 0 not in shape and given[name] is None:
                     raise ShardingError(f"pages are written in place; pass {shortened(name)} of this rank in into=")
         kept = self._kept(into)
         memory = tuple([_memory_of(t) for t in (*held.values(), *kept.values(), *given.values())])
@@ -878,6 +891,32 @@ class TransferRun:
                 raise error
             raise self._disagreement(told, said)
 
+    @cached_property
+    def _told_sizes(self) -> int:
+        """A number that adds up to 0 over all ranks where both ends of each message of a codec say one size."""
+        found = 0
+        for number, sides in enumerate(self.buckets):
+            for side, sign in zip(sides, (1, -1), strict=True):
+                before = Counter[int]()
+                for parcel in (parcel for parcel in side.parcels if parcel.codec is not None):
+                    before[parcel.peer] += 1
+                    ends = (self.move.rank, self.ranks[parcel.peer])[::sign]
+                    text = f"{number} {ends} {before[parcel.peer]} {parcel.size} {parcel.values}"
+                    found += sign * int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+        return found
+
+    def _agree_on_sizes(self, told: int) -> None:
+        """`DesyncError` on all ranks where the codecs of two ranks say other sizes of one message."""
+        group = self.group
+        if group is None or all(one.codec is None for one in self.move.tensors):
+            return
+        found = torch.tensor([told], dtype=torch.int64, device=self.device)
+        together(self._operation, (), _added_up, group, found)
+        if found.item():
+            raise DesyncError(
+                f"{self.said}: the codecs of ranks say other sizes of one message; nbytes is the same on all ranks"
+            )
+
     def _agree_on_codec(self) -> None:
         """`DesyncError` on all ranks where a codec has failed on one: its messages have had no meaning."""
         group = self.group
@@ -886,7 +925,7 @@ class TransferRun:
         failed = torch.tensor([self.wrong is not None], dtype=torch.int64, device=self.device)
         together(self._operation, (), _greatest, group, failed)
         if failed.item():
-            mine = "" if self.wrong is None else f"{type(self.wrong).__name__}: {self.wrong}"
+            mine = "" if self.wrong is None else raised_text(self.wrong)
             told = map(json.loads, together(self._operation, (), _texts, group, json.dumps(mine), self.device))
             lines = [f"\n  rank {rank}: {text}" for rank, text in zip(self.ranks, told, strict=True) if text]
             self.arrived = -1
@@ -928,6 +967,10 @@ class TransferRun:
         if not whole and not rest:
             return f"rank {self.move.rank} gets no tensors"
         return f"whole on rank {self.move.rank}: {_listed(whole)}; not whole: {_listed(rest)}"
+
+
+def _added_up(group: dist.ProcessGroup, state: torch.Tensor) -> None:
+    link_of(group, state.dtype, True, "sum").all_reduce(state, "sum", True)
 
 
 def _greatest(group: dist.ProcessGroup, state: torch.Tensor) -> None:

@@ -34,7 +34,8 @@ from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, bytes_text
 from axes.algebra.redistribution import plan as plan_of
-from axes.algebra.transfers import Like, Transfer, names_in_spec, transfer
+from axes.algebra.transfer_ends import names_in_spec
+from axes.algebra.transfers import Like, Transfer, transfer
 from axes.show import timeline
 from axes.show.show import show
 from axes.show.transfer_sheet import facts_of_transfer
