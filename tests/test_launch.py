@@ -64,7 +64,7 @@ def lives(pid: int) -> bool:
     """Whether a process runs; one that ended and wasn't waited for doesn't."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while its file is read
         return False
 
 

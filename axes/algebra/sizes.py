@@ -88,7 +88,7 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
 
 
 def checked_shape(shape: object) -> tuple[int, ...]:
-    """A shape as a tuple of plain `int`; `SizeError` for what isn't whole numbers from 0, or more than torch can count.
+    """A shape as a tuple of plain `int`; `SizeError` for what isn't whole numbers from 0.
 
     >>> checked_shape([4, 8])
     (4, 8)
@@ -96,6 +96,12 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     found = whole_numbers(shape)
     if found is None or any(extent < 0 for extent in found):
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
+    return found
+
+
+def checked_tensor_shape(shape: object) -> tuple[int, ...]:
+    """The same of a tensor that torch can have; `SizeError` for one of more elements than torch can count."""
+    found = checked_shape(shape)
     if math.prod(found) >= 2**63:
         raise SizeError(f"a tensor has fewer than 2**63 elements; found the shape {shown(list(found))}")
     return found

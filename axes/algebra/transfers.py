@@ -48,7 +48,7 @@ from axes.algebra.plan import bytes_text, itemsize_of
 from axes.algebra.planning.boxes import volume
 from axes.algebra.planning.exchange import Balance, Deal, Exchange
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, checked_shape, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
 from axes.algebra.transfer_ends import Codec, End, EndsOfSpecs, Meshes, check_patterns, codec_text, matching, mesh_for
 from axes.algebra.universe import Universe
 
@@ -626,7 +626,7 @@ def transfer(
     for name in sorted(sources):
         if name not in shapes:
             raise ShardingError(f"shapes lacks {shortened(name)}{suggestion(name, shapes)}")
-        wholes[name] = checked_shape(getattr(shapes[name], "shape", shapes[name]))
+        wholes[name] = checked_tensor_shape(getattr(shapes[name], "shape", shapes[name]))
     ends = EndsOfSpecs(given_sizes, table)
     change = None if table is None else table.applied(wholes)
     made = wholes if change is None else change.targets

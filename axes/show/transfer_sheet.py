@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from axes.algebra.errors import MeshError
@@ -314,11 +314,11 @@ def _who(counts: Mapping[int, int]) -> list[int]:
 def _between(move: Transfer, room: Room) -> Board:
     """How much each rank that has tensors sends to each that gets some."""
 
-    @cache
+    @lru_cache(maxsize=64)
     def view(rank: int) -> Transfer:
         return move if rank == move.rank else move.at(rank)
 
-    @cache
+    @lru_cache(maxsize=64)
     def came(rank: int) -> dict[int, int]:
         """Bytes by the rank that they come from."""
         return _by_peer(step.receives for step in view(rank).steps)
