@@ -27,6 +27,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -89,6 +90,7 @@ def carry_out(
 ) -> dict[str, Any]:
     """Carry a transfer out on this rank; see `Transfer.__call__`."""
     run = run_of(move)
+    run.keep_to_limit()
     if run.group is None and not run.takes_part:
         return {}
     with torch.no_grad():
@@ -313,6 +315,7 @@ class TransferRun:
         self.bound: Bound | None = None
         self.fitting: tuple[Any, ...] | None = None
         self.seen: dict[tuple[int, str], Any] = {}
+        self.limit: timedelta | None = None
         self.scratch: torch.Tensor | None = None
         self.wrong: Exception | None = None
         self.lists: Lists | None = None
@@ -330,8 +333,8 @@ class TransferRun:
         if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
             return None
         binding = self.mesh.binding
-        if binding.timeout is not None and binding.device_type == "cpu":
-            own = GroupOptions(timeout=binding.timeout, lane=_LANE)
+        if self.limit is not None and binding.device_type == "cpu":
+            own = GroupOptions(timeout=self.limit, lane=_LANE)
             binding = replace(binding, lanes=(*binding.lanes, (_LANE, own)))
         union = Mesh("union", ranks=self.ranks)._with(binding=binding)
         while True:
@@ -339,6 +342,13 @@ class TransferRun:
                 return group_of(union, union.layout_of_all, _LANE)
             except MissedError:
                 continue
+
+    def keep_to_limit(self) -> None:
+        """Connect anew where ranks of the mesh wait for another time by now."""
+        limit = None if self.mesh is None else current_world().limits.get(self.mesh, self.mesh.binding.timeout)
+        if limit != self.limit:
+            vars(self).pop("group", None)
+        self.limit = limit
 
     @cached_property
     def device(self) -> torch.device:

@@ -133,6 +133,9 @@ def init_mesh(
         _refuse(world, named, error)
         raise
     _agree(world, mesh)
+    world.limits.pop(mesh, None)
+    if waits is not None:
+        world.limits[mesh] = waits
     return mesh
 
 
