@@ -452,7 +452,7 @@ def anything(rng: random.Random) -> Any:
             return rng.choice(OTHERS)()
 
 
-LONG = 10_000
+MOST_ITEMS = 10_000
 """What is longer isn't changed element by element: a range may be longer than memory."""
 
 
@@ -468,7 +468,7 @@ def instead_of(rng: random.Random, right: Any, foreign: list[Any]) -> Any:
         return rng.choice(TENSORS)()
     if isinstance(right, bool | int | float):
         return rng.choice(NUMBERS)
-    if isinstance(right, tuple | list | range) and 0 < len(right[:LONG]) < LONG:
+    if isinstance(right, tuple | list | range) and 0 < len(right[:MOST_ITEMS]) < MOST_ITEMS:
         changed = list(right)
         for _ in range(rng.choice((1, 1, 2))):
             match rng.randrange(4):

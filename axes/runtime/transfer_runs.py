@@ -332,7 +332,7 @@ class TransferRun:
         """
         if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
             return None
-        binding = self.mesh.binding
+        binding = replace(self.mesh.binding, timeout=self.limit)
         if self.limit is not None and binding.device_type == "cpu":
             own = GroupOptions(timeout=self.limit, lane=_LANE)
             binding = replace(binding, lanes=(*binding.lanes, (_LANE, own)))
