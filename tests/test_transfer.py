@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import axes
-from axes.algebra import transfers
+from axes.algebra import buckets, transfers
+from axes.algebra.buckets import Carriage, part_of
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, SizeError
 from axes.algebra.sharding import Sharding
-from axes.algebra.transfers import Carriage, Transfer, part_of
-from axes.runtime import torch_private, transfer_runs
+from axes.algebra.transfers import Transfer
+from axes.runtime import parcels, torch_private, transfer_runs
 from tests.transfer_cases import WORLD, case
 
 # --- by brute force -------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_every_element_arrives_once_and_no_byte_more_is_sent(seed):
 @given(st.integers(0, 10**6))
 def test_holders_of_the_same_share_what_they_send(seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfers, "SMALLEST", 0)  # or nothing here would be large enough to be cut
+        patch.setattr(buckets, "SMALLEST", 0)  # or nothing here would be large enough to be cut
         move = case(seed).plan(axes.Mesh)
         found = [carried(move, number)["sends"] for number in range(len(move.tensors))]
     for one, sends in zip(move.tensors, found, strict=True):
@@ -204,7 +205,7 @@ def carry_out_cases(first: int, last: int) -> int:
     patch = pytest.MonkeyPatch()
     for seed in range(first, last):
         drawn = case(seed)
-        patch.setattr(transfer_runs, "DIRECT", 16 if seed % 3 else 2**20)
+        patch.setattr(parcels, "DIRECT", 16 if seed % 3 else 2**20)
         move = drawn.plan(make).at(rank)
         wholes = {one.source_name: whole_of(one.source_name, one.shape, str(one.dtypes[0])) for one in move.tensors}
         tensors, expected = {}, {}
@@ -573,6 +574,22 @@ def test_tensors_of_ranks_within_other_tensors_ranks_share_their_buckets():
     assert [step.bytes_in for step in move.at(5).steps] == [256, 256]
 
 
+def test_experts_on_ranks_of_their_own_fill_the_same_buckets():
+    """Four experts on two ranks each, and a tensor on all eight: a bucket has a piece of each, as ranks have room."""
+    here, there = axes.Mesh("ep=4 dp=2"), axes.Mesh("dp=2 ep=4", ranks=range(8, 16))
+    names = [f"experts.{expert}.{part}" for expert in range(4) for part in ("up", "down")]
+    specs, shapes = dict.fromkeys(["all", *names], "f d"), dict.fromkeys(["all", *names], (16, 16))
+    sources = {"all": here, **{name: here.at(2 * int(name[8]))["dp"] for name in names}}
+    targets = {"all": there, **{name: there.at(8 + int(name[8]))["dp"] for name in names}}
+    move = axes.transfer(specs, specs, sources, targets, shapes, bucket_mb=1 / 1024)
+    assert all(one.source.universe.size == one.target.universe.size == 2 for one in move.tensors[1:])
+    loads = [[(step.bytes_in, step.bytes_out) for step in move.at(rank).steps] for rank in range(16)]
+    assert max(size for of_rank in loads for both in of_rank for size in both) <= 1024
+    pieces = {one.source_name: one.pieces for one in move.tensors}
+    # No rank has room for more: it may have to send all of what it has to all that lack it.
+    assert len(move.buckets) == pieces["all"] + pieces["experts.0.up"] + pieces["experts.0.down"] == 12
+
+
 def test_a_rank_copies_what_it_has():
     mesh, turned = axes.Mesh("tp=4"), axes.Mesh("tp=4", ranks=(2, 3, 0, 1))
     same = axes.transfer({"w": "a@tp b"}, {"w": "a b"}, mesh, mesh, {"w": (8, 8)})
@@ -708,7 +725,7 @@ def carry_encoded(first: int, last: int) -> int:
     patch = pytest.MonkeyPatch()
     for seed in range(first, last):
         drawn = case(seed)
-        patch.setattr(transfer_runs, "DIRECT", 16 if seed % 3 else 2**20)
+        patch.setattr(parcels, "DIRECT", 16 if seed % 3 else 2**20)
         plain = drawn.plan(make).at(rank)
         with patch.context() as coded:
             coded.setattr(axes, "transfer", functools.partial(axes.transfer, codec=Halves(4 + seed % 5)))

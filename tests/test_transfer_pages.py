@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import axes
-from axes.algebra import transfers
+from axes.algebra import buckets
 from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.page_links import PageLink
 from axes.algebra.transfers import Transfer
@@ -159,7 +159,7 @@ def test_every_page_arrives_once_and_no_byte_more_is_sent(drawn: Drawn):
 @given(drawn_cases)
 def test_holders_of_a_page_share_what_they_send(drawn: Drawn):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfers, "SMALLEST", 0)
+        patch.setattr(buckets, "SMALLEST", 0)
         plan = drawn.plan(axes.Mesh)
         lists = list(range(drawn.pools[0])), list(range(drawn.pools[0]))
         if drawn.pools[0] > drawn.pools[1]:

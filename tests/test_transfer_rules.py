@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import axes
+from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.transfers import Transfer
-from axes.runtime import transfer_runs
+from axes.runtime import parcels
 from tests import transfer_cases
 from tests.test_layout_rules import rule, used_sizes
 from tests.test_transfer import indices, same_bits, strided, tile_of
@@ -164,6 +165,34 @@ def test_every_element_of_a_part_arrives_once_and_no_byte_more_is_sent(drawn: Dr
                 rounded = sum(16 * len(step.ranks) for _ in step.pieces)
                 assert max(step.bytes_in, step.bytes_out) <= plan.bucket_bytes + rounded
     assert move.inverse.inverse.described == move.described
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn_cases)
+def test_a_part_counts_in_a_bucket_with_what_a_rank_has_of_it_at_most(drawn: Drawn):
+    move = drawn.plan(axes.Mesh)
+    for plan in (move, move.inverse):
+        for one in plan.tensors:
+            for side, end in enumerate((one.source, one.target)):
+                if one.link is None:
+                    continue
+                cut = one.link.pieces(side, end)
+                every = [[pieces.number(position) for pieces in cut] for position in range(end.universe.size)]
+                tiles = [[pieces.runs(at) for pieces, at in zip(cut, numbers, strict=True)] for numbers in every]
+                assert one.link.largest(side, end) == max(math.prod(tile_shape(tile)) for tile in tiles)
+                alike = one.link.like(one.source, one.target).pieces(side, end)
+                assert [[pieces.runs(at) for pieces, at in zip(alike, each, strict=True)] for each in every] == tiles
+
+
+def test_experts_that_are_stacked_share_buckets_where_ranks_have_little_of_each():
+    shapes = {f"experts.{e}.up": (64, 32) for e in range(16)}
+    specs = dict.fromkeys(shapes, "f@a d")
+    rules = {"experts.{e}.up": ("up", "e f d -> e f d")}
+    meshes = axes.Mesh("a=8"), axes.Mesh("a=8", ranks=range(8, 16))
+    move = axes.transfer(specs, {"up": "e f@a d"}, *meshes, shapes, rules=rules, bucket_mb=8 / 1024)
+    # A rank has 8 of the 64 rows of each expert, 1 KiB, on either side.
+    assert list(map(len, move.buckets)) == list(map(len, move.inverse.buckets)) == [8, 8]
+    assert move.tensors[0].kind == move.tensors[9].kind
 
 
 def carry_out(drawn: Drawn) -> None:
@@ -453,7 +482,7 @@ def carry_tied(tied: Tied) -> None:
     wanted = {one.target_name: tile_of(made, one.target, rank) for one in move.tensors}
     into = {name: strided(x, (tied.seed + at) % 4) for at, (name, x) in enumerate(wanted.items()) if x is not None}
     patch = pytest.MonkeyPatch()
-    patch.setattr(transfer_runs, "DIRECT", 16 if tied.seed % 2 else 2**18)
+    patch.setattr(parcels, "DIRECT", 16 if tied.seed % 2 else 2**18)
     for given_into in (None, into, dict(list(into.items())[1:])):
         found = move(held, None if tied.seed % 3 == 0 else given_into)
         assert found.keys() == {name for name, x in wanted.items() if x is not None}

@@ -54,9 +54,9 @@ class NamePattern:
         return tuple(found)
 
     @property
-    def ends(self) -> tuple[str, str]:
-        """What a name begins and ends with: most other names differ there."""
-        return self._parts[0], self._parts[-1]
+    def texts(self) -> list[str]:
+        """What stands between its marks."""
+        return self._parts[::2]
 
     @functools.cached_property
     def stars(self) -> int:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, pairs_of, sizes_of_rule
+from axes.algebra.name_patterns import NameIndex
 from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
 
@@ -158,17 +159,17 @@ class LayoutRules:
     @staticmethod
     def _index(
         sides: Sequence[tuple[NamePattern, ...]],
-    ) -> tuple[dict[str, list[tuple[int, int]]], list[tuple[int, int, NamePattern, str, str]]]:
+    ) -> tuple[dict[str, list[tuple[int, int]]], list[tuple[int, int, NamePattern]], NameIndex]:
         """Plain names with their rules, and patterns with theirs: a table may name 100,000 tensors one by one."""
         plain: dict[str, list[tuple[int, int]]] = {}
         patterns = []
         for rule, side in enumerate(sides):
             for slot, pattern in enumerate(side):
                 if pattern.stars or pattern.counters:
-                    patterns.append((rule, slot, pattern, *pattern.ends))
+                    patterns.append((rule, slot, pattern))
                 else:
                     plain.setdefault(pattern.text, []).append((rule, slot))
-        return plain, patterns
+        return plain, patterns, NameIndex(pattern.texts for _, _, pattern in patterns)
 
     @property
     def inverse(self) -> LayoutRules:
@@ -295,11 +296,9 @@ class LayoutRules:
         return next(self._matching(side, name), None)
 
     def _matching(self, side: int, name: str) -> Iterator[tuple[_Instance, int, tuple[int, ...]]]:
-        plain, patterns = self._sides[side]
+        plain, patterns, index = self._sides[side]
         waiting = list(plain.get(name, ()))
-        for rule, slot, pattern, first, last in patterns:
-            if not (name.endswith(last) and name.startswith(first)):
-                continue
+        for rule, slot, pattern in map(patterns.__getitem__, index.candidates(name)):
             while waiting and waiting[0][0] < rule:
                 before, there = waiting.pop(0)
                 yield _Instance(before, ()), there, ()

@@ -88,6 +88,10 @@ class PageLink:
         shape[self.dim] = sharding.dims[self.dim].pieces  # one page each
         return max(map(count, self.runs[side])) * sharding.largest_tile(shape)
 
+    def like(self, *ends: Sharding) -> PageLink:
+        """Lists are not alike."""
+        return self
+
     def boxes(self, region: Region) -> list[Region]:
         """A box of a tile is one box."""
         return [region]

@@ -1,14 +1,14 @@
 """What a transfer is told: how tensors lie, on which meshes, what encodes them; by name or by patterns of names.
 
->>> mesh_for("layers.1.w", {"layers.0.*": Mesh("dp=2"), "*": Mesh("pp=2 tp=2")}, "source").axis_names
+>>> mesh_of = meshes_by_name({"layers.0.*": Mesh("dp=2"), "*": Mesh("pp=2 tp=2")}, "source")
+>>> mesh_of("layers.1.w").axis_names
 ('pp', 'tp')
 """
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from axes.algebra.grammar import parse_spec
 from axes.algebra.layout import Layout, digits
 from axes.algebra.layout_rules import LayoutRules
 from axes.algebra.mesh import Mesh
+from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import whole_number
@@ -105,21 +106,36 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
     return Sharding(small, tuple(dims))
 
 
-def mesh_for(name: str, given: Meshes | None, side: str) -> Mesh | None:
-    """The mesh of a tensor, from one for all or from patterns of names; `MeshError` where none matches."""
+def meshes_by_name(given: Meshes | None, side: str) -> Callable[[str], Mesh | None]:
+    """The mesh of each tensor, from one for all or from patterns of names; `MeshError` where none matches."""
+    found_of = by_name(given)
+
+    def mesh_of(name: str) -> Mesh | None:
+        found = found_of(name)
+        if not isinstance(given, Mapping):
+            return given
+        if found is None:
+            raise MeshError(f"no pattern of {side}_mesh matches {shortened(name)}: {', '.join(map(shortened, given))}")
+        return checked_mesh(found)
+
+    return mesh_of
+
+
+def by_name(given: Any) -> Callable[[str], Any]:
+    """What is said of each name: one value for all, or that of the name itself, or of the first pattern that matches.
+
+    >>> [by_name({"*.b": 1, "*": 2, "a.b": 3})(name) for name in ("a.b", "c.b", "c")]
+    [3, 1, 2]
+    """
     if not isinstance(given, Mapping):
-        return given
-    found = matching(given, name)
-    if found is None:
-        raise MeshError(f"no pattern of {side}_mesh matches {shortened(name)}: {', '.join(map(shortened, given))}")
-    return checked_mesh(found)
+        return lambda name: given
+    patterns = NamePatterns(given)
 
+    def value_of(name: str) -> Any:
+        pattern = name if name in given else patterns.first(name)
+        return None if pattern is None else given[pattern]
 
-def matching(patterns: Mapping[str, Any], name: str) -> Any:
-    """The value of the first pattern that matches a name."""
-    if name in patterns:
-        return patterns[name]
-    return next((value for pattern, value in patterns.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    return value_of
 
 
 def names_in_spec(spec: str) -> frozenset[str]:
@@ -129,8 +145,10 @@ def names_in_spec(spec: str) -> frozenset[str]:
 
 def check_patterns(what: str, patterns: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
     """`ShardingError` for a pattern of dtype= or codec= that no target has."""
-    for pattern in patterns:
-        if pattern not in targets and not any(fnmatch.fnmatchcase(name, pattern) for name in targets):
+    table = NamePatterns(patterns)
+    used = {number for name in targets for number in table.numbers(name)}
+    for number, pattern in enumerate(table.patterns):
+        if pattern not in targets and number not in used:
             raise ShardingError(f"{shortened(pattern)} of {what}= matches no target{suggestion(pattern, targets)}")
 
 

@@ -7,9 +7,8 @@
 A rank that needs an element gets it once: its own copy where it has one, else from a rank that holds it. Holders of
 the same share what is wanted of them evenly, within a node first (see `axes.algebra.planning.exchange`).
 
-Tensors go in buckets, one exchange each. Which tensors are in a bucket follows from bounds that hold for every rank,
-so that each rank plans its own part by itself. A tensor of which some rank has more than a bucket goes in several
-pieces: piece i of n is that part of every message about it.
+Tensors go in buckets, one exchange each (see `axes.algebra.buckets`). What goes in which follows from bounds that hold
+for every rank, so that each rank plans its own part by itself.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 from axes.algebra import seam
+from axes.algebra.buckets import Carriage, Kind, Link, TensorPiece, balance, bucketed, firsts, part_of
 from axes.algebra.chunks import Tile
 from axes.algebra.cost import CostModel, Traffic
 from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
@@ -32,7 +31,6 @@ from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
-from axes.algebra.opaque import Dtype
 from axes.algebra.page_links import (
     Lists,
     PageLink,
@@ -44,90 +42,23 @@ from axes.algebra.page_links import (
     sorted_link,
 )
 from axes.algebra.piece_links import PieceLink
-from axes.algebra.plan import bytes_text, itemsize_of
+from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
 from axes.algebra.planning.boxes import volume
-from axes.algebra.planning.exchange import Balance, Deal, Exchange
+from axes.algebra.planning.exchange import Deal, Exchange
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
-from axes.algebra.transfer_ends import Codec, End, EndsOfSpecs, Meshes, check_patterns, codec_text, matching, mesh_for
-from axes.algebra.universe import Universe
-
-Link = PieceLink | PageLink
-"""What says which elements of both tensors are the same, where these aren't both of them as they are."""
-
-Kind = tuple[Sharding, Sharding, tuple[int, ...], Link | None]
-"""Source, target, shape and link: what an exchange follows from. Many tensors of a model have it in common."""
-
-SMALLEST = 4096
-"""Elements that a holder may always send: what is smaller isn't cut to share it more evenly."""
-
-SLACK = 1.1
-"""How many times its even share a holder may send."""
+from axes.algebra.transfer_ends import (
+    Codec,
+    End,
+    EndsOfSpecs,
+    Meshes,
+    by_name,
+    check_patterns,
+    codec_text,
+    meshes_by_name,
+)
 
 _NODE = 8
-
-
-@dataclass(frozen=True)
-class Carriage:
-    """One tensor of a transfer, or a part of one that is a part of another: where it comes from, and where it goes.
-
-    shape: of the tensor; of a part the extents of its link. source, target: shardings whose meshes are just the ranks
-    that have the tensor.
-    dtypes: at the source, None where that isn't known; and in which it travels and arrives.
-    link: which part of the source it is, and of the target. pieces: in how many pieces it goes. codec: what its
-    messages are encoded by.
-    """
-
-    source_name: str
-    target_name: str
-    shape: tuple[int, ...]
-    source: Sharding
-    target: Sharding
-    dtypes: tuple[str | None, str | None]
-    link: Link | None = None
-    pieces: int = 1
-    codec: Codec | None = None
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The whole shapes of both tensors."""
-        return (self.shape, self.shape) if self.link is None else self.link.shapes
-
-    @property
-    def tile(self) -> Tile:
-        """The elements of the target that it is."""
-        return tuple([((0, size),) for size in self.shape]) if self.link is None else self.link.tile(1)
-
-    @property
-    def inverse(self) -> Carriage:
-        """The way back."""
-        dtypes = self.dtypes[1] or self.dtypes[0], self.dtypes[0] or self.dtypes[1]
-        return replace(
-            self,
-            source_name=self.target_name,
-            target_name=self.source_name,
-            shape=self.shape if self.link is None else self.link.inverse.extents,
-            source=self.target,
-            target=self.source,
-            dtypes=dtypes,
-            link=None if self.link is None else self.link.inverse,
-            codec=self.codec if dtypes[1] is None or "float" in dtypes[1] else None,
-        )
-
-    @property
-    def wire(self) -> str:
-        """The dtype of an element on its way, float32 where it isn't known."""
-        return self.dtypes[1] or self.dtypes[0] or "float32"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element on its way, before it is encoded."""
-        return itemsize_of(self.wire)
-
-    @property
-    def kind(self) -> Kind:
-        """What its exchange follows from."""
-        return self.source, self.target, self.shape, self.link
 
 
 @dataclass(frozen=True)
@@ -144,14 +75,6 @@ class Like:
 
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass(frozen=True)
-class TensorPiece:
-    """A tensor in a bucket: its number among the tensors, and which of its pieces."""
-
-    tensor: int
-    piece: int
 
 
 @dataclass(frozen=True)
@@ -305,7 +228,7 @@ class Transfer:
     def tied(self) -> Mapping[int, tuple[int, ...]]:
         """Of tensors that are the same elements on the same ranks the first, with the others: they arrive as one."""
         found: dict[int, tuple[int, ...]] = {}
-        for number, first in enumerate(_firsts(self.tensors)):
+        for number, first in enumerate(firsts(self.tensors)):
             if number != first:
                 found[first] = (*found.get(first, ()), number)
         return found
@@ -319,7 +242,7 @@ class Transfer:
         def found(kind: Kind) -> Deal:
             source, target, shape, link = kind
             knots = None if link is None else (link.pieces(0, source), link.pieces(1, target))
-            first, fixed = source.universe.rank(0), Balance(SMALLEST, SLACK)
+            first, fixed = source.universe.rank(0), balance()
             ends, nodes, in_tiles = (source, target), self.ranks_per_node, link is None or link.in_tiles
             return Deal(*ends, shape, None, first, Layout(), nodes, fixed, knots, in_tiles)
 
@@ -333,7 +256,10 @@ class Transfer:
             ends, link = (kind[0].universe.position(self.rank), kind[1].universe.position(self.rank)), kind[3]
             if ends == (None, None):
                 return None
-            exchange = self._deal(kind).exchange(self.rank)
+            deal = self._deal(kind)
+            if deal.holding(self.rank) is None and deal.wanting(self.rank) is None:
+                return None
+            exchange = deal.exchange(self.rank)
             return exchange if link is None or link.in_tiles else exchange.in_boxes(link.boxes)
 
         return functools.lru_cache(maxsize=4096)(found)
@@ -362,11 +288,12 @@ class Transfer:
                 if exchange is None:
                     continue
                 one = self.tensors[piece.tensor]
+                itemsize = one.itemsize
                 for side, messages in ((sends, exchange.sends), (receives, exchange.receives)):
                     for message in messages:
                         start, stop = part_of(message.count, piece.piece, one.pieces)
                         peer = exchange.ranks[message.peer]
-                        side[peer] = side.get(peer, 0) + (stop - start) * one.itemsize
+                        side[peer] = side.get(peer, 0) + (stop - start) * itemsize
             found.append(BucketTraffic(number, pieces, _filled(sends), _filled(receives)))
         return tuple(found)
 
@@ -411,7 +338,7 @@ class Transfer:
         received: dict[int, int] = dict.fromkeys(self.ranks, 0)
         sent: dict[int, int] = dict.fromkeys(self.ranks, 0)
         sizes: dict[Kind, int] = {}
-        for one in [self.tensors[number] for number in {*_firsts(self.tensors)}]:
+        for one in [self.tensors[number] for number in {*firsts(self.tensors)}]:
             sizes[one.kind] = sizes.get(one.kind, 0) + one.itemsize
         for kind, size in sizes.items():
             deal = self._deal(kind)
@@ -482,7 +409,7 @@ class Transfer:
     def __str__(self) -> str:
         received, sent = self.totals.received, self.totals.sent
         read = {(one.source_name, one.link and one.link.offsets[0]) for one in self.tensors}
-        apart = len(read) < len({*_firsts(self.tensors)}) or self.equal
+        apart = len(read) < len({*firsts(self.tensors)}) or self.equal
         least = "tied tensors that lie otherwise each by itself" if apart else "which is the least"
         coded = sum(one.codec is not None for one in self.tensors)
         lines = [
@@ -532,27 +459,18 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}"
 
 
-def _firsts(tensors: Sequence[Carriage]) -> list[int]:
-    """For each tensor the number of the first that brings the same elements to the same ranks."""
-    # Shardings take long to hash, and few tensors begin where another does.
-    seen: dict[Any, list[int]] = {}
-    found = []
-    for at, one in enumerate(tensors):
-        others = seen.setdefault((one.source_name, one.link and one.link.offsets), [])
-        mine = one.kind, one.dtypes, one.codec
-        same = (at for at in others if (tensors[at].kind, tensors[at].dtypes, tensors[at].codec) == mine)
-        found.append(next(same, at))
-        others.extend([at] if found[-1] == at else [])
-    return found
-
-
-def part_of(count: int, piece: int, pieces: int) -> tuple[int, int]:
-    """The elements of a message that go in one of several pieces.
-
-    >>> [part_of(10, piece, 3) for piece in range(3)]
-    [(0, 3), (3, 6), (6, 10)]
-    """
-    return count * piece // pieces, count * (piece + 1) // pieces
+def _bucketed(
+    tensors: Iterable[Carriage],
+    bucket_bytes: int,
+    rank: int,
+    ranks_per_node: int,
+    home: Mesh | None,
+    equal: tuple[Carriage, ...],
+    idle: tuple[frozenset[str], frozenset[str]],
+) -> Transfer:
+    """The transfer of these tensors, in buckets of at most `bucket_bytes`."""
+    found, buckets = bucketed(tensors, bucket_bytes)
+    return Transfer(found, buckets, bucket_bytes, rank, ranks_per_node, home, equal, idle)
 
 
 # --- from what users write ------------------------------------------------------------------------
@@ -634,10 +552,10 @@ def transfer(
         _check_targets(change, targets, table)
 
     def shardings(side: str, specs: Mapping[str, End], meshes: Meshes | None, shapes: Any) -> dict[str, Sharding]:
-        found = {}
+        found, mesh_of = {}, meshes_by_name(meshes, side)
         for name, shape in sorted(shapes.items()):
             try:
-                found[name] = ends.sharding(specs[name], mesh_for(name, meshes, side), shape, side)
+                found[name] = ends.sharding(specs[name], mesh_of(name), shape, side)
             except AxesError as error:
                 raise type(error)(f"{error}\n  of the tensor {shortened(name)}, {shown(list(shape))}") from None
         return found
@@ -654,14 +572,16 @@ def transfer(
         pools, made = _pools(page_dims, wholes, count)
     after = shardings("target", targets, target_mesh, made)
 
+    dtype_of, codec_of = by_name(dtype), by_name(codec)
+
     def carriage(source: str, target: str, link: Link | None) -> Carriage:
         own = getattr(shapes[source], "dtype", None)
-        known = None if own is None else _dtype_name(own)
-        wanted = matching(dtype, target) if isinstance(dtype, Mapping) else dtype
-        dtypes = known, known if wanted is None else _dtype_name(wanted)
+        known = None if own is None else dtype_name(own)
+        wanted = dtype_of(target)
+        dtypes = known, known if wanted is None else dtype_name(wanted)
         shape = wholes[source] if link is None else link.extents
         made = Carriage(source, target, shape, before[source], after[target], dtypes, link)
-        coder = matching(codec, target) if isinstance(codec, Mapping) else codec
+        coder = codec_of(target)
         if coder is None or "float" not in made.wire:
             return made
         codec_text(coder, made.wire)
@@ -799,93 +719,3 @@ def _checked_bucket(bucket_mb: object) -> int:
     if number is None or not 0 < number <= 2**20:
         raise SizeError(f"bucket_mb is a number of MiB above 0; found {shown(bucket_mb)}")
     return max(1, int(number * 2**20))
-
-
-def _dtype_name(dtype: str | Dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    itemsize_of(name)
-    return name
-
-
-# --- buckets --------------------------------------------------------------------------------------
-
-
-def _bucketed(
-    tensors: Iterable[Carriage],
-    bucket_bytes: int,
-    rank: int,
-    ranks_per_node: int,
-    home: Mesh | None,
-    equal: tuple[Carriage, ...],
-    idle: tuple[frozenset[str], frozenset[str]],
-) -> Transfer:
-    """The transfer of these tensors, in buckets that no rank fills by more than `bucket_bytes` on either side."""
-    most = functools.lru_cache(maxsize=4096)(_most)
-    found, sizes = [], []
-    for one in tensors:
-        sent, received = (count * one.itemsize for count in most(*one.kind))
-        pieces = max(1, -(-max(sent, received) // bucket_bytes))
-        found.append(replace(one, pieces=pieces))
-        sizes.append((-(-sent // pieces), -(-received // pieces)))
-    buckets: list[tuple[TensorPiece, ...]] = []
-    bucket: list[TensorPiece] = []
-    loads: dict[tuple[int, int], int] = {}
-    sources, targets = _apart(one.source.universe for one in found), _apart(one.target.universe for one in found)
-    for piece in _interleaved(found):
-        one = found[piece.tensor]
-        ends = (0, sources[one.source.universe]), (1, targets[one.target.universe])
-        loaded = [loads.get(end, 0) + size for end, size in zip(ends, sizes[piece.tensor], strict=True)]
-        if bucket and max(loaded) > bucket_bytes:
-            buckets.append(tuple(bucket))
-            bucket, loads, loaded = [], {}, list(sizes[piece.tensor])
-        bucket.append(piece)
-        loads.update(zip(ends, loaded, strict=True))
-    buckets += [tuple(bucket)] if bucket else []
-    return Transfer(tuple(found), tuple(buckets), bucket_bytes, rank, ranks_per_node, home, equal, idle)
-
-
-def _apart(universes: Iterable[Universe]) -> dict[Universe, int]:
-    """A number for each universe, the same for those that have ranks in common, directly or by way of others."""
-    first: dict[int, Universe] = {}
-    found: dict[Universe, int] = {}
-    for number, universe in enumerate(dict.fromkeys(universes)):
-        found[universe] = number
-        met = {number, *(found[first.setdefault(rank, universe)] for rank in universe.ranks)}
-        if len(met) > 1:
-            found.update({other: number for other, of in found.items() if of in met})
-    return found
-
-
-def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: Link | None) -> tuple[int, int]:
-    """The most elements that any rank sends of a tensor, and that any receives: bounds, without a look at ranks."""
-    held, wanted = (
-        min(math.prod(shape), end.largest_tile(shape) if link is None else link.largest(side, end))
-        for side, end in enumerate((source, target))
-    )
-    if not held or not wanted:
-        return 0, 0
-    copies = target.universe.size // _pieces(target)
-    total = copies * held
-    sent = Balance(SMALLEST, SLACK).limit(total, source.universe.size // _pieces(source))
-    return min(total, sent), wanted
-
-
-def _pieces(sharding: Sharding) -> int:
-    return math.prod(axis.size for dim in sharding.dims for axis in dim.axes)
-
-
-def _interleaved(tensors: Sequence[Carriage]) -> list[TensorPiece]:
-    """All pieces, those of tensors on different ranks in turn: then all ranks are busy all the time."""
-    groups: dict[tuple[Universe, Universe], list[int]] = {}
-    for number, first in enumerate(_firsts(tensors)):
-        if number == first:
-            one = tensors[number]
-            groups.setdefault((one.source.universe, one.target.universe), []).append(number)
-    placed = []
-    for group in groups.values():
-        count, at = sum(tensors[number].pieces for number in group), 0
-        for number in group:
-            for piece in range(tensors[number].pieces):
-                placed.append((Fraction(2 * at + 1, 2 * count), number, piece))
-                at += 1
-    return [TensorPiece(number, piece) for _, number, piece in sorted(placed)]

@@ -249,8 +249,8 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
 def _strided(grid: Grid) -> Pack:
     sizes, strides, offset = grid.sizes, grid.strides, grid.offset
     if offset == 0:
-        return lambda tile: tile.as_strided(sizes, strides).contiguous()
-    return lambda tile: tile.as_strided(sizes, strides, tile.storage_offset() + offset).contiguous()
+        return lambda tile: torch.as_strided_copy(tile, sizes, strides)
+    return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
 
 
 def _lengthened(pack: Pack, count: int, size: int) -> Pack:
@@ -294,7 +294,7 @@ def unpacker(places: Places, shape: Shape) -> Pack:
         read = zip(places.strides, places.sizes, strides_of(places.sizes), strict=True)
         ordered = sorted(read, key=lambda mode: -mode[0])
         sizes, strides = tuple(mode[1] for mode in ordered), tuple(mode[2] for mode in ordered)
-        return lambda buffer: buffer.as_strided(sizes, strides, buffer.storage_offset()).reshape(shape).contiguous()
+        return lambda buffer: torch.reshape(torch.as_strided_copy(buffer, sizes, strides), shape)
     write = filler(places, shape)
 
     def unpack(buffer: torch.Tensor) -> torch.Tensor:
@@ -363,6 +363,17 @@ def is_written_twice(x: torch.Tensor) -> bool:
             return x.numel() > 0
         reach += stride * (size - 1)
     return False
+
+
+def is_freed(x: torch.Tensor) -> bool:
+    """Whether the storage of a tensor has been resized to less than the tensor takes.
+
+    >>> x = torch.zeros(4)
+    >>> _ = x.untyped_storage().resize_(0)
+    >>> is_freed(x)
+    True
+    """
+    return x.numel() > 0 and x.storage_offset() * x.element_size() + _last(x) + 1 > x.untyped_storage().nbytes()
 
 
 def _steps(x: torch.Tensor) -> list[tuple[int, int]]:

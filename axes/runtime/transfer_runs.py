@@ -20,66 +20,55 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import math
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.chunks import Tile, tile_shape
+from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.mesh import Mesh
-from axes.algebra.page_links import Lists, PageLink, checked_pages
-from axes.algebra.piece_links import PieceLink
-from axes.algebra.planning.boxes import Region, cut_box
-from axes.algebra.planning.exchange import Message
-from axes.algebra.transfer_ends import Codec, coded_bytes, raised_text
-from axes.algebra.transfers import Carriage, Transfer, part_of
+from axes.algebra.page_links import Lists, checked_pages
+from axes.algebra.transfer_ends import raised_text
+from axes.algebra.transfers import Transfer
 from axes.algebra.universe import Universe
-from axes.runtime import torch_private
+from axes.runtime import parcels, torch_private
 from axes.runtime.agreement import MissedError, ranks_text
 from axes.runtime.check import Operation, lane_of, patience_of, together
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
 from axes.runtime.links import link_of
 from axes.runtime.packing import (
-    Grid,
-    Lattice,
-    Part,
-    Run,
     Shape,
-    arranged,
-    elements_of,
     in_common,
+    is_freed,
     is_written_twice,
-    slices_of,
 )
+from axes.runtime.parcels import BucketSide, parcels_of
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Traced
-from axes.runtime.transforms import check_dense
-
-DIRECT = 2**18
-"""Bytes of a piece from which it has a message of its own, without a copy where its memory lies right."""
-
-_ALIGNED = 16
-"""Every piece in a buffer begins at a multiple of so many bytes."""
+from axes.runtime.transfer_views import MessageCopy, TileViews, Views, copy_views, identity_of
+from axes.runtime.transforms import check_dense, is_dense
+from axes.runtime.writes import count_writes
 
 _NAMES_SHOWN = 8
 _SPECS_SHOWN = 2
 
 _STATE = 5
 """Numbers that ranks compare before a transfer."""
+
+Tensors = dict[str, torch.Tensor | None]
+"""This rank's tiles of one side by name; None where it has none."""
 
 _LANE = "transfer"
 """The name of the group of a transfer, and of the lane of one that has a time limit of its own."""
@@ -106,196 +95,19 @@ def run_of(move: Transfer) -> TransferRun:
     return TransferRun(move.at(world.rank), move.home)
 
 
-# --- what goes where in a bucket ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PackedPiece:
-    """A piece of a message: the tensor, the boxes of this rank's tile, and where it lies in the bucket's buffer.
-
-    start, size: bytes. boxes: with where each begins in the piece, in elements.
-    """
-
-    tensor: int
-    boxes: tuple[Part, ...]
-    count: int
-    start: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """What goes to a rank in a bucket, or comes from it, as one message. peer: its index in the group.
-
-    codec: what encodes it. Its pieces lie in a buffer of their own then, of `values` bytes, without gaps.
-    """
-
-    peer: int
-    places: tuple[PackedPiece, ...]
-    start: int
-    size: int
-    codec: Codec | None = None
-    values: int = 0
-
-
-@dataclass(frozen=True)
-class BucketSide:
-    """What a rank sends in a bucket, or receives. size: bytes of the buffer."""
-
-    parcels: tuple[Parcel, ...]
-    size: int
-
-
-def _side(peers: Mapping[int, list[tuple[int, Message, int, int]]], tensors: Sequence[Carriage]) -> BucketSide:
-    """One side of a bucket. peers: for each, in order, messages about tensors, with which of how many pieces goes."""
-    parcels: list[Parcel] = []
-    at = 0
-    for peer in peers:
-        places: list[PackedPiece] = []
-        coded: dict[tuple[int, str], list[PackedPiece]] = {}
-        first = at
-        for tensor, message, piece, pieces in peers[peer]:
-            start, stop = part_of(message.count, piece, pieces)
-            if start == stop:
-                continue
-            one, boxes = tensors[tensor], tuple(_boxes(message.regions, start, stop))
-            size = (stop - start) * one.itemsize
-            if one.codec is not None:
-                group = coded.setdefault((id(one.codec), one.wire), [])
-                behind = group[-1].start + group[-1].size if group else 0
-                group.append(PackedPiece(tensor, boxes, stop - start, behind, size))
-                continue
-            place = PackedPiece(tensor, boxes, stop - start, at, size)
-            at += -(-size // _ALIGNED) * _ALIGNED
-            if size >= DIRECT:
-                parcels.append(Parcel(peer, (place,), place.start, size))
-                # What is packed stays in one stretch: it goes around the large piece.
-                if places:
-                    parcels.append(Parcel(peer, tuple(places), first, places[-1].start + places[-1].size - first))
-                places, first = [], at
-            else:
-                places.append(place)
-        if places:
-            parcels.append(Parcel(peer, tuple(places), first, places[-1].start + places[-1].size - first))
-        for (_, wire), group in coded.items():
-            codec, values = tensors[group[0].tensor].codec, group[-1].start + group[-1].size
-            assert codec is not None, "the pieces are grouped by it"
-            size = coded_bytes(codec, sum([place.count for place in group]), wire)
-            parcels.append(Parcel(peer, tuple(group), at, size, codec, values))
-            at += -(-size // _ALIGNED) * _ALIGNED
-    return BucketSide(tuple(parcels), at)
-
-
-def _boxes(regions: Iterable[Region], start: int, stop: int) -> Iterator[Part]:
-    """The elements `start..stop` of boxes end to end, as boxes with where they begin."""
-    at = 0
-    for region in regions:
-        size = elements_of(region)
-        low, high = max(start - at, 0), min(stop - at, size)
-        place = at + low - start
-        for box in cut_box(region, low, high) if low < high else ():
-            yield place, box
-            place += elements_of(box)
-        at += size
-
-
 # --- one call -------------------------------------------------------------------------------------
-
-
-class PageView:
-    """A box of some pages of a tensor: what a view is, where the pages lie apart.
-
-    x: the box along the other dims, of all pages. index: the pages, along `dim`.
-    """
-
-    def __init__(self, x: torch.Tensor, dim: int, index: torch.Tensor):
-        self.x, self.dim, self.index = x, dim, index
-        self.shape = torch.Size((*x.shape[:dim], len(index), *x.shape[dim + 1 :]))
-
-    def numel(self) -> int:
-        """Its elements."""
-        return self.shape.numel()
-
-    def read(self) -> torch.Tensor:
-        """The elements, in a tensor of their own."""
-        return _as_numbers(self.x).index_select(self.dim, self.index).view(self.x.dtype)
-
-    def write(self, x: torch.Tensor) -> None:
-        """Write them."""
-        _as_numbers(self.x).index_copy_(self.dim, self.index, _as_numbers(x.to(self.x.dtype)))
-
-
-def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a dtype that can be indexed on every device."""
-    return x if x.element_size() > 8 else x.view(_INDEXED[x.element_size()])
-
-
-_INDEXED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element: what torch indexes everywhere; not so most unsigned dtypes, and those of 8 bits."""
-
-
-View: TypeAlias = "torch.Tensor | PageView"
-
-Views: TypeAlias = list[View]
-
-Tensors = dict[str, torch.Tensor | None]
-"""This rank's tiles of one side by name; None where it has none."""
-
-
-class LinkedTile:
-    """A piece of a tensor in this rank's tile of it. side: whether that is the source (0) or the target (1)."""
-
-    def __init__(self, link: PieceLink, side: int, tile: Tile):
-        self.link, self.side, self.tile = link, side, tile
-
-    def box(self, x: torch.Tensor, box: Region) -> torch.Tensor:
-        """A box of the piece, which is in one run of each dim of the tensor, as a view of the tile."""
-        steps = self.link.strides(self.side, x.stride())
-        return x.as_strided([stop - start for start, stop in box], steps, self._offset(x, [start for start, _ in box]))
-
-    def views(self, x: torch.Tensor, boxes: Sequence[Part]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Boxes as views of the tile, with where each begins: one view where they are a lattice in one run."""
-        found = arranged(boxes)
-        if isinstance(found, Lattice):
-            low, high = (self.link.place(self.side, self.tile, corner) for corner in found.corners)
-            if low is not None and high is not None and low[1] == high[1]:
-                grid = found.by(self.link.strides(self.side, x.stride()), (1,) * len(self.link.dims))
-                sizes, strides = ((grid.stop - grid.start,), (1,)) if isinstance(grid, Run) else grid[:2]
-                if min(strides) >= 0:  # torch has no others
-                    yield 0, x.as_strided(sizes, strides, self._offset(x, [start for start, _ in found.first]))
-                    return
-        for start, box in boxes:
-            yield start, self.box(x, box)
-
-    def _offset(self, x: torch.Tensor, at: Sequence[int]) -> int:
-        place = self.link.place(self.side, self.tile, at)
-        assert place is not None, "what is carried is in the tile"
-        return x.storage_offset() + sum(map(operator.mul, place[0], x.stride()))
-
-
-@dataclass
-class MessageCopy:
-    """What is copied for a message: views of a buffer, and views of the tensors.
-
-    codec: what encodes the values that are packed, or decodes those that have arrived. coded: the message.
-    """
-
-    staged: Views
-    lying: Views
-    codec: Codec | None = None
-    values: torch.Tensor | None = None
-    coded: torch.Tensor | None = None
 
 
 @dataclass
 class Bound:
     """What a call with certain tensors copies, and sends from where.
 
-    memory: what tells these tensors from others. pack, unpack: what is copied for each message of each bucket.
-    sends, receives: `(peer, tensor)` for each bucket. buffers: two on each side, which buckets take in turns.
+    memory: what tells these tensors from others, None where some of them were made for the call. pack, unpack: what is
+    copied for each message of each bucket. sends, receives: `(peer, tensor)` for each bucket. buffers: two on each
+    side, which buckets take in turns.
     """
 
-    memory: tuple[Any, ...]
+    memory: tuple[Any, ...] | None
     copies: tuple[Views, Views]
     pack: list[list[MessageCopy]] = field(default_factory=list)
     unpack: list[list[MessageCopy]] = field(default_factory=list)
@@ -319,7 +131,6 @@ class TransferRun:
         self.scratch: torch.Tensor | None = None
         self.wrong: Exception | None = None
         self.lists: Lists | None = None
-        self.indices: dict[Any, torch.Tensor] = {}
         self.buffers: list[torch.Tensor] = []
         self.arrived = -1
 
@@ -383,28 +194,12 @@ class TransferRun:
     @cached_property
     def buckets(self) -> list[tuple[BucketSide, BucketSide]]:
         """What this rank sends and receives in each bucket."""
-        index = {rank: at for at, rank in enumerate(self.ranks)}
-        found = []
-        me, size = index.get(self.move.rank, 0), len(index)
-        for pieces in self.move.buckets:
-            sides: tuple[dict[int, list[Any]], dict[int, list[Any]]] = ({}, {})
-            for piece in pieces:
-                exchange = self.move.exchange(piece.tensor)
-                if exchange is None:
-                    continue
-                count = self.move.tensors[piece.tensor].pieces
-                for side, messages in zip(sides, (exchange.sends, exchange.receives), strict=True):
-                    for message in messages:
-                        peer = index[exchange.ranks[message.peer]]
-                        side.setdefault(peer, []).append((piece.tensor, message, piece.piece, count))
-            # Each rank begins with another one, so that not all send to the first at the same time.
-            orders = (lambda peer: (peer - me) % size), (lambda peer: (me - peer) % size)
-            turned = (
-                {peer: side[peer] for peer in sorted(side, key=order)}
-                for side, order in zip(sides, orders, strict=True)
-            )
-            found.append(tuple(_side(side, self.move.tensors) for side in turned))
-        return found  # type: ignore[return-value]
+        return parcels_of(self.move, self.ranks)
+
+    @cached_property
+    def views(self) -> TileViews:
+        """Boxes of tensors as views of this rank's tiles."""
+        return TileViews(self.move, self.device)
 
     @cached_property
     def last(self) -> dict[str, int]:
@@ -440,7 +235,8 @@ class TransferRun:
             raise
         self._agree_on_sizes(told)
         made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
-        bound = self._bound(held, made, keep=all(made[name] is tensor for name, tensor in given.items()))
+        bound = self._bound(held, given, made)
+        self._count_writes({} if into is None else into, given)
         try:
             together(self._operation, (), self._run, bound)
         except DesyncError as failed:
@@ -449,7 +245,7 @@ class TransferRun:
             raise DesyncError(f"{failed}\n{self._state()}") from failed
         self._agree_on_codec()
         found = {
-            name: self._result(name, tile) if into is None else into.get(name, tile)
+            name: self._result(name, tile) if into is None else tile if into.get(name) is None else into[name]
             for name, tile in made.items()
             if tile is not None
         }
@@ -471,27 +267,12 @@ class TransferRun:
         """Move these pages from now on. Where as many go between the same ranks as before, nothing else changes."""
         same = [one.kind for one in listed.tensors] == [one.kind for one in self.move.tensors]
         self.move = listed
-        if not same:
-            self.bound = None
-            for found in ("buckets", "last", "_told_sizes"):
-                vars(self).pop(found, None)
-            self.indices.clear()
-        left = {*self.indices} if same else set()
-        for one, side in itertools.product(listed.tensors if same else (), (0, 1)):
-            if (key := self._index_key(one, side)) in left:
-                left.remove(key)
-                self.indices[key].copy_(self._index_of(one, side))
-
-    def _index_key(self, one: Carriage, side: int) -> Any:
-        assert isinstance(one.link, PageLink), "pages have an index"
-        ends = one.source, one.target
-        return side, ends[side].universe, *[end.dims[one.link.dim] for end in ends]
-
-    def _index_of(self, one: Carriage, side: int) -> torch.Tensor:
-        """The pages of the list that this rank has, as numbers in its tile."""
-        assert isinstance(one.link, PageLink), "pages have an index"
-        found = one.link.index(side, (one.source, one.target)[side], self.move.rank)
-        return torch.tensor(found, dtype=torch.int64, device=self.device)
+        if same:
+            self.views.take_pages(listed)
+            return
+        self.bound = None
+        for found in ("buckets", "last", "views", "_told_sizes"):
+            vars(self).pop(found, None)
 
     def _fitting(self, tensors: Mapping[str, Any], into: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
         """The tiles of the sources and those to write, once it is clear that the plan can be carried out on them."""
@@ -501,8 +282,20 @@ class TransferRun:
                 if shape is not None and 0 not in shape and given[name] is None:
                     raise ShardingError(f"pages are written in place; pass {shortened(name)} of this rank in into=")
         kept = self._kept(into)
-        memory = tuple([_memory_of(t) for t in (*held.values(), *kept.values(), *given.values())])
+        memory = tuple([identity_of(t) for t in (*held.values(), *kept.values(), *given.values())])
         if memory != self.fitting:
+            for name, x in (*held.items(), *given.items()):
+                if x is not None and is_freed(x):
+                    raise ShardingError(
+                        f"{shortened(name)} has no memory: its storage has been resized to less than it takes, as "
+                        "FSDP does with parameters that it has sharded again; pass the sharded parameter"
+                    )
+            for name, x in given.items():
+                if x is not None and is_written_twice(x):
+                    raise ShardingError(
+                        f"{shortened(name)} of into= has several elements in one place, as an expanded tensor has; "
+                        "clone it"
+                    )
             self._check_apart(held, kept, given)
             self.fitting = memory
         return held, given
@@ -531,6 +324,11 @@ class TransferRun:
         found: Tensors = {}
         for name, wire in self.dtypes[1].items():
             value = into.get(name)
+            if value is None and name in into and (shape := self.shapes[1][name]) is not None and 0 not in shape:
+                raise ShardingError(
+                    f"{shortened(name)} of into= is None, and rank {self.move.rank} gets a shard of shape "
+                    f"{list(shape)}; pass a tensor, or leave the name out and take it from the result"
+                )
             local = None if value is None else self._local(name, value, 1)
             if local is not None and local.dtype != wire:
                 raise ShardingError(
@@ -538,9 +336,14 @@ class TransferRun:
                     f"{name_of(wire)}. Pass dtype={local.dtype} to axes.transfer"
                 )
             if local is not None:
-                self._check_writable(shortened(name), local)
+                self._check_writable(name, local)
             found[name] = local
         return found
+
+    def _count_writes(self, into: Mapping[str, Any], given: Tensors) -> None:
+        """Tell autograd what is about to be written. Who fails on the way has written a part of it."""
+        written = [name for name, tile in given.items() if tile is not None and tile.numel()]
+        count_writes([into[name] for name in written if into.get(name) is not None])
 
     def _kept(self, into: Mapping[str, Any]) -> Tensors:
         """This rank's tiles of targets that the layout rules say keep their values."""
@@ -550,7 +353,7 @@ class TransferRun:
             if value is not None and not isinstance(value, torch.Tensor):
                 raise ShardingError(f"{shortened(name)} of into= is a tensor or None; found {shown(value)}")
             if value is not None:
-                check_dense(value, f"a transfer of {shortened(name)}")
+                self._check_dense(name, value)
             found[name] = torch_private.local_of(value) if isinstance(value, DTensor) else value
         return dict(sorted(found.items()))
 
@@ -560,19 +363,26 @@ class TransferRun:
             name = next(name for name in tensors if name in unknown)
             raise ShardingError(f"{shortened(name)} isn't {what} of the transfer{suggestion(str(name), known)}")
 
+    def _check_dense(self, name: str, x: torch.Tensor) -> None:
+        if not is_dense(x):  # asked first, as to write a name takes longer than all else that a round does with it
+            check_dense(x, f"a transfer of {shortened(name)}")
+
     def _check_writable(self, name: str, x: torch.Tensor) -> None:
-        if is_written_twice(x):
-            raise ShardingError(
-                f"{name} of into= has several elements in one place, as an expanded tensor has; clone it"
-            )
         if x.is_conj() or x.is_neg():
-            raise ShardingError(f"{name} of into= is a view that conjugates or negates; pass the tensor that it is of")
+            raise ShardingError(
+                f"{shortened(name)} of into= is a view that conjugates or negates; pass the tensor that it is of"
+            )
         if x.is_inference() and not torch.is_inference_mode_enabled():
-            raise ShardingError(f"{name} of into= is an inference tensor; call the transfer in torch.inference_mode()")
+            raise ShardingError(
+                f"{shortened(name)} of into= is an inference tensor; call the transfer in torch.inference_mode()"
+            )
 
     def _local(self, name: str, value: Any, side: int) -> torch.Tensor | None:
         """This rank's tile in a DTensor, or the tile itself; `ShardingError` for what is another one."""
-        end, shape = self.move.ends[side][name], self.shapes[side][name]
+        shape = self.shapes[side][name]
+        if value is None and shape is None:
+            return None
+        end = self.move.ends[side][name]
         if isinstance(value, DTensor):
             spec = torch_private.spec_of(value)
             if self.seen.get((side, name)) is not spec:
@@ -580,9 +390,9 @@ class TransferRun:
                 self.seen[side, name] = spec
             value = torch_private.local_of(value)
         if isinstance(value, torch.Tensor):
-            check_dense(value, f"a transfer of {shortened(name)}")
+            self._check_dense(name, value)
         if shape is None:
-            if value is None or (isinstance(value, torch.Tensor) and not value.numel()):
+            if isinstance(value, torch.Tensor) and not value.numel():
                 return None
             raise ShardingError(
                 f"rank {self.move.rank} has nothing of {shortened(name)} ('{end.sharding}'); found {_shown(value)}"
@@ -624,9 +434,11 @@ class TransferRun:
 
     # memory
 
-    def _bound(self, held: Tensors, made: Tensors, keep: bool) -> Bound:
-        memory = tuple([_memory_of(t) for t in (*held.values(), *made.values())])
-        if self.bound is not None and self.bound.memory == memory:
+    def _bound(self, held: Tensors, given: Tensors, made: Tensors) -> Bound:
+        """What a call copies and sends; kept for the next one where the caller gives all that is written."""
+        keep = all(x is made[name] or identity_of(made[name]) is None for name, x in given.items())
+        memory = self.fitting if keep else None
+        if keep and self.bound is not None and self.bound.memory == memory:
             return self.bound
         bound = Bound(memory, self._copies(held, made))
         most = [max((sides[side].size for sides in self.buckets), default=0) for side in (0, 1)]
@@ -669,40 +481,26 @@ class TransferRun:
             if exchange is None or source is None or target is None:
                 continue
             for box, place in exchange.copies:
-                to.append(self._box(number, 1, target, place))
-                origin.append(self._box(number, 0, source, box))
+                to.append(self.views.box(number, 1, target, place))
+                origin.append(self.views.box(number, 0, source, box))
         return to, origin
-
-    def _box(self, number: int, side: int, tile: torch.Tensor, box: Region) -> View:
-        """A box of what is carried, in this rank's tile of a tensor."""
-        one = self.move.tensors[number]
-        if one.link is None:
-            return tile[slices_of(box)]
-        if isinstance(one.link, PieceLink):
-            return self._linked(number, one.link, side).box(tile, box)
-        key = self._index_key(one, side)
-        if (index := self.indices.get(key)) is None:
-            index = self.indices[key] = self._index_of(one, side)
-        within, dim = slices_of(box), one.link.dim
-        return PageView(tile[(*within[:dim], slice(None), *within[dim + 1 :])], dim, index[within[dim]])
-
-    def _linked(self, number: int, link: PieceLink, side: int) -> LinkedTile:
-        one = self.move.tensors[number]
-        tile = self.move.tiles[side][(one.source_name, one.target_name)[side]]
-        assert tile is not None, "what is exchanged is of a tile that the rank has"
-        return LinkedTile(link, side, tile)
 
     def _views(
         self, side: BucketSide, end: int, buffer: torch.Tensor, tiles: Tensors
     ) -> tuple[list[MessageCopy], list[tuple[int, torch.Tensor]]]:
         """What is copied for each message; and the messages by rank."""
         copied, passed = [], []
+        packed_at: dict[int, torch.Tensor] = {}
         for parcel in side.parcels:
+            if (message := packed_at.get(parcel.start)) is not None:  # what is sent to a replica is packed by now
+                copied.append(MessageCopy([], []))
+                passed.append((parcel.peer, message))
+                continue
             stretch: torch.Tensor | None = None
             staged: Views = []
             lying: Views = []
             message = buffer[parcel.start : parcel.start + parcel.size]
-            packed = buffer if parcel.codec is None else self._scratch(parcel.values)
+            packed = message if parcel.codec is None else self._scratch(parcel.values)
             for place in parcel.places:
                 wire = self.wires[place.tensor]
                 flat = packed[place.start : place.start + place.size].view(wire)
@@ -710,9 +508,9 @@ class TransferRun:
                     one = self.move.tensors[number]
                     tile = tiles[(one.source_name, one.target_name)[end]]
                     assert tile is not None, "what is exchanged is of a tile that the rank has"
-                    views = list(self._lying(number, place.boxes, end, tile))
+                    views = list(self.views.lying(number, place.boxes, end, tile))
                     alone = number == place.tensor and len(parcel.places) == len(views) == 1 and tile.dtype == wire
-                    where = views[0][1] if alone and place.size >= DIRECT else None
+                    where = views[0][1] if alone and place.size >= parcels.DIRECT else None
                     if isinstance(where, torch.Tensor) and where.is_contiguous():
                         flat = stretch = where.view(-1)
                         continue
@@ -720,11 +518,12 @@ class TransferRun:
                     lying += [view for _, view in views]
             if parcel.codec is None:
                 copied.append(MessageCopy(staged, lying))
-                passed.append((parcel.peer, message if stretch is None else stretch.view(torch.uint8)))
+                message = message if stretch is None else stretch.view(torch.uint8)
             else:
                 values = packed[: parcel.values].view(wire) if stretch is None else stretch
                 copied.append(MessageCopy(staged, lying, parcel.codec, values, message))
-                passed.append((parcel.peer, message))
+            packed_at[parcel.start] = message
+            passed.append((parcel.peer, message))
         return copied, passed
 
     def _scratch(self, size: int) -> torch.Tensor:
@@ -733,23 +532,6 @@ class TransferRun:
             most = [parcel.values for sides in self.buckets for side in sides for parcel in side.parcels]
             self.scratch = torch.empty(max(most), dtype=torch.uint8, device=self.device)
         return self.scratch
-
-    def _lying(self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor) -> Iterator[tuple[int, View]]:
-        """Boxes of what is carried as views of the tile, as few as can be, with where each begins in their message."""
-        link = self.move.tensors[number].link
-        if isinstance(link, PieceLink):
-            yield from self._linked(number, link, side).views(tile, boxes)
-            return
-        if link is None and tile.is_contiguous():
-            found = arranged(boxes).within(tuple(tile.shape), (1,) * tile.dim())
-            if isinstance(found, Run):
-                yield 0, tile.view(-1)[found.start : found.stop]
-                return
-            if isinstance(found, Grid):
-                yield 0, tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset)
-                return
-        for start, box in boxes:
-            yield start, self._box(number, side, tile, box)
 
     # what is sent
 
@@ -773,13 +555,13 @@ class TransferRun:
         for message in bound.unpack[number]:
             if message.codec is not None:
                 self._code(message.codec.decode, message.coded, message.values)
-            _copy(message.lying, message.staged)
+            copy_views(message.lying, message.staged)
         self.arrived = number
 
     def _pack(self, messages: Sequence[MessageCopy], number: int) -> None:
         """Fill the message of a number."""
         message = messages[number]
-        _copy(message.staged, message.lying)
+        copy_views(message.staged, message.lying)
         if message.codec is not None:
             self._code(message.codec.encode, message.values, message.coded)
 
@@ -796,7 +578,7 @@ class TransferRun:
         for buffer in bound.buffers:
             if not buffer.untyped_storage().size():
                 buffer.untyped_storage().resize_(buffer.numel())
-        _copy(*bound.copies)
+        copy_views(*bound.copies)
         if self.group is not None and self.buckets:
             self._exchange(bound)
         for buffer in bound.buffers if self.device.type != "cpu" else ():
@@ -1008,15 +790,6 @@ def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[st
     return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
 
 
-def _copy(to: Views, origin: Views) -> None:
-    pages = [pair for pair in zip(to, origin, strict=True) if any(isinstance(each, PageView) for each in pair)]
-    for one, two in pages:
-        x = two.read() if isinstance(two, PageView) else two
-        one.write(x) if isinstance(one, PageView) else one.copy_(x)
-    if to and not pages:  # where there are any, all tensors have pages
-        torch_private.copy_all(to, origin)  # type: ignore[arg-type]
-
-
 def _shown(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
 
@@ -1026,8 +799,3 @@ def _listed(names: Sequence[str]) -> str:
         return "none"
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(map(shortened, names[:_NAMES_SHOWN])) + more
-
-
-def _memory_of(x: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What tells a tensor's memory from another's."""
-    return None if x is None else (x.data_ptr(), x.dtype, x.shape, x.stride())

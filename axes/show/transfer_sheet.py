@@ -43,10 +43,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from axes.algebra.buckets import Carriage, TensorPiece
 from axes.algebra.errors import MeshError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.plan import bytes_text, time_text
-from axes.algebra.transfers import BucketTraffic, Carriage, TensorPiece, Transfer
+from axes.algebra.transfers import BucketTraffic, Transfer
 from axes.show.panels import Board, Cell, Head, Listing, Remark, Room, Sheet
 from axes.show.rank_text import LEFT_OUT, folded, short_ranks
 

@@ -1,0 +1,160 @@
+"""Messages between the ranks of a transfer, and what is packed in them.
+
+What goes to a rank in a bucket is a few parcels, one message each. A large piece of a tensor is a parcel of its own,
+which is sent from where it lies, without a copy, if its memory is in order. All else for the rank lies end to end in
+one more, and what a codec encodes in one for each codec and dtype.
+
+    bucket's buffer   | small pieces for 1 and 2   | a piece for 1 | ...
+    messages             to rank 1, to rank 2         to rank 1
+
+Replicas are sent the same: where two parcels have the same contents, they are one stretch of the buffer, which is
+packed (and encoded) once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from axes.algebra.buckets import Carriage, part_of
+from axes.algebra.planning.boxes import Region, cut_box
+from axes.algebra.planning.exchange import Message
+from axes.algebra.transfer_ends import Codec, coded_bytes
+from axes.algebra.transfers import Transfer
+from axes.runtime.packing import Part, elements_of
+
+DIRECT = 2**18
+"""Bytes of a piece from which it has a message of its own, without a copy where its memory lies right."""
+
+_ALIGNED = 16
+"""Every piece in a buffer begins at a multiple of so many bytes."""
+
+
+@dataclass(frozen=True)
+class PackedPiece:
+    """A piece of a message: the tensor, the boxes of this rank's tile, and where it lies in what is packed.
+
+    start, size: bytes. boxes: with where each begins in the piece, in elements.
+    """
+
+    tensor: int
+    boxes: tuple[Part, ...]
+    count: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What goes to a rank in a bucket, or comes from it, as one message. peer: its index in the group.
+
+    start, size: the bytes of the message in the bucket's buffer; parcels that begin in one place are the same message.
+    codec: what encodes it. Its pieces lie in a buffer of their own then, of `values` bytes, without gaps.
+    """
+
+    peer: int
+    places: tuple[PackedPiece, ...]
+    start: int
+    size: int
+    codec: Codec | None = None
+    values: int = 0
+
+
+@dataclass(frozen=True)
+class BucketSide:
+    """What a rank sends in a bucket, or receives. size: bytes of the buffer."""
+
+    parcels: tuple[Parcel, ...]
+    size: int
+
+
+Pieces = tuple[int, Message, int, int]
+"""A message about a tensor, with which of how many pieces of it goes."""
+
+
+def parcels_of(move: Transfer, ranks: Sequence[int]) -> list[tuple[BucketSide, BucketSide]]:
+    """What a rank sends and receives in each bucket of a transfer. ranks: those of the group, in its order."""
+    index = {rank: at for at, rank in enumerate(ranks)}
+    me, size = index.get(move.rank, 0), len(index)
+    found = []
+    for pieces in move.buckets:
+        sends: dict[int, list[Pieces]] = {}
+        receives: dict[int, list[Pieces]] = {}
+        for piece in pieces:
+            exchange = move.exchange(piece.tensor)
+            if exchange is None:
+                continue
+            count = move.tensors[piece.tensor].pieces
+            for side, messages in ((sends, exchange.sends), (receives, exchange.receives)):
+                for message in messages:
+                    peer = index[exchange.ranks[message.peer]]
+                    side.setdefault(peer, []).append((piece.tensor, message, piece.piece, count))
+        # Each rank begins with another one, so that not all send to the first at the same time.
+        to = {peer: sends[peer] for peer in sorted(sends, key=lambda peer: (peer - me) % size)}
+        origin = {peer: receives[peer] for peer in sorted(receives, key=lambda peer: (me - peer) % size)}
+        found.append((_side(to, move.tensors), _side(origin, move.tensors)))
+    return found
+
+
+def _side(peers: Mapping[int, Sequence[Pieces]], tensors: Sequence[Carriage]) -> BucketSide:
+    """One side of a bucket: the parcels of each peer, each in its place of the buffer.
+
+    No two parcels that arrive have the same contents, as each element arrives once.
+    """
+    parcels: list[Parcel] = []
+    starts: dict[Any, int] = {}
+    end = 0
+    for peer, messages in peers.items():
+        for parcel in _parcels(peer, messages, tensors):
+            contents = parcel.places, id(parcel.codec)
+            if contents not in starts:
+                starts[contents] = end
+                end += max(1, -(-parcel.size // _ALIGNED)) * _ALIGNED  # one without a byte has its own place, too
+            parcels.append(replace(parcel, start=starts[contents]))
+    return BucketSide(tuple(parcels), end)
+
+
+def _parcels(peer: int, messages: Iterable[Pieces], tensors: Sequence[Carriage]) -> Iterator[Parcel]:
+    """What goes to a peer, or comes from it: both ends find the same parcels in the same order."""
+    small: list[PackedPiece] = []
+    coded: dict[tuple[int, str], list[PackedPiece]] = {}
+    for tensor, message, piece, pieces in messages:
+        start, stop = part_of(message.count, piece, pieces)
+        if start == stop:
+            continue
+        one = tensors[tensor]
+        boxes = tuple(_boxes(message.regions, start, stop))
+        place = PackedPiece(tensor, boxes, stop - start, 0, (stop - start) * one.itemsize)
+        if one.codec is not None:
+            group = coded.setdefault((id(one.codec), one.wire), [])
+            group.append(replace(place, start=_end(group)))
+        elif place.size >= DIRECT:
+            yield Parcel(peer, (place,), 0, place.size)
+        else:
+            small.append(replace(place, start=-(-_end(small) // _ALIGNED) * _ALIGNED))
+    if small:
+        yield Parcel(peer, tuple(small), 0, _end(small))
+    for (_, wire), group in coded.items():
+        codec = tensors[group[0].tensor].codec
+        assert codec is not None, "the pieces are grouped by it"
+        size = coded_bytes(codec, sum([place.count for place in group]), wire)
+        yield Parcel(peer, tuple(group), 0, size, codec, _end(group))
+
+
+def _end(places: Sequence[PackedPiece]) -> int:
+    """Where what is packed ends."""
+    return places[-1].start + places[-1].size if places else 0
+
+
+def _boxes(regions: Iterable[Region], start: int, stop: int) -> Iterator[Part]:
+    """The elements `start..stop` of boxes end to end, as boxes with where they begin."""
+    at = 0
+    for region in regions:
+        size = elements_of(region)
+        low, high = max(start - at, 0), min(stop - at, size)
+        place = at + low - start
+        for box in cut_box(region, low, high) if low < high else ():
+            yield place, box
+            place += elements_of(box)
+        at += size

@@ -1,0 +1,199 @@
+"""Tensors of a transfer as views: boxes of what is carried, in this rank's tiles of the users' tensors.
+
+What is carried may be all of a tensor, a part of one that layout rules say, or some pages of it. A box is a view of the
+tile in each case, and packing is a copy from views to a buffer:
+
+    views = TileViews(move, device)
+    for start, view in views.lying(number, boxes, 0, tile):      # of the source (0), at `start` of the message
+        ...
+
+Views are found once for the tensors of a call, and kept for as long as `identity_of` says that they are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from axes.algebra.buckets import Carriage
+from axes.algebra.chunks import Tile
+from axes.algebra.page_links import PageLink
+from axes.algebra.piece_links import PieceLink
+from axes.algebra.planning.boxes import Region
+from axes.algebra.transfer_ends import Codec
+from axes.algebra.transfers import Transfer
+from axes.runtime import torch_private
+from axes.runtime.packing import Grid, Lattice, Part, Run, arranged, slices_of
+
+
+class PageView:
+    """A box of some pages of a tensor: what a view is, where the pages lie apart.
+
+    x: the box along the other dims, of all pages. index: the pages, along `dim`.
+    """
+
+    def __init__(self, x: torch.Tensor, dim: int, index: torch.Tensor):
+        self.x, self.dim, self.index = x, dim, index
+        self.shape = torch.Size((*x.shape[:dim], len(index), *x.shape[dim + 1 :]))
+
+    def numel(self) -> int:
+        """Its elements."""
+        return self.shape.numel()
+
+    def read(self) -> torch.Tensor:
+        """The elements, in a tensor of their own."""
+        return _as_numbers(self.x).index_select(self.dim, self.index).view(self.x.dtype)
+
+    def write(self, x: torch.Tensor) -> None:
+        """Write them."""
+        _as_numbers(self.x).index_copy_(self.dim, self.index, _as_numbers(x.to(self.x.dtype)))
+
+
+def _as_numbers(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes in a dtype that can be indexed on every device."""
+    return x if x.element_size() > 8 else x.view(_INDEXED[x.element_size()])
+
+
+_INDEXED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: what torch indexes everywhere; not so most unsigned dtypes, and those of 8 bits."""
+
+
+View: TypeAlias = "torch.Tensor | PageView"
+
+Views: TypeAlias = list[View]
+
+
+class LinkedTile:
+    """A piece of a tensor in this rank's tile of it. side: whether that is the source (0) or the target (1)."""
+
+    def __init__(self, link: PieceLink, side: int, tile: Tile):
+        self.link, self.side, self.tile = link, side, tile
+
+    def box(self, x: torch.Tensor, box: Region) -> torch.Tensor:
+        """A box of the piece, which is in one run of each dim of the tensor, as a view of the tile."""
+        steps = self.link.strides(self.side, x.stride())
+        return x.as_strided([stop - start for start, stop in box], steps, self._offset(x, [start for start, _ in box]))
+
+    def views(self, x: torch.Tensor, boxes: Sequence[Part]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Boxes as views of the tile, with where each begins: one view where they are a lattice in one run."""
+        found = arranged(boxes)
+        if isinstance(found, Lattice):
+            low, high = (self.link.place(self.side, self.tile, corner) for corner in found.corners)
+            if low is not None and high is not None and low[1] == high[1]:
+                grid = found.by(self.link.strides(self.side, x.stride()), (1,) * len(self.link.dims))
+                sizes, strides = ((grid.stop - grid.start,), (1,)) if isinstance(grid, Run) else grid[:2]
+                if min(strides) >= 0:  # torch has no others
+                    yield 0, x.as_strided(sizes, strides, self._offset(x, [start for start, _ in found.first]))
+                    return
+        for start, box in boxes:
+            yield start, self.box(x, box)
+
+    def _offset(self, x: torch.Tensor, at: Sequence[int]) -> int:
+        place = self.link.place(self.side, self.tile, at)
+        assert place is not None, "what is carried is in the tile"
+        return x.storage_offset() + sum(map(operator.mul, place[0], x.stride()))
+
+
+class TileViews:
+    """Boxes of what a transfer carries, as views of this rank's tiles. side: of the source (0), or the target (1)."""
+
+    def __init__(self, move: Transfer, device: torch.device):
+        self.move, self.device = move, device
+        self.indices: dict[Any, torch.Tensor] = {}
+
+    def take_pages(self, listed: Transfer) -> None:
+        """Look at these pages from now on, as many of each rank as before: views that there are show them, too."""
+        self.move = listed
+        left = {*self.indices}
+        for one, side in itertools.product(listed.tensors, (0, 1)):
+            if (key := self._index_key(one, side)) in left:
+                left.remove(key)
+                self.indices[key].copy_(self._index_of(one, side))
+
+    def box(self, number: int, side: int, tile: torch.Tensor, box: Region) -> View:
+        """A box of what is carried, in this rank's tile of a tensor."""
+        one = self.move.tensors[number]
+        if one.link is None:
+            return tile[slices_of(box)]
+        if isinstance(one.link, PieceLink):
+            return self._linked(number, one.link, side).box(tile, box)
+        key = self._index_key(one, side)
+        if (index := self.indices.get(key)) is None:
+            index = self.indices[key] = self._index_of(one, side)
+        within, dim = slices_of(box), one.link.dim
+        return PageView(tile[(*within[:dim], slice(None), *within[dim + 1 :])], dim, index[within[dim]])
+
+    def _linked(self, number: int, link: PieceLink, side: int) -> LinkedTile:
+        one = self.move.tensors[number]
+        tile = self.move.tiles[side][(one.source_name, one.target_name)[side]]
+        assert tile is not None, "what is exchanged is of a tile that the rank has"
+        return LinkedTile(link, side, tile)
+
+    def lying(self, number: int, boxes: Sequence[Part], side: int, tile: torch.Tensor) -> Iterator[tuple[int, View]]:
+        """Boxes of what is carried as views of the tile, as few as can be, with where each begins in their message."""
+        link = self.move.tensors[number].link
+        if isinstance(link, PieceLink):
+            yield from self._linked(number, link, side).views(tile, boxes)
+            return
+        if link is None and tile.is_contiguous():
+            found = arranged(boxes).within(tuple(tile.shape), (1,) * tile.dim())
+            if isinstance(found, Run):
+                yield 0, tile.view(-1)[found.start : found.stop]
+                return
+            if isinstance(found, Grid):
+                yield 0, tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset)
+                return
+        for start, box in boxes:
+            yield start, self.box(number, side, tile, box)
+
+    def _index_key(self, one: Carriage, side: int) -> Any:
+        assert isinstance(one.link, PageLink), "pages have an index"
+        ends = one.source, one.target
+        return side, ends[side].universe, *[end.dims[one.link.dim] for end in ends]
+
+    def _index_of(self, one: Carriage, side: int) -> torch.Tensor:
+        """The pages of the list that this rank has, as numbers in its tile."""
+        assert isinstance(one.link, PageLink), "pages have an index"
+        found = one.link.index(side, (one.source, one.target)[side], self.move.rank)
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
+
+
+@dataclass
+class MessageCopy:
+    """What is copied for a message: views of a buffer, and views of the tensors.
+
+    codec: what encodes the values that are packed, or decodes those that have arrived. coded: the message.
+    """
+
+    staged: Views
+    lying: Views
+    codec: Codec | None = None
+    values: torch.Tensor | None = None
+    coded: torch.Tensor | None = None
+
+
+def copy_views(to: Views, origin: Views) -> None:
+    """Copy each view of `origin` to that of `to`, which may have another dtype."""
+    pages = [pair for pair in zip(to, origin, strict=True) if any(isinstance(each, PageView) for each in pair)]
+    for one, two in pages:
+        x = two.read() if isinstance(two, PageView) else two
+        one.write(x) if isinstance(one, PageView) else one.copy_(x)
+    if to and not pages:  # where there are any, all tensors have pages
+        torch_private.copy_all(to, origin)  # type: ignore[arg-type]
+
+
+def identity_of(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What tells a tensor's memory from another's.
+
+    The storage counts, as an address may be another tensor's by now: FSDP gives memory back by `resize_(0)`, and keeps
+    the storage. A storage of which there are views isn't freed, so that its own number is nobody else's. A tensor
+    without elements has no memory.
+    """
+    if x is None or not x.numel():
+        return None
+    return (torch_private.memory_of(x), x.data_ptr(), x.dtype, x.shape, x.stride())
