@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -181,3 +183,38 @@ def leaves() -> tuple[str, str]:
 
 def test_the_gradient_of_a_leaf_is_resolved_in_a_graph_too(pool):
     assert pool.run(leaves, timeout=120) == [("_", "_")] * 8
+
+
+def to_another_mesh() -> list[str]:
+    """What differs from eager mode where a graph's results are on a mesh of which no tensor goes in."""
+    torch._dynamo.reset()
+    mesh, other = (axes.init_mesh(text, device_type="cpu") for text in ("a=2 b=2", "q=4"))
+    wanted = other.sharding("m n@q")
+
+    functions = {
+        "both": lambda x: (axes.reshard(x.sin(), "m@q n", mesh=other), x * 2),
+        "replicated": lambda x: axes.reshard(x.sin(), "m n", mesh=other) * 2,
+        "a sharding": lambda x: axes.reshard(x, wanted),
+        "ambient": lambda x: axes.reshard(x.sin(), "m@q n"),
+        "there and back": lambda x: axes.reshard(axes.reshard(x.sin(), "m@q n", mesh=other) * 2, "m@a n", mesh=mesh),
+    }
+    wrong = []
+    for name, function in functions.items():
+        for dynamic in (False, None):
+            fast, found = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic), []
+            for call in (function, fast):
+                x = inputs(mesh, 8).detach().requires_grad_()
+                with other if name == "ambient" else contextlib.nullcontext():
+                    results = call(x)
+                results = results if isinstance(results, tuple) else (results,)
+                sum(axes.unshard(y).square().sum() for y in results).backward()
+                on = [y.device_mesh is mesh.device_mesh for y in results]
+                found.append(([axes.spec_of(y) for y in results], on, [*map(axes.unshard, [*results, x.grad])]))
+            (specs, on, eager), (specs_of_graph, on_of_graph, graph) = found
+            if (specs, on) != (specs_of_graph, on_of_graph) or not all(map(torch.allclose, eager, graph)):
+                wrong.append(f"{name}, dynamic={dynamic}")
+    return wrong
+
+
+def test_a_result_may_be_on_a_mesh_of_which_no_tensor_went_in(warm):
+    assert warm(to_another_mesh, 4, timeout=180) == [[]] * 4

@@ -181,3 +181,32 @@ def test_a_dim_that_no_step_cuts_may_have_an_uneven_size(warm, dynamic, sizes):
 def test_every_function_has_one_for_every_uneven_size(warm, dynamic, transposed):
     check(warm, 3, list(CALLS), (9, 8, 7, 6, 5), dynamic, ("ax=3",), transposed)
     check(warm, 4, list(CALLS), (8, 7, 16, 15, 4), dynamic, ("cp=2 tp=2", "ax = cp tp"), transposed)
+
+
+def several_results() -> list[str]:
+    """What differs from eager mode where a size is found to be one number after a result has it as a symbol."""
+    torch._dynamo.reset()
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+
+    def product(x: DTensor, w: DTensor) -> DTensor:
+        return axes.einsum(x, w, "b d e, d f -> b f e@tp", mesh=mesh)
+
+    def several(x: DTensor, w: DTensor) -> tuple[DTensor, ...]:
+        return x + 1, product(x, w), axes.repeat(product(x, w), "b f e@tp -> b@tp f e@dp g", g=3, mesh=mesh)
+
+    wrong, fast = [], torch.compile(several, backend="aot_eager", fullgraph=True)
+    for b, d, e in ((4, 7, 3), (9, 5, 6), (11, 5, 6)):
+        found = []
+        for call in (several, fast):
+            x = axes.shard(numbers(b, d, e), "b d e", mesh=mesh).requires_grad_()
+            w = axes.shard(numbers(d, 4), "d f", mesh=mesh).requires_grad_()
+            results = call(x, w)
+            sum(axes.unshard(y).square().sum() for y in results).backward()
+            found.append([*map(axes.unshard, [*results, x.grad, w.grad])])
+        if not all(map(torch.allclose, *found)):
+            wrong.append(f"{b, d, e}")
+    return wrong
+
+
+def test_a_size_that_becomes_a_number_is_one_in_every_result(warm):
+    assert warm(several_results, 4, timeout=300) == [[]] * 4

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import einops
 import numpy as np
 import pytest
 import torch
 from einops import EinopsError
+from torch.overrides import TorchFunctionMode
 
+import axes
 from axes.ops.einops_ops import rearrange, reduce, repeat
 from axes.ops.einsum import einsum
+from axes.runtime import torch_private
 
 IMAGES = torch.arange(6 * 12 * 8 * 3, dtype=torch.float64).reshape(6, 12, 8, 3)
 LISTED = list(IMAGES)
@@ -209,3 +215,94 @@ def test_an_einsum_takes_sizes_and_groups_where_einops_has_none():
     x, w = torch.randn(4, 6), torch.randn(6, 10)
     found = einsum(x, w, "b k, k (h d) -> b h d", h=5)
     assert torch.allclose(found, (x @ w).reshape(4, 5, 2))
+
+
+# --- shards of which nothing is sent: the same, with this rank's sizes
+
+
+class Called(TorchFunctionMode):
+    """The functions of torch that are called on tensors, by name; what only reads a tensor isn't among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names += [function.__name__] * (function.__name__ != "__get__")
+        return function(*args, **(kwargs or {}))
+
+
+VIEWS = [
+    (rearrange, "b d@tp -> b d@tp", {}, []),
+    (rearrange, "b (h@tp d) -> b h@tp d", {"h": 8}, ["reshape"]),
+    (rearrange, "b (h@tp d) -> (b h@tp) d", {"h": 8}, ["reshape"]),
+    (rearrange, "b d@tp -> d@tp b", {}, ["permute"]),
+    (rearrange, "b (h@tp d) -> h@tp b d", {"h": 8}, ["reshape", "permute"]),
+    (rearrange, "b (h@tp d) -> h@tp (b d)", {"h": 8}, ["reshape", "permute", "reshape"]),
+    (repeat, "b d@tp -> b n d@tp", {"n": 3}, ["unsqueeze", "expand"]),
+    (repeat, "b d@tp -> d@tp (b n)", {"n": 3}, ["permute", "unsqueeze", "expand", "reshape"]),
+]
+
+
+@pytest.mark.parametrize(("function", "text", "sizes", "views"), VIEWS)
+def test_a_rearranged_shard_costs_its_views_alone(monkeypatch, function, text: str, sizes: dict[str, int], views):
+    x = torch.randn(8, 16)
+    with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
+        expected = function(x, text, **sizes)
+        monkeypatch.setattr(einops, function.__name__, None)
+        with Called() as called:
+            found = function(x, text, **sizes)
+    assert called.names == views
+    assert torch.equal(found, expected)
+
+
+def test_a_slice_of_a_shard_is_one_copy():
+    x = torch.randn(8, 16)
+    with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
+        axes.reshard(x, "b d -> b d@tp")
+        with Called() as called:
+            found = axes.reshard(x, "b d -> b d@tp")
+    assert called.names == ["dim", "contiguous", "narrow_copy"]  # of which the second gives what it is asked of
+    assert torch.equal(found, x[:, :4])
+    assert not torch_private.share_memory(found, x)
+
+
+def groups(atoms: list[str], any_of: random.Random) -> list[list[str]]:
+    """The atoms, in order, in groups of up to three; a group may be empty."""
+    found = []
+    while atoms:
+        count = any_of.choice([0, 1, 1, 1, 2, 3])
+        found.append(atoms[:count])
+        atoms = atoms[count:]
+    return found
+
+
+def written(dims: list[list[str]], split: dict[str, str]) -> str:
+    texts = [" ".join(atom + (f"@{split[atom]}" if atom in split else "") for atom in dim) for dim in dims]
+    return " ".join(text if len(dim) == 1 else f"({text})" for text, dim in zip(texts, dims, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rearranged_shard_is_einops_of_it_in_values_memory_and_gradients(seed: int):
+    any_of = random.Random(seed)
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        for _ in range(50):
+            atoms = [*"abcde"[: any_of.randint(1, 5)]]
+            mine = {atom: any_of.randint(1, 4) for atom in atoms}
+            split = {any_of.choice(atoms): axis for axis in ("dp", "tp") if any_of.random() < 0.7}
+            left, right = groups(atoms, any_of), groups(any_of.sample(atoms, len(atoms)), any_of)
+            texts = [f"{written(left, split)} -> {written(right, split)}" for split in (split, {})]
+            if not split:
+                texts[0] += " |"
+            named = [atom for dims in (left, right) for dim in dims for atom in dim if len(dim) > 1]
+            x = torch.randn([math.prod(mine[atom] for atom in dim) for dim in left])
+            x = x.mT.contiguous().mT if any_of.random() < 0.5 and x.dim() > 1 else x
+            x = (x.requires_grad_() * 1) if any_of.random() < 0.5 else x.requires_grad_()
+            found = rearrange(x, texts[0], sizes={a: mine[a] * (2 if a in split else 1) for a in named})
+            expected = einops.rearrange(x, texts[1], **{a: mine[a] for a in named})
+            assert torch.equal(found, expected), texts
+            shared = [torch_private.share_memory(y, x) for y in (found, expected)]
+            assert shared[0] == shared[1] <= (found is x or found._is_view()), texts
+            g = torch.randn_like(found)
+            gradients = [torch.autograd.grad(y, x, g)[0] for y in (found, expected)]
+            assert torch.equal(*gradients), texts

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
+from axes.runtime import torch_private
 
 MAKERS: dict[str, Callable[[], DTensor]] = {
     "shard of a leaf": lambda: axes.shard(torch.ones(6, 8, requires_grad=True), "d f@tp"),
@@ -251,3 +254,89 @@ def shared_gradients() -> list[str]:
 
 def test_plain_leaves_own_their_gradients(pool):
     assert pool.run(shared_gradients) == [[]] * 8
+
+
+LAID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "row by row": lambda x: x.contiguous(),
+    "column by column": lambda x: x.t().contiguous().t(),
+    "one row for all": lambda x: x[:1].expand_as(x),
+}
+
+
+class Operations(torch_private.DispatchMode):
+    """The names of torch's operations on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def laid_gradients(create_graph: bool) -> list[str]:
+    """What is wrong with gradients of leaves that lie in memory in each way, and are split unevenly."""
+    wrong = []
+    warnings.filterwarnings("ignore", message="Using backward")
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        whole = torch.arange(42.0).view(6, 7)
+        shard = axes.shard(whole, "d f@tp").to_local()
+        for (way, laid), spec in itertools.product(LAID.items(), ("d f", "d f@tp", "d f@dp")):
+            w = axes.from_local(laid(shard), "d f@tp", shape=(6, 7)).requires_grad_()
+            y = axes.reshard(w, "d f")
+            given = axes.shard(whole, spec)
+            with Operations() as operations:
+                y.backward(given, create_graph=create_graph)
+            case, grad = f"{way}, {spec}", w.grad.detach()
+            if axes.spec_of(grad) != "_ _@tp" or not torch.equal(axes.unshard(grad), whole):
+                wrong.append(f"{case}: {axes.spec_of(grad)} {axes.unshard(grad).tolist()}")
+            if grad.stride() != w.stride():
+                wrong.append(f"{case}: the leaf's strides are {w.stride()}, the gradient's {grad.stride()}")
+            local = grad.to_local()
+            if not (local.t() if w.stride(0) == 1 else local).is_contiguous():
+                wrong.append(f"{case}: the strides of the gradient's shard are {local.stride()}")
+            copies = {"new_empty_strided.default", "copy_.default", "clone.default"} & {*operations.seen}
+            if copies and spec != "d f@tp" and not create_graph:
+                wrong.append(f"{case}: torch copies the gradient by {copies}")
+            grad.zero_()
+            if not torch.equal(axes.unshard(given), whole):
+                wrong.append(f"{case}: the gradient that was handed over is changed with the leaf's")
+    return wrong
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_lies_in_memory_as_its_leaf_does(pool, create_graph):
+    assert pool.run(laid_gradients, create_graph) == [[]] * 8
+
+
+IDENTITIES: dict[str, Callable[[DTensor], DTensor]] = {
+    "rearrange": lambda w: axes.rearrange(w, "d f@tp -> d f@tp"),
+    "einsum": lambda w: axes.einsum(w, "d f@tp -> d f@tp"),
+    "two": lambda w: axes.reshard(axes.rearrange(w, "d f@tp -> d f@tp"), "d f@tp"),
+    "sum": lambda w: axes.rearrange(w, "d f@tp -> d f@tp") + w,
+}
+"""Functions whose gradient is what they are handed, in another DTensor of the same shard."""
+
+
+def gradients_of_others(name: str) -> list[str]:
+    """What is wrong where a gradient is somebody else's, too: who hands it over, or keeps it in a hook."""
+    wrong, kept, times = [], [], 2 if name == "sum" else 1
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        w, given = axes.zeros("d f@tp", d=6, f=7, requires_grad=True), axes.ones("d f@tp", d=6, f=7)
+        for count in (1, 2, 3):
+            y = IDENTITIES[name](w)
+            y.register_hook(kept.append)
+            y.backward(given)
+            found = axes.unshard(w.grad).unique().tolist(), axes.unshard(given).unique().tolist()
+            if found != ([count * times], [1]):
+                wrong.append(f"after {count}: the leaf's gradient is {found[0]}, what was handed over {found[1]}")
+        if not all(torch.equal(axes.unshard(each), torch.ones(6, 7)) for each in kept):
+            wrong.append("what a hook has kept is changed")
+    return wrong
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_a_leaf_doesnt_add_to_a_gradient_that_others_have(pool, name):
+    assert pool.run(gradients_of_others, name) == [[]] * 8

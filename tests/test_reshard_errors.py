@@ -5,6 +5,7 @@ What needs no processes runs in a simulated world.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -178,6 +179,58 @@ def test_plan_wants_a_mesh_and_a_shape_of_whole_numbers():
         axes.plan("n@tp", "n m", (4,), mesh=mesh)
     with pytest.raises(ShardingError, match="unknown dtype"):
         axes.plan("n@tp", "n", (4,), mesh=mesh, dtype="float31")
+
+
+class Nameless:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("dtype", [Nameless(), 3, torch.ones(1), 10**5000, np.dtype("S4")], ids=range(5))
+def test_what_is_no_dtype_is_refused_alike_by_all_that_take_one(dtype):
+    mesh = axes.Mesh("tp=2")
+    for call in (
+        lambda: axes.plan("n@tp", "n", (4,), mesh=mesh, dtype=dtype),
+        lambda: axes.explain("n@tp -> n", (4,), mesh=mesh, dtype=dtype),
+        lambda: axes.transfer({"w": "n@tp"}, {"w": "n"}, mesh, mesh, {"w": (4,)}, dtype={"w": dtype}),
+    ):
+        with pytest.raises(ShardingError, match="dtype is a torch dtype or its name, like 'bfloat16'; found "):
+            call()
+
+
+def test_dtypes_of_numpy_are_known_wherever_a_dtype_is_taken():
+    mesh, half = axes.Mesh("tp=2"), np.dtype("float16")
+    assert axes.plan("n@tp", "n", (4,), mesh=mesh, dtype=half).dtype == "float16"
+    assert "float16" in str(axes.explain("n@tp -> n", (4,), mesh=mesh, dtype=half))
+    move = axes.transfer({"w": "n@tp"}, {"w": "n"}, mesh, mesh, {"w": np.zeros(4)}, dtype=half)
+    assert move.tensors[0].dtypes == ("float64", "float16")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (
+            lambda x: axes.reshard(x, "n@tp -> n", grad="pending"),
+            ShardingError,
+            "axes.reshard: grad='pending' is about",
+        ),
+        (lambda x: axes.rearrange(x, "n@tp -> n", grad="pending"), ShardingError, "axes.rearrange: grad='pending' is"),
+        (lambda x: axes.repeat(x, "n@tp -> n", grad="pending"), ShardingError, "axes.repeat: grad='pending' is about"),
+        (lambda x: axes.reshard(x.to_sparse(), "n@tp -> n"), ShardingError, "axes.reshard takes a dense tensor"),
+        (lambda x: axes.reshard(x, "_@tp -> _"), ExpressionError, "'_' stands in specs only; reshard needs a name"),
+        (lambda x: axes.reshard(x, "(a + b)@tp -> (a + b)"), ExpressionError, "reshard takes no blocks"),
+        (lambda x: axes.reshard(x, "2 -> 2"), ExpressionError, "reshard takes no number but 1 on the left"),
+    ],
+)
+def test_an_error_about_a_plain_shard_names_the_function_that_was_called(call, error, said):
+    with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"), pytest.raises(error) as caught:
+        call(torch.ones(2))
+    assert said in str(caught.value)
+
+
+def test_a_reshard_of_a_plain_shard_without_a_mesh_says_so():
+    with pytest.raises(axes.MeshError, match=r"axes\.reshard of plain tensors needs a mesh"):
+        axes.reshard(torch.ones(2), "n@tp -> n")
 
 
 def test_plan_takes_shardings_other_meshes_and_torch_dtypes():

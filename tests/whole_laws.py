@@ -33,6 +33,7 @@ from tests.whole_cases import (
     Draw,
     Grid,
     Pending,
+    TorchRefuses,
     commute,
     features_of,
     on_island,
@@ -1529,6 +1530,8 @@ def run_case(law: str, ranks: int, island: int, index: int) -> Draw:
     d = seeded(law, ranks, island, index)
     try:
         LAWS[law](d)
+    except TorchRefuses:
+        d.features.add("refused by torch")
     except Exception as error:
         error.add_note(f"case {index} of '{law}' on rank {dist.get_rank()}\n\n{d.program.script(ranks)}")
         error.program = d.program  # type: ignore[attr-defined]

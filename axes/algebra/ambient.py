@@ -33,7 +33,8 @@ def ambient_mesh() -> Mesh | None:
 
     This, `push` and `pop` have another body in compiled graphs: see `axes.runtime.graphs`.
     """
-    return _stack.meshes[-1] if _stack.meshes else None
+    meshes = _stack.meshes
+    return meshes[-1] if meshes else None
 
 
 def ambient_outside() -> Mesh | None:

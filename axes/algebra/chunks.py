@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import product
+from itertools import chain
 
 Runs = tuple[tuple[int, int], ...]
 """Ascending, disjoint `(start, stop)` along one dim; `((start, start),)` where there is nothing."""
@@ -39,13 +39,14 @@ def all_chunks(extent: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ..
     """
     found = [(0, extent)]
     for size in sizes:
-        pieces = [(start, stop, -(-(stop - start) // size)) for start, stop in found]
-        found = [
-            (min(stop, start + at * piece), min(stop, start + (at + 1) * piece))
-            for start, stop, piece in pieces
-            for at in range(size)
-        ]
+        found = list(chain.from_iterable([_chunks(start, stop, size) for start, stop in found]))
     return tuple(found)
+
+
+def _chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    piece = max(1, -(-(stop - start) // size))
+    found = list(zip(range(start, stop, piece), (*range(start + piece, stop, piece), stop), strict=start < stop))
+    return found + [(stop, stop)] * (size - len(found))
 
 
 def largest_chunk(extent: int, sizes: Iterable[int]) -> int:
@@ -90,13 +91,11 @@ def factor_runs(sizes: tuple[int, ...], pieces: tuple[tuple[int, int], ...]) -> 
         inner *= sizes[last]
         last -= 1
     length = (pieces[last][1] - pieces[last][0]) * inner
-    runs: list[tuple[int, int]] = []
-    for outer in product(*(range(*piece) for piece in pieces[:last])):
-        at = 0
-        for index, size in zip((*outer, pieces[last][0]), sizes, strict=False):
-            at = at * size + index
-        runs.append((at * inner, at * inner + length))
-    return merged(runs)
+    starts = [0]
+    for size, piece in zip(sizes[:last], pieces, strict=False):
+        starts = [at * size + index for at in starts for index in range(*piece)]
+    size, first = sizes[last] * inner, pieces[last][0] * inner
+    return tuple([(at * size + first, at * size + first + length) for at in starts])
 
 
 def merged(runs: Iterable[tuple[int, int]]) -> Runs:

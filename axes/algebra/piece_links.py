@@ -19,14 +19,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from axes.algebra.chunks import Runs, Tile, count, merged
+from axes.algebra.chunks import Runs, Tile, count, largest_chunk, merged
 from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run
 from axes.algebra.planning.boxes import Region, cut_box
 from axes.algebra.planning.pieces import Pieces
-from axes.algebra.sharding import Sharding
+from axes.algebra.sharding import ShardedDim, Sharding
 
 Shape = tuple[int, ...]
 
@@ -46,6 +46,16 @@ class PieceLink:
     dims: tuple[PieceDim, ...]
     offsets: tuple[Shape, Shape]
     shapes: tuple[Shape, Shape]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.offsets, self.shapes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PieceLink, (self.dims, self.offsets, self.shapes)  # a hash is a process's own
 
     in_tiles: ClassVar[bool] = False
     """Boxes are of the piece, not of what a rank has of it."""
@@ -68,24 +78,8 @@ class PieceLink:
     @cached_property
     def knots(self) -> tuple[Knot, ...]:
         """What hangs together, in the order of the target's dims. A dim that no step of the piece is in is alone."""
-        nodes = [(side, dim) for side in (1, 0) for dim in range(len(self.shapes[side]))]
-        root = {node: node for node in nodes}
-
-        def find(node: tuple[int, int]) -> tuple[int, int]:
-            while root[node] != node:
-                node = root[node]
-            return node
-
-        for dim in self.dims:
-            one, two = sorted((find((1, dim.target)), find((0, dim.source))), key=nodes.index)
-            root[two] = one
-        found = []
-        for first in [node for node in nodes if find(node) == node]:
-            members = [node for node in nodes if find(node) == first]
-            dims = [at for at, dim in enumerate(self.dims) if find((1, dim.target)) == first]
-            sides = [tuple([dim for side, dim in members if side == each]) for each in (0, 1)]
-            found.append(Knot(tuple(dims), (sides[0], sides[1])))
-        return tuple(found)
+        ends = tuple([(dim.source, dim.target) for dim in self.dims])
+        return _knots(ends, (len(self.shapes[0]), len(self.shapes[1])))
 
     @cached_property
     def extents(self) -> Shape:
@@ -106,9 +100,21 @@ class PieceLink:
         cut = tuple(map(Pieces, sharding.dims, sharding.extents(self.shapes[side])))
         return tuple([KnotPieces(self, knot, side, cut) for knot in self.knots])
 
+    def like(self, *ends: Sharding) -> PieceLink:
+        """A link of which ranks have, of shardings of both tensors, the same elements: one of many that are alike.
+
+        Along a dim through which the piece takes no step it begins where the ranks' shards do; and at the first element
+        of a dim that no axis splits.
+        """
+        moving = tuple([dim.source for dim in self.dims]), tuple([dim.target for dim in self.dims])
+        here, there = map(_first_alike, ends, self.shapes, self.offsets, moving)
+        return self if (here, there) == self.offsets else PieceLink(self.dims, (here, there), self.shapes)
+
     def largest(self, side: int, sharding: Sharding) -> int:
-        """A bound of the elements that a rank has: those of its tile."""
-        return sharding.largest_tile(self.shapes[side])
+        """The most elements of the piece that a rank has."""
+        ends = zip(sharding.dims, sharding.extents(self.shapes[side]), self.offsets[side], strict=True)
+        steps = [tuple([step[1:] for step in self.steps(side, dim)]) for dim in range(len(self.shapes[side]))]
+        return math.prod([_most_in_a_piece(each, *end) for each, end in zip(steps, ends, strict=True)])
 
     def boxes(self, region: Region) -> list[Region]:
         """The elements of a stretch of each knot as boxes of the piece, in the order in which they are sent."""
@@ -150,6 +156,77 @@ class PieceLink:
         """How far a step of each of the piece's dims goes in a tensor that has these strides."""
         steps = [dim.step(side) for dim in self.dims]
         return tuple([strides[dim] * stride for dim, stride in steps])
+
+
+@lru_cache(maxsize=1024)
+def _knots(ends: tuple[tuple[int, int], ...], ndims: tuple[int, int]) -> tuple[Knot, ...]:
+    """The knots of dims that step through these dims of the source and the target. Pieces of a model are much alike."""
+    nodes = [(side, dim) for side in (1, 0) for dim in range(ndims[side])]
+    root = {node: node for node in nodes}
+
+    def find(node: tuple[int, int]) -> tuple[int, int]:
+        while root[node] != node:
+            node = root[node]
+        return node
+
+    for source, target in ends:
+        one, two = sorted((find((1, target)), find((0, source))), key=nodes.index)
+        root[two] = one
+    found = []
+    for first in [node for node in nodes if find(node) == node]:
+        members = [node for node in nodes if find(node) == first]
+        dims = [at for at, (_, target) in enumerate(ends) if find((1, target)) == first]
+        sides = [tuple([dim for side, dim in members if side == each]) for each in (0, 1)]
+        found.append(Knot(tuple(dims), (sides[0], sides[1])))
+    return tuple(found)
+
+
+@lru_cache(maxsize=8192)
+def _first_alike(sharding: Sharding, shape: Shape, offset: Shape, moving: tuple[int, ...]) -> Shape:
+    """The first offset that the same ranks have as this one, also after steps through the dims of these numbers."""
+
+    def first(dim: int, at: int) -> int:
+        if sharding.dims[dim].pieces == 1:
+            return 0
+        if dim in moving:
+            return at
+        pieces = Pieces(sharding.dims[dim], sharding.extents(shape)[dim])
+        number = pieces.meeting(((at, at + 1),))[0]
+        return next(start for start, stop in pieces.runs(number) if start <= at < stop)
+
+    return tuple(itertools.starmap(first, enumerate(offset)))
+
+
+_MOST_CUTS = 4096
+"""So many pieces of a dim are looked at one by one."""
+
+
+@lru_cache(maxsize=4096)
+def _most_in_a_piece(steps: tuple[tuple[int, int], ...], dim: ShardedDim, extents: Shape, begin: int) -> int:
+    """The most elements of nested steps `(size, stride)` from `begin` on that one piece of a dim has.
+
+    Of a dim that is cut into more than `_MOST_CUTS` pieces a bound: as many as the largest piece has.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> dim = Mesh("tp=2").sharding("f@tp").dims[0]
+    >>> _most_in_a_piece(((2, 6), (3, 1)), dim, (12,), 0), _most_in_a_piece(((3, 1),), dim, (12,), 5)
+    (3, 2)
+    """
+    every = math.prod([size for size, _ in steps])
+    if dim.pieces > _MOST_CUTS:
+        sizes = [[layout.size for layout in factor.layouts] for factor in dim.factors]
+        return min(every, math.prod(map(largest_chunk, extents, sizes)))
+    pieces, most = Pieces(dim, extents), 0
+    for number in range(dim.pieces):
+        runs = [(start - begin, stop - begin) for start, stop in pieces.runs(number)]
+        most = max(most, sum([_volume(box) for run in runs for box in boxes_in_run(steps, *run)]))
+        if most == every:
+            break
+    return most
+
+
+def _volume(box: Region) -> int:
+    return math.prod([stop - start for start, stop in box])
 
 
 class Stretches(Pieces):

@@ -26,7 +26,7 @@ from itertools import count, pairwise
 
 from axes.algebra import seam
 from axes.algebra.cost import CostModel, Model, Traffic, members_of_node, node_size
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates, tiles_are_even
 from axes.algebra.planning.crossing import crossings
@@ -44,6 +44,8 @@ ITEMSIZE = {
     "complex128": 16,
 }
 """Bytes per element of each dtype; any `float8...` or `float4...` has 1."""
+
+_NARROW = ("float8", "float4")
 
 OPS = ("sum", "mean", "max", "min")
 """The reductions that can be pending."""
@@ -480,11 +482,30 @@ def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:
 def itemsize_of(dtype: str) -> int:
     """Bytes of one element; `ShardingError` for a dtype that isn't known."""
     name = dtype.removeprefix("torch.")
-    if name.startswith(("float8", "float4")):
+    if name.startswith(_NARROW):
         return 1
     if name not in ITEMSIZE:
         raise ShardingError(f"unknown dtype '{dtype}'; known: {', '.join(ITEMSIZE)}, float8...")
     return ITEMSIZE[name]
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype of torch or numpy; `ShardingError` for what is neither that nor a name of one.
+
+    >>> dtype_name("torch.bfloat16"), dtype_name("float8_e4m3fn")
+    ('bfloat16', 'float8_e4m3fn')
+    """
+    if isinstance(dtype, str):
+        itemsize_of(dtype)
+        return dtype.removeprefix("torch.")
+    try:
+        name = str(dtype).removeprefix("torch.")
+    except Exception:  # of the value's own class, or of Python for integers of thousands of digits
+        name = ""
+    is_dtype = type(dtype).__module__.partition(".")[0] in ("torch", "numpy")
+    if not is_dtype or (name not in ITEMSIZE and not name.startswith(_NARROW)):
+        raise ShardingError(f"dtype is a torch dtype or its name, like 'bfloat16'; found {shown(dtype)}")
+    return name
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -27,14 +27,13 @@ from axes.algebra.errors import (
     ShardingError,
     SizeError,
     shortened,
-    shown,
     suggestion,
 )
 from axes.algebra.grammar import Dim, Factor, Place, Spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
-from axes.algebra.plan import Plan
+from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.sizes import checked_shape, written_sizes
@@ -86,15 +85,7 @@ def plan(
     model: Model = CostModel() if nodes is None else CostModel(ranks_per_node=nodes)
     if cost_model is not None:
         model = checked_model(cost_model)
-    name = _named_dtype(dtype)
-    return planning.plan(one, two, shape, name, model, one.mesh.rank)
-
-
-def _named_dtype(dtype: object) -> str:
-    """The name of a dtype; `ShardingError` for what is neither a name nor a dtype."""
-    if not isinstance(dtype, str) and type(dtype).__module__ != "torch":
-        raise ShardingError(f"dtype is a torch dtype or its name, like 'bfloat16'; found {shown(dtype)}")
-    return str(dtype).removeprefix("torch.")
+    return planning.plan(one, two, shape, dtype_name(dtype), model, one.mesh.rank)
 
 
 def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:

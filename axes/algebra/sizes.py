@@ -172,8 +172,13 @@ def written_sizes(
     """
     if not keywords and sizes is None:
         return ()
-    if sizes is None and _PLAIN.issuperset(map(type, keywords.values())):
-        return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
+    if sizes is None:
+        for size in keywords.values():
+            if type(size) is not int:
+                break
+        else:
+            given = keywords.items()
+            return tuple(given if len(given) == 1 else sorted(given))  # type: ignore[arg-type]
     check_mapping(sizes)
     found: dict[str, int] = {}
     for name, value in [*keywords.items(), *(sizes or {}).items()]:

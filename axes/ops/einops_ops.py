@@ -28,7 +28,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError, shown
-from axes.algebra.flow.blocks import has_blocks
 from axes.algebra.flow.reading import check_no_blocks
 from axes.algebra.flow.recipe import Op
 from axes.algebra.flow.rules import REDUCTIONS
@@ -41,7 +40,7 @@ from axes.ops.global_view import Grad, check_options
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
-from axes.runtime.transforms import check_dense, check_not_wrapped
+from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, is_dense
 
 Sizes = Mapping[str, int]
 
@@ -90,13 +89,13 @@ def rearrange(
     """
     check_options(expression, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
-    if has_blocks(expression):
+    if "+" in expression:
         return _rearrange_blocks(x, expression, given, mesh, comm_dtype, async_op, grad)
     if type(x) is list:
         x = _stacked("rearrange", x, expression)
-    if isinstance(x, DTensor):
+    if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_einops(expression, mesh) and sizes is None:
+    elif "@" not in expression and is_einops(expression, mesh) and sizes is None:
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.rearrange", x)
         return by_einops(einops.rearrange, (x, expression), given)
@@ -156,7 +155,7 @@ def reduce(
     plainly = not isinstance(x, DTensor) and sizes is None and is_einops(expression, mesh)
     if not plainly or not isinstance(op, str) or op in REDUCTIONS:
         _check_op(op, x)
-    if isinstance(x, DTensor):
+    if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
     elif plainly:
         check_no_blocks("reduce", expression)
@@ -191,9 +190,9 @@ def repeat(
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if type(x) is list:
         x = _stacked("repeat", x, expression)
-    if isinstance(x, DTensor):
+    if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_einops(expression, mesh) and sizes is None:
+    elif "@" not in expression and is_einops(expression, mesh) and sizes is None:
         check_no_blocks("repeat", expression)
         if torch_private.functorch_is_active():
             check_not_wrapped("axes.repeat", x)
@@ -222,7 +221,7 @@ class NotForEinops(ExpressionError, ValueError):
 def by_einops(function: Callable[..., Any], arguments: tuple[Any, ...], given: tuple[tuple[str, int], ...] = ()) -> Any:
     """What einops gives for these arguments, the last but one of which may be a reduction."""
     for x in arguments[0] if type(arguments[0]) is list else arguments:
-        if isinstance(x, torch.Tensor):
+        if type(x) is not str and not is_dense(x) and isinstance(x, torch.Tensor):
             check_dense(x, f"axes.{function.__name__}")
     try:
         return function(*arguments, **{name: checked_size(name, size) for name, size in given if size != -1})

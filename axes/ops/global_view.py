@@ -37,7 +37,7 @@ from axes.ops.extents import Extents, extents_of, traced_extents
 from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
-from axes.runtime.graphs import known, node_of_graph, number_of
+from axes.runtime.graphs import device_mesh_input, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.packing import strides_of
@@ -171,7 +171,8 @@ def apply_global(
                     leave_pending(x)
             leaves = (False,) * len(leaves)
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
-        return _node(number, leaves, tuple([size for _, size in sizes]), *operands)
+        home = device_mesh_input(ambient, *operands)
+        return _node(number, home, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple(map(torch_private.spec_of, operands))
     made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
     if flags.watched:
@@ -180,9 +181,10 @@ def apply_global(
 
 
 @node_of_graph
-def _node(number: int, leaves: tuple[bool, ...], given: tuple[int, ...], *operands: DTensor) -> DTensor:
+def _node(number: int, _: Any, leaves: tuple[bool, ...], given: tuple[int, ...], *operands: DTensor) -> DTensor:
     """The operation as one node of a graph; there, every collective is waited for where it is used.
 
+    A mesh on which no operand is goes in beside them (see `device_mesh_input`).
     Inside a graph nothing is a leaf, and no hook is reached: what is one outside is settled here.
     """
     kind, text, op, mesh, is_given, names, comm_dtype = known(number)

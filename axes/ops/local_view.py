@@ -47,28 +47,37 @@ def apply_local(
     comm_dtype: Dtypes = None,
     async_op: bool = False,
     grad: str = "resolved",
+    called: str = "",
 ) -> torch.Tensor:
-    """The operation on this rank's shards. The options are checked (`check_options`)."""
+    """The operation on this rank's shards. The options are checked (`check_options`).
+
+    called: the function that the user has called, where that isn't the one of this kind.
+    """
+    function = called or kind
     if grad != "resolved":
         raise ShardingError(
-            f"grad={grad!r} is about the leaves of DTensors; the gradient of a plain tensor is this rank's"
+            f"axes.{function}: grad={grad!r} is about the leaves of DTensors; found a plain tensor, whose gradient is "
+            "this rank's. Leave grad out, or pass a DTensor, as axes.from_local makes one"
         )
     if torch_private.transforms_are_on():
-        check_shards(f"axes.{kind}, '{text}',", operands)
-    mesh = (ambient_mesh() or _mesh_for(kind, text)) if mesh is None else mesh
+        check_shards(f"axes.{function}, '{text}',", operands)
+    mesh = (ambient_mesh() or _mesh_for(function, text)) if mesh is None else mesh
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
         return _node(number, tuple(size for _, size in sizes), *operands)
-    if not all(map(is_dense, operands)):
-        operands = [_dense(kind, x) for x in operands]
-    shapes = tuple([x.shape for x in operands])
+    for x in operands:
+        if not is_dense(x):
+            operands = [_dense(function, x) for x in operands]
+            break
+    first = operands[0]
+    shapes = (first.shape,) if len(operands) == 1 else tuple([x.shape for x in operands])
     make = _made_alone if mesh.binding is None else _made
     made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
-    if made.may_be_view and operands[0].is_leaf and operands[0].requires_grad:
-        operands = (_Owning.apply(operands[0]),)
+    if first.requires_grad and first.is_leaf and made.may_be_view and torch.is_grad_enabled():
+        operands = (_own(first),)
     if flags.watched:
-        return within(f"axes.{kind}", text, _run, made, operands)
-    return _run(made, operands)
+        return within(f"axes.{function}", text, _run, made, operands)
+    return _run(made, operands) if made.may_be_cast else made.run(*operands)
 
 
 class _Owning(torch.autograd.Function):
@@ -89,6 +98,9 @@ class _Owning(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
         return tangent.view_as(tangent)
+
+
+_own = torch_private.apply_of(_Owning)
 
 
 @node_of_graph
@@ -118,16 +130,16 @@ def _run(made: BoundRecipe, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     return made.run(*operands)
 
 
-def _dense(kind: str, x: object) -> torch.Tensor:
+def _dense(function: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"axes.{kind} with '@' takes a tensor; found {type(x).__name__}")
-    check_dense(x, f"axes.{kind}")
+        raise ShardingError(f"axes.{function} with '@' takes a tensor; found {type(x).__name__}")
+    check_dense(x, f"axes.{function}")
     return as_plain(x)
 
 
-def _mesh_for(kind: str, text: str) -> Mesh:
+def _mesh_for(function: str, text: str) -> Mesh:
     """Where there is no mesh: none is needed for text that names no axis."""
-    return required_mesh(None, f"axes.{kind} of plain tensors") if "@" in text.replace("@*", "") else ALONE
+    return required_mesh(None, f"axes.{function} of plain tensors") if "@" in text.replace("@*", "") else ALONE
 
 
 @of_world(8192)

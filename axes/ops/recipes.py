@@ -3,9 +3,10 @@
     program = bind(extents_of(recipe), "global")
     local = program.run(*locals)            # gather? -> view -> move? -> compute -> move? -> view
 
-`bind` turns a recipe of the algebra into a `BoundRecipe`, a chain of few functions: einops (or a matrix
-product) on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing moves, all
-of it is one einops call with this rank's sizes.
+`bind` turns a recipe of the algebra into a `BoundRecipe`, a chain of few functions: views, reductions by
+einops or a matrix product on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing
+moves, a rearrangement is its views with this rank's sizes. (They are made by functions of torch: methods of a
+tensor, called with a tuple of sizes, take almost twice as long.)
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class BoundRecipe:
             return True
         kept = {*found.result.atoms}
         return len(found.inputs) == 1 and not found.moves and kept.issuperset(found.inputs[0].atoms)
+
+    @functools.cached_property
+    def may_be_cast(self) -> bool:
+        """Whether autocast has a say in which dtype it is computed: what only rearranges keeps its own."""
+        return self.extents.recipe.kind in ("einsum", "reduce")
 
     # One program is made per key, so identity will do, and hashing a recipe would be slow.
     __hash__ = object.__hash__
@@ -218,7 +224,7 @@ def _opening(extents: Extents, operand: Input) -> Stage | None:
     if all(len(group) == 1 for group in operand.groups):
         return None
     shape = extents.local(operand.atoms, operand.elementary)
-    return lambda x: x.reshape(shape)
+    return lambda x: torch.reshape(x, shape)
 
 
 def _last(extents: Extents, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
@@ -245,8 +251,8 @@ def _merging(extents: Extents) -> Stage | None:
     if all(len(group) == 1 for group in result.groups):
         return None
     local = dict(zip(result.atoms, extents.local(result.atoms, result.target), strict=True))
-    shape = tuple(math.prod(local[atom] for atom in group) for group in result.groups)
-    return lambda x: x.reshape(shape)
+    shape = _merged(result.groups, local)
+    return lambda x: torch.reshape(x, shape)
 
 
 # --- local computation
@@ -303,28 +309,36 @@ def _repeats(atoms: Sequence[str]) -> bool:
 
 
 def _single(extents: Extents, term: Groups, goal: Groups, dtype: torch.dtype | None = None) -> Run:
-    """One operand: an einops call. `dtype` is that of a sum or mean, where it isn't the operand's own."""
+    """One operand: views of it, or a reduction. `dtype` is that of a sum or mean, where it isn't the operand's own."""
     local, divisor = extents.computed, extents.divisor
     have = {atom for group in term for atom in group}
     want = {atom for group in goal for atom in group}
-    letters = {atom: f"x{number}" for number, atom in enumerate(dict.fromkeys([*have, *want]))}
     reduced, added = [a for a in have if a not in want], [a for a in want if a not in have]
     if reduced and added:
         middle = _singles([a for group in term for a in group if a in want])
         first, then = _single(extents, term, middle, dtype), _single(_with(extents, divisor=1), middle, goal)
         return lambda x: then(first(x))
-    grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
-    sizes = {letters[a]: local[a] for a in local if a in letters and (a in grouped or a in added)}
-    pattern = f"{_pattern(term, letters)} -> {_pattern(goal, letters)}"
-    if not reduced and not added and extents.recipe.divisor == 1:
-        if term == goal:
-            return _same
-        return lambda x: einops.rearrange(x, pattern, **sizes)
     if not reduced:
-        if extents.recipe.divisor == 1:
-            return lambda x: einops.repeat(x, pattern, **sizes)
-        return lambda x: einops.repeat(x / divisor, pattern, **sizes)
+        scaling = [] if extents.recipe.divisor == 1 else [lambda x: x / divisor]
+        return _joined([*scaling, *_views(term, goal, local)]) or _same
+    letters = {atom: f"x{number}" for number, atom in enumerate(have)}
+    grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
+    sizes = {letters[a]: local[a] for a in local if a in grouped}
+    pattern = f"{_pattern(term, letters)} -> {_pattern(goal, letters)}"
     return _reduction(extents, pattern, sizes, reduced, dtype)
+
+
+def _views(term: Groups, goal: Groups, local: Mapping[str, int]) -> list[Stage]:
+    """A tensor's dims rearranged and repeated: a reshape, a permutation, an expansion, a reshape, where needed."""
+    have, flat = [atom for group in term for atom in group], [atom for group in goal for atom in group]
+    if term == goal:
+        return []
+    merged = _merged(goal, local)
+    if have == flat:
+        return [lambda x: torch.reshape(x, merged)]
+    finish = _finishing(have, flat, goal, local)
+    opened = tuple([local[atom] for atom in have])
+    return finish if all(len(group) == 1 for group in term) else [lambda x: torch.reshape(x, opened), *finish]
 
 
 def _with(extents: Extents, **changes: Any) -> Extents:
@@ -554,26 +568,34 @@ def _several(extents: Extents, terms: Sequence[Groups], goal: Groups) -> Run:
 
 
 def _finishing(kept: Sequence[str], flat: Sequence[str], goal: Groups, local: Mapping[str, int]) -> list[Stage]:
-    """Missing atoms repeated, diagonals written, dims merged."""
+    """Dims put in order, missing atoms repeated, diagonals written, dims merged."""
     stages: list[Stage] = []
     distinct = tuple(dict.fromkeys(flat))
-    if tuple(kept) != distinct:
+    order = tuple([kept.index(atom) for atom in distinct if atom in kept])
+    if order != tuple(range(len(kept))):
+        stages.append(lambda x: torch.permute(x, order))
+    if len(distinct) > len(kept):
+        added = [at for at, atom in enumerate(distinct) if atom not in kept]
         shape = tuple(local[atom] for atom in distinct)
-        stages.append(functools.partial(_repeated, kept=tuple(kept), atoms=distinct, shape=shape))
+        stages.append(functools.partial(_repeated, added=added, shape=shape))
     if len(distinct) < len(flat):
-        shape = tuple(local[atom] for atom in flat)
-        stages.append(functools.partial(_on_diagonal, atoms=distinct, goal=tuple(flat), shape=shape))
+        whole = tuple(local[atom] for atom in flat)
+        stages.append(functools.partial(_on_diagonal, atoms=distinct, goal=tuple(flat), shape=whole))
     if any(len(group) != 1 for group in goal):
-        merged = tuple(math.prod(local[atom] for atom in group) for group in goal)
-        stages.append(lambda x: x.reshape(merged))
+        merged = _merged(goal, local)
+        stages.append(lambda x: torch.reshape(x, merged))
     return stages
 
 
-def _repeated(x: torch.Tensor, kept: Sequence[str], atoms: Sequence[str], shape: Shape) -> torch.Tensor:
-    """`x` with the atoms that it lacks as repeated dims."""
-    x = x.permute([kept.index(atom) for atom in atoms if atom in kept])
-    for at, atom in enumerate(atoms):
-        x = x if atom in kept else x.unsqueeze(at)
+def _merged(groups: Groups, local: Mapping[str, int]) -> Shape:
+    """The shape with one dim per group of atoms, by their sizes."""
+    return tuple([math.prod([local[atom] for atom in group]) for group in groups])
+
+
+def _repeated(x: torch.Tensor, added: Sequence[int], shape: Shape) -> torch.Tensor:
+    """`x` with new dims at these places, repeated to `shape`."""
+    for at in added:
+        x = x.unsqueeze(at)
     return x.expand(shape)
 
 

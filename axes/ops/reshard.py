@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.flow.reading import check_no_blocks, read
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -29,14 +30,14 @@ from axes.ops.global_view import Grad, check_options
 from axes.ops.reshard_many import check_named, reshard_many
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
-from axes.runtime.graphs import known, node_of_graph, number_of, read_once
+from axes.runtime.graphs import device_mesh_input, known, node_of_graph, number_of, read_once
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import ALL, Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import check_not_wrapped, check_whole
+from axes.runtime.transforms import PLAIN, check_not_wrapped, check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -113,12 +114,13 @@ def reshard(
     """
     check_options("", mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
-    if isinstance(x, Mapping):
+    plain = type(x) in PLAIN
+    if not plain and isinstance(x, Mapping):
         return _many(x, spec, mesh, comm_dtype, async_op, grad, given)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
-    if not isinstance(x, DTensor):
-        return _of_shard(x, spec, mesh, comm_dtype, async_op, given)
+    if plain or not isinstance(x, DTensor):
+        return _of_shard(x, spec, mesh, comm_dtype, async_op, grad, given)
     if torch_private.transforms_are_on():
         check_whole("axes.reshard", (x,))
     where = ambient_mesh() if mesh is None else None
@@ -128,7 +130,9 @@ def reshard(
         if leaf and not settle:
             leave_pending(x)
         names = tuple([name for name, _ in given])
-        return _node(x, number_of(spec, mesh, where, comm_dtype, names), settle, tuple([size for _, size in given]))
+        home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else mesh or where, x)
+        number = number_of(spec, mesh, where, comm_dtype, names)
+        return _node(x, home, number, settle, tuple([size for _, size in given]))
     return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
 
 
@@ -171,9 +175,10 @@ def _many(
 
 
 @node_of_graph
-def _node(x: DTensor, number: int, settle: bool, given: tuple[int, ...]) -> DTensor:
+def _node(x: DTensor, _: Any, number: int, settle: bool, given: tuple[int, ...]) -> DTensor:
     """`reshard` as one node of a graph; there, every collective is waited for where it is used.
 
+    A mesh on which `x` isn't goes in beside it (see `device_mesh_input`).
     Inside a graph nothing is a leaf, and no hook is reached: what is one outside is settled here.
     """
     spec, mesh, where, comm_dtype, names = known(number)
@@ -243,7 +248,7 @@ def _target(
 
 
 def _of_shard(
-    x: Any, spec: str | Sharding, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, sizes: Sizes
+    x: Any, spec: str | Sharding, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: str, sizes: Sizes
 ) -> torch.Tensor:
     """`reshard` of a plain tensor: a rearrangement that leaves the dims where they are."""
     if not isinstance(x, torch.Tensor):
@@ -254,12 +259,13 @@ def _of_shard(
             f"a plain tensor doesn't know how it is sharded: write both sides, like 'b s@tp d -> b s d'; found "
             f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"
         )
-    _check_dims(spec)
-    return local_view.apply_local("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op)
+    _check_dims(spec, x.dim())
+    return local_view.apply_local("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op, grad, "reshard")
 
 
 @read_once
-def _check_dims(text: str) -> None:
+def _check_dims(text: str, ndim: int) -> None:
+    check_no_blocks("reshard", text)
     tree = parse_tensor(text)
     sides = [*tree.operands, *(tree.results or ())]
     names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in sides]
@@ -267,3 +273,4 @@ def _check_dims(text: str) -> None:
         raise ExpressionError(
             "reshard has the same dims on both sides of '->'; to rearrange them use axes.rearrange", text, 0, len(text)
         )
+    read("reshard", text, (ndim,))

@@ -82,13 +82,13 @@ from axes.ops.regions import (
 from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_tensors
 from axes.runtime import flags, torch_private
 from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
-from axes.runtime.graphs import kept, known, node_of_graph, number_of
+from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.routes import settled
-from axes.runtime.sharded import device_mesh_input, from_local, strides_like, to_local
+from axes.runtime.sharded import from_local, strides_like, to_local
 from axes.runtime.shards import shard_of
 from axes.runtime.transforms import check_not_wrapped, check_whole
 
@@ -202,6 +202,8 @@ def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: Check) -
     def inside(*args: Any, **kwargs: Any) -> Any:
         return run_region(fn, expression, args, kwargs, mesh, check)
 
+    if torch.compiler.is_compiling():
+        return inside  # nobody sees its name in a graph; and dynamo can't follow that of a builtin (2.11)
     return functools.update_wrapper(inside, fn, updated=())
 
 
@@ -458,7 +460,7 @@ def _run_in_graph(
     result = _inside(fn, mesh, args, kwargs, shards)
     results = _results(result, asked[0], passed)
     _check_counts(number, len(results))
-    home = None if tensors else device_mesh_input(mesh)
+    home = device_mesh_input(mesh, *tensors)
     outputs = _enter_node(number, home, len(tensors), *tensors, *shards, *results) if results else ()
     return with_tensors(result, iter(outputs))
 
@@ -475,7 +477,7 @@ def _leave_node(number: int, leaves: tuple[bool, ...], *tensors: DTensor) -> tup
 def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor, ...]:
     """The results as DTensors. The first `count` tensors are those that went in, which say what a result is.
 
-    Behind them are their shards. Where none went in, the mesh must (see `device_mesh_input`).
+    Behind them are their shards. Where none on the mesh went in, the mesh must (see `device_mesh_input`).
     """
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.

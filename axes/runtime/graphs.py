@@ -179,6 +179,23 @@ kept = Kept()
 _by_name: WeakValueDictionary[str, Held] = WeakValueDictionary()
 
 
+def device_mesh_input(mesh: Mesh | None, *tensors: DTensor) -> Any:
+    """The `DeviceMesh` of a mesh, an input of the graph where a node is given it; None where one of `tensors` has it.
+
+    AOTAutograd needs it there: for a DTensor that leaves a graph into which none on this mesh came, it
+    would else take the mesh of the gradient that is yet to come (2.13).
+    """
+    if mesh is None or not torch_private.DEVICE_MESHES_ARE_INPUTS:
+        return None
+    name = _keep_device_mesh(mesh, *[x.device_mesh for x in tensors])
+    return getattr(kept, name) if name else None
+
+
+@torch.compiler.assume_constant_result
+def _keep_device_mesh(mesh: Mesh, *known: Any) -> str:
+    return "" if known and (mesh.binding is None or mesh.device_mesh in known) else kept.keep(mesh.device_mesh)
+
+
 def known(number: int) -> Any:
     """The thing that a number stands for."""
     return _by_number[number].thing

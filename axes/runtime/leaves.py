@@ -23,8 +23,9 @@ from axes.runtime.check import waited
 from axes.runtime.groups import of_world
 from axes.runtime.routes import resharded
 from axes.runtime.symbols import is_symbolic, spec_at
-from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec
 
+Shape = tuple[int, ...]
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
@@ -79,37 +80,75 @@ def _resolve(leaf: DTensor) -> _Resolve:
 @of_world(4096)
 def _resolve_at(spec: Spec) -> _Resolve:
     """The hook of leaves with this `DTensorSpec`."""
-    return _Resolve(replace(sharding_of_spec(spec), pending=()))
+    target = replace(sharding_of_spec(spec), pending=())
+    shape, strides = tuple(spec.shape), tuple(spec.tensor_meta.stride)
+    return _Resolve(target, None, None) if is_symbolic((*shape, *strides)) else _Resolve(target, *_lies(shape, strides))
+
+
+def _lies(shape: Shape, strides: Shape) -> tuple[Shape | None, Shape]:
+    """How autograd wants the gradient of a leaf in memory: the order of its dims, None for row by row; its strides.
+
+    They are the leaf's own, if these leave no gaps.
+    """
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
+    packed = contiguous_strides(tuple([shape[dim] for dim in order]))
+    dense = all(shape[dim] < 2 or strides[dim] == stride for dim, stride in zip(order, packed, strict=True))
+    if not dense or order == tuple(range(len(shape))):
+        return None, contiguous_strides(shape)
+    return order, strides
 
 
 @dataclass(frozen=True, eq=False)
 class _Resolve:
-    """A leaf's hook: its gradient in its own sharding, nothing pending."""
+    """A leaf's hook: its gradient in its own sharding, nothing pending, laid out in memory as the leaf is.
+
+    `order` and `strides` are what `_lies` says of the leaf; there are no `strides` where they are symbolic. Of a
+    gradient with other strides autograd makes a copy, at the price of two operations on DTensors.
+    """
 
     target: Sharding
+    order: Shape | None
+    strides: Shape | None
 
     __torch_unserializable__: ClassVar[bool] = True  # torch.save leaves it out without a warning
 
     def __call__(self, found: torch.Tensor) -> DTensor | None:
         if not isinstance(found, DTensor) or self.target.mesh.coordinate is None:
             return None  # a rank outside the mesh has no part of the leaf
-        return _owned(resharded(found, self.target))
+        x = resharded(found, self.target)
+        return x if torch.is_grad_enabled() else self._owned(x, found)
 
+    def _owned(self, x: DTensor, found: DTensor) -> DTensor:
+        """The gradient in memory that is its own, no more than it needs, in the leaf's order of dims.
 
-def _owned(x: DTensor) -> DTensor:
-    """The gradient in memory that is its own, no more than it needs, and contiguous.
+        A gradient on its way may be a view of another, or another DTensor of its shard: autograd would make it the
+        leaf's, and add to it in place. Of the very one that was `found` autograd itself makes a copy, where others have
+        it, too.
+        """
+        owned = torch_private.owns_its_memory(x)
+        local, spec = torch_private.local_of(x), torch_private.spec_of(x)
+        lies = self.strides is None or tuple(spec.tensor_meta.stride) == self.strides
+        if owned and self._is_in_order(local):
+            if lies:
+                return x
+            if x is not found:
+                return torch_private.dtensor(local, self._laid(spec))
+        return torch_private.dtensor(self._copied(waited(local)), self._laid(spec))
 
-    A gradient on its way may be a view of another: autograd would make it the leaf's, and add to it in
-    place. Of one that isn't contiguous autograd makes a copy that has the leaf's strides, at the price of
-    two operations on DTensors; and torch 2.11 replicates it where a dim is split unevenly.
-    """
-    local = torch_private.local_of(x)
-    if torch.is_grad_enabled() or (local.is_contiguous() and torch_private.owns_its_memory(local)):
-        return x
-    found = waited(local).clone(memory_format=torch.contiguous_format)
-    return torch_private.dtensor(found, _dense_spec(torch_private.spec_of(x)))
+    def _laid(self, spec: Spec) -> Spec:
+        return spec_at(spec, tuple(spec.shape)) if self.strides is None else _with_strides(spec, self.strides)
+
+    def _is_in_order(self, local: torch.Tensor) -> bool:
+        return (local if self.order is None else local.permute(self.order)).is_contiguous()
+
+    def _copied(self, local: torch.Tensor) -> torch.Tensor:
+        if self.order is None:
+            return local.clone(memory_format=torch.contiguous_format)
+        found = torch.empty_like(local.permute(self.order), memory_format=torch.contiguous_format)
+        back = sorted(range(local.ndim), key=self.order.__getitem__)
+        return found.permute(back).copy_(local)
 
 
 @of_world(4096)
-def _dense_spec(spec: Spec) -> Spec:
-    return spec_at(spec, tuple(spec.shape))
+def _with_strides(spec: Spec, strides: Shape) -> Spec:
+    return torch_private.resized_spec(spec, tuple(spec.shape), strides)

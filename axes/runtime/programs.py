@@ -322,7 +322,7 @@ def _run(
 ) -> Run:
     step = task.step
     if group is None:
-        return _slice(task)
+        return _slice(task, eager)
     how = group, dtype, eager, step.op
     link = link_of(*how) if about is None else recorded_link_of(*how, about)
     if step.kind == "all_reduce":
@@ -545,12 +545,17 @@ def _held(shape: Shape | None) -> Shape:
     return (0,) if shape is None else shape
 
 
-def _slice(task: Task) -> Run:
+def _slice(task: Task, eager: bool) -> Run:
     """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
     shape = task.shape
     boxes = [(slices_of(source), slices_of(target)) for source, target in task.copies]
     if len(boxes) == 1:
         only = boxes[0][0]
+        cut = [dim for dim, (box, size) in enumerate(zip(only, task.tile, strict=True)) if box != slice(0, size)]
+        if eager and len(cut) == 1:
+            (dim,), (start, stop) = cut, task.copies[0][0][cut[0]]
+            length = stop - start
+            return lambda x: torch.narrow_copy(x, dim, start, length)  # half the time of a view and a copy
         return lambda x: x[only].clone(memory_format=torch.contiguous_format)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -654,7 +659,7 @@ def _is_large(program: Program, step: Step, dtype: torch.dtype) -> bool:
 
 def _permute(task: Task, group: dist.ProcessGroup, about: Traced | None) -> Run:
     """A tile sent to one rank and one received. Who keeps its own copies it, and meets nobody."""
-    sends, receives, keep = task.at_sizes(task.unit.sends), task.at_sizes(task.unit.receives), _slice(task)
+    sends, receives, keep = task.at_sizes(task.unit.sends), task.at_sizes(task.unit.receives), _slice(task, True)
     to, origin = (next((peer for peer, of in enumerate(side.counts) if of), None) for side in (sends, receives))
     pack = packer(sends.places, sends.shape, sum(sends.counts))
     count, unpack = sum(receives.counts), unpacker(receives.places, receives.shape)

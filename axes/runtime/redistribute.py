@@ -422,11 +422,24 @@ class Frame:
         """The larger tile, zero where `x` has nothing to say."""
         tile = tuple(x.shape)
         made = self.at_sizes(tile) if is_symbolic(tile) or tile != self.tile else self
+        if made.padding is not None:
+            return torch.nn.functional.pad(x, made.padding)
         out = x.new_zeros(made.shape)
         for inner, outer in made.boxes:
             out[slices_of(outer)].copy_(x[slices_of(inner)])
         # A rank that has nothing to say takes part in the derivative all the same.
         return out if made.boxes or not x.requires_grad else out + x.sum()
+
+    @cached_property
+    def padding(self) -> list[int] | None:
+        """The zeros before and after on each dim, last dim first, where all of the tile lies in one box."""
+        if len(self.boxes) != 1:
+            return None
+        inner, outer = self.boxes[0]
+        if inner != tuple([(0, size) for size in self.tile]):
+            return None
+        ends = zip(reversed(outer), reversed(self.shape), strict=True)
+        return [zeros for (start, stop), size in ends for zeros in (start, size - stop)]
 
     def at_sizes(self, tile: Shape) -> Frame:
         """The frame of a tile of other sizes, where tiles are even."""

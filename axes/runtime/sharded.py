@@ -41,7 +41,7 @@ from axes.runtime.border import (
     enter_global,
     leave_global,
 )
-from axes.runtime.graphs import kept, known, node_of_graph, number_of
+from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, used
 from axes.runtime.lines import broadcast
@@ -69,10 +69,11 @@ def shard(
 ) -> DTensor:
     """A tensor that every rank has whole, as a DTensor that keeps this rank's shard of it.
 
-    Nothing is sent, unless `source_rank` names a global rank whose tensor is broadcast first, to the
-    ranks of the mesh alone: of `mesh["tp"]` these are the ranks along `tp` through this one, and the
-    ranks along another call `shard` by themselves, or not at all, with a source of their own. The
-    shard is a copy on the mesh's device. Sizes are those of factors of grouped dims. As
+    Nothing is sent, unless `source_rank` names a global rank whose tensor is broadcast first, to
+    the ranks of the mesh alone, each of which passes a tensor of its shape and dtype: of
+    `mesh["tp"]` these are the ranks along `tp` through this one, and the ranks along another call
+    `shard` by themselves, or not at all, with a source of their own. The shard is a copy on the
+    mesh's device. Sizes are those of factors of grouped dims. As
     `torch.distributed.tensor.distribute_tensor`, which always broadcasts.
 
     Of a leaf it makes a new leaf, to which `requires_grad` carries over; its gradient is resolved to
@@ -82,11 +83,17 @@ def shard(
     Inside `axes.use_rules` a spec without an `@` is in logical names, which the rules put on the mesh.
 
     Raises `ShardingError` for a spec that doesn't fit the tensor, that has something pending, or
-    that DTensor can't express for this shape; the same on every rank, before anything is sent.
+    that DTensor can't express for this shape; the same on every rank, before anything is sent, where
+    all pass tensors of one shape.
 
         w = axes.shard(weight, "(qkv=3 heads@tp dim) embed@fsdp", mesh=mesh, heads=16)
     """
     mesh = required_mesh(mesh, "axes.shard")
+    if tensor is None and source_rank is not None:
+        raise ShardingError(
+            "axes.shard takes a tensor on every rank; found None. With source_rank= the values of the others don't "
+            "matter, their shape and dtype do: pass torch.empty(shape, dtype=...) there"
+        )
     _plain(tensor, "axes.shard", "axes.reshard")
     given = written_sizes(keywords, sizes)
     rules = ambient_rules()
@@ -382,20 +389,6 @@ def _lift_node(x: DTensor, _: Any, number: int) -> DTensor:
     return _lifted(x, known(number))
 
 
-def device_mesh_input(mesh: Mesh) -> Any:
-    """The `DeviceMesh` of a mesh, which is an input of the graph where a node is given it.
-
-    AOTAutograd needs it there: for a DTensor that leaves a graph into which none on this mesh came, it
-    would else take the mesh of the gradient that is yet to come (2.13).
-    """
-    return getattr(kept, _keep_device_mesh(mesh)) if torch_private.DEVICE_MESHES_ARE_INPUTS else None
-
-
-@torch.compiler.assume_constant_result
-def _keep_device_mesh(mesh: Mesh) -> str:
-    return kept.keep(mesh.device_mesh)
-
-
 @torch.compiler.assume_constant_result
 def _text(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> str:
     return Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, ndim).spec
@@ -515,16 +508,35 @@ class _Lift(torch.autograd.Function):
         if cotangent is None:
             return None, None
         resolved = resharded(cotangent, replace(sharding_of_spec(ctx.new), pending=()))
-        placements = [Replicate() if p.is_partial() else p for p in ctx.old.placements]
-        lowered = DTensor.from_local(
-            resolved.to_local(),
-            ctx.old.mesh,
-            placements,
-            run_check=False,
-            shape=cotangent.shape,
-            stride=resolved.stride(),
-        )
-        return lowered, None
+        placements = tuple(Replicate() if p.is_partial() else p for p in ctx.old.placements)
+        return _Lower.apply(resolved, _spec_for(resolved, ctx.old.mesh, placements)), None
+
+
+class _Lower(torch.autograd.Function):
+    """The same local tensor on the smaller mesh, which every rank along the further axes has; the way back of a lift.
+
+    A function of its own, since gradients are differentiated, too: its gradient is lifted again. (torch's
+    `DTensor.from_local` of a `to_local` would do, but for 2.11, which differentiates these two as if each rank's tensor
+    were its own.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, spec: Any) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.new, ctx.old = torch_private.spec_of(x), spec
+        return torch_private.dtensor(torch_private.local_of(x).detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
+        if cotangent is None:
+            return None, None
+        resolved = resharded(cotangent, sharding_of_spec(ctx.old))
+        return _Lift.apply(resolved, _spec_for(resolved, ctx.new.mesh, ctx.new.placements)), None
+
+
+def _spec_for(x: DTensor, device_mesh: Any, placements: tuple[Placement, ...]) -> Any:
+    """The spec of a tensor like this one on another mesh."""
+    return torch_private.dtensor_spec(device_mesh, placements, tuple(x.shape), tuple(x.stride()), x.dtype)
 
 
 def _plain(tensor: Any, function: str, instead: str) -> None:

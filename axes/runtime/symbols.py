@@ -46,11 +46,15 @@ def hint(size: Any) -> int:
 def fixed(size: int) -> int:
     """The number of a size, for which alone the graph is then.
 
-    The guard is on a remainder that only this number has. By a comparison torch would put the number for
-    the symbol, and leave the guard to the tensor whose size it is.
+    The guard is on a remainder that only this number has: with a comparison alone, torch would put the number for the
+    symbol, and leave the guard to the tensor whose size it is. After the guard it puts it, so that results have the
+    number, too: where it found only in the backward pass that the symbol is one number, it would have counted the sizes
+    that the graph returns before, as many as symbols. In the backward pass itself it is too late for that.
     """
     number = hint(size)
     assert size % _MORE_THAN_ANY_SIZE == number
+    if torch_private.backward_pass() == torch_private.NO_BACKWARD:
+        assert size == number
     return number
 
 

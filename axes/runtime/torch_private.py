@@ -14,6 +14,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import operator
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,9 +34,10 @@ from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
+from torch.distributed.tensor import DTensor, Replicate, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -150,8 +153,10 @@ def backend_over(store: dist.Store, rank: int, size: int, device_type: str, time
 
 _WATCHDOG = timedelta(minutes=10)
 
-TORCH_WORLD = c10d._world
-"""torch's state: `TORCH_WORLD.default_pg` is `dist.group.WORLD` for half its price, which every call pays."""
+default_group: Callable[[], dist.ProcessGroup | None] = functools.partial(
+    operator.attrgetter("_default_pg"), c10d._world
+)
+"""`dist.group.WORLD`, or None, for a fifth of its price, which every call pays."""
 
 
 def registered(group: dist.ProcessGroup) -> bool:
@@ -326,6 +331,31 @@ def allow_any_axis_order() -> None:
 
     found_or_none.any_axis_order = True  # type: ignore[attr-defined]
     setattr(_redistribute, name, found_or_none)
+
+
+def keep_uneven_gradients() -> None:
+    """Has autograd's copy of a DTensor's gradient lie as the gradient does, where a dim is split unevenly, too.
+
+    Of a gradient that others hold as well, or that is differentiated itself, autograd makes a copy for the leaf:
+    `new_empty_strided` and `copy_`. 2.11 makes the first of these replicated where the gradient is split unevenly or
+    pending. 2.13 has it like the gradient, and replaces this.
+    """
+    if hasattr(_tensor_ops, "is_tensor_evenly_shardable"):  # by which 2.11 decides
+        DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.new_empty_strided.default] = _new_empty_strided
+
+
+def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int]], options: dict[str, Any]) -> DTensor:
+    """`new_empty_strided` of a DTensor: split as it is, or pending, where it has its shape; else replicated."""
+    x, shape, strides = args[0], tuple(args[1]), tuple(args[2])
+    spec, local, placements = x._spec, x._local_tensor, x._spec.placements
+    if shape != tuple(x.shape):
+        placements = (Replicate(),) * spec.mesh.ndim
+        made = local.new_empty_strided(shape, strides, **options)
+    else:  # the shard's dims in memory in the order of the whole tensor's
+        order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim))
+        made = local.new_empty([local.shape[dim] for dim in order], **options)
+        made = made.permute(sorted(range(len(shape)), key=order.__getitem__))
+    return dtensor(made, dtensor_spec(spec.mesh, placements, shape, strides, made.dtype))
 
 
 Slicing = Callable[[DeviceMesh, tuple[str, ...]], DeviceMesh | None]
@@ -666,6 +696,11 @@ def collectives_of(group: dist.ProcessGroup) -> tuple[Collective, Collective, Co
             exchange(out, x, receives, sends)
         else:
             exchange(out, torch.zeros_like(out), receives, receives)
+        if _FlatLayout is None:  # 2.11 leaves what arrives as it was; this is what 2.13 makes of it
+            out.zero_()
+            for part in out.split(list(receives)) if receives else (out,):
+                found = x[: len(part)]
+                part[: len(found)].copy_(found)
 
     @functools.lru_cache(maxsize=8)
     def reducing(op: Any) -> tuple[Any, Any]:
@@ -829,16 +864,19 @@ def arrived(x: Any) -> torch.Tensor:
     return x.trigger_wait()
 
 
-def owns_its_memory(x: torch.Tensor) -> bool:
-    """Whether a tensor's storage is as large as the tensor, and no other tensor's.
+def owns_its_memory(x: DTensor) -> bool:
+    """Whether the shard of a DTensor is as large as its storage, and nobody else has the shard or the storage.
 
-    Two things refer to it then, the tensor and what Python calls its storage. Would be replaced by a public
-    count; without one (2.11 to 2.15 have it) a tensor counts as sharing.
+    Two things refer to the storage then, the shard and what Python calls its storage; and two to the shard, the DTensor
+    and the call that asks. Would be replaced by public counts; without that of storages (2.11 to 2.15 have it) a tensor
+    counts as sharing.
     """
-    storage = x.untyped_storage()
     count = getattr(torch._C, "_storage_Use_Count", None)
-    exact = storage.nbytes() == x.numel() * x.element_size()
-    return exact and count is not None and count(storage._cdata) == 2
+    if count is None or sys.getrefcount(x._local_tensor) != 2:
+        return False
+    storage = x._local_tensor.untyped_storage()
+    exact = storage.nbytes() == x._local_tensor.numel() * x._local_tensor.element_size()
+    return exact and count(storage._cdata) == 2
 
 
 def version_of(x: torch.Tensor) -> int:

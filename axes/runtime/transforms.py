@@ -27,7 +27,8 @@ from axes.runtime import torch_private
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types of tensors that aren't part of a graph that is being traced."""
+"""The types of tensors that aren't part of a graph that is being traced. (To ask whether one of these is a DTensor
+takes five times as long as to see that its type is among them.)"""
 
 _STRIDED = torch.strided
 Push = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

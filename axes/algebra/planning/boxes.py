@@ -64,6 +64,9 @@ def regions(part: Tile, within: Tile) -> tuple[Region, ...]:
 
 def local_runs(part: Runs, within: Runs) -> list[tuple[int, int]]:
     """Where runs lie in a local dim that has the runs `within`."""
+    if len(within) == 1:
+        begin = within[0][0]
+        return [(start - begin, stop - begin) for start, stop in part]
     found: list[tuple[int, int]] = []
     at, base = 0, 0
     for start, stop in part:

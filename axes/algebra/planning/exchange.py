@@ -26,8 +26,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, groupby, product
-from operator import mul
+from itertools import accumulate, chain, groupby, product, repeat
+from operator import mul, sub
 
 from axes.algebra.chunks import Tile, count
 from axes.algebra.layout import Layout
@@ -42,6 +42,7 @@ from axes.algebra.planning.boxes import (
 )
 from axes.algebra.planning.pieces import NO_DIGITS, Numbers, Pieces, TileGrid, coordinates, overlaps, same_factors
 from axes.algebra.sharding import Sharding
+from axes.algebra.universe import Universe
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,16 @@ class Shares:
         return found
 
 
+@lru_cache(maxsize=16)
+def _ranks_of_both(source: Universe, target: Universe) -> tuple[int, ...]:
+    """The ranks of two universes, those of the source first."""
+    one, two = source.ranks, target.ranks
+    if isinstance(one, range) and isinstance(two, range) and (one[-1] < two[0] or two[-1] < one[0]):
+        return (*one, *two)
+    has = one if isinstance(one, range) else frozenset(one)
+    return (*one, *[rank for rank in two if rank not in has])
+
+
 @dataclass(frozen=True, eq=False)
 class Deal:
     """Who sends what to whom in a group, between two shardings; of any rank without a look at all others.
@@ -346,11 +357,9 @@ class Deal:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The group, in its order."""
-        ranks = self.source.universe.ranks
         if self.members is not None:
             return tuple(self.source.universe.line(self.members, self.rank))
-        has = ranks if isinstance(ranks, range) else frozenset(ranks)
-        return (*ranks, *(rank for rank in self.target.universe.ranks if rank not in has))
+        return _ranks_of_both(self.source.universe, self.target.universe)
 
     @cached_property
     def peers(self) -> dict[int, int]:
@@ -401,8 +410,8 @@ class Deal:
             sides.append([coordinates(layout, positions) for layout in layouts])
         has = wants = shared = [1] * len(self._both)
         for one, two, mine, theirs in zip(self.held.dims, self.wanted.dims, sides[0][1:], sides[1][1:], strict=True):
-            has = [so_far * one.sizes[number] for so_far, number in zip(has, mine, strict=True)]
-            wants = [so_far * two.sizes[number] for so_far, number in zip(wants, theirs, strict=True)]
+            has = list(map(mul, has, map(one.sizes.__getitem__, mine)))
+            wants = list(map(mul, wants, map(two.sizes.__getitem__, theirs)))
             shared = list(map(mul, shared, overlaps(one, two, mine, theirs)))
         return list(zip(*sides[0], strict=True)), has, wants, shared
 
@@ -442,8 +451,7 @@ class Deal:
     def all_received(self) -> list[tuple[int, int]]:
         """How many elements each rank receives that wants any."""
         _, _, wants, shared = self._common
-        inside = [self.depth * want - has for want, has in zip(wants, shared, strict=True)]
-        found = list(zip(self._both, inside, strict=True))
+        found = list(zip(self._both, map(sub, map(mul, wants, repeat(self.depth)), shared), strict=True))
         if self.members is None and len(found) < self.target.universe.size:
             has = {*self._both}
             outside = [rank for rank in self.target.universe.ranks if rank not in has]
