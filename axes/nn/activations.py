@@ -5,7 +5,6 @@ axes.shard_module(model, specs, activations={"*.mlp": "b s@tp d -> b s@tp d"})
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from axes.algebra.errors import ShardingError, suggestion
 from axes.algebra.grammar import Spec, parse_tensor
 from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh
+from axes.algebra.name_patterns import NamePatterns
 from axes.ops.reshard import reshard
 
 
@@ -37,7 +37,8 @@ def reshard_around(
         tree = parse_tensor(text)
         if tree.results is None:
             raise ShardingError(f"activations of {pattern!r} are 'inputs -> outputs'; found '{text}'")
-        matching = [each for name, each in names.items() if fnmatch.fnmatchcase(name, pattern)]
+        table = NamePatterns([pattern])
+        matching = [each for name, each in names.items() if table.first(name) is not None]
         if not matching:
             raise ShardingError(f"no module matches {pattern!r}{suggestion(pattern, names)}")
         before = _Around(tree.operands, "input", text, mesh, rules, dict(sizes))

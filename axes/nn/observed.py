@@ -38,6 +38,7 @@ from axes.runtime.check import waited
 from axes.runtime.groups import destroy_process_groups
 from axes.runtime.sharded import shard_on_mesh, sharding_of
 from axes.runtime.world import init_mesh
+from axes.runtime.writes import count_writes
 
 _HOOKS = 1_000_000
 """A module that comes from another process has hooks under that one's numbers, which new hooks mustn't get here."""
@@ -339,6 +340,7 @@ class _Watch:
                 value = self._values.get(_joined("", name))
                 if value is not None:
                     (torch_private.local_of(x) if isinstance(x, DTensor) else x).copy_(value)
+                    count_writes([x])
 
     def _after(self, module: torch.nn.Module, _: Any, result: Any) -> None:
         if torch.compiler.is_compiling():

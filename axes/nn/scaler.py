@@ -30,6 +30,7 @@ from axes.nn.layers import checked_place
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import torch_private
 from axes.runtime.lines import all_reduce, line_of
+from axes.runtime.writes import count_writes
 
 
 class GradScaler(torch_private.UnscalingByMethod):
@@ -84,7 +85,8 @@ class GradScaler(torch_private.UnscalingByMethod):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's shards of the gradients; 1 by device where any rank's shard isn't finite."""
         assert self.mesh is not None, "an enabled scaler has a mesh"
-        gradients = _local_gradients(optimizer)
+        settled = _settled_gradients(optimizer)
+        gradients = [x.values() if x.is_sparse else local_tensor(x) for x in settled]
         if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("the gradients to unscale are float16; keep the parameters in float32")
         found = {inverse_scale.device: torch.zeros((), dtype=torch.float32, device=inverse_scale.device)}
@@ -92,6 +94,7 @@ class GradScaler(torch_private.UnscalingByMethod):
             device = group[0].device
             flag = found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
             torch_private.unscale_all(group, flag, inverse_scale.to(device))
+        count_writes(settled)
         somewhere = torch.stack([flag.to(self.mesh.binding.device_type) for flag in found.values()]).amax()
         everyone = line_of(self.mesh, self.mesh.axis_names)
         if everyone.size > 1:
@@ -120,8 +123,8 @@ def _check_arguments(
         raise ShardingError(f"axes.nn.GradScaler: growth_interval is a number of steps; found {shown(interval)}")
 
 
-def _local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This rank's shards of the gradients of all parameters that an optimizer has."""
+def _settled_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients of all parameters that an optimizer has, nothing pending, and sparse ones coalesced."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = []
     with torch.no_grad():
@@ -131,7 +134,5 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
                 continue
             if gradient.is_sparse:
                 gradient = parameter.grad = gradient.coalesce()
-                found.append(gradient.values())
-            else:
-                found.append(local_tensor(gradient))
+            found.append(gradient)
     return found

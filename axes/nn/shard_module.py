@@ -7,9 +7,8 @@ The module stays the one that it was: its parameters are replaced by DTensors, i
 
 from __future__ import annotations
 
-import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, 
 from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh
+from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, checked_texts, written_sizes
@@ -164,6 +164,7 @@ def _entries(
 ) -> list[_Placed]:
     """Every tensor of the module with what is said of it."""
     own = annotated(module)
+    tables = NamePatterns(specs), NamePatterns(meshes)
     by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in tensors_of(module):
         by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -177,7 +178,7 @@ def _entries(
                 f"{names[0]} is sharded already; shard_module takes a module of plain tensors. Say all specs in one "
                 "call, or make the module anew"
             )
-        said = _said(names, specs, own)
+        said = _said(names, specs, tables[0], own)
         used.update(pattern for _, pattern in said.values())
         texts = dict.fromkeys(spec for spec, _ in said.values())
         if len(texts) > 1:
@@ -189,7 +190,7 @@ def _entries(
         spec, who = next(iter(said.values()), (_WHOLE, ""))
         mine = {name: size for name, size in sizes.items() if name in _names(spec)}
         needed |= set(mine)
-        homes = {name: pattern for name in names if (pattern := _first(meshes, name)) is not None}
+        homes = {name: pattern for name in names if (pattern := tables[1].first(name)) is not None}
         used.update(homes.values())
         if len({meshes[pattern] for pattern in homes.values()}) > 1:
             each = "\n".join(f"  {name}  {meshes[pattern]!r}" for name, pattern in homes.items())
@@ -211,15 +212,17 @@ def _entries(
         )
     known = [name for _, names in by_id.values() for name in names]
     every = [*known, *_names_of_nothing(module)]
+    matched = {table.patterns[number] for table in tables for name in every for number in table.numbers(name)}
     patterns = [*specs, *(pattern for pattern in meshes if pattern != _OTHERS)]
-    idle = [pattern for pattern in patterns if pattern not in used and not _matches_any(pattern, every)]
+    idle = [pattern for pattern in patterns if pattern not in used and pattern not in matched]
     if idle:
         hints = "\n".join(f"  {pattern!r}{suggestion(pattern, known)}" for pattern in idle)
         raise ShardingError(f"no parameter or buffer matches\n{hints}")
-    for table in (list(specs), list(meshes)):
-        for at, pattern in enumerate(table):
-            wider = _first(table[:at], pattern)
-            if pattern not in used and wider is not None:
+    for table in tables:
+        for at, pattern in enumerate(table.patterns):
+            first = at if pattern in used else next(table.numbers(pattern), at)
+            if first < at:
+                wider = table.patterns[first]
                 raise ShardingError(
                     f"the pattern {pattern!r} never applies: {wider!r} stands before it and matches all that it does; "
                     f"the first that matches applies, so put {pattern!r} before {wider!r}"
@@ -245,29 +248,22 @@ def _check_rules(rules: Rules, names: set[str]) -> None:
             )
 
 
-def _said(names: Sequence[str], specs: Mapping[str, str], annotated: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _said(
+    names: Sequence[str], specs: Mapping[str, str], patterns: NamePatterns, annotated: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
     """For each name of a tensor that somebody speaks of: the spec, and which pattern it is of.
 
     `*` is about all others: of a tied tensor it speaks where nothing else does under any of its names.
     """
     found: dict[str, tuple[str, str]] = {}
     for name in names:
-        pattern = next((each for each in specs if fnmatch.fnmatchcase(name, each)), None)
+        pattern = patterns.first(name)
         if pattern is not None:
             found[name] = specs[pattern], pattern
         elif name in annotated:
             found[name] = annotated[name], "annotation"
     certain = {name: each for name, each in found.items() if each[1] != _OTHERS}
     return certain or found
-
-
-def _first(patterns: Iterable[str], name: str) -> str | None:
-    """The first pattern that matches a name."""
-    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
-
-
-def _matches_any(pattern: str, names: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _names_of_nothing(module: torch.nn.Module) -> Iterator[str]:

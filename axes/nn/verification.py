@@ -25,6 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.logical import Rules, checked_rules
 from axes.algebra.mesh import Mesh
@@ -94,7 +95,7 @@ class Verification:
 def verify(
     program: Callable[..., Any],
     *inputs: Any,
-    mesh: Mesh | str,
+    mesh: Mesh | str | None = None,
     specs: Mapping[str, str] | None = None,
     rules: Rules | None = None,
     reference: Callable[..., Any] | None = None,
@@ -118,12 +119,13 @@ def verify(
       returns outputs, a tensor or a tree of tensors, or `(outputs, module)`. Where no backward was run, it is run from
       the scalars that need one. One device runs the same function on a mesh whose axes have size one.
 
-    `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`); nothing has to be running. Its axes are shrunk to size 2, or 3
-    where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be needed, several smaller meshes are
-    used, which together have every two of the axes. `reference`: another function or module that computes the right
-    thing on one device, with parameters of the same names. `rtol`, `atol`: what may differ, relative to a tensor's
-    largest value, and at all; the defaults follow from the dtype, float64 where the program allows it. `timeout`:
-    seconds for one run, five minutes by default. Keywords are sizes for `specs`.
+    `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`), by default the ambient one; nothing has to be running. Its
+    axes are shrunk to size 2, or 3 where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be
+    needed, several smaller meshes are used, which together have every two of the axes. `reference`: another
+    function or module that computes the right thing on one device, with parameters of the same names. `rtol`,
+    `atol`: what may differ, relative to a tensor's largest value, and at all; the defaults follow from the dtype,
+    float64 where the program allows it. `timeout`: seconds for one run, five minutes by default. Keywords are sizes
+    for `specs`.
 
     Each rank seeds torch alike before the program starts. Dropout is off while values are compared; where there is any,
     a second run tells whether ranks that should drop the same elements do.
@@ -199,9 +201,12 @@ def _check(
             raise AxesError(f"{name} is a number that isn't negative, or None; found {shown(value)}")
 
 
-def _mesh_of(mesh: Mesh | str) -> Mesh:
+def _mesh_of(mesh: Mesh | str | None) -> Mesh:
     if isinstance(mesh, str):
         return Mesh(mesh)
+    mesh = ambient_mesh() if mesh is None else mesh
+    if mesh is None:
+        raise MeshError("axes.verify needs a mesh; pass mesh='dp=2 tp=2' or write it inside `with mesh:`")
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found {shown(mesh)}")
     return mesh

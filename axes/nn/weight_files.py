@@ -10,7 +10,6 @@ boxes is what a checkpoint asks as well (`axes.runtime.checkpoint`), so that eve
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError, shown, suggestion
+from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sizes import tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
@@ -31,6 +31,7 @@ from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text, refuse
 from axes.runtime.checkpoint import parts_of
 from axes.runtime.groups import current_world
+from axes.runtime.writes import count_writes
 
 M = TypeVar("M", bound=torch.nn.Module)
 Names = Mapping[str, str | None] | Callable[[str], str | None]
@@ -249,7 +250,8 @@ def _matched(slots: Sequence[_Slot], files: _Files, names: Names | None, ignore:
             wrong.append(f"  {slot.names[0]} = '{there[0]}': {reason}")
         found.append((slot, there[0]))
     left = [name for name in files.where if name not in taken]
-    unused = [f"  '{name}'" for name in left if not any(fnmatch.fnmatchcase(name, each) for each in ignore)]
+    ignored = NamePatterns(ignore)
+    unused = [f"  '{name}'" for name in left if ignored.first(name) is None]
     problems = [
         *_listed("in no file", missing),
         *_listed("in the files, and nobody takes them (ignore=[...] leaves them)", unused),
@@ -300,8 +302,7 @@ def _fill(tensor: torch.Tensor, there: Any) -> None:
         if 0 not in part.sizes:
             where = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
             part.within(local).copy_(there[where])
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+    count_writes([tensor])
 
 
 # --- the same on every rank

@@ -27,6 +27,7 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.writes import count_writes
 
 Shape = tuple[int, ...]
 
@@ -216,6 +217,7 @@ def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
         local, filled = torch_private.local_of(x).detach(), x
     for box in boxes:
         box.within(local).copy_(box.of_whole(whole.detach()))
+    count_writes([filled])
     return filled
 
 

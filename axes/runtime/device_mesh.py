@@ -85,6 +85,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
 def _teach_torch() -> None:
     """What torch has to do otherwise for the meshes of axes; each once for a process."""
     torch_private.allow_any_axis_order()
+    torch_private.keep_uneven_gradients()
     torch_private.tell_groups_apart()
     torch_private.replace_slicing(_flattened, _sliced)
     checkpoint.install()

@@ -31,8 +31,9 @@ from axes.algebra.errors import AxesError
 from axes.runtime.agent import run_agent, signs_of_end
 
 PRELOADED = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor")
-"""What the server imports, beside all of axes. None of these starts a thread, initializes an accelerator (a fork would
-break either) or starts a process (`torch._inductor.async_compile` would)."""
+"""What a server imports, beside all of axes. None of these starts a thread, initializes an accelerator (a fork would
+break either) or starts a process (`torch._inductor.async_compile` would). A program whose ranks import more may name it
+here, before its first launch."""
 
 _starting = threading.Lock()
 
@@ -51,7 +52,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 # What it imported stays out of collection: bindings that count what is left at the end of Python
                 # (triton's, with which torch 2.15 comes) would print a page of it. So this isn't such an end.
-                [sys.executable, "-c", f"{code}; serve({theirs.fileno()}, {os.getpid()}); os._exit(0)"],
+                [sys.executable, "-c", f"{code}; serve({theirs.fileno()}, {os.getpid()}, {PRELOADED!a}); os._exit(0)"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | environ,
@@ -110,11 +111,11 @@ def _server_of(pid: int) -> ForkServer:
     return ForkServer()  # by pid: a forked copy of this process needs its own
 
 
-def serve(control_fd: int, owner: int) -> None:
-    """Fork agents on request until the process `owner` is gone. Runs in the server."""
+def serve(control_fd: int, owner: int, preloaded: tuple[str, ...]) -> None:
+    """Import these modules, and fork agents on request until the process `owner` is gone. Runs in the server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # a fifth of the time of these imports would be looking for garbage
-    for name in (*PRELOADED, "axes.runtime.bridge"):
+    for name in (*preloaded, "axes.runtime.bridge"):
         importlib.import_module(name)
     library = importlib.import_module("axes")
     for name in library.__all__:  # whose modules are imported when a name is first asked for

@@ -205,7 +205,7 @@ times_destroyed = 0
 def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
     global _current
-    default = torch_private.TORCH_WORLD.default_pg
+    default = torch_private.default_group()
     if _current is not None:
         if default is not None and _current.default() is default:
             return _current
@@ -241,11 +241,12 @@ def of_world(maxsize: int) -> Callable[[Callable[P, R]], OfWorld[P, R]]:
     def decorate(make: Callable[P, R]) -> OfWorld[P, R]:
         @functools.wraps(make)
         def found(*key: Any) -> Any:
-            world, default = _current, torch_private.TORCH_WORLD.default_pg
+            world, default = _current, torch_private.default_group()
             if world is None or default is None or world.default() is not default:
                 world = current_world()
-            cache = world.caches.get(make)
-            if cache is None:
+            try:
+                cache = world.caches[make]
+            except KeyError:
                 cache = world.caches[make] = functools.lru_cache(maxsize)(make)
             return cache(*key)
 

@@ -299,7 +299,7 @@ class JobLink:
             return [json.loads(json.dumps(told))]
         world = current_world()
         barrier = world.barrier("link", self.ranks, f"{subject}, in '{self.name}'", _ADVICE)
-        return agree_and_forget(world.member, barrier, statement, self.timeout, told)
+        return agree_and_forget(world.member, barrier, statement, self.meeting.timeout, told)
 
     def _carried_out(self, pair: Pair, own: OwnTensors, text: str, said: str) -> None:
         other = pair.other
@@ -350,7 +350,7 @@ class JobLink:
                 made = len(members) * fresh
                 connection = self._connected(pair, move.rank, members, fresh)
                 run = self._run_of(pair, plan, move, connection)
-            run.carry(*((own.local, {}) if pair.side == 0 else ({}, own.local)))
+            run.carry(*((own.local, {}, {}) if pair.side == 0 else ({}, own.local, own.given)))
         except (AxesError, RuntimeError) as failed:
             error = (str(failed).strip().splitlines() or [type(failed).__name__])[0]
             # Who waits for this rank hears it at once.
@@ -423,14 +423,15 @@ class LinkRun(TransferRun):
         self.link, self.pair = link, pair
         self.who, self.patience = f"rank {link.rank} of '{link.name}'", link.timeout.total_seconds()
 
-    def carry(self, tensors: Mapping[str, Any], into: Mapping[str, Any]) -> None:
-        """Carry it out, from these shards into those."""
+    def carry(self, tensors: Mapping[str, Any], into: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
+        """Carry it out, from these shards into those. given: the tensors that the shards in `into` are of."""
         self.arrived = -1
         with torch.no_grad():
-            held, given = self._fitting(tensors, into)
-            made = {name: tensor if tensor is not None else self._new(name) for name, tensor in given.items()}
+            held, taken = self._fitting(tensors, into)
+            made = {name: tensor if tensor is not None else self._new(name) for name, tensor in taken.items()}
             try:
-                bound = self._bound(held, made, keep=True)
+                bound = self._bound(held, taken, made)
+                self._count_writes(given, taken)
                 if self.group is None:
                     self._run(bound)
                 else:
@@ -479,8 +480,8 @@ class LinkRun(TransferRun):
 class OwnTensors:
     """The tensors of one call on this rank, and their shardings on the job's mesh.
 
-    local: this rank's shards by name. told: what the rank tells the others of its job. written: the specs as they
-    stand. pages: which pages of the tensors move, as text.
+    given: the tensors by name. local: this rank's shards of them. told: what the rank tells the others of its job.
+    written: the specs as they stand. pages: which pages of the tensors move, as text.
     """
 
     def __init__(self, link: JobLink, tensors: Any, specs: Any, does: str, rules: Any, pages: Any):
@@ -491,6 +492,7 @@ class OwnTensors:
             raise ShardingError(f"{does}: specs lack {shortened(missing[0])}{suggestion(missing[0], specs)}")
         self.link = link
         self.names = sorted(specs)
+        self.given: dict[str, torch.Tensor] = {}
         self.local: dict[str, torch.Tensor] = {}
         self.ends: dict[str, Sharding] = {}
         self.told: list[Told] = []
@@ -534,6 +536,7 @@ class OwnTensors:
         if not isinstance(value, torch.Tensor):
             raise ShardingError(f"it is a DTensor, a shard, or None; found {shown(value)}")
         end = self.ends[name]
+        self.given[name] = value
         whole = isinstance(value, DTensor)
         shape = list(value.shape)
         if len(shape) != end.ndim:

@@ -12,6 +12,7 @@ from axes.algebra.errors import AxesError, SizeError, shown
 from axes.algebra.explanation import Explanation
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
+from axes.algebra.plan import dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sizes import written_sizes
 from axes.algebra.transfers import Transfer
@@ -84,12 +85,11 @@ def explain(
     >>> [(each["kind"], each["axes"], each["bytes_in"]) for each in explain(step, mesh="tp=4").json()["collectives"]]
     [('all_reduce', ['tp'], 24)]
     """
-    named = dtype if isinstance(dtype, str) else shown(dtype)
     if isinstance(what, str):
         given = dict(written_sizes(keywords, sizes))
         where = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.explain")
         _check_shapes(what, inputs)
-        return explained_operation(what, inputs, where, named.removeprefix("torch."), op, kind, given)
+        return explained_operation(what, inputs, where, dtype_name(dtype), op, kind, given)
     if not callable(what):
         raise AxesError(
             f"axes.explain takes the text of an expression, a module, a function or a transfer; found {shown(what)}"
@@ -98,7 +98,7 @@ def explain(
         if mesh is not None or keywords or sizes:
             raise AxesError("a transfer has its meshes and sizes; axes.explain takes nothing else with it")
         return explained_transfer(seen_transfer(what))
-    if keywords or sizes or (named, op, kind) != ("float32", "sum", None):
+    if keywords or sizes or not isinstance(dtype, str) or (dtype, op, kind) != ("float32", "sum", None):
         raise AxesError(
             "sizes, dtype, op and kind are of expressions; pass keywords of a step in a function: "
             "axes.explain(lambda x: model(x, cache=None), x)"
