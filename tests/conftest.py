@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.distributed.tensor import _dtensor_spec
 
+from axes.runtime import forkserver
 from axes.runtime.groups import destroy_process_groups
 from axes.runtime.launch import launch
 from axes.runtime.pool import Pool
@@ -39,13 +42,31 @@ T = TypeVar("T")
 
 LIMIT = 60.0
 
-READS_FACTORS = hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
+BEFORE_2_13 = not hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
+"""Whether this is a torch before 2.13, as what it offers says."""
+
+READS_FACTORS = not BEFORE_2_13
 """Whether torch's own operations take what is split by a factor of a dim. Those of axes always do."""
 
 takes_factors = pytest.mark.skipif(
     not READS_FACTORS, reason="torch before 2.13 takes every strided shard for an order of axes, and raises"
 )
 """For tests in which torch's own operations meet such DTensors."""
+
+forgets_meshes = pytest.mark.skipif(
+    BEFORE_2_13, reason="torch before 2.13 keeps the schemas of some operations, and with them a DeviceMesh"
+)
+"""For tests of what stays of a world."""
+
+multiplies_batches = pytest.mark.skipif(
+    BEFORE_2_13, reason="torch before 2.13 can't multiply batches of DTensors that are split over the second dim"
+)
+"""For pages whose models do so with operations of torch's own."""
+
+stages_send_at_once = pytest.mark.skipif(
+    BEFORE_2_13, reason="torch before 2.13 has stages send each other a number before their first step"
+)
+"""For tests that list what the stages of a pipeline send."""
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")  # on a loaded machine a right answer may take its time
@@ -54,6 +75,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore interrupts, and so would what is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else torch starts processes that compile, unasked
+forkserver.PRELOADED = (
+    *forkserver.PRELOADED,
+    "hypothesis.extra.numpy",
+    "pytest",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._dynamo.testing",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",  # with what a first graph imports
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch.testing._internal.distributed.fake_pg",
+)  # a second of imports that each rank of each world would do again
 
 torch.set_num_threads(1)  # as ranks have: threads that wait for each other in vain take the cores from these
 COLLECT = (10_000, 20, 20)
@@ -75,13 +110,22 @@ def fit(pool: Pool | None, size: int) -> Pool:
     """
     crowded = pool is not None and pool.alive and most_threads(pool) >= THREADS
     rested(pool, THREADS)
-    if pool is not None and pool.alive and not (crowded and most_threads(pool) >= THREADS // 2):
+    if pool is not None and pool.alive and not (crowded and keeps(pool, THREADS // 2)):
         return pool
     if pool is not None:
         pool.close()
     fresh = Pool(size, timeout=LIMIT)
     fresh.run(gc.set_threshold, *COLLECT)
     return fresh
+
+
+def keeps(pool: Pool, threads: int) -> bool:
+    """Whether a rank keeps that many threads. Those of a group end a moment after it: wait for that."""
+    for _ in range(40):
+        if most_threads(pool) < threads:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def rested(pool: Pool | None, threads: int) -> None:

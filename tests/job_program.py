@@ -24,7 +24,10 @@ from axes.runtime import jobs, rendezvous, transfer_runs
 _ = axes.init_mesh, axes.connect, axes.from_local  # imported now: what is forked from this process has them
 
 LIMIT = 4.0
-"""Seconds that ranks wait for one another."""
+"""Seconds that ranks wait for one that has a fault, and for bytes."""
+
+CALM = 30.0
+"""Seconds that ranks wait for one another where none has a fault: on a busy machine any of them may be late."""
 
 MESHES = {"trainer": "fsdp=2", "generator": "dp=1 tp=2", "other": "dp=1 tp=2"}
 SPECS = {
@@ -78,14 +81,16 @@ class JobRank:
     def __init__(self, name: str, rank: int, folder: str, port: int, size: int = 2):
         self.name, self.rank = name, rank
         own = dist.FileStore(folder, size)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
-        self.mesh = axes.init_mesh(MESHES[name], timeout=LIMIT)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=CALM))
+        self.mesh = axes.init_mesh(MESHES[name], timeout=CALM)
         self.store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
         self.link: Any = None
         jobs.BUCKET_MB = 1e-3
 
-    def do(self, what: str, fault: tuple[str, str] | None = None, **given: Any) -> Any:
-        """Do it with a fault on the way: `(phase, kind)`."""
+    def do(self, what: str, fault: tuple[str, str] | None = None, limit: float = CALM, **given: Any) -> Any:
+        """Do it with a fault on the way: `(phase, kind)`. limit: seconds to wait for ranks that don't come."""
+        if self.link is not None:
+            self.link.meeting.timeout = timedelta(seconds=limit)
         place = None if fault is None else PHASES[fault[0]]
         if place is None or fault is None:
             return getattr(self, what)(**given)

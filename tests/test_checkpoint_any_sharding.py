@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import axes
+from axes.runtime.checkpoint import _filled, boxes_of
 from tests.conftest import takes_factors
 
 WORLD = 4
@@ -214,6 +215,23 @@ def whole_dicts():
 @takes_factors
 def test_whole_state_dicts_go_into_any_sharding_and_come_back(warm):
     assert warm(whole_dicts, WORLD) == [[]] * WORLD
+
+
+def filled_after_it_is_saved():
+    """What backward says of a DTensor that a whole tensor was loaded into since a graph saved it."""
+    mesh = axes.init_mesh("tp=4", device_type="cpu")
+    w = axes.shard(torch.ones(12, 2), "(three=3 h@tp) e", mesh=mesh).requires_grad_()
+    loss = (w * w).sum()
+    _filled(w, torch.zeros(12, 2), boxes_of(w))
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_backward_refuses_what_was_loaded_since_it_was_saved(warm):
+    assert all("modified by an inplace operation" in text for text in warm(filled_after_it_is_saved, WORLD))
 
 
 # ------------------------------------------------------------------------ models and their optimizers

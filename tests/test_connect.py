@@ -189,7 +189,8 @@ def test_a_fault_is_an_error_that_names_it_and_the_next_transfer_works(jobs: Job
         asked = [(name, rank) for name in ("trainer", "generator") for rank in range(2)]
         waited = [each for each in asked if each != victim or fault.kind == "late"]
     for each in asked:
-        jobs.tell(*each, "transfer", turn=turn + 1, **({"fault": (fault.phase, fault.kind)} if each == victim else {}))
+        hit = {"fault": (fault.phase, fault.kind)} if each == victim else {}
+        jobs.tell(*each, "transfer", turn=turn + 1, limit=LIMIT, **hit)
     answers = {each: jobs.answer(*each) for each in waited}
     if fault.kind == "SIGSTOP":
         os.kill(jobs.processes[victim].pid, signal.SIGCONT)
@@ -241,7 +242,7 @@ def test_other_texts_are_an_error_on_both_sides_before_a_byte_is_sent(jobs: Jobs
     every = [(job, each) for job in ("trainer", "generator") for each in range(2)]
     for each in every:
         changes = each[0] == name and rank in (None, each[1])
-        jobs.tell(*each, "transfer", turn=turn + 1, **(change if changes else {}))
+        jobs.tell(*each, "transfer", turn=turn + 1, limit=LIMIT, **(change if changes else {}))
     for each, (kind, text, seconds, (_, kept)) in {each: jobs.answer(*each) for each in every}.items():
         assert re.fullmatch(kinds, kind), (each, kind, text)
         assert re.search(says, text), (each, text)
@@ -298,7 +299,7 @@ LISTS = {
 def test_lists_that_dont_fit_are_an_error_in_both_jobs_before_a_byte_is_sent(jobs: Jobs, what: str):
     sent, written, says = LISTS[what]
     for each, (kind, text, seconds, _) in jobs.ask_all(
-        "pages", turn=1, pools=POOLS, sent=sent, written=written
+        "pages", turn=1, limit=LIMIT, pools=POOLS, sent=sent, written=written
     ).items():
         assert kind in ("ShardingError", "DesyncError"), (each, text)
         assert re.search(says, text), (each, text)
@@ -309,7 +310,7 @@ def test_lists_that_dont_fit_are_an_error_in_both_jobs_before_a_byte_is_sent(job
 def test_pages_of_pools_of_two_sizes_are_refused_in_both_jobs(jobs: Jobs):
     pools = {"trainer": 6, "generator": {"k": 9, "v": 5}}
     for each, (kind, text, *_) in jobs.ask_all(
-        "pages", turn=1, pools=pools, sent=("page", [1]), written=("page", [0])
+        "pages", turn=1, limit=LIMIT, pools=pools, sent=("page", [1]), written=("page", [0])
     ).items():
         assert kind == "ShardingError", (each, kind, text)
         assert "tensors whose pages are moved together have as many of them" in text, text
@@ -319,7 +320,8 @@ def test_other_pages_of_one_rank_are_an_error_on_all(jobs: Jobs):
     right, other = ("page", [1, 2]), ("page", [1, 3])
     every = [(name, rank) for name in ("trainer", "generator") for rank in range(2)]
     for each in every:
-        jobs.tell(*each, "pages", turn=1, pools=POOLS, sent=other if each == ("trainer", 1) else right, written=right)
+        sent = other if each == ("trainer", 1) else right
+        jobs.tell(*each, "pages", turn=1, limit=LIMIT, pools=POOLS, sent=sent, written=right)
     for each in every:
         kind, text, *_ = jobs.answer(*each)
         assert kind == "DesyncError", (each, kind, text)
@@ -340,7 +342,7 @@ def test_a_second_generator_joins_and_the_first_one_leaves():
                     kind, text, _, (arrived, _) = running.answer(each, rank)
                     assert (kind, each == "trainer" or all(arrived.values())) == ("ok", True), text
         assert all(found[0] == "ok" for found in running.ask("generator", "close"))
-        for kind, text, *_ in running.ask("trainer", "transfer", turn=7, other="generator"):
+        for kind, text, *_ in running.ask("trainer", "transfer", turn=7, other="generator", limit=LIMIT):
             assert (kind, "'generator' hasn't joined, or has left" in text) == ("DesyncError", True), text
         for rank in range(2):
             running.tell("trainer", rank, "transfer", turn=8, other="other")
@@ -357,7 +359,7 @@ def test_a_store_that_is_gone_is_an_error_that_names_the_store(how: str):
             running.start(name)
         good(running, 1)
         os.kill(running.host.pid, getattr(signal, how))
-        for each, (kind, text, seconds, (_, kept)) in running.ask_all("transfer", turn=2).items():
+        for each, (kind, text, seconds, (_, kept)) in running.ask_all("transfer", turn=2, limit=LIMIT).items():
             assert kind == "DesyncError", each
             assert "the link's store" in text
             assert seconds < PATIENCE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch.distributed.tensor import (
 import axes
 from axes import Mesh, MeshError
 from axes.runtime import torch_private
+from tests.counting import calls
 
 WHOLE = torch.arange(8 * 16, dtype=torch.float32).reshape(8, 16)
 
@@ -171,29 +171,22 @@ def test_a_rank_outside_has_a_device_mesh_without_coordinate(pool):
 
 
 def calls_for_names(dp_shard):
-    """The Python functions that are called for a group and a device mesh of each name, in a simulated world."""
-    calls = 0
+    """The functions that are called for a group and a device mesh of each name, in a simulated world."""
 
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
+    def named():
+        mesh = axes.init_mesh(
+            "pp dp_replicate dp_shard cp tp",
+            "fsdp = dp_shard cp",
+            "batch = dp_replicate dp_shard",
+            "loss = batch cp",
+            "(dp_shard cp tp) = efsdp ep",
+            pp=16, dp_replicate=4, cp=4, tp=8, ep=32, dp_shard=dp_shard, device_type="cpu",
+        )  # fmt: skip
+        sizes = [mesh.axis(name).group.size() for name in mesh.names]
+        assert sizes == [mesh[name].device_mesh.size() for name in mesh.names] == list(mesh.names.values())
 
     with axes.simulate(2048 * dp_shard, rank=777):
-        sys.setprofile(count)
-        try:
-            mesh = axes.init_mesh(
-                "pp dp_replicate dp_shard cp tp",
-                "fsdp = dp_shard cp",
-                "batch = dp_replicate dp_shard",
-                "loss = batch cp",
-                "(dp_shard cp tp) = efsdp ep",
-                pp=16, dp_replicate=4, cp=4, tp=8, ep=32, dp_shard=dp_shard, device_type="cpu",
-            )  # fmt: skip
-            sizes = [mesh.axis(name).group.size() for name in mesh.names]
-            assert sizes == [mesh[name].device_mesh.size() for name in mesh.names] == list(mesh.names.values())
-        finally:
-            sys.setprofile(None)
-    return calls
+        return calls(named)
 
 
 def at_two_scales():
@@ -212,7 +205,7 @@ def test_131072_ranks_take_as_many_calls_as_4096(world):
 
 
 def groups_of_torch():
-    return set(torch_private.TORCH_WORLD.pg_map)
+    return set(dist.distributed_c10d._world.pg_map)
 
 
 def flattened_by_hand(ranks):

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import axes
+from tests.conftest import multiplies_batches
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -84,7 +85,14 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WITHOUT_CODE], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=multiplies_batches if page.name == "models.md" else ())
+        for page in PAGES
+        if page.name not in WITHOUT_CODE
+    ],
+)
 def test_the_code_of_a_page_runs(page, tmp_path):
     assert blocks(page.read_text(encoding="utf-8")), f"{page.name} shows no Python"
     run("-c", RUNNER, page, tmp_path)

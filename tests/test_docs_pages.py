@@ -22,7 +22,7 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
 from axes.show.picture import Part, of_plan, overlay, trace
 from docs import generate
-from docs.pages import expressions, gradients
+from docs.pages import expressions, gradients, notebook
 from docs.pages.gradients import Expression, Ran, Sent
 from tests import plan_oracle as oracle
 
@@ -55,6 +55,12 @@ def run_row(row: expressions.Row) -> Ran:
 def test_the_pages_and_pictures_are_what_the_library_says_now(ran):
     found = list(generate.differences(generate.files(ran[0])))
     assert not found, "run `python docs/generate.py`:\n" + "\n".join(found[:60])
+
+
+def test_what_a_cell_prints_is_one_output_however_slowly_it_comes():
+    page = "```python\nimport time\nprint(1, flush=True)\ntime.sleep(1)\nprint(2)\n```\n"
+    (cell,) = notebook.executed(page)[0]["cells"]
+    assert [output["text"] for output in cell["outputs"]] == ["1\n2\n"]
 
 
 def test_a_page_that_differs_and_a_picture_of_no_row_are_noticed(tmp_path, monkeypatch):

@@ -474,6 +474,14 @@ def test_the_readme_is_one_screen():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 70
 
 
+def test_no_test_measures_speed():
+    """Work is counted (`tests.counting`), and time is in `make bench`. A clock is for limits alone: `time.monotonic`; and
+    half a second of a thread, after which no wrong input may still be thought about."""
+    asked = re.compile(r"\b(process_time|perf_counter|thread_time|timeit)\b")
+    files = [path for path in ROOT.glob("tests/*.py") if path.name not in ("test_house.py", "test_hostile.py")]
+    assert not [path.name for path in files if asked.search(path.read_text())]
+
+
 def test_an_example_is_a_file_of_a_few_screens():
     lengths = {
         path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "examples").glob("*.py")

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from axes.show.cli import main
+from tests.conftest import stages_send_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -281,6 +282,7 @@ def stages(folder: Path, text: str) -> Result:
     return lock_command(f"lock stages.lock {done}{'' if done == '--check' else ' --rank 1 --rank 2 --rank 5'}")
 
 
+@stages_send_at_once
 def test_stages_have_the_sends_and_receives_of_their_schedule_in_its_order(net):
     assert stages(net.folder, STAGES).exit_code == 0
     text = (net.folder / "stages.lock").read_text(encoding="utf-8")
@@ -325,7 +327,9 @@ def test_the_page_shows_lines_of_it():
     assert set(shown) <= {line for lines in kept for line in lines}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=stages_send_at_once if "stages" in name else ()) for name in EXAMPLES]
+)
 def test_the_example_is_as_its_file_says(monkeypatch, name):
     """Whoever changes a layout of it writes the file anew: python -m axes lock examples/llama.lock."""
     monkeypatch.chdir(ROOT)

@@ -62,11 +62,13 @@ def held() -> Held:
     )
 
 
-def no_growth(found: list[Held], steps: int, objects: float = 1) -> None:
-    """Between two looks, so many steps apart, a step leaves less than an object, or than so many. Prints all looks."""
+def no_growth(found: list[Held], steps: int, objects: float = 1, looks: int = 1) -> None:
+    """Over the last so many looks, each so many steps after the one before, a step leaves less than an object, or than
+    so many. Prints all looks."""
     for at, look in enumerate(found):
         print(f"after {(at + 1) * steps:,} steps: {look}")
-    assert not found[-1].beyond(found[-2], blocks=objects * steps, resident=4 * MIB + 1024 * steps), found
+    steps *= looks
+    assert not found[-1].beyond(found[-1 - looks], blocks=objects * steps, resident=4 * MIB + 1024 * steps), found
 
 
 def rank_and_sum() -> tuple[int, float]:
@@ -176,7 +178,8 @@ def steps_in_one_world(count: int, each: int) -> list[Held]:
 
 @pytest.mark.exhaustive
 def test_a_hundred_thousand_ever_new_operations_leave_nothing_once_the_caches_are_full():
-    no_growth(steps_in_one_world(100_000, 5_000), 5_000)
+    # The last cache, of routes, is full after 125,000. A dictionary that is made anew at its next size is no leak.
+    no_growth(steps_in_one_world(165_000, 5_000), 5_000, looks=3)
 
 
 # What torch remembers of ever-new shapes, without a bound: docs/limits.md gives the calls that clear it.

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import axes
 from axes.algebra.errors import AxesError, MeshError
 from axes.runtime import graphs, groups
+from tests.conftest import forgets_meshes
 
 FILES = str(Path(axes.__file__).parent / "*")
 WARM, ROUNDS, CALLS = 3, 3, 6
@@ -270,6 +271,7 @@ def alive(refs: list[weakref.ref]) -> list[object]:
     return [thing for thing in (ref() for ref in refs) if thing is not None]
 
 
+@forgets_meshes
 def test_nothing_of_a_world_stays_when_its_groups_are_destroyed():
     found = used(axes.init_mesh("dp=1 tp=1", device_type="cpu"))
     assert len(alive(found)) == len(found)
@@ -277,6 +279,7 @@ def test_nothing_of_a_world_stays_when_its_groups_are_destroyed():
     assert not alive(found)
 
 
+@forgets_meshes
 def test_groups_that_axes_made_in_the_world_of_another_are_gone_when_they_are_destroyed():
     with axes.simulate(8):
         *found, _ = used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))
@@ -286,6 +289,7 @@ def test_groups_that_axes_made_in_the_world_of_another_are_gone_when_they_are_de
         used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))
 
 
+@forgets_meshes
 def test_nothing_of_a_simulated_world_stays_when_it_ends():
     with axes.simulate(8):
         found = used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))

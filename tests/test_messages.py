@@ -44,7 +44,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
     "a dtype that is a long number": (
         lambda mesh: axes.explain("b d -> b", (8, 8), mesh=mesh, dtype=10**5000),
         ShardingError,
-        "unknown dtype 'int too long to show'; known: bool, int8",
+        "dtype is a torch dtype or its name, like 'bfloat16'; found int too long to show",
     ),
     "a size of a long number": (
         lambda mesh: axes.all_to_all(plain(8), "dp", send_sizes=[10**5000, 1], recv_sizes=[1, 1], mesh=mesh),

@@ -474,7 +474,8 @@ def compiled() -> list[str]:
         y = fast(lambda t: collections.OrderedDict(z=t["b"] * 2))({"b": whole()})
         torch.testing.assert_close(axes.unshard(y["z"]), numbers(4, 3) * 2)
         for body in (lambda x: {x}, lambda x: Config(x)):
-            with pytest.raises(Exception, match=r"Observed exception|a value of type"):
+            # 2.11 can't follow `raise ... from None`, and has an error of its own there.
+            with pytest.raises(Exception, match=r"Observed exception|a value of type|has no attribute 'call_setattr'"):
                 fast(body)(whole())
         # memory: a write is counted, and results are their own
         x, w = whole(), whole(1).requires_grad_()

@@ -128,6 +128,26 @@ def test_a_pending_gradient_is_summed_before_it_is_looked_at(pool):
     assert pool.run(pending) == [([1.0, math.inf, 2.0, 8.0], [-4.0] * 4)] * 8
 
 
+def unscaled_after_it_is_saved() -> list[str]:
+    """What backward says of gradients that were unscaled since a graph saved them: a DTensor's, and a plain tensor's."""
+    mesh, told = axes.init_mesh("dp=2 tp=4", device_type="cpu"), []
+    for value in (axes.shard(torch.ones(8), "n@tp", mesh=mesh), torch.ones(8)):
+        weight = nn.Parameter(value)
+        (gradient,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
+        penalty = (gradient * gradient).sum()
+        weight.grad = gradient
+        axes.nn.GradScaler("cpu", init_scale=2.0, mesh=mesh).unscale_(torch.optim.SGD([weight], lr=1.0))
+        with pytest.raises(RuntimeError) as caught:
+            penalty.backward()
+        told.append(str(caught.value))
+    return told
+
+
+def test_backward_refuses_a_gradient_that_was_unscaled_since_it_was_saved(pool):
+    for told in pool.run(unscaled_after_it_is_saved):
+        assert all("modified by an inplace operation" in text for text in told), told
+
+
 def fused() -> list[object]:
     mesh = axes.init_mesh("dp=2 tp=4", device_type="cpu")
     found: list[object] = []

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -40,6 +39,7 @@ from axes.show.plan_sheet import sheet_of_plan
 from axes.show.rank_text import folded, runs_of, short_ranks
 from axes.show.sharding_sheet import Blocks
 from axes.show.show import Picture
+from tests.counting import calls
 
 SNAPSHOTS = Path(__file__).resolve().parent / "snapshots" / "show"
 LARGE = Room(10_000, 10_000)
@@ -322,12 +322,10 @@ def test_nodes_are_counted_in_closed_form(start, count, step, per_node):
     assert nodes_of(ranks, per_node) == len({rank // per_node for rank in ranks})
 
 
-def test_one_screen_of_65_536_ranks_says_whom_a_rank_talks_to_and_takes_no_time():
+def test_one_screen_of_65_536_ranks_says_whom_a_rank_talks_to_and_takes_little_work():
     str(axes.show(JOB, rank=1))  # whatever is imported late
-    start = time.process_time()
+    assert calls(lambda: axes.show(JOB, rank=40001).text()) < 10_000  # 5,700, in 1.5 ms
     text = str(axes.show(JOB, rank=40000))
-    took = time.process_time() - start
-    assert took < 0.1
     lines = text.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
@@ -346,10 +344,10 @@ def test_one_screen_of_65_536_ranks_says_whom_a_rank_talks_to_and_takes_no_time(
     ],
     ids=["reversed", "ring", "wide"],
 )
-def test_any_mesh_of_65_536_ranks_takes_little_time(mesh):
-    start = time.process_time()
-    axes.show(mesh, rank=40000).text()
-    assert time.process_time() - start < 0.5
+def test_any_mesh_of_65_536_ranks_takes_little_work(mesh):
+    assert (
+        calls(lambda: axes.show(mesh, rank=40000).text()) < 200_000
+    )  # 142,000 of ranks in reverse, each of them listed
 
 
 # --- shardings --------------------------------------------------------------------------------------
@@ -466,12 +464,11 @@ def test_what_a_rank_has_after_a_step_is_its_tile(made):
         assert f"rank {rank} holds" in text
 
 
-def test_a_plan_in_a_group_of_thousands_takes_little_time():
+def test_a_plan_in_a_group_of_thousands_takes_little_work():
     made = planned("b@dp s d", "b s d", 65536, 64, 8, mesh=JOB)
     small = planned("b@dp", "b@tp", 4096, mesh=Mesh("dp=64 tp=16"))
-    start = time.process_time()
+    assert sum(calls(lambda plan=plan: axes.show(plan).text()) for plan in (made, small)) < 50_000  # 35,000
     text = [axes.show(plan).text() for plan in (made, small)]
-    assert time.process_time() - start < 2
     assert "32 groups of 2,048: 0..16376 step 8" in text[0]
 
 

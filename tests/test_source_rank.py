@@ -84,3 +84,19 @@ def the_gradient_and_sizes_carry_over():
 
 def test_factors_and_leaves_are_as_without_a_source(pool):
     assert pool.run(the_gradient_and_sizes_carry_over) == [(True, True, True)] * 8
+
+
+def nothing_from_the_others():
+    mesh = axes.init_mesh("tp=8", device_type="cpu")
+    try:
+        axes.shard(None, "a@tp", mesh=mesh, source_rank=0)
+    except ShardingError as error:
+        return str(error)
+    return None
+
+
+def test_a_rank_that_is_sent_a_tensor_says_its_shape_by_one_of_its_own(pool):
+    for said in pool.run(nothing_from_the_others):
+        assert said is not None
+        assert "takes a tensor on every rank; found None" in said
+        assert "pass torch.empty(shape, dtype=...) there" in said

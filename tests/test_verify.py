@@ -239,6 +239,7 @@ def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
             "takes a module, not its class: write axes.verify(Linear(...), ...)",
         ),
         (lambda: axes.verify(program, mesh=2), "mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found 2"),
+        (lambda: axes.verify(program), "axes.verify needs a mesh; pass mesh='dp=2 tp=2' or write it inside"),
         (lambda: axes.verify(program, mesh="tp"), "tp"),
         (
             lambda: axes.verify(program, mesh="tp=2", specs={"*": "..."}),
@@ -261,6 +262,13 @@ def test_what_cant_be_checked_is_said(call, text):
     with pytest.raises(axes.AxesError) as error:
         call()
     assert text in str(error.value)
+
+
+def test_the_ambient_mesh_is_the_one_to_check_on():
+    with axes.Mesh("dp=64 tp=8"):
+        result = axes.verify(nn.Linear(4, 8), torch.ones(2, 4), specs={"*": "f@tp ..."})
+    assert result.ok
+    assert list(result.meshes) == ["dp=2 tp=2"]
 
 
 # The diagnosis alone: tensors of ranks that never ran.
