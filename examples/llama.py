@@ -146,7 +146,7 @@ class Llama(nn.Module):
         if not self.last:
             return x
         x = axes.rearrange(self.norm(x), "s@(cp tp) b d -> s@cp b d")
-        return F.linear(x, self.embedding if self.tied else self.head).transpose(0, 1)
+        return F.linear(x.transpose(0, 1), self.embedding if self.tied else self.head)
 
 
 class Loss(nn.Module):

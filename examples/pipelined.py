@@ -136,7 +136,7 @@ def forward_backward(
     def in_stages(tokens: Tensor, labels: Tensor) -> Tensor:
         found: list[Tensor] = []
         running(*tokens.shape).step(
-            *([tokens] if model.first else []), target=labels if model.last else None, losses=found
+            *([tokens.contiguous()] if model.first else []), target=labels if model.last else None, losses=found
         )
         mean = torch.stack(found).mean().detach() if model.last else torch.zeros((), dtype=like.dtype).to(like.device)
         return axes.psum(mean, "pp", mesh=mesh)  # the last stage has it, the others add nothing

@@ -89,7 +89,11 @@ def executed(page: str) -> tuple[dict[str, Any], dict[str, str]]:
     )
     with tempfile.TemporaryDirectory() as folder:
         client = nbclient.NotebookClient(
-            notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": folder}}
+            notebook,
+            timeout=TIMEOUT,
+            kernel_name="python3",
+            resources={"metadata": {"path": folder}},
+            coalesce_streams=True,  # a busy kernel sends the lines of a cell in several outputs
         )
         client.execute(env=_environment(folder))
     kept: list[Any] = []
