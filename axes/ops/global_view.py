@@ -82,8 +82,7 @@ class Global:
         local = self.program.run(*locals_)
         if owned and self.program.may_be_view and _are_one(local, locals_[0]):
             local = local.clone()
-        strides = None if local.is_contiguous() else local.stride()
-        return torch_private.dtensor(local, _spec(self, local.dtype, strides))
+        return torch_private.dtensor(local, _spec_around(self, local))
 
 
 def _are_one(local: torch.Tensor, operand: torch.Tensor) -> bool:
@@ -109,12 +108,23 @@ def _per_program(make: Callable[..., Made]) -> Callable[..., Made]:
     return made
 
 
-@_per_program
-def _spec(made: Global, dtype: torch.dtype, strides: tuple[int, ...] | None) -> Spec:
-    """What the result of a program knows of itself; `strides` are those of a local that isn't contiguous."""
+def _spec_around(made: Global, local: torch.Tensor) -> Spec:
+    """What the result of a program knows of itself, of which this is the shard."""
+    if local.is_contiguous():
+        return _spec(made, local.dtype, None)
+    strides = local.stride()
+    return (_spec_at if is_symbolic(strides) else _spec)(made, local.dtype, strides)
+
+
+def _spec_at(made: Global, dtype: torch.dtype, strides: tuple[int, ...] | None) -> Spec:
+    """The same, of its dtype and of the strides of a shard that isn't contiguous."""
     shape = made.program.extents.merged(made.recipe.result.groups)
     whole = strides_of(shape) if strides is None else _whole_strides(shape, strides)
     return torch_private.dtensor_spec(made.device_mesh, made.placements, shape, whole, dtype)
+
+
+_spec = _per_program(_spec_at)
+"""`_spec_at`, kept; symbols can't be. A backward pass may know all sizes of a graph, and a stride as a symbol."""
 
 
 def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -483,7 +493,7 @@ def _on_shards(made: Global, x: DTensor) -> DTensor:
     value = made.program.run(shard)
     if _are_one(value, shard):
         value = value.clone()
-    spec = _spec(made, value.dtype, None if value.is_contiguous() else value.stride())
+    spec = _spec_around(made, value)
     stride = tuple(spec.tensor_meta.stride)
     return enter_global(value, spec.mesh, spec.placements, spec.shape, stride, counted_whole(spec.placements), changes)
 
