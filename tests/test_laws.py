@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import axes
+from tests.mutations import MUTATIONS, ROOT
 from tests.whole_cases import on_island, watch
 from tests.whole_laws import LAWS, island_of, work
 
@@ -136,6 +137,12 @@ def test_every_feature_and_every_pair_of_features_was_drawn():
     pairs = Counter(pair for case in cases for pair in itertools.combinations(sorted(case), 2))
     wanted = [tuple(sorted(pair)) for pair in itertools.combinations(PAIRS, 2) if frozenset(pair) not in APART]
     assert {pair: pairs[pair] for pair in wanted if pairs[pair] < 3} == {}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.fault}: {mutation.what}")
+def test_what_a_mutation_takes_out_is_there_once_and_its_law_is_run(mutation):
+    assert mutation.mutated((ROOT / mutation.file).read_text())
+    assert mutation.ranks in CASES[mutation.law]
 
 
 # ---------------------------------------------------------------------------- every split of a factor

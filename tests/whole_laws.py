@@ -1566,8 +1566,13 @@ def work(law: str, ranks: int, count: int) -> list[set[str]]:
 # ---------------------------------------------------------------------------- looking for failures
 
 
-def explore(law: str, first: int, count: int, seconds: float) -> tuple[list[dict[str, object]], int, int]:
-    """Goes through cases whether they fail or not: `(failures, next case, how many)`. A hang ends it."""
+def explore(
+    law: str, first: int, count: int, seconds: float, first_failure: bool = False
+) -> tuple[list[dict[str, object]], int, int]:
+    """Goes through cases whether they fail or not: `(failures, next case, how many)`. A hang ends it.
+
+    With `first_failure` so does a failure.
+    """
     import time
     import traceback
 
@@ -1614,7 +1619,8 @@ def explore(law: str, first: int, count: int, seconds: float) -> tuple[list[dict
             )
             failures.append({**first_bad, "ranks": f"{len(bad)} of {ranks}"})
             if (
-                any(("imed out" in str(each["message"]) or "onnection" in str(each["message"])) for each in bad)
+                first_failure
+                or any(("imed out" in str(each["message"]) or "onnection" in str(each["message"])) for each in bad)
                 or time.monotonic() - began > 4
             ):
                 return failures, index + 1, done
@@ -1636,6 +1642,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--show", type=int, default=40)
+    parser.add_argument("--first-failure", action="store_true", help="end with the first case that fails")
     options = parser.parse_args()
     os.environ["AXES_LAWS_TIMEOUT"] = "6"
     for law in options.law:
@@ -1645,7 +1652,8 @@ def main() -> None:
             at, end, total, began = options.first, options.first + options.cases, 0, time.monotonic()
             while at < end:
                 try:
-                    failures, next_, done = axes.launch(explore, ranks, law, at, end - at, 100.0, timeout=200)[0]
+                    given = law, at, end - at, 100.0, options.first_failure
+                    failures, next_, done = axes.launch(explore, ranks, *given, timeout=200)[0]
                 except Exception as error:
                     failures, next_, done = (
                         [
@@ -1653,12 +1661,13 @@ def main() -> None:
                                 "kind": f"the world ended: {str(error)[:300]}",
                                 "message": "",
                                 "program": f"after case {at}",
+                                "index": f"{at} or later",
                             }
                         ],
                         at + 50,
                         0,
                     )
-                total, at = total + done, next_
+                total, at = total + done, end if options.first_failure and failures else next_
                 for failure in failures:
                     kind = f"{law}: {failure['kind']}"
                     counts[kind] += 1
