@@ -610,7 +610,7 @@ arrives takes little memory beside the tiles, which is also faster. (At 64 MiB, 
 
 PASSED_ON = 64 * 2**10
 """Bytes of a tile from which gloo permutes by sending and receiving. Smaller ones are an exchange, which is a
-collective to all who count them."""
+collective to all who count them, as `CommDebugMode` does, but takes longer (of 4 KiB 2.2 ms in place of 0.3)."""
 
 
 def _reduce_by_exchange(task: Task, link: Link, itemsize: int) -> Run:
