@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -229,6 +230,52 @@ LOCAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reshard": lambda x: axes.reshard(x, "a@tp b -> a b"),
     "psum": lambda x: axes.psum(x, "dp"),
 }
+
+
+WRITTEN: dict[str, tuple[tuple[int, int], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gather": ((4, 8), lambda x: axes.rearrange(x, "a@tp b -> a b")),
+    "gather of dim 1": ((4, 8), lambda x: axes.rearrange(x, "a b@tp -> a b")),
+    "all-to-all": ((4, 8), lambda x: axes.rearrange(x, "a b@tp -> a@tp b")),
+    "other ranks": ((4, 8), lambda x: axes.reshard(x, "a@(dp tp) b -> a@(tp dp) b")),
+    "two axes": ((4, 8), lambda x: axes.reshard(x, "a@dp b@tp -> a@tp b@dp")),
+    "uneven": ((3, 7), lambda x: axes.reshard(x, "a b | sum@tp -> a b@tp")),
+    "uneven maximum": ((3, 7), lambda x: axes.reshard(x, "a b | max@tp -> a b@tp")),
+    "inner factor": ((4, 8), lambda x: axes.rearrange(x, "(q=2 h@tp) b -> q h b", h=8)),
+    "reduce": ((4, 8), lambda x: axes.reduce(x, "a@tp b -> b", "sum")),
+    "maximum": ((4, 8), lambda x: axes.reduce(x, "a@tp b -> b@tp", "max")),
+    "psum": ((4, 8), lambda x: axes.psum(x, "tp")),
+    "all_gather": ((4, 8), lambda x: axes.all_gather(x, "tp", 0)),
+    "psum_scatter": ((4, 8), lambda x: axes.psum_scatter(x, "tp", 1)),
+    "all_to_all": ((4, 8), lambda x: axes.all_to_all(x, "tp", 1, 0)),
+    "all_to_all of sizes": ((4, 8), lambda x: axes.all_to_all(x, "tp", send_sizes=[1] * 4, recv_sizes=[1] * 4)),
+    "ppermute": ((4, 8), lambda x: axes.ppermute(x, "tp", shift=1)),
+    "ppermute to oneself": ((4, 8), lambda x: axes.ppermute(x, "tp", perm=[(at, at) for at in range(4)])),
+    "unshard": ((4, 8), lambda x: axes.unshard(axes.from_local(x, "a b@tp", grad="summed"))),
+}
+"""What sends anything, on a tensor of a shape on each rank: its result is nobody else's."""
+
+
+def written_results() -> list[str]:
+    """Results that can't be written in place, or whose gradient then isn't that of a copy."""
+    wrong = []
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu") as mesh:
+        for name, (shape, call) in WRITTEN.items():
+            leaves = [torch.arange(-9.0, math.prod(shape) - 9).view(shape).requires_grad_() for _ in range(2)]
+            result, copy = call(leaves[0].sin()), call(leaves[1].sin()).clone()
+            try:
+                result.mul_(mesh.rank + 2).relu_()
+            except RuntimeError as error:
+                wrong.append(f"{name}: {error}")
+                result = result.mul(mesh.rank + 2).relu()
+            for y in (result, copy.mul_(mesh.rank + 2).relu_()):
+                y.square().sum().backward()
+            if not torch.equal(leaves[0].grad, leaves[1].grad):
+                wrong.append(f"{name}: the gradient isn't that of a copy")
+    return wrong
+
+
+def test_what_was_sent_may_be_written_in_place(pool):
+    assert pool.run(written_results) == [[]] * 8
 
 
 def shared_gradients() -> list[str]:

@@ -579,6 +579,12 @@ def whole_of(x: torch.Tensor) -> torch.Tensor:
         return axes.unshard(x)
 
 
+def is_tied(y: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a tensor has the memory of another, or several elements in one place."""
+    repeated = any(size > 1 and stride == 0 for size, stride in zip(y.shape, y.stride(), strict=True))
+    return repeated or y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 def fails(change: Callable[[], object]) -> bool:
     """Whether torch or the library refuses a change in place, or sees in backward that there was one."""
     try:

@@ -51,6 +51,7 @@ from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import lines, torch_private
 from axes.runtime.lines import AxisName, Line, axis_layout, check_axis, line_of
 from axes.runtime.transforms import check_dense, check_one, check_shards, has_tangent, with_tangent
+from axes.runtime.writes import writable
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""
@@ -514,7 +515,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         ctx.dim, ctx.line = dim, line
-        return lines.all_gather(x, dim, line)
+        return writable(lines.all_gather(x, dim, line), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -526,7 +527,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         ctx.dim, ctx.line = dim, line
-        return lines.reduce_scatter(x, dim, line)
+        return writable(lines.reduce_scatter(x, dim, line), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -538,7 +539,7 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
         ctx.split_dim, ctx.concat_dim, ctx.line = split_dim, concat_dim, line
-        return lines.all_to_all(x, split_dim, concat_dim, line)
+        return writable(lines.all_to_all(x, split_dim, concat_dim, line), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -552,7 +553,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line
     ) -> torch.Tensor:
         ctx.dim, ctx.sends, ctx.receives, ctx.line = dim, sends, receives, line
-        return lines.exchange(x, dim, sends, receives, line)
+        return writable(lines.exchange(x, dim, sends, receives, line), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -564,7 +565,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
         ctx.target, ctx.source, ctx.line = target, source, line
-        return lines.permute(x, target, source, line)
+        return writable(lines.permute(x, target, source, line), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

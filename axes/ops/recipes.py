@@ -32,6 +32,7 @@ from axes.runtime.lines import Line, line_of
 from axes.runtime.redistribute import Dtypes, both, moves_of, pulled_back, redistribute
 from axes.runtime.symbols import hints, is_symbolic
 from axes.runtime.transforms import check_one, has_tangent, with_tangent
+from axes.runtime.writes import writable
 
 Run = Callable[..., torch.Tensor]
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -451,7 +452,7 @@ class _ExtremeAcrossRanks(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, stages: Extreme) -> torch.Tensor:
         ctx.stages = stages
         ctx.save_for_backward(x)
-        return stages.run(x)
+        return writable(stages.run(x), x)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -66,6 +66,7 @@ from axes.runtime.places import announce
 from axes.runtime.programs import Program, check_dtypes, name_of, part_text
 from axes.runtime.symbols import is_symbolic, settled_sizes, stages_of
 from axes.runtime.transforms import PLAIN, check_one, has_tangent, with_tangent
+from axes.runtime.writes import writable
 
 Axes = tuple[NamedLayout, ...]
 Shape = tuple[int, ...]
@@ -590,7 +591,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, made: Move, reverse: bool, async_op: bool) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.made, ctx.reverse = made, reverse
-        return (made.back if reverse else made.there)(x, async_op)
+        return writable((made.back if reverse else made.there)(x, async_op), x)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
@@ -626,7 +627,7 @@ class _Extreme(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.made = made
         ctx.save_for_backward(x)
-        return made.there(x, async_op)
+        return writable(made.there(x, async_op), x)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:

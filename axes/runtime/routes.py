@@ -50,6 +50,7 @@ from axes.runtime.redistribute import (
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_one
+from axes.runtime.writes import writable
 
 Shape = tuple[int, ...]
 Programs = Callable[[Shape], Program]
@@ -297,7 +298,8 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, there: Route) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.there, ctx.spec = there, there.spec_like(x)
-        return carried(there.program, torch_private.local_of(x))
+        local = torch_private.local_of(x)
+        return writable(carried(there.program, local), local)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:

@@ -917,6 +917,11 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
+def has_base(x: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another. Public API: none."""
+    return x._is_view()  # type: ignore[no-any-return]
+
+
 def node_of(function: type[torch.autograd.Function]) -> type:
     """The type of the nodes that an autograd function leaves in the graph. Public API: none planned."""
     return function._backward_cls  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.runtime import torch_private
+from axes.runtime.transforms import PLAIN
 
 
 def count_writes(tensors: Iterable[torch.Tensor]) -> None:
@@ -31,3 +32,13 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> None:
         if isinstance(x, DTensor):
             written.append(torch_private.local_of(x))
     torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+
+
+def writable(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What an autograd function gives for `x`, which may be written in place unless it is a view of `x`.
+
+    torch refuses to write to a view that a function has made, though nobody else has the buffer of which it is one.
+    """
+    if type(result) in PLAIN and torch_private.has_base(result) and not torch_private.share_memory(result, x):
+        return result.data
+    return result
