@@ -278,6 +278,32 @@ def test_what_was_sent_may_be_written_in_place(pool):
     assert pool.run(written_results) == [[]] * 8
 
 
+def written_in_graphs() -> list[str]:
+    """The same of the results within a graph, which has to be one, and may serve several sizes."""
+    wrong = []
+    with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        for name in ("gather of dim 1", "all-to-all", "uneven", "reduce", "all_gather", "ppermute", "unshard"):
+            torch._dynamo.reset()
+            (rows, columns), call = WRITTEN[name]
+
+            def written(x: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor] = call) -> torch.Tensor:
+                return call(x.sin()).mul_(2).relu_()
+
+            fast = torch.compile(written, fullgraph=True, backend="aot_eager")
+            for more in (0, 8, 16):
+                leaves = [torch.arange(-9.0, rows * (columns + more) - 9).view(rows, -1).requires_grad_() for _ in "12"]
+                results = [function(leaf) for function, leaf in zip((written, fast), leaves, strict=True)]
+                for y in results:
+                    y.square().sum().backward()
+                if not torch.equal(*results) or not torch.equal(*[leaf.grad for leaf in leaves]):
+                    wrong.append(f"{name}: {columns + more} columns")
+    return wrong
+
+
+def test_it_may_be_in_a_graph_of_torch_compile(warm):
+    assert warm(written_in_graphs, 8, timeout=300) == [[]] * 8
+
+
 def shared_gradients() -> list[str]:
     """Operations on plain leaves after which two leaves have one memory for their gradients."""
     wrong = []

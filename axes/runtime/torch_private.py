@@ -922,6 +922,11 @@ def has_base(x: torch.Tensor) -> bool:
     return x._is_view()  # type: ignore[no-any-return]
 
 
+def untied(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, which autograd doesn't take for a view; as a node of a graph. Public API: none."""
+    return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
+
+
 def node_of(function: type[torch.autograd.Function]) -> type:
     """The type of the nodes that an autograd function leaves in the graph. Public API: none planned."""
     return function._backward_cls  # type: ignore[attr-defined]

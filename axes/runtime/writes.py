@@ -37,9 +37,10 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> None:
 def writable(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """What an autograd function gives for `x`, which may be written in place unless it is a view of `x`.
 
-    torch refuses to write to a view that a function has made, though nobody else has the buffer of which it is one. In
-    a graph nothing is a view of a buffer.
+    torch refuses to write to a view that a function has made, though nobody else has the buffer of which it is one.
     """
-    if torch.compiler.is_compiling() or type(result) not in PLAIN or not torch_private.has_base(result):
+    if torch.compiler.is_compiling():
+        return torch_private.untied(result)
+    if type(result) not in PLAIN or not torch_private.has_base(result) or torch_private.share_memory(result, x):
         return result
-    return result if torch_private.share_memory(result, x) else result.data
+    return result.data
