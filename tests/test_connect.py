@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -409,3 +409,57 @@ def test_two_jobs_of_one_rank_need_no_torch_distributed_and_nothing_is_left_in_t
     assert not dist.is_initialized()
     left = dist.FileStore(str(tmp_path / "store"), -1).list_keys()
     assert not [key for key in left if "axes/link" in key], left
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "several elements in one place": lambda: torch.zeros(1, 3).expand(4, 3),
+    "an inference tensor": lambda: torch.inference_mode()(torch.zeros)(4, 3),
+    "a view that conjugates or negates": lambda: torch.zeros(4, 3, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.mark.parametrize("says", KINDS)
+def test_what_can_not_be_written_is_an_error_before_the_jobs_meet(says: str):
+    store, before, into = dist.HashStore(), torch.arange(12.0).reshape(4, 3), torch.zeros(4, 3)
+
+    def job(name: str) -> list[str]:
+        found = []
+        with axes.connect(store, name, axes.Mesh("dp=1"), timeout=2) as link:
+            for target in (KINDS[says](), into):
+                try:
+                    if name == "trainer":
+                        link.send({"w": before}, {"w": "f d"})
+                    else:
+                        if target is not into:
+                            store.wait(["axes/link/channel/trainer/generator/waits"])  # the trainer comes first
+                        link.receive({"w": target}, {"w": "f d"})
+                except axes.AxesError as error:
+                    found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    with ThreadPoolExecutor(2) as both:
+        (sent,), (received,) = both.map(job, ("trainer", "generator"))
+    assert received.startswith("ShardingError: 'w' of into= ")
+    assert says in received
+    assert says in sent
+    assert torch.equal(into, before)
+
+
+def waiting_alone(port: int) -> tuple[str, int]:
+    """What a rank of a job says that waits for another job, where all close their links at once; keys that are left."""
+    mesh = axes.init_mesh("tp=2", device_type="cpu")
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    try:
+        with axes.connect(store, "trainer", mesh, timeout=1) as link:
+            link.send({"w": torch.ones(1, 4)}, {"w": "f@tp d"})
+    except axes.DesyncError as error:
+        said = str(error)
+    dist.barrier()
+    return said, sum("axes/link" in key for key in store.list_keys())
+
+
+def test_a_rank_that_closes_its_link_leaves_the_others_the_time_to_read_why(world):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for said, left in world(waiting_alone, 2, store.port):
+        assert "'generator' didn't come" in said
+        assert left == 0

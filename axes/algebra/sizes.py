@@ -177,8 +177,7 @@ def written_sizes(
             if type(size) is not int:
                 break
         else:
-            given = keywords.items()
-            return tuple(given if len(given) == 1 else sorted(given))  # type: ignore[arg-type]
+            return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
     check_mapping(sizes)
     found: dict[str, int] = {}
     for name, value in [*keywords.items(), *(sizes or {}).items()]:

@@ -58,7 +58,7 @@ from axes.runtime.programs import name_of
 from axes.runtime.rendezvous import JobCall, Pair, Rendezvous, connection_prefix
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Traced
-from axes.runtime.transfer_runs import TransferRun
+from axes.runtime.transfer_runs import TransferRun, check_memory, check_writable
 from axes.runtime.transforms import check_dense
 
 _ADVICE = "All ranks of the mesh call it alike, in the same order"
@@ -248,12 +248,14 @@ class JobLink:
                 with contextlib.suppress(AxesError):  # its own error matters more
                     self.meeting.note(f"raised in {said}: {wrong}")
                     self.meeting.meet(call, other, side, text, said)
+                self.meeting.retire()
             raise wrong
         assert own is not None, "what isn't wrong is described"
         pair = in_trace(self._waits, (other, side), self.meeting.meet, call, other, side, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
+            self.meeting.retire()
             self._disconnect(other)
             with contextlib.suppress(DesyncError):
                 self.meeting.note(f"failed in {said}, and has gone on")
@@ -505,6 +507,10 @@ class OwnTensors:
                 self.told.append(self._tell(name, value))
             except AxesError as error:
                 raise type(error)(f"{error}\n  of the tensor {shortened(name)}") from None
+        for name, value in self.local.items():
+            check_memory(name, value, written=does == "receive")
+            if does == "receive":
+                check_writable(name, value)
         self.rules = None if rules is None else rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
         self.written = ", ".join(
             f"{shortened(name)}: '{end}' on {end.mesh.declaration}" for name, end in self.ends.items()
@@ -592,9 +598,11 @@ def _whole(name: str, end: Sharding, told: Mapping[int, Any], link: JobLink) -> 
             is_whole, found, _ = told[at]
             wanted = shape if is_whole else here
             if tuple(found) != wanted:
+                silent = [rank for rank in range(len(link.ranks)) if rank not in told]
+                without = f", where rank {silent[0]} has nothing of it" if silent else ""
                 raise ShardingError(
-                    f"{shortened(name)} is {found} on rank {at} of '{link.name}'; by '{end}' of {list(shape)} it is "
-                    f"{list(wanted)}"
+                    f"{shortened(name)} is {found} on rank {at} of '{link.name}'{without}; by '{end}' of {list(shape)} "
+                    f"it is {list(wanted)}"
                 )
     return shape, next(iter(kinds))
 

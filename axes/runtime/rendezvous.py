@@ -43,6 +43,8 @@ REPORT = 1.5
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _SHOWN = 8
+_NOTHING = "?"
+"""What is under no key: a store that finds none says that it has found what was expected."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ class Rendezvous:
         self.token = ""
         self.posted: dict[str, str] = {}
         self.channels: set[str] = set()
-        self.old: list[Pair] = []
-        self.told: list[str] = []
+        self.met: list[Pair] = []
+        self.over: list[tuple[float, Pair | str]] = []
 
     @property
     def seconds(self) -> float:
@@ -169,10 +171,13 @@ class Rendezvous:
             self.note("was last seen when it joined")
 
     def leave(self) -> None:
-        """Removes what the job has in the store."""
+        """Removes what the job has in the store; that of a failure once the others have had the time to read it."""
+        self.retire()
+        if self.over:
+            time.sleep(max(0.0, self.over[-1][0] + GRACE - time.monotonic()))
 
         def remove(store: dist.Store) -> None:
-            self._forget_old(store)
+            self._forget_over(store)
             if self.rank == 0 and (_read(store, f"job/{self.name}") or {}).get("token") == self.token:
                 for key in (f"job/{self.name}", f"note/{self.name}", *self.posted):
                     store.delete_key(key)
@@ -207,7 +212,8 @@ class Rendezvous:
             return self._told(call, side, said)
 
         def leader(store: dist.Store) -> Pair:
-            self._forget_old(store)
+            self.retire()
+            self._forget_over(store)
             self.channels.add(channel)
             if (_read(store, f"job/{self.name}") or {}).get("token") != self.token:
                 raise DesyncError(
@@ -227,11 +233,11 @@ class Rendezvous:
             pair = self.ask(said, self.seconds + 2 * GRACE, leader)
         except AxesError as error:
             if call.size > 1:
-                self.told.append(f"call/{call.id}")
                 with contextlib.suppress(DesyncError):  # the store that can't be reached is what `error` says
                     tell({"error": str(error)})
+                self.over.append((time.monotonic(), f"call/{call.id}"))
             raise
-        self.old.append(pair)
+        self.met.append(pair)
         if call.size > 1:
             tell({"jobs": [asdict(pair.source), asdict(pair.target)]})
         return pair
@@ -331,7 +337,7 @@ class Rendezvous:
                     store.delete_key(f"{connection_prefix(pair)}/0/{each}")
 
         self.ask(said, patience + 2 * GRACE, come)
-        self.old = [each for each in self.old if each != pair]
+        self.met = [each for each in self.met if each != pair]
 
     def _check(self, store: dist.Store, pair: Pair, key: str, said: str, patience: float, error: str = "") -> None:
         """Counts this rank at a check, and waits for its end."""
@@ -344,13 +350,19 @@ class Rendezvous:
         if ended["error"]:
             raise getattr(errors, ended["kind"])(ended["error"])
 
-    def _forget_old(self, store: dist.Store) -> None:
-        """Removes the keys of this job's transfers that failed, and of calls that met no other."""
-        for pair in self.old:
-            _forget(store, pair)
-        for key in self.told:
-            store.delete_key(key)
-        self.old, self.told = [], []
+    def retire(self) -> None:
+        """Says that the transfers that this job has met for are over; whose keys are still there, those have failed."""
+        self.over += [(time.monotonic(), pair) for pair in self.met]
+        self.met = []
+
+    def _forget_over(self, store: dist.Store) -> None:
+        """Removes the keys of transfers that failed, and of calls that met no other, which nobody reads any more."""
+        while self.over and self.over[0][0] + GRACE <= time.monotonic():
+            _, past = self.over.pop(0)
+            if isinstance(past, Pair):
+                _forget(store, past)
+            else:
+                store.delete_key(past)
 
 
 def connection_prefix(pair: Pair) -> str:
@@ -399,7 +411,9 @@ def _forget(store: dist.Store, pair: Pair) -> None:
 
 
 def _read(store: dist.Store, key: str) -> Any:
-    return json.loads(store.get(key)) if store.check([key]) else None
+    """What is under a key, None where nothing is. (`get` would wait where another job removes it just then.)"""
+    found = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    return None if found == _NOTHING else json.loads(found)
 
 
 def _polled(condition: Callable[[], bool], patience: float) -> bool:

@@ -284,18 +284,10 @@ class TransferRun:
         kept = self._kept(into)
         memory = tuple([identity_of(t) for t in (*held.values(), *kept.values(), *given.values())])
         if memory != self.fitting:
-            for name, x in (*held.items(), *given.items()):
-                if x is not None and is_freed(x):
-                    raise ShardingError(
-                        f"{shortened(name)} has no memory: its storage has been resized to less than it takes, as "
-                        "FSDP does with parameters that it has sharded again; pass the sharded parameter"
-                    )
-            for name, x in given.items():
-                if x is not None and is_written_twice(x):
-                    raise ShardingError(
-                        f"{shortened(name)} of into= has several elements in one place, as an expanded tensor has; "
-                        "clone it"
-                    )
+            for tiles in (held, given):
+                for name, x in tiles.items():
+                    if x is not None:
+                        check_memory(name, x, written=tiles is given)
             self._check_apart(held, kept, given)
             self.fitting = memory
         return held, given
@@ -336,7 +328,7 @@ class TransferRun:
                     f"{name_of(wire)}. Pass dtype={local.dtype} to axes.transfer"
                 )
             if local is not None:
-                self._check_writable(name, local)
+                check_writable(name, local)
             found[name] = local
         return found
 
@@ -366,16 +358,6 @@ class TransferRun:
     def _check_dense(self, name: str, x: torch.Tensor) -> None:
         if not is_dense(x):  # asked first, as to write a name takes longer than all else that a round does with it
             check_dense(x, f"a transfer of {shortened(name)}")
-
-    def _check_writable(self, name: str, x: torch.Tensor) -> None:
-        if x.is_conj() or x.is_neg():
-            raise ShardingError(
-                f"{shortened(name)} of into= is a view that conjugates or negates; pass the tensor that it is of"
-            )
-        if x.is_inference() and not torch.is_inference_mode_enabled():
-            raise ShardingError(
-                f"{shortened(name)} of into= is an inference tensor; call the transfer in torch.inference_mode()"
-            )
 
     def _local(self, name: str, value: Any, side: int) -> torch.Tensor | None:
         """This rank's tile in a DTensor, or the tile itself; `ShardingError` for what is another one."""
@@ -759,6 +741,31 @@ class TransferRun:
         if not whole and not rest:
             return f"rank {self.move.rank} gets no tensors"
         return f"whole on rank {self.move.rank}: {_listed(whole)}; not whole: {_listed(rest)}"
+
+
+def check_memory(name: str, x: torch.Tensor, written: bool) -> None:
+    """`ShardingError` for a tensor whose memory is gone, and for one to write of which elements share a place."""
+    if is_freed(x):
+        raise ShardingError(
+            f"{shortened(name)} has no memory: its storage has been resized to less than it takes, as FSDP does with "
+            "parameters that it has sharded again; pass the sharded parameter"
+        )
+    if written and is_written_twice(x):
+        raise ShardingError(
+            f"{shortened(name)} of into= has several elements in one place, as an expanded tensor has; clone it"
+        )
+
+
+def check_writable(name: str, x: torch.Tensor) -> None:
+    """`ShardingError` for a tensor of a kind that isn't written in place."""
+    if x.is_conj() or x.is_neg():
+        raise ShardingError(
+            f"{shortened(name)} of into= is a view that conjugates or negates; pass the tensor that it is of"
+        )
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ShardingError(
+            f"{shortened(name)} of into= is an inference tensor; call the transfer in torch.inference_mode()"
+        )
 
 
 def _added_up(group: dist.ProcessGroup, state: torch.Tensor) -> None:

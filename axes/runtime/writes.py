@@ -39,8 +39,8 @@ def writable(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
     torch refuses to write to a view that a function has made, though nobody else has the buffer of which it is one.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (type(result) not in PLAIN and not torch_private.is_under_way(result)):
         return torch_private.untied(result)
-    if type(result) not in PLAIN or not torch_private.has_base(result) or torch_private.share_memory(result, x):
-        return result
-    return result.data
+    if type(result) in PLAIN and torch_private.has_base(result) and not torch_private.share_memory(result, x):
+        return result.data
+    return result
