@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import einops
 import numpy as np
@@ -306,3 +308,22 @@ def test_a_rearranged_shard_is_einops_of_it_in_values_memory_and_gradients(seed:
             g = torch.randn_like(found)
             gradients = [torch.autograd.grad(y, x, g)[0] for y in (found, expected)]
             assert torch.equal(*gradients), texts
+
+
+@pytest.mark.parametrize("kind", ["plain shards", "DTensors"])
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda x, dims: x, r"a tensor of \[2, 3\]"),
+        (lambda x, dims: x.sum(dims, keepdim=True), r"a tensor of \[2, 1\]"),
+        (lambda x, dims: None, "None"),
+        (lambda x, dims: 1.0, r"1\.0"),
+    ],
+)
+def test_a_function_that_reduces_gives_the_tensor_without_its_dims(kind: str, function: Callable[..., Any], found: str):
+    with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
+        x = axes.shard(torch.ones(4, 3), "a@tp b") if kind == "DTensors" else torch.ones(2, 3)
+        text = "a@tp b -> a@tp"
+        with pytest.raises(axes.ShardingError, match=rf"of \[2, 3\] without dims \(1,\) that is \[2\]; found {found}"):
+            axes.reduce(x, text, function)
+        assert axes.reduce(x, text, lambda x, dims: x.logsumexp(dims)).shape[-1] == (4 if kind == "DTensors" else 2)

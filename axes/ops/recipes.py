@@ -20,7 +20,7 @@ from typing import Any, Literal
 import einops
 import torch
 
-from axes.algebra.errors import SizeError
+from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.layout import NamedLayout
@@ -490,7 +490,7 @@ def _reduction(
 
     def reduced_by(op: Op) -> Run:
         # einops knows no mean of complex numbers.
-        how = torch.mean if op == "mean" else op
+        how = torch.mean if op == "mean" else functools.partial(_by_function, op, found.text) if callable(op) else op
         how = how if dtype is None else functools.partial(_IN_DTYPE[op], dtype=dtype)
         return lambda x: einops.reduce(x, pattern, how, **sizes)
 
@@ -513,6 +513,19 @@ def _reduction(
         return reduced_by(op)
     total = reduced_by("sum")
     return lambda x: total(x) / divisor
+
+
+def _by_function(function: Callable[..., Any], text: str, x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """What a user's function makes of `x` without these dims; `ShardingError` for anything else."""
+    found = function(x, dims)
+    wanted = [size for dim, size in enumerate(x.shape) if dim not in dims]
+    if not isinstance(found, torch.Tensor) or list(found.shape) != wanted:
+        what = f"a tensor of {list(found.shape)}" if isinstance(found, torch.Tensor) else shown(found)
+        raise ShardingError(
+            f"a function that reduces gives the tensor without the dims that it is handed: of {list(x.shape)} without "
+            f"dims {tuple(dims)} that is {wanted}; found {what}\nin  {text}"
+        )
+    return found
 
 
 _IN_DTYPE: dict[Op, Callable[..., torch.Tensor]] = {"sum": torch.sum, "mean": torch.mean}
