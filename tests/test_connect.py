@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import axes
-from axes.runtime.rendezvous import GRACE
 from tests.job_program import LIMIT, forks, host, serve
 
 WAIT = 60.0
@@ -254,8 +252,6 @@ def test_other_texts_are_an_error_on_both_sides_before_a_byte_is_sent(jobs: Jobs
 
 
 def test_a_transfer_goes_both_ways_and_leaves_no_key(jobs: Jobs):
-    time.sleep(GRACE)  # what failed before is forgotten then, by the next transfer
-    good(jobs, 2000)
     before = jobs.ask("trainer", "keys")[0][1]
     for turn in range(2001, 2006):
         good(jobs, turn)

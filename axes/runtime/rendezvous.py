@@ -177,7 +177,7 @@ class Rendezvous:
             time.sleep(max(0.0, self.over[-1][0] + GRACE - time.monotonic()))
 
         def remove(store: dist.Store) -> None:
-            self._forget_over(store)
+            self._forget_over(store, str | Pair)
             if self.rank == 0 and (_read(store, f"job/{self.name}") or {}).get("token") == self.token:
                 for key in (f"job/{self.name}", f"note/{self.name}", *self.posted):
                     store.delete_key(key)
@@ -213,7 +213,7 @@ class Rendezvous:
 
         def leader(store: dist.Store) -> Pair:
             self.retire()
-            self._forget_over(store)
+            self._forget_over(store, str)  # all ranks of this job have come to this call, and have read it
             self.channels.add(channel)
             if (_read(store, f"job/{self.name}") or {}).get("token") != self.token:
                 raise DesyncError(
@@ -224,6 +224,7 @@ class Rendezvous:
                 store.set(place, text)
                 self.posted[place] = call.text
             found = self._met(store, channel, call, other, side, said)
+            self._forget_over(store, Pair)  # so have those of the other one
             return Pair(*((call, found) if side == 0 else (found, call)), side)
 
         def tell(told: dict[str, Any]) -> None:
@@ -355,14 +356,12 @@ class Rendezvous:
         self.over += [(time.monotonic(), pair) for pair in self.met]
         self.met = []
 
-    def _forget_over(self, store: dist.Store) -> None:
-        """Removes the keys of transfers that failed, and of calls that met no other, which nobody reads any more."""
-        while self.over and self.over[0][0] + GRACE <= time.monotonic():
-            _, past = self.over.pop(0)
-            if isinstance(past, Pair):
-                _forget(store, past)
-            else:
-                store.delete_key(past)
+    def _forget_over(self, store: dist.Store, kind: Any) -> None:
+        """Removes the keys of transfers that failed, or of calls that met no other: nobody reads them any more."""
+        for _, past in self.over:
+            if isinstance(past, kind):
+                _forget(store, past) if isinstance(past, Pair) else store.delete_key(past)
+        self.over = [each for each in self.over if not isinstance(each[1], kind)]
 
 
 def connection_prefix(pair: Pair) -> str:
