@@ -305,7 +305,7 @@ def _reduce_scatter(step, tiles, plans, itemsize):
             row = np.zeros(exchange.padded)
             values = _packed(tiles[rank], transfer.regions)
             row[: len(values)] = values
-            assert len(values) == transfer.count <= exchange.padded
+            assert len(values) == transfer.elements <= exchange.padded
             rows[rank, exchange.ranks[transfer.peer]] = row
         if step.flat:
             flat = np.concatenate([rows[rank, peer] for peer in exchange.ranks])
@@ -315,7 +315,7 @@ def _reduce_scatter(step, tiles, plans, itemsize):
         row = _reduced(step, [rows[peer, rank] for peer in exchange.ranks])
         found[rank] = _empty(step, rank)
         (mine,) = exchange.receives
-        _unpack(found[rank], mine.regions, row[: mine.count])
+        _unpack(found[rank], mine.regions, row[: mine.elements])
     assert step.bytes_in == step.bytes_out == (step.group_size - 1) * step.padded * itemsize
     return found
 
@@ -327,7 +327,7 @@ def _all_gather(step, tiles, plans, itemsize):
         assert [t.peer for t in exchange.receives] == list(range(step.group_size))
         for transfer in exchange.receives:
             values = tiles[exchange.ranks[transfer.peer]].reshape(-1)
-            assert len(values) == transfer.count <= exchange.padded
+            assert len(values) == transfer.elements <= exchange.padded
             _unpack(found[rank], transfer.regions, values)
         if step.flat:
             parts = [tiles[peer].reshape(-1) for peer in exchange.ranks]
@@ -342,10 +342,12 @@ def _messages(step, tiles, plans, itemsize):
     for rank, exchange in plans.items():
         for transfer in exchange.sends:
             values = _packed(tiles[rank], transfer.regions)
-            assert len(values) == transfer.count > 0
+            assert len(values) == transfer.elements > 0
             found[rank, exchange.ranks[transfer.peer]] = (transfer.layer, values)
             assert transfer.peer != exchange.ranks.index(rank)
-    expected = {(exchange.ranks[t.peer], rank): t.count for rank, exchange in plans.items() for t in exchange.receives}
+    expected = {
+        (exchange.ranks[t.peer], rank): t.elements for rank, exchange in plans.items() for t in exchange.receives
+    }
     assert expected == {key: len(values) for key, (_, values) in found.items()}
     check_traffic(step, plans, itemsize)
     return found
@@ -353,8 +355,8 @@ def _messages(step, tiles, plans, itemsize):
 
 def check_traffic(step: Step, plans: dict[int, Exchange], itemsize: int) -> None:
     """What the step says of the busiest rank is exact for even tiles, else a bound; and sends are balanced."""
-    received = max(sum(t.count for t in exchange.receives) for exchange in plans.values()) * itemsize
-    sent = max(sum(t.count for t in exchange.sends) for exchange in plans.values()) * itemsize
+    received = max(sum(t.elements for t in exchange.receives) for exchange in plans.values()) * itemsize
+    sent = max(sum(t.elements for t in exchange.sends) for exchange in plans.values()) * itemsize
     assert received <= step.bytes_in
     assert sent <= step.bytes_out
     if step.source.universe == step.target.universe and is_even(step):

@@ -365,7 +365,7 @@ def crossings(found: Plan) -> int:
     for step, rank in itertools.product(found.steps, inside):
         if step.takes_part(rank):
             exchange = step.exchange(rank)
-            total += sum(t.count for t in exchange.receives if exchange.ranks[t.peer] not in inside)
+            total += sum(t.elements for t in exchange.receives if exchange.ranks[t.peer] not in inside)
     return total
 
 

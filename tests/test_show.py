@@ -445,7 +445,7 @@ def test_what_goes_from_whom_to_whom_is_what_the_exchanges_say(made):
                 exchange = step.exchange(sender)
                 sent = dict(zip(exchange.ranks, exchange.send_counts, strict=True))
                 if step.kind == "all_gather":
-                    sent = dict.fromkeys(sent, exchange.sends[0].count)
+                    sent = dict.fromkeys(sent, exchange.sends[0].elements)
                 for column, cell in zip(board.columns, row, strict=True):
                     receiver = int(column.labels[0])
                     if receiver != sender:

@@ -53,7 +53,7 @@ def carried(move: Transfer, number: int) -> dict[str, dict[int, int]]:
         for message in exchange.sends:
             values = [held[rank][boxed(box)].reshape(-1) for box in message.regions]
             sent[rank, exchange.ranks[message.peer]] = np.concatenate(values)
-            assert len(sent[rank, exchange.ranks[message.peer]]) == message.count > 0
+            assert len(sent[rank, exchange.ranks[message.peer]]) == message.elements > 0
     expected = 0
     for rank, exchange in exchanges.items():
         made = None if wanted[rank] is None else np.full(wanted[rank].shape, -1)
@@ -70,12 +70,12 @@ def carried(move: Transfer, number: int) -> dict[str, dict[int, int]]:
                 size = math.prod(stop - first for first, stop in box)
                 fill(made, box, values[start : start + size])
                 start += size
-            assert start == len(values) == message.count
+            assert start == len(values) == message.elements
         if made is not None:
             np.testing.assert_array_equal(made, wanted[rank])
     assert expected == len(sent), "what is sent is received"
     return {
-        side: {rank: sum(m.count for m in getattr(exchange, side)) for rank, exchange in exchanges.items()}
+        side: {rank: sum(m.elements for m in getattr(exchange, side)) for rank, exchange in exchanges.items()}
         for side in ("receives", "sends")
     }
 

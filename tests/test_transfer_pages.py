@@ -112,13 +112,13 @@ def carried(views: dict[int, Transfer], number: int, lists: Lists) -> dict[int, 
             other = next(m for m in exchanges[peer].sends if exchanges[peer].ranks[m.peer] == rank)
             values, start = np.concatenate([held[peer][boxed(box)].reshape(-1) for box in other.regions]), 0
             assert peer != rank
-            assert len(values) == message.count == other.count
+            assert len(values) == message.elements == other.elements
             for box in message.regions:
                 assert (made[boxed(box)] == 0).all(), "an element is written twice"
                 size = made[boxed(box)].size
                 made[boxed(box)] = values[start : start + size].reshape(made[boxed(box)].shape)
                 start += size
-            received[rank] += message.count
+            received[rank] += message.elements
         x[where] = made
         np.testing.assert_array_equal(x, tile(rank, 1, expected)[0])
     return received
@@ -176,8 +176,8 @@ def test_holders_of_a_page_share_what_they_send(drawn: Drawn):
                 if exchange is None or rank not in held:
                     continue
                 alike = [other for other in held if held[other] == held[rank]]
-                total = sum(m.count for r in alike if sends[r] is not None for m in sends[r].sends)
-                assert sum(m.count for m in exchange.sends) <= 1.1 * total / len(alike) + 1
+                total = sum(m.elements for r in alike if sends[r] is not None for m in sends[r].sends)
+                assert sum(m.elements for m in exchange.sends) <= 1.1 * total / len(alike) + 1
 
 
 def carry_pages(drawn: Drawn) -> None:

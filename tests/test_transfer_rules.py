@@ -106,8 +106,8 @@ def carried(views: dict[int, Transfer], number: int, wholes: tuple[Arrays, Array
             assert other.regions == message.regions
             for box in message.regions:
                 write(rank, box, values(peer, box))
-            received[rank] += message.count
-            assert message.count == sum(math.prod(stop - start for start, stop in box) for box in message.regions)
+            received[rank] += message.elements
+            assert message.elements == sum(math.prod(stop - start for start, stop in box) for box in message.regions)
     return received
 
 

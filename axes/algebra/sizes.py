@@ -94,7 +94,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     (4, 8)
     """
     found = whole_numbers(shape)
-    if found is None or any(extent < 0 for extent in found):
+    if found is None or min(found, default=0) < 0:
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
     return found
 

@@ -291,7 +291,7 @@ class Transfer:
                 itemsize = one.itemsize
                 for side, messages in ((sends, exchange.sends), (receives, exchange.receives)):
                     for message in messages:
-                        start, stop = part_of(message.count, piece.piece, one.pieces)
+                        start, stop = part_of(message.elements, piece.piece, one.pieces)
                         peer = exchange.ranks[message.peer]
                         side[peer] = side.get(peer, 0) + (stop - start) * itemsize
             found.append(BucketTraffic(number, pieces, _filled(sends), _filled(receives)))
@@ -544,7 +544,7 @@ def transfer(
     for name in sorted(sources):
         if name not in shapes:
             raise ShardingError(f"shapes lacks {shortened(name)}{suggestion(name, shapes)}")
-        wholes[name] = checked_tensor_shape(getattr(shapes[name], "shape", shapes[name]))
+        wholes[name] = checked_tensor_shape(_shape_of(shapes[name]))
     ends = EndsOfSpecs(given_sizes, table)
     change = None if table is None else table.applied(wholes)
     made = wholes if change is None else change.targets
@@ -655,6 +655,14 @@ def _table(rules: LayoutRules | Table | None, sizes: Mapping[str, int]) -> Layou
         return None
     found = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
     return found._sized({name: size for name, size in sizes.items() if name in found._names})
+
+
+def _shape_of(value: Any) -> Any:
+    """The shape of a tensor, or a shape that is given itself; the tensor where it has none, as a lazy one."""
+    try:
+        return getattr(value, "shape", value)
+    except Exception:  # of the tensor's class
+        return value
 
 
 def _check_targets(change: LayoutChange, targets: Mapping[str, End], rules: LayoutRules) -> None:

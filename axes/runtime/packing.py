@@ -63,8 +63,9 @@ class Boxes:
 
     def within(self, shape: Shape, multiples: Shape) -> Run | Boxes:
         """Where they lie in a row-major tile of `shape`, in which their sizes are so many times larger."""
-        more = math.prod(multiples)
-        parts = tuple([(start * more, times(box, multiples)) for start, box in self.parts])
+        more, parts = math.prod(multiples), self.parts
+        if type(more) is not int or more != 1:
+            parts = tuple([(start * more, times(box, multiples)) for start, box in parts])
         if not parts:
             return Run(0, 0)
         at, counts = [_place(box, shape) for _, box in parts], [elements_of(box) for _, box in parts]
@@ -125,9 +126,10 @@ def places_of(parts: Sequence[Part], shape: Shape) -> Places:
     return arranged(parts).within(shape, (1,) * len(shape))
 
 
-def arranged(parts: Sequence[Part]) -> Lattice | Boxes:
-    """The boxes as a lattice where they are one, which needs no look at every box."""
-    boxes, counts = [box for _, box in parts], [elements_of(box) for _, box in parts]
+def arranged(parts: Sequence[Part], counts: Sequence[int] | None = None) -> Lattice | Boxes:
+    """The boxes as a lattice where they are one, which needs no look at every box. `counts`: how large they are."""
+    boxes = [box for _, box in parts]
+    counts = [elements_of(box) for box in boxes] if counts is None else counts
     shapes = {tuple([stop - start for start, stop in box]) for box in boxes}
     dense = len(shapes) == 1 and parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
     steps = _nested([tuple([start for start, _ in box]) for box in boxes]) if dense else None
@@ -195,8 +197,8 @@ def _nested(at: Sequence[Shape]) -> list[tuple[int, Shape]] | None:
     inner = [_apart(at[0], place) for place in first]
     if len(at) % count or step < _apart(step, step):
         return None  # a stride is no less than zero
-    for number, head in enumerate(heads):
-        if [_apart(head, place) for place in at[number * count : (number + 1) * count]] != inner:
+    for number in range(1, len(heads)):
+        if [_apart(heads[number], place) for place in at[number * count : (number + 1) * count]] != inner:
             return None
     outer = _nested(heads)
     return None if outer is None else [*outer, (count, step)]

@@ -120,7 +120,7 @@ def _parcels(peer: int, messages: Iterable[Pieces], tensors: Sequence[Carriage])
     small: list[PackedPiece] = []
     coded: dict[tuple[int, str], list[PackedPiece]] = {}
     for tensor, message, piece, pieces in messages:
-        start, stop = part_of(message.count, piece, pieces)
+        start, stop = part_of(message.elements, piece, pieces)
         if start == stop:
             continue
         one = tensors[tensor]

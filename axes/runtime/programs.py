@@ -370,15 +370,15 @@ Boxed = tuple[int, tuple[Region, ...]]
 
 def _side(boxed: Sequence[Boxed], shape: Shape, size: int, padded: int | None = None) -> Side:
     """Boxes for each of `size` ranks: one after the other, or those of rank i from `i * padded`."""
-    counts, parts, start = [0] * size, list[Part](), 0
+    counts, parts, lengths, start = [0] * size, list[Part](), list[int](), 0
     for peer, boxes in boxed:
         start = start if padded is None else peer * padded
         for box in boxes:
             parts.append((start, box))
-            count = elements_of(box)
+            lengths.append(count := elements_of(box))
             start += count
             counts[peer] += count
-    return Side(arranged(parts) if parts else Boxes(()), shape, counts)
+    return Side(arranged(parts, lengths) if parts else Boxes(()), shape, counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,7 +407,7 @@ class Unit:
     @cached_property
     def sends_all(self) -> Side:
         """What the rank sends and keeps."""
-        own = (self.exchange.ranks.index(self.rank), tuple(box for box, _ in self.exchange.copies))
+        own = (self.exchange.ranks.index(self.rank), tuple([box for box, _ in self.exchange.copies]))
         return _side(sorted([*_boxed(self.exchange.sends), own]), self.tile, self.size)
 
     @cached_property
@@ -429,7 +429,7 @@ class Unit:
     @cached_property
     def keeps(self) -> tuple[Region, ...]:
         """Where what the rank keeps comes to lie."""
-        return self._on_layer(self.exchange.layer, tuple(box for _, box in self.exchange.copies))
+        return self._on_layer(self.exchange.layer, tuple([box for _, box in self.exchange.copies]))
 
     @cached_property
     def is_balanced(self) -> bool:
@@ -444,7 +444,9 @@ class Unit:
     @property
     def _received(self) -> tuple[Boxed, ...]:
         received = self.exchange.receives
-        return tuple((t.peer, self._on_layer(t.layer, t.regions)) for t in received if t.regions)
+        if self.kind != "reduce_move":
+            return _boxed(received)
+        return tuple([(t.peer, self._on_layer(t.layer, t.regions)) for t in received if t.regions])
 
     @property
     def _filled(self) -> Shape:
@@ -455,7 +457,7 @@ class Unit:
 
 
 def _boxed(messages: Sequence[Message]) -> tuple[Boxed, ...]:
-    return tuple((message.peer, message.regions) for message in messages if message.regions)
+    return tuple([(message.peer, message.regions) for message in messages if message.regions])
 
 
 class Task(NamedTuple):

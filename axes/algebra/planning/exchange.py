@@ -16,7 +16,7 @@ Every rank derives the same answer.
 >>> source, target = mesh.sharding("s@tp"), mesh.sharding("s")
 >>> deal = Deal(source, target, (4,), mesh.axis("tp").layout, 0)
 >>> deal.exchange(0).receives, deal.exchange(1).send_counts
-((Message(peer=1, regions=(((2, 4),),), count=2, layer=0),), (2, 0))
+((Message(peer=1, regions=(((2, 4),),), elements=2, layer=0),), (2, 0))
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, groupby, product, repeat
+from itertools import accumulate, groupby, product, repeat
 from operator import mul, sub
+from typing import NamedTuple
 
 from axes.algebra.chunks import Tile, count
 from axes.algebra.layout import Layout
@@ -45,18 +46,21 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Boxes of a local tensor that go to or come from one rank, in the order of the message.
 
     peer: index in the group. regions: boxes of the local tensor, each read or written row-major.
-    count: their elements. layer: the pending coordinate that a contribution to a reduction is of.
+    elements: how many that are. layer: the pending coordinate that a contribution to a reduction is of.
     """
 
     peer: int
     regions: tuple[Region, ...]
-    count: int
+    elements: int
     layer: int = 0
+
+
+Dealt = tuple[tuple[Message, ...], tuple[Message, ...], tuple[tuple[Region, Region], ...]]
+"""What a rank sends, what it receives, and what it copies: a box of its tile and one of its new tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Exchange:
 
         >>> part = Message(1, (((0, 1), (0, 2)),), 2)
         >>> Exchange((0, 1), (part,)).times((3, 2)).sends
-        (Message(peer=1, regions=(((0, 3), (0, 4)),), count=12, layer=0),)
+        (Message(peer=1, regions=(((0, 3), (0, 4)),), elements=12, layer=0),)
         """
         more = math.prod(multiples)
         if more == 1:
@@ -93,7 +97,7 @@ class Exchange:
             return tuple([(bounds[0] * m, bounds[1] * m) for bounds, m in zip(region, multiples, strict=True)])
 
         def scaled(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-            return tuple([Message(t.peer, tuple(map(box, t.regions)), t.count * more, t.layer) for t in messages])
+            return tuple([Message(t.peer, tuple(map(box, t.regions)), t.elements * more, t.layer) for t in messages])
 
         copies = tuple((box(source), box(target)) for source, target in self.copies)
         sends, receives = scaled(self.sends), scaled(self.receives)
@@ -104,7 +108,7 @@ class Exchange:
 
         def taken(messages: tuple[Message, ...]) -> tuple[Message, ...]:
             return tuple(
-                replace(m, regions=tuple([each for box in m.regions for each in boxes(box)])) for m in messages
+                m._replace(regions=tuple([each for box in m.regions for each in boxes(box)])) for m in messages
             )
 
         copies = [pair for source, target in self.copies for pair in zip(boxes(source), boxes(target), strict=True)]
@@ -128,7 +132,7 @@ def _peer(message: Message) -> int:
 def _counts(messages: Iterable[Message], size: int) -> tuple[int, ...]:
     found = [0] * size
     for message in messages:
-        found[message.peer] = message.count
+        found[message.peer] = message.elements
     return tuple(found)
 
 
@@ -487,6 +491,30 @@ class Deal:
     def exchange(self, rank: int) -> Exchange:
         """What one rank of the group sends, receives and copies."""
         holding, wanting = self.holding(rank), self.wanting(rank)
+        whole = self.held.copies == 1
+        sends, receives, copies = (self._whole if whole else self._shared)(rank, holding, wanting)
+        layer = self._layer(rank) if holding is None else holding[0]
+        return Exchange(self.ranks, sends, receives, copies, layer, self.depth)
+
+    def _whole(self, rank: int, holding: tuple[int, Numbers] | None, wanting: Numbers | None) -> Dealt:
+        """Where a tile has one holder, who sends all that is wanted of it. What a rank keeps is a message to itself."""
+        sent: list[Message] = []
+        received: list[Message] = []
+        if holding is not None:
+            sent = self._whole_parts(self.held.tile(holding[1]), self.wanted, holding[0])
+        if wanting is not None:
+            tile = self.wanted.tile(wanting)
+            received = [part for layer in range(self.depth) for part in self._whole_parts(tile, self.held, layer)]
+        own, layer = self.peers[rank], holding[0] if holding is not None else None
+        taken = (part.regions for part in sent if part.peer == own)
+        put = (part.regions for part in received if part.peer == own and part.layer == layer)
+        copies = tuple([pair for both in zip(taken, put, strict=True) for pair in zip(*both, strict=True)])
+        others = ([part for part in parts if part.peer != own] for parts in (sent, received))
+        sends, receives = (tuple(sorted(parts, key=_peer)) for parts in others)
+        return sends, receives, copies
+
+    def _shared(self, rank: int, holding: tuple[int, Numbers] | None, wanting: Numbers | None) -> Dealt:
+        """Where several hold the same tile, and share what is wanted of it."""
         sends = () if holding is None else self._sent(rank, *holding)
         receives = () if wanting is None else self._received(rank, wanting, holding)
         copies: tuple[tuple[Region, Region], ...] = ()
@@ -494,13 +522,11 @@ class Deal:
             held, wanted = self.held.tile(holding[1]), self.wanted.tile(wanting)
             if (part := intersection(held, wanted)) is not None:
                 copies = tuple(zip(self._regions(part, held), self._regions(part, wanted), strict=True))
-        return Exchange(self.ranks, sends, receives, copies, self._layer(rank), self.depth)
+        return sends, receives, copies
 
     def _sent(self, rank: int, layer: int, held: Numbers) -> tuple[Message, ...]:
         """The parts of a rank's tile that it sends."""
         tile = self.held.tile(held)
-        if self.held.copies == 1:
-            return tuple(sorted(self._whole_parts(rank, tile, self.wanted, layer), key=_peer))
         found: dict[int, list[Tile]] = {}
         for receiver, start, stop in self._shares((layer, held)).sent(rank):
             part = self._wanted_part(tile, receiver)
@@ -510,9 +536,6 @@ class Deal:
     def _received(self, rank: int, wanting: Numbers, holding: tuple[int, Numbers] | None) -> tuple[Message, ...]:
         """The parts of the tile that a rank wants and hasn't."""
         wanted = self.wanted.tile(wanting)
-        if self.held.copies == 1:
-            parts = [self._whole_parts(rank, wanted, self.held, layer) for layer in range(self.depth)]
-            return tuple(sorted(chain(*parts), key=_peer))
         found: dict[int, list[Tile]] = {}
         layers: dict[int, int] = {}
         for layer, numbers in self._sources(wanting):
@@ -525,27 +548,23 @@ class Deal:
                 layers[holder] = layer
         return self._messages(found, wanted, layers)
 
-    def _whole_parts(self, rank: int, tile: Tile, grid: TileGrid, layer: int) -> list[Message]:
-        """A message for each of the other ranks whose tiles on a side share elements with a tile: all of them.
+    def _whole_parts(self, tile: Tile, grid: TileGrid, layer: int) -> list[Message]:
+        """A message for each of the ranks whose tiles on a side share elements with a tile: all of them.
 
         They are found dim by dim: there may be a hundred thousand.
         """
         numbers = [grid.meeting(dim, runs) for dim, runs in enumerate(tile)]
-        dims = zip(grid.dims, tile, numbers, strict=True)
-        shared = [[shared_runs(runs, pieces.runs(number)) for number in some] for pieces, runs, some in dims]
-        local: Sequence[Sequence[Iterable[tuple[int, int]]]] = shared
-        if self.in_tiles:
-            local = [[local_runs(part, runs) for part in parts] for parts, runs in zip(shared, tile, strict=True)]
-        counts = [1]
-        for parts in shared:
-            lengths = [count(part) for part in parts]
+        counts, local = [1], list[Sequence[Iterable[tuple[int, int]]]]()
+        for pieces, runs, some in zip(grid.dims, tile, numbers, strict=True):
+            shared = [shared_runs(runs, pieces.runs(number)) for number in some]
+            lengths = [count(part) for part in shared]
             counts = [so_far * length for so_far in counts for length in lengths]
-        boxes = [tuple(product(*each)) for each in product(*local)]
-        found = [each for each in zip(boxes, counts, strict=True) for _ in range(grid.copies)]
-        ranks = grid.ranks(numbers, layer if grid is self.held else 0)
-        peers = self.peers
-        whole = zip(ranks, found, strict=True)
-        return [Message(peers[other], *each, layer) for other, each in whole if other != rank]
+            local.append([local_runs(part, runs) for part in shared] if self.in_tiles else shared)
+        parts = [(tuple(product(*each)), size) for each, size in zip(product(*local), counts, strict=True)]
+        if grid.copies > 1:
+            parts = [part for part in parts for _ in range(grid.copies)]
+        peers, ranks = self.peers, grid.ranks(numbers, layer if grid is self.held else 0)
+        return [Message(peers[rank], *part, layer) for rank, part in zip(ranks, parts, strict=True)]
 
     def _regions(self, part: Tile, within: Tile) -> tuple[Region, ...]:
         return regions(part, within) if self.in_tiles else tuple(product(*part))

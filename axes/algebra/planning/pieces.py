@@ -23,9 +23,10 @@ NO_DIGITS = Layout()
 
 
 @lru_cache(maxsize=1024)
-def _layout_of(dim: ShardedDim) -> Layout:
-    """All digits that split a dim, in its order."""
-    return Layout.product(*(axis.layout for axis in dim.axes))
+def _layout_of(dim: ShardedDim) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
+    """All digits that split a dim, in its order; and for each factor into how many parts each of its axes cuts it."""
+    sizes = tuple([tuple([layout.size for layout in factor.layouts]) for factor in dim.factors])
+    return Layout.product(*(axis.layout for axis in dim.axes)), sizes
 
 
 def _stop(interval: tuple[int, int]) -> int:
@@ -43,7 +44,7 @@ class Pieces:
 
     def __init__(self, dim: ShardedDim, extents: tuple[int, ...]):
         self.dim, self.extents = dim, extents
-        self.layout = _layout_of(dim)
+        self.layout, self.axes = _layout_of(dim)
         self.runs = self._interval if len(extents) == 1 else lru_cache(maxsize=8192)(self._runs_of_factors)
 
     def number(self, position: int) -> int:
@@ -59,8 +60,7 @@ class Pieces:
     @cached_property
     def cuts(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each factor the `(start, stop)` of its pieces, in order. A piece of the dim is one piece of each."""
-        sizes = [tuple([layout.size for layout in factor.layouts]) for factor in self.dim.factors]
-        return tuple(map(all_chunks, self.extents, sizes))
+        return tuple(map(all_chunks, self.extents, self.axes))
 
     def parts(self, number: int) -> Runs:
         """The `(start, stop)` of a piece in each factor."""
@@ -168,7 +168,6 @@ class TileGrid:
         self.dims = dims
         layouts = tuple([pieces.layout for pieces in self.dims])
         self.free, self.base, self.there = _in_group(members, origin, layers, layouts)
-        self.tile = lru_cache(maxsize=8192)(self._tile)
 
     @property
     def copies(self) -> int:
@@ -179,7 +178,8 @@ class TileGrid:
         """Which tile the rank at a position has."""
         return tuple([pieces.number(position) for pieces in self.dims])
 
-    def _tile(self, numbers: Numbers) -> Tile:
+    def tile(self, numbers: Numbers) -> Tile:
+        """The tile of the pieces with these numbers, one along each dim."""
         return tuple([pieces.runs(number) for pieces, number in zip(self.dims, numbers, strict=True)])
 
     def meeting(self, dim: int, runs: Runs) -> Sequence[int]:
@@ -195,7 +195,7 @@ class TileGrid:
         """The ranks with any of these numbers along each dim, each number's in order."""
         positions = [self.base + self.layers.offset(layer)]
         for pieces, some in zip(self.dims, numbers, strict=True):
-            every = some == range(pieces.layout.size)
+            every = len(some) == pieces.layout.size
             offsets = pieces.layout.offsets() if every else [pieces.layout.offset(number) for number in some]
             positions = [position + offset for position in positions for offset in offsets]
         free = self.free.offsets()

@@ -17,12 +17,12 @@ all_reduce
 reduce_scatter
     `sends` holds one message for each rank of the group, itself included, in order: row `i` of the
     send buffer `[group_size, padded]` is message `i`'s boxes, the rest of the row arbitrary. Reduce
-    and scatter; the first `receives[0].count` elements of the result are its boxes of the output.
+    and scatter; the first `receives[0].elements` elements of the result are its boxes of the output.
     Then divide by `divisor`. Where `flat`, the tile itself is the send buffer.
 
 all_gather
     The tile, flattened and padded at its end to `padded`, is gathered to `[group_size, padded]`; from
-    row `i` the first `receives[i].count` elements go to the boxes of `receives[i]` (all ranks, itself
+    row `i` the first `receives[i].elements` elements go to the boxes of `receives[i]` (all ranks, itself
     included). Where `flat`, the output itself is the receive buffer.
 
 all_to_all, permute
