@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,6 +56,88 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         lambda mesh: axes.rearrange([nn.UninitializedParameter()] * 2, "n b d@tp -> n b d"),
         ShardingError,
         "axes.rearrange takes a tensor; found a lazy parameter that has no shape yet",
+    ),
+    "parts on two devices": (
+        lambda mesh: axes.rearrange([plain(2, 4), plain(2, 4).to("meta")], "a d, b d -> (a + b) d"),
+        ShardingError,
+        "tensors that are put together lie on one device; found cpu, meta. Write x.to(device)\nin  a d, b d -> (a + b) d",
+    ),
+    "a lazy shard": (
+        lambda mesh: axes.reshard(nn.UninitializedParameter(), "b d@tp -> b d", mesh=mesh),
+        ShardingError,
+        "axes.reshard takes a tensor; found a lazy parameter that has no shape yet",
+    ),
+    "a lazy parameter to step": (
+        lambda mesh: axes.nn.local_optimizer(torch.optim.SGD, nn.UninitializedParameter(), lr=0.1),
+        ShardingError,
+        "axes.nn.local_optimizer takes a tensor; found a lazy parameter that has no shape yet",
+    ),
+    "a shape that is lazy": (
+        lambda mesh: axes.transfer(
+            {"w": mesh.sharding("d")}, {"w": mesh.sharding("d")}, shapes={"w": nn.UninitializedParameter()}
+        ),
+        SizeError,
+        "a shape is whole numbers from 0; found <UninitializedParameter>",
+    ),
+    "parameters with values and without": (
+        lambda mesh: axes.nn.clip_grad_norm_([plain(4), plain(4).to("meta")], 1.0),
+        ShardingError,
+        "axes.nn.clip_grad_norm_ takes tensors with values; found some on the device 'meta'",
+    ),
+    "a Sharding made by hand": (
+        lambda mesh: axes.Sharding(mesh, [0, 1]),
+        ShardingError,
+        "a Sharding is made by mesh.sharding(text), or by Sharding.from_placements",
+    ),
+    "a shape of long numbers": (
+        lambda mesh: axes.from_local(plain(4), "d@tp", mesh=mesh, shape=(10**5000,)),
+        SizeError,
+        "a tensor has fewer than 2**63 elements; found the shape list too long to show",
+    ),
+    "a logical shape of long numbers": (
+        lambda mesh: axes.Rules([("d", "tp")]).spec("d", mesh, (10**5000,)),
+        SizeError,
+        "a tensor has fewer than 2**63 elements; found the shape list too long to show",
+    ),
+    "a planned shape of long numbers": (
+        lambda mesh: axes.plan("d@tp", "d", (10**5000,), mesh=mesh),
+        SizeError,
+        "a tensor has fewer than 2**63 elements; found the shape list too long to show",
+    ),
+    "options of a group that are an array": (
+        lambda mesh: axes.GroupOptions(pg_options=np.zeros(2)),
+        MeshError,
+        "GroupOptions.pg_options is the options object of a backend, such as dist.ProcessGroupNCCL.Options(); found array([0., 0.])",
+    ),
+    "an operation that is an array": (
+        lambda mesh: axes.explain("b d -> b", (8, 8), mesh=mesh, op=np.zeros(3)),
+        ShardingError,
+        "explain knows the reductions sum, mean, max, min, prod, any, all; found array([0., 0., 0.])",
+    ),
+    "a module without forward": (
+        lambda mesh: axes.explain(nn.ModuleList([layer()]), plain(2, 8), mesh=mesh),
+        axes.AxesError,
+        "axes.explain takes a module that computes something; a ModuleList has no forward",
+    ),
+    "a logical spec that raises": (
+        lambda mesh: axes.Rules([("d", "tp")]).explain(raising("__hash__", ValueError)(), mesh),
+        ExpressionError,
+        "an expression is text; found RaisingHash",
+    ),
+    "a logical spec that is no text": (
+        lambda mesh: axes.Rules([("d", "tp")]).spec(raising("__hash__", ValueError)(), mesh),
+        ExpressionError,
+        "an expression is text; found RaisingHash",
+    ),
+    "a buffer for an expression": (
+        lambda mesh: axes.nn.Embedding(nn.Buffer(plain(2)), v=4, d=2),
+        ExpressionError,
+        "an expression is text; found Tensor",
+    ),
+    "a buffer for the expression of a product": (
+        lambda mesh: axes.nn.Einsum(nn.Buffer(plain(2)), d=2),
+        ExpressionError,
+        "an expression is text; found Tensor",
     ),
     "a layout of long numbers": (
         lambda mesh: axes.Layout([10**5000, 1], [1, 1]),

@@ -25,11 +25,11 @@ from typing import Any, TypeAlias
 
 from axes.algebra import ambient
 from axes.algebra.errors import MeshError, ShardingError, pointed, shortened, shown, suggestion
-from axes.algebra.grammar import Dim, Place, Spec, parse_spec, place_text, without_dots
+from axes.algebra.grammar import Dim, Place, Spec, checked_spec, parse_spec, place_text, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sizes import Product, checked_shape, given_sizes, solve, tuple_of, written_sizes
+from axes.algebra.sizes import Product, checked_tensor_shape, given_sizes, solve, tuple_of, written_sizes
 
 Axes: TypeAlias = str | Sequence[str] | None
 """Where a rule puts a dim: an axis, several axes, major first, or None for a dim that stays whole."""
@@ -103,8 +103,8 @@ class Rules:
         as divisible. Raises `ShardingError` for a name without a rule and `MeshError` for an axis that the mesh
         doesn't have.
         """
-        found = _choices(self, spec, required_mesh(mesh, "Rules.spec"), _shape(shape), written_sizes(keywords, sizes))
-        tree = parse_spec(spec)
+        where, tree = required_mesh(mesh, "Rules.spec"), parse_spec(spec)
+        found = _choices(self, spec, where, _shape(shape), written_sizes(keywords, sizes))
         wrong = next((each for each in found if each.error), None)
         if wrong is not None:
             factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
@@ -125,8 +125,8 @@ class Rules:
         **keywords: int,
     ) -> str:
         """For each logical name, a line: the rule that applies, and why those before it don't."""
-        given = written_sizes(keywords, sizes)
-        found = _choices(self, spec, required_mesh(mesh, "Rules.explain"), _shape(shape), given)
+        given, where = written_sizes(keywords, sizes), required_mesh(mesh, "Rules.explain")
+        found = _choices(self, checked_spec(spec), where, _shape(shape), given)
         names = [each.name if each.size is None else f"{each.name}={each.size}" for each in found]
         places = ["error" if each.error else place_text(each.axes) if each.axes else "whole" for each in found]
         reasons = [each.error or (f"({'; '.join(each.passed)})" if each.passed else "") for each in found]
@@ -173,7 +173,7 @@ def _is_names(axes: object) -> bool:
 
 
 def _shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if shape is None else checked_shape(shape)
+    return None if shape is None else checked_tensor_shape(shape)
 
 
 @functools.lru_cache(maxsize=4096)

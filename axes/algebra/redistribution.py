@@ -36,7 +36,7 @@ from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import ShardedDim, Sharding
-from axes.algebra.sizes import checked_shape, written_sizes
+from axes.algebra.sizes import checked_tensor_shape, written_sizes
 from axes.algebra.specs import parsed_sharding
 
 Shape = tuple[int, ...]
@@ -77,7 +77,7 @@ def plan(
     b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
       1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
     """
-    shape, given = checked_shape(shape), dict(written_sizes(keywords, sizes))
+    shape, given = checked_tensor_shape(shape), dict(written_sizes(keywords, sizes))
     _check_names(given, source, target)
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)

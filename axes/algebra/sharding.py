@@ -123,6 +123,8 @@ class Sharding:
     pending: tuple[PendingReduction, ...] = ()
 
     def __post_init__(self) -> None:
+        if not {*map(type, self.dims)} <= {ShardedDim}:
+            raise ShardingError("a Sharding is made by mesh.sharding(text), or by Sharding.from_placements")
         _check_axes(self)
 
     def __hash__(self) -> int:

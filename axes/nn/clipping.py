@@ -148,6 +148,8 @@ def clip_grad_norm_(
         )
     gradients = [settled_gradient(parameter) for parameter in held]
     locals_ = [None if gradient is None else local_tensor(gradient) for gradient in gradients]
+    if len({each.is_meta for each in held}) > 1:
+        raise ShardingError("axes.nn.clip_grad_norm_ takes tensors with values; found some on the device 'meta'")
     parts = [_Part(p, local) for p, local in zip(held, locals_, strict=True) if id(p) not in elsewhere]
     norm = _norm(parts, order, axes)
     if error_if_nonfinite and not bool(norm.isfinite()):

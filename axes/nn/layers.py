@@ -64,8 +64,8 @@ class Einsum(torch.nn.Module):
     ):
         super().__init__()
         check_mapping(sizes)
-        self.expression, self.sizes = expression, {**(sizes or {}), **keywords}
         self.input, weight, result = _two(expression, "Einsum")
+        self.expression, self.sizes = expression, {**(sizes or {}), **keywords}
         self.weight = _parameter(weight, self.sizes, expression, device, dtype)
         annotate(self, {"weight": _without_places(weight, self.sizes)})
         names = _names(result)
@@ -113,8 +113,8 @@ class Embedding(torch.nn.Module):
         self, expression: str, /, *, device: Any = None, dtype: torch.dtype | None = None, **sizes: int
     ) -> None:
         super().__init__()
-        self.expression, self.sizes = expression, sizes
         _, table, _ = _two(expression, "Embedding")
+        self.expression, self.sizes = expression, sizes
         self.weight = _parameter(table, sizes, expression, device, dtype)
         annotate(self, {"weight": _without_places(table, sizes)})
         self.split = {name: sizes[name] for name in _split_names(table) if name in sizes}

@@ -35,6 +35,7 @@ from axes.algebra.sizes import tuple_of
 from axes.nn.local_gradients import local_tensor, settled_gradient
 from axes.runtime import torch_private
 from axes.runtime.sharded import strides_like
+from axes.runtime.transforms import check_dense
 
 Parameters = Iterable[Any]
 """As torch's optimizers take them: tensors, pairs of a name and a tensor, or dicts of groups with options."""
@@ -83,6 +84,7 @@ def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> t
 def _checked_parameters(parameters: Any) -> Any:
     """What an optimizer is made of; `ShardingError` for what holds neither tensors, named tensors nor groups."""
     if isinstance(parameters, torch.Tensor):
+        check_dense(parameters, "axes.nn.local_optimizer")
         return parameters  # torch says that one tensor isn't several
     found = tuple_of(parameters)
     if found is None or not all(isinstance(each, torch.Tensor | dict) or _is_named(each) for each in found):

@@ -85,6 +85,11 @@ def _check(text: str, tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     if len({x.dtype for x in tensors}) > 1:
         found = ", ".join([str(x.dtype).removeprefix("torch.") for x in tensors])
         raise ShardingError(f"tensors that are put together have one dtype; found {found}\nin  {text}")
+    if len({x.device for x in tensors}) > 1:
+        found = ", ".join([str(x.device) for x in tensors])
+        raise ShardingError(
+            f"tensors that are put together lie on one device; found {found}. Write x.to(device)\nin  {text}"
+        )
     if torch_private.transforms_are_on():
         check = check_whole if isinstance(tensors[0], DTensor) else check_shards
         check(f"axes.rearrange, '{text}',", tensors)

@@ -37,7 +37,7 @@ from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import ALL, Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import PLAIN, check_not_wrapped, check_whole
+from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_whole
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -253,6 +253,7 @@ def _of_shard(
     """`reshard` of a plain tensor: a rearrangement that leaves the dims where they are."""
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"axes.reshard takes a tensor; found {type(x).__name__}")
+    check_dense(x, "axes.reshard")
     if not isinstance(spec, str) or "->" not in spec:
         check_not_wrapped("axes.reshard", x)
         raise ShardingError(

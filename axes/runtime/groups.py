@@ -84,7 +84,7 @@ class GroupOptions:
             raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {shown(self.backend)}")
         if self.lane is not None and not (isinstance(self.lane, str) and self.lane.isidentifier()):
             raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {shown(self.lane)}")
-        if isinstance(self.pg_options, torch.Tensor):  # one that is lazy has no attributes that could be compared
+        if hasattr(type(self.pg_options), "__array__"):  # attributes of arrays are addresses, or can't be read
             raise MeshError(
                 "GroupOptions.pg_options is the options object of a backend, such as dist.ProcessGroupNCCL.Options(); "
                 f"found {shown(self.pg_options)}"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError, shortened, suggestion
+from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.flow import Recipe, recipe, unmoved
 from axes.algebra.flow.blocks import Fused, has_blocks, leaves_of, read_blocks, sizes_of_blocks
@@ -87,8 +87,8 @@ def explained_operation(
         raise ExpressionError(
             "an expression to explain has two sides, like 'b s@tp d -> b s d'", expression, 0, len(expression)
         )
-    if op not in REDUCTIONS:
-        raise ShardingError(f"explain knows the reductions {', '.join(REDUCTIONS)}; found {shortened(op)}")
+    if not (isinstance(op, str) and op in REDUCTIONS):
+        raise ShardingError(f"explain knows the reductions {', '.join(REDUCTIONS)}; found {shown(op)}")
     itemsize_of(dtype)
     given = dict(sizes or {})
     what = _kind(tree, kind)

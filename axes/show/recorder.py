@@ -534,6 +534,8 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
     Where no job runs, the world of `mesh` is simulated, seen from the mesh's rank. Gradients of a module's parameters,
     and random numbers, are as before.
     """
+    if isinstance(step, torch.nn.Module) and type(step).forward is torch.nn.Module.forward:
+        raise AxesError(f"axes.explain takes a module that computes something; a {type(step).__name__} has no forward")
     with contextlib.ExitStack() as stack:
         where = entered_world(stack, mesh, [*inputs, *_parameters(step)])
         stack.enter_context(_as_before(step))
