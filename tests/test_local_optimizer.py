@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -667,7 +669,53 @@ def test_a_step_takes_state_and_memory_that_somebody_has_replaced_since_the_last
         assert local_of(ours.state[weight]["exp_avg"]).equal(theirs.state[other]["exp_avg"])
         ours.param_groups[0]["params"] = []
         ours.step()
-        assert not ours.held, "what is in no group any more is kept alive by nobody"
+        alive = weakref.ref(weight)
+        ours.state.clear()
+        del weight
+        gc.collect()
+        assert alive() is None, "what is in no group any more is kept alive by nobody"
+
+
+def test_the_dtype_of_a_gradient_may_change_from_step_to_step():
+    with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu"):
+        weight = axes.zeros("n@dp", n=4, requires_grad=True)
+        optimizer = axes.nn.local_optimizer(torch.optim.SGD, [weight], lr=1.0, foreach=False)
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32):
+            weight.grad = None
+            weight.grad_dtype = dtype
+            weight.grad = axes.ones("n@dp", n=4, dtype=dtype)
+            optimizer.step()
+        assert local_of(weight).tolist() == [-4.0] * 4
+        assert weight.grad.dtype == torch.float32
+        assert local_of(weight).grad is None
+
+
+def test_parameters_that_change_places_or_groups_keep_their_own_state():
+    def stepped(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for turn in range(4):
+            for number, weight in enumerate(weights):
+                weight.grad = torch.ones_like(weight) * (turn + 1) * (number - 1.5)
+            optimizer.step()
+            if turn == 0:
+                optimizer.param_groups[0]["params"].reverse()
+            if turn == 1:
+                state = optimizer.state
+                state[weights[0]]["exp_avg"], state[weights[1]]["exp_avg"] = (
+                    state[weights[1]]["exp_avg"],
+                    state[weights[0]]["exp_avg"],
+                )
+            if turn == 2:
+                optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.5})
+        return [
+            axes.to_local(weight).detach() if isinstance(weight, DTensor) else weight.detach() for weight in weights
+        ]
+
+    with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu"):
+        ours = [axes.zeros("n@dp", n=4, requires_grad=True) for _ in range(3)]
+        theirs = [torch.zeros(4, requires_grad=True) for _ in range(3)]
+        found = stepped(ours, axes.nn.local_optimizer(torch.optim.Adam, ours, lr=0.1))
+        expected = stepped(theirs, torch.optim.Adam(theirs, lr=0.1))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_axes_nn_lists_its_public_names_and_has_them():

@@ -22,10 +22,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -118,7 +119,7 @@ class LocalSteps(torch.optim.Optimizer):
         self.elementwise: set[str] = set()
         self.tried: list[State] = []
         self.unchecked = False
-        self.held: dict[int, _Held] = {}
+        self.view: _View | None = None
         super().__init__(parameters, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,52 +160,36 @@ class LocalSteps(torch.optim.Optimizer):
         """Have local tensors in the place of DTensors, as parameters, gradients and state."""
         if self.unchecked:
             self._check_state()
+        view = self.view
+        if view is None or not view.is_of(self.param_groups, self.state):
+            view = _View.of(self.param_groups, self.state)
         wholes, kept = [group["params"] for group in self.param_groups], self.state
-        shards: list[list[torch.Tensor]] = [[] for _ in wholes]
-        local_state: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        before: list[_Held] = []
         try:
-            for parameters, locals_ in zip(wholes, shards, strict=True):
-                for parameter in parameters:
-                    state, local = kept.get(parameter), parameter
-                    if isinstance(parameter, DTensor):
-                        held = self._held(parameter, state)
-                        state, local = held.state, held.local
-                        _give_gradient(local, settled_gradient(parameter))
-                        before.append(held)
-                    if state:
-                        local_state[local] = state  # not where it is empty: an optimizer may ask whether it is there
-                    locals_.append(local)
-            for group, locals_ in zip(self.param_groups, shards, strict=True):
+            view.take_gradients()
+            for group, locals_ in zip(self.param_groups, view.locals, strict=True):
                 group["params"] = locals_
-            self.state = local_state
+            self.state = view.local_state
             yield
         finally:
             self.state = kept
             for group, parameters in zip(self.param_groups, wholes, strict=True):
                 group["params"] = parameters
-            for held in before:
-                held.local.grad = None
-                state = local_state.get(held.local, held.state)
-                if not _are(state, held.local_values):
-                    self._keep(held.parameter, state)
-                    del self.held[id(held.parameter)]
-            if len(self.held) > len(before):  # some are in no group any more
-                self.held = {id(held.parameter): held for held in before}
-            if len(before) < sum(map(len, wholes)):
-                kept.update((p, local_state[p]) for parameters in wholes for p in parameters if p in local_state)
-            torch.autograd.graph.increment_version([held.parameter for held in before])
+            for local in view.shards:
+                local.grad = None
+            self.view = view
+            if not view.local.is_still(view.local_state):
+                self._keep_all(view)
+                self.view = None
+            torch.autograd.graph.increment_version(view.sharded)
 
-    def _held(self, parameter: DTensor, kept: State | None) -> _Held:
-        """The local tensors of a parameter and its state: those of the last step, if nobody has replaced them since."""
-        held, local, kept = self.held.get(id(parameter)), local_tensor(parameter), kept or {}
-        if held is not None and held.parameter is parameter and held.local is local:
-            is_same = _are(kept, held.values) and kept.keys() == held.state.keys()
-            if is_same:
-                return held
-        state = torch_private.local_values(kept)
-        held = self.held[id(parameter)] = _Held(parameter, local, list(kept.values()), state, list(state.values()))
-        return held
+    def _keep_all(self, view: _View) -> None:
+        """Put state that a step made or replaced to where it is kept."""
+        for parameter, local in zip(view.sharded, view.shards, strict=True):
+            if local in view.local_state:
+                self._keep(parameter, view.local_state[local])
+        for parameter in view.plain:
+            if parameter in view.local_state:
+                self.state[parameter] = view.local_state[parameter]
 
     def _check_state(self) -> None:
         """Raise `ShardingError` where state that was loaded isn't sharded as its parameter."""
@@ -256,7 +241,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def __setstate__(self, state: State) -> None:
         super().__setstate__(state)  # what `load_state_dict` calls as well
-        self.unchecked, self.held = True, {}
+        self.unchecked, self.view = True, None
 
     def __getstate__(self) -> State:
         own = {"options": self.options, "elementwise": self.elementwise, "tried": self.tried}
@@ -271,32 +256,95 @@ def _blank(ordinary: Any) -> LocalSteps:
     return made.__new__(made)
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A parameter and its state as a step found them, with the local tensors of both.
+class _Values(NamedTuple):
+    """State at some time, to be recognized by identity: the dicts that aren't empty, and what is in them."""
 
-    `values` is what the kept state had, `state` the same with local tensors, and `local_values` what that had.
+    dicts: list[State]
+    names: list[str]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, state: Mapping[torch.Tensor, State]) -> _Values:
+        """The state as it is."""
+        dicts = list(filter(None, state.values()))
+        return cls(dicts, list(chain.from_iterable(dicts)), list(chain.from_iterable(map(dict.values, dicts))))
+
+    def is_still(self, state: Mapping[torch.Tensor, State]) -> bool:
+        """Whether nobody has put anything else there."""
+        dicts = list(filter(None, state.values()))
+        if not _are_same(dicts, self.dicts) or list(chain.from_iterable(dicts)) != self.names:
+            return False
+        return _are_same(list(chain.from_iterable(map(dict.values, dicts))), self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """The parameters and the state of an optimizer as a step found them, with local tensors in the place of DTensors.
+
+    wholes: the parameters of each group. locals: the same, local. sharded: those that are DTensors. shards: their local
+    tensors. plain: the others. kept: the state. local_state: the same, local; `local` is that before the step.
     """
 
-    parameter: DTensor
-    local: torch.Tensor
-    values: list[Any]
-    state: State
-    local_values: list[Any]
+    wholes: list[list[torch.Tensor]]
+    locals: list[list[torch.Tensor]]
+    sharded: list[DTensor]
+    shards: list[torch.Tensor]
+    plain: list[torch.Tensor]
+    kept: _Values
+    local_state: defaultdict[torch.Tensor, State]
+    local: _Values
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]], state: Mapping[torch.Tensor, State]) -> _View:
+        """The local tensors of what an optimizer has now. State that isn't there isn't there on either side."""
+        wholes: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
+        local: dict[torch.Tensor, torch.Tensor] = {each: local_tensor(each) for every in wholes for each in every}
+        there = {each: state[each] for each in local if state.get(each)}
+        made = [(local[p], torch_private.local_values(of) if isinstance(p, DTensor) else of) for p, of in there.items()]
+        local_state = defaultdict[torch.Tensor, State](dict, made)
+        sharded = [each for each in local if isinstance(each, DTensor)]
+        plain = [each for each in local if not isinstance(each, DTensor)]
+        return cls(
+            wholes,
+            [[local[each] for each in every] for every in wholes],
+            sharded,
+            [local[each] for each in sharded],
+            plain,
+            _Values.of(state),
+            local_state,
+            _Values.of(local_state),
+        )
+
+    def is_of(self, groups: Sequence[Mapping[str, Any]], state: Mapping[torch.Tensor, State]) -> bool:
+        """Whether the optimizer has the same parameters and state, with the same memory."""
+        return (
+            len(groups) == len(self.wholes)
+            and all(_are_same(group["params"], every) for group, every in zip(groups, self.wholes, strict=True))
+            and _are_same(torch_private.locals_of(self.sharded), self.shards)
+            and self.kept.is_still(state)
+        )
+
+    def take_gradients(self) -> None:
+        """Give the local tensors of parameters the local gradients."""
+        found = torch_private.local_gradients(self.sharded)
+        for parameter, local, gradient in zip(self.sharded, self.shards, found, strict=True):
+            if gradient is None:
+                whole = settled_gradient(parameter)
+                if whole is None:
+                    continue
+                gradient = local_tensor(whole)
+            try:
+                local.grad = gradient
+            except RuntimeError:
+                if gradient.dtype == local.grad_dtype:
+                    raise
+                local.grad_dtype = gradient.dtype  # torch else refuses a gradient of another dtype
+                local.grad = gradient
 
 
-def _are(state: State, values: list[Any]) -> bool:
-    """Whether a state has these very values."""
-    return len(state) == len(values) and all(map(operator.is_, state.values(), values))
-
-
-def _give_gradient(local: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Give the local tensor of a parameter the local gradient."""
-    if gradient is not None:
-        found = local_tensor(gradient)
-        if found.dtype != local.dtype:
-            local.grad_dtype = found.dtype  # torch else refuses a gradient of another dtype
-        local.grad = found
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether both have the very same things, in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -800,9 +800,25 @@ def local_of(x: DTensor) -> torch.Tensor:
     return x._local_tensor
 
 
+def locals_of(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """The same of many, in less time."""
+    return [x._local_tensor for x in tensors]
+
+
 def local_values(named: dict[str, Any]) -> dict[str, Any]:
     """The same with the local tensor in the place of each DTensor; a step of an optimizer asks for each parameter."""
     return {name: value._local_tensor if isinstance(value, DTensor) else value for name, value in named.items()}
+
+
+def local_gradients(parameters: Sequence[DTensor]) -> list[torch.Tensor | None]:
+    """The local tensor of each parameter's gradient; None where there is none, or one that lies otherwise."""
+    found: list[torch.Tensor | None] = []
+    for parameter in parameters:
+        x = parameter.grad
+        there = type(x) is DTensor and (x._spec is parameter._spec or lie_alike(x, parameter))
+        local = x._local_tensor if there else None  # type: ignore[union-attr]
+        found.append(local if type(local) is torch.Tensor else None)
+    return found
 
 
 def lie_alike(one: DTensor, other: DTensor) -> bool:

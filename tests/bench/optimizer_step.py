@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import axes
+from axes.runtime import torch_private
 from tests.bench.measure import ROOT, Times, benchmark, compare
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -38,7 +39,8 @@ def register(width: int, taken: bool, bar: float) -> None:
             plain = [torch.nn.Parameter(p.to_local().detach().clone()) for p in parameters]
             peer = torch.optim.AdamW(plain, lr=1e-3, foreach=True)
             for parameter, other in zip(parameters, plain, strict=True):
-                parameter.grad = torch.ones_like(parameter)
+                # As FSDP2 gives them, with the very spec of the parameter.
+                parameter.grad = torch_private.dtensor(torch.ones_like(other), torch_private.spec_of(parameter))
                 other.grad = parameter.grad.to_local().clone()
 
             def step() -> None:
