@@ -553,6 +553,7 @@ def summary(value: Any, values: bool = True, depth: int = 0) -> Any:
         local = local.to_local() if isinstance(value, DTensor) else local
         for dim in range(local.ndim):  # a view may show 256 bytes as terabytes
             local = local if local.numel() <= SHOWN else local.narrow(dim, 0, 1)
+        values = values and local.numel() > 0  # without elements there may be terabytes of empty lists
         return (tuple(value.shape), str(value.dtype), spec, ADDRESS.sub("", repr(local.tolist())) if values else "")
     if isinstance(value, tuple | list) and depth < 4:
         return [summary(each, values, depth + 1) for each in value]
