@@ -72,6 +72,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         ShardingError,
         "axes.nn.local_optimizer takes a tensor; found a lazy parameter that has no shape yet",
     ),
+    "a lazy learning rate": (
+        lambda mesh: axes.nn.local_optimizer(torch.optim.SGD, [plain(4)], lr=nn.UninitializedParameter()),
+        ShardingError,
+        "axes.nn.local_optimizer takes a tensor; found a lazy parameter that has no shape yet",
+    ),
     "a shape that is lazy": (
         lambda mesh: axes.transfer(
             {"w": mesh.sharding("d")}, {"w": mesh.sharding("d")}, shapes={"w": nn.UninitializedParameter()}

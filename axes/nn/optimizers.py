@@ -79,6 +79,9 @@ def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> t
     made: Any = _on_shards(optimizer)
     if isinstance(parameters, torch.nn.Module):
         raise ShardingError("axes.nn.local_optimizer takes parameters; found a module, so pass its module.parameters()")
+    for each in options.values():
+        if isinstance(each, torch.Tensor):
+            check_dense(each, "axes.nn.local_optimizer")
     return made(_checked_parameters(parameters), **options)
 
 
