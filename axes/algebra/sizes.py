@@ -94,7 +94,10 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     (4, 8)
     """
     found = whole_numbers(shape)
-    if found is None or min(found, default=0) < 0:
+    for extent in found or ():  # in a graph there is no `min` of sizes, and a generator takes longer
+        if extent < 0:
+            found = None
+    if found is None:
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
     return found
 

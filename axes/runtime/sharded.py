@@ -30,7 +30,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Indices, Sharding
-from axes.algebra.sizes import checked_rank, checked_tensor_shape, written_sizes
+from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
 from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
@@ -181,11 +181,12 @@ def from_local(
     _plain(local, "axes.from_local", "axes.reshard")
     check_grad("axes.from_local", grad)
     given = written_sizes(keywords, sizes)
-    shape = None if shape is None else checked_tensor_shape(shape)
+    shape = None if shape is None else checked_shape(shape)
     if torch.compiler.is_compiling():
         number = number_of(mesh, spec, tuple([name for name, _ in given]), shape is not None, grad)
         return _from_local_node(local, device_mesh_input(mesh), number, shape or (), tuple([size for _, size in given]))
-    described = shard_of(mesh, spec, tuple(local.shape), shape, given)
+    whole = None if shape is None else checked_tensor_shape(shape)
+    described = shard_of(mesh, spec, tuple(local.shape), whole, given)
     made = _entered(local, mesh, spec, described, grad, strides_like(local, described[1]))
     return made if made.requires_grad else resolving(made)
 
