@@ -22,8 +22,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, cast
@@ -154,13 +153,6 @@ class LocalSteps(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._local():
-            _without_hooks(self.ordinary.step)(self)
-        return loss
-
-    @contextmanager
-    def _local(self) -> Iterator[None]:
-        """Have local tensors in the place of DTensors, as parameters, gradients and state."""
         if self.unchecked:
             self._check_state()
         view = self.view
@@ -172,7 +164,7 @@ class LocalSteps(torch.optim.Optimizer):
             for group, locals_ in zip(self.param_groups, view.locals, strict=True):
                 group["params"] = locals_
             self.state = view.local_state
-            yield
+            _without_hooks(self.ordinary.step)(self)
         finally:
             self.state = kept
             for group, parameters in zip(self.param_groups, wholes, strict=True):
@@ -184,6 +176,7 @@ class LocalSteps(torch.optim.Optimizer):
                 self._keep_all(view)
                 self.view = None
             torch.autograd.graph.increment_version(view.sharded)
+        return loss
 
     def _keep_all(self, view: _View) -> None:
         """Put state that a step made or replaced to where it is kept."""
