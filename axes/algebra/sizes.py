@@ -180,6 +180,8 @@ def written_sizes(
             if type(size) is not int:
                 break
         else:
+            if len(keywords) == 1:  # at most calls
+                return tuple(keywords.items())  # type: ignore[arg-type]
             return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
     check_mapping(sizes)
     found: dict[str, int] = {}
