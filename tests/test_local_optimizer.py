@@ -676,6 +676,127 @@ def test_a_step_takes_state_and_memory_that_somebody_has_replaced_since_the_last
         assert alive() is None, "what is in no group any more is kept alive by nobody"
 
 
+def momentum(steps: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.optim.Optimizer]:
+    """A parameter over both axes and a whole one, each with its optimizer, after steps."""
+    weight = axes.ones("a@dp b@tp", a=4, b=4, requires_grad=True)
+    whole = torch.ones(2, 2, requires_grad=True)
+    ours = axes.nn.local_optimizer(torch.optim.SGD, [weight], lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        weight.grad, whole.grad = axes.ones("a@dp b@tp", a=4, b=4), torch.ones(2, 2)
+        ours.step()
+        theirs.step()
+    weight.grad, whole.grad = axes.ones("a@dp b@tp", a=4, b=4), torch.ones(2, 2)
+    return weight, whole, ours, theirs
+
+
+WRONG_STATE = {
+    "split otherwise": lambda: axes.ones("a@tp b@dp", a=4, b=4),
+    "whole everywhere": lambda: axes.ones("a b", a=4, b=4),
+    "a plain tensor": lambda: torch.ones(4, 4),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("state", WRONG_STATE.values(), ids=WRONG_STATE)
+def test_state_that_somebody_puts_there_is_refused_unless_it_lies_as_its_parameter(steps, state):
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        weight, _, ours, _ = momentum(steps)
+        ours.state[weight]["momentum_buffer"] = state()
+        with pytest.raises(ShardingError, match="state 'momentum_buffer' of a parameter"):
+            ours.step()
+        assert local_of(weight).shape == (2, 2)
+        assert ours.param_groups[0]["params"] == [weight]
+
+
+def test_a_parameter_that_is_sharded_anew_doesnt_step_with_the_state_that_it_had():
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        weight, _, ours, _ = momentum()
+        weight.grad = None
+        torch.utils.swap_tensors(weight, axes.ones("a@tp b@dp", a=4, b=4, requires_grad=True))
+        weight.grad = axes.ones("a@tp b@dp", a=4, b=4)
+        with pytest.raises(ShardingError, match="state 'momentum_buffer' of a parameter"):
+            ours.step()
+
+
+def test_state_that_is_swapped_for_another_is_what_the_next_step_takes():
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        weight, whole, ours, theirs = momentum(3)
+        kept = ours.state[weight]["momentum_buffer"]
+        torch.utils.swap_tensors(kept, axes.full("a@dp b@tp", 7.0, a=4, b=4))
+        theirs.state[whole]["momentum_buffer"].fill_(7.0)
+        ours.step()
+        theirs.step()
+        assert torch.equal(local_of(weight), whole)
+        assert torch.equal(local_of(ours.state[weight]["momentum_buffer"]), theirs.state[whole]["momentum_buffer"])
+
+
+def test_autograd_notices_that_a_step_has_changed_state():
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        weight, _, ours, _ = momentum()
+        x = axes.ones("a@dp b@tp", a=4, b=4, requires_grad=True)
+        y = x * ours.state[weight]["momentum_buffer"]
+        ours.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(torch.ones_like(y))
+
+
+class Forgets(torch.optim.Optimizer):
+    """Removes a value of its state at each second step, and all of it at each third."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                turn = state.get("turn", 0) + 1
+                state.update(turn=turn, sum=state.get("sum", 0) + p.grad)
+                p.sub_(state["sum"], alpha=group["lr"])
+                if turn == 2:
+                    del state["sum"]
+                if turn == 3:
+                    del self.state[p]
+
+
+def test_state_that_a_step_removes_is_gone():
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        weight = axes.ones("a@dp b@tp", a=4, b=4, requires_grad=True)
+        whole, plain, twin = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
+        ours, theirs = axes.nn.local_optimizer(Forgets, [weight, plain]), Forgets([whole, twin])
+        for turn in range(1, 8):
+            weight.grad = axes.full("a@dp b@tp", float(turn), a=4, b=4)
+            for x in (whole, plain, twin):
+                x.grad = torch.full((2, 2), float(turn))
+            ours.step()
+            theirs.step()
+            assert torch.equal(local_of(weight), whole)
+            assert torch.equal(plain, twin)
+            for one, other in ((weight, whole), (plain, twin)):
+                assert ours.state.get(one, {}).keys() == theirs.state.get(other, {}).keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_gradients_of_plain_and_sharded_parameters_are_zeroed(options):
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        weight, plain = axes.ones("a@dp b@tp", a=4, b=4, requires_grad=True), torch.ones(2, requires_grad=True)
+        other = axes.ones("a@tp", mesh=mesh["tp"], a=4, requires_grad=True)
+        optimizer = axes.nn.local_optimizer(
+            torch.optim.Adam, [{"params": [weight, plain]}, {"params": other}], **options
+        )
+        gradients = axes.ones("a@dp b@tp", a=4, b=4), torch.ones(2), axes.ones("a@tp", mesh=mesh["tp"], a=4)
+        weight.grad, plain.grad, other.grad = gradients
+        optimizer.zero_grad(set_to_none=False)
+        for x, gradient in zip((weight, plain, other), gradients, strict=True):
+            assert x.grad is gradient
+            assert not whole_of(gradient).any() if x is plain else not local_of(gradient).any()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+        optimizer.zero_grad()
+        assert weight.grad is plain.grad is other.grad is None
+
+
 def test_the_dtype_of_a_gradient_may_change_from_step_to_step():
     with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu"):
         weight = axes.zeros("n@dp", n=4, requires_grad=True)

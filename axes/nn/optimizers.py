@@ -24,6 +24,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -120,7 +121,6 @@ class LocalSteps(torch.optim.Optimizer):
         self.options = options
         self.elementwise: set[str] = set()
         self.tried: list[State] = []
-        self.unchecked = False
         self.view: _View | None = None
         super().__init__(parameters, **options)
 
@@ -153,10 +153,9 @@ class LocalSteps(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.unchecked:
-            self._check_state()
         view = self.view
         if view is None or not view.is_of(self.param_groups, self.state):
+            self._check_state()
             view = _View.of(self.param_groups, self.state)
         wholes, kept = [group["params"] for group in self.param_groups], self.state
         try:
@@ -175,24 +174,41 @@ class LocalSteps(torch.optim.Optimizer):
             if not view.local.is_still(view.local_state):
                 self._keep_all(view)
                 self.view = None
-            torch.autograd.graph.increment_version(view.sharded)
+            torch.autograd.graph.increment_version(view.written)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's optimizers do. What is zeroed by one call of `foreach` is plain tensors alone, or DTensors."""
+        if set_to_none:
+            super().zero_grad()
+            return
+        groups = self.param_groups
+        try:
+            for sharded in (False, True):
+                chosen = [[p for p in group["params"] if isinstance(p, DTensor) is sharded] for group in groups]
+                self.param_groups = [{**group, "params": each} for group, each in zip(groups, chosen, strict=True)]
+                super().zero_grad(set_to_none=False)
+        finally:
+            self.param_groups = groups
+
     def _keep_all(self, view: _View) -> None:
-        """Put state that a step made or replaced to where it is kept."""
+        """Put state that a step made or replaced to where it is kept; what it removed is removed there."""
         for parameter, local in zip(view.sharded, view.shards, strict=True):
             if local in view.local_state:
                 self._keep(parameter, view.local_state[local])
+            elif self.state.get(parameter):
+                del self.state[parameter]
         for parameter in view.plain:
             if parameter in view.local_state:
                 self.state[parameter] = view.local_state[parameter]
+            elif self.state.get(parameter):
+                del self.state[parameter]
 
     def _check_state(self) -> None:
-        """Raise `ShardingError` where state that was loaded isn't sharded as its parameter."""
+        """Raise `ShardingError` where state that was loaded, or put there, isn't sharded as its parameter."""
         for parameter, state in self.state.items():
             if isinstance(parameter, DTensor):
                 state.update({key: self._checked(key, value, parameter) for key, value in state.items()})
-        self.unchecked = False
 
     def _checked(self, key: str, value: Any, parameter: DTensor) -> Any:
         if isinstance(value, DTensor):
@@ -212,8 +228,10 @@ class LocalSteps(torch.optim.Optimizer):
         )
 
     def _keep(self, parameter: DTensor, state: State) -> None:
-        """Put state that a step made or replaced to where the parameter's state is kept, as DTensors."""
+        """Make the state of a parameter, which is kept as DTensors, what a step has left."""
         kept = self.state[parameter]
+        for key in [key for key in kept if key not in state]:
+            del kept[key]
         locals_ = torch_private.local_values(kept)
         for key, value in state.items():
             if value is not locals_.get(key):
@@ -237,7 +255,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def __setstate__(self, state: State) -> None:
         super().__setstate__(state)  # what `load_state_dict` calls as well
-        self.unchecked, self.view = True, None
+        self.view = None
 
     def __getstate__(self) -> State:
         own = {"options": self.options, "elementwise": self.elementwise, "tried": self.tried}
@@ -279,6 +297,7 @@ class _View:
 
     wholes: the parameters of each group. locals: the same, local. sharded: those that are DTensors. shards: their local
     tensors. plain: the others. kept: the state. local_state: the same, local; `local` is that before the step.
+    state_tensors: the DTensors of the state. state_shards: their local tensors.
     """
 
     wholes: list[list[torch.Tensor]]
@@ -289,6 +308,8 @@ class _View:
     kept: _Values
     local_state: defaultdict[torch.Tensor, State]
     local: _Values
+    state_tensors: list[DTensor]
+    state_shards: list[torch.Tensor]
 
     @classmethod
     def of(cls, groups: Sequence[Mapping[str, Any]], state: Mapping[torch.Tensor, State]) -> _View:
@@ -300,6 +321,7 @@ class _View:
         local_state = defaultdict[torch.Tensor, State](dict, made)
         sharded = [each for each in local if isinstance(each, DTensor)]
         plain = [each for each in local if not isinstance(each, DTensor)]
+        state_tensors = [x for of in there.values() for x in of.values() if isinstance(x, DTensor)]
         return cls(
             wholes,
             [[local[each] for each in every] for every in wholes],
@@ -309,7 +331,14 @@ class _View:
             _Values.of(state),
             local_state,
             _Values.of(local_state),
+            state_tensors,
+            torch_private.locals_of(state_tensors),
         )
+
+    @cached_property
+    def written(self) -> list[DTensor]:
+        """What a step changes, of which autograd would else not see that it was."""
+        return [*self.sharded, *self.state_tensors]
 
     def is_of(self, groups: Sequence[Mapping[str, Any]], state: Mapping[torch.Tensor, State]) -> bool:
         """Whether the optimizer has the same parameters and state, with the same memory."""
@@ -317,6 +346,7 @@ class _View:
             len(groups) == len(self.wholes)
             and all(_are_same(group["params"], every) for group, every in zip(groups, self.wholes, strict=True))
             and _are_same(torch_private.locals_of(self.sharded), self.shards)
+            and _are_same(torch_private.locals_of(self.state_tensors), self.state_shards)
             and self.kept.is_still(state)
         )
 
