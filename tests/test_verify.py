@@ -35,6 +35,7 @@ RIGHT = {
     "three ranks of dp": ("dp=3 tp=2", program, tokens_and_labels(rows=6)),
     "FSDP2": ("dp=2", programs.fsdp, ()),
     "FSDP2 with accumulation": ("dp=4", by_hand(programs.fsdp, reshard=False, accumulate=2), ()),
+    "FSDP2, evaluated after it": ("dp=2", by_hand(programs.fsdp, reshard=None, evaluated=True), ()),
     "HSDP": ("dp_replicate=2 dp_shard=2", programs.hsdp, ()),
     "parallelize_module": ("tp=2", programs.torch_tp, ()),
     "parallelize_module under FSDP2": ("dp=2 tp=2", by_hand(programs.torch_tp, dp=True), ()),
@@ -45,6 +46,7 @@ RIGHT = {
     "sizes that don't divide": ("dp=2 tp=2", programs.uneven, ()),
     "a module that torch.compile has wrapped": ("dp=2", programs.compiled, ()),
     "a step of an optimizer": ("dp=2", programs.stepped, ()),
+    "truth values, integers, and what isn't finite": ("dp=2", programs.exact, ()),
 }
 
 
@@ -151,6 +153,28 @@ def test_a_bug_is_found_and_named(bug):
     result = axes.verify(by_hand(program, bug=bug, **options), *tokens_and_labels(), mesh=mesh, timeout=60)
     assert not result
     assert str(result).splitlines()[1].strip() == line
+
+
+def test_gradients_are_compared_where_a_forward_pass_follows_them_under_fsdp2():
+    wrong = by_hand(programs.fsdp, reshard=None, evaluated=True, divided=False)
+    result = axes.verify(wrong, mesh="dp=2", timeout=60)
+    assert "are 2 times too large over dp: a mean over dp is missing" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"off": 1}, "output[2]: none of these: largest relative difference 1e-09"),
+        ({"off": -1}, "output[2]: none of these: largest relative difference 1e-09"),
+        ({"flipped": True}, "output[0]: not the same on the ranks of dp, where it should be"),
+        ({"finite": True}, "output[3]: not infinite, or no number, where the one device's is"),
+    ],
+    ids=str,
+)
+def test_integers_truth_values_and_what_isnt_finite_are_compared_exactly(options, line):
+    result = axes.verify(by_hand(programs.exact, **options), mesh="dp=2", timeout=60)
+    assert line in str(result)
+    assert len(result.differences) == 1
 
 
 def test_a_padding_token_that_is_counted_is_found_and_named():

@@ -230,17 +230,22 @@ def _reduced(group: Sequence[torch.Tensor], ops: set[str]) -> torch.Tensor:
 
 
 def error_of(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The largest difference; infinite where either isn't a number and the other is."""
+    """The largest difference; infinite where one is infinite or no number, and the other isn't the same."""
     if not x.numel():
         return 0.0
-    error = float((x - y).abs().nan_to_num(nan=math.inf).max())
     same = torch.isnan(x) & torch.isnan(y) | (x == y)
-    return 0.0 if bool(same.all()) else error
+    return float((x - y).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def largest_of(x: torch.Tensor) -> float:
-    """The largest value, by its size."""
-    return float(x.abs().max()) if x.numel() else 0.0
+    """The largest finite value, by its size."""
+    return float(x.abs().nan_to_num(nan=0.0, posinf=0.0).max()) if x.numel() else 0.0
+
+
+def is_close(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> bool:
+    """Whether two tensors of one shape are the same but for rounding, which integers don't have."""
+    rounded = y.is_floating_point() or y.is_complex()
+    return tolerance.allows(error_of(x, y), largest_of(y) if rounded else 0.0)
 
 
 def fitting(held: Parts, whole: torch.Tensor, tolerance: Tolerance, orders: bool = False) -> list[Cut]:
@@ -248,7 +253,7 @@ def fitting(held: Parts, whole: torch.Tensor, tolerance: Tolerance, orders: bool
     x, found = held.vector(held.pending), []
     for cut in held.cuts(tuple(whole.shape), orders):
         y = held.expected(cut, whole, held.pending)
-        if x is not None and y is not None and tolerance.allows(error_of(x, y), largest_of(y)):
+        if x is not None and y is not None and is_close(x, y, tolerance):
             found.append(cut)
     return found
 
@@ -258,8 +263,7 @@ def is_share(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> bool:
     if whole.ndim or not held.is_plain:
         return False
     return any(
-        (x := held.vector(dict.fromkeys(axes, op))) is not None
-        and tolerance.allows(error_of(x, whole.expand(x.shape)), largest_of(whole))
+        (x := held.vector(dict.fromkeys(axes, op))) is not None and is_close(x, whole.expand(x.shape), tolerance)
         for axes in _subsets(held.axes)
         for op in ("sum", "avg")
     )
@@ -360,17 +364,21 @@ def _summed(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding
 
 def factor_between(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> float | None:
     """The number by which `y` is multiplied in `x`, if there is one."""
+    exact = not (y.is_floating_point() or y.is_complex())
+    if exact:
+        x, y = x.double(), y.double()
     square = float((y * y).sum())
-    if not square or not bool(torch.isfinite(x).all()):
+    if not square or not math.isfinite(square) or not bool(torch.isfinite(x).all()):
         return None
     factor = float((x * y).sum()) / square
-    close = tolerance.allows(error_of(x, factor * y), abs(factor) * largest_of(y))
+    error = error_of(x, factor * y)
+    close = error < 0.25 if exact else tolerance.allows(error, abs(factor) * largest_of(y))
     return factor if close and abs(factor) > 1e-6 else None
 
 
 def _multiple(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
     factor = None if pair.pending else factor_between(pair.x, pair.y, tolerance)
-    if factor is None:
+    if factor is None or abs(factor - 1) < 1e-6:  # integers are wrong by less than their own rounding
         return None
     for text, share in clues.counts.items():
         for times in (share, 1 / share):
@@ -441,7 +449,7 @@ def _some_uses(_: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Fin
 def _whole_instead(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> Finding | None:
     """Whether every rank has all of a tensor that says it is split, or of whose value it has a part."""
     for piece in held.pieces.values():
-        if piece.local.shape != whole.shape or not tolerance.allows(error_of(piece.local, whole), largest_of(whole)):
+        if piece.local.shape != whole.shape or not is_close(piece.local, whole, tolerance):
             return None
     axes = tuple(axis for axis in held.axes if axis not in held.unsaid and _is_cut(held, axis))
     return Finding("whole", "whole where it should be split", axes)
@@ -474,6 +482,8 @@ def _other_rows(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> Findi
 
 def _unknown(held: Parts, whole: torch.Tensor, error: float) -> Finding:
     shapes = {_outer(piece) for piece in held.pieces.values()}
+    if not bool(torch.isfinite(whole).all()):
+        return Finding("none", "not infinite, or no number, where the one device's is", (), None, math.inf)
     if not all(bool(torch.isfinite(piece.local).all()) for piece in held.pieces.values()):
         return Finding("none", "not finite", (), None, math.inf)
     if error == math.inf:

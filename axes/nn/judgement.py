@@ -26,6 +26,7 @@ from axes.nn.diagnosis import (
     diagnosed,
     differing,
     fitting,
+    is_close,
     is_share,
     largest_of,
     words,
@@ -192,7 +193,7 @@ class _World:
             whole = self.one.gradients[name]
             held = self.held("gradients", name)
             if whole is None:
-                if held is not None and any(largest_of(piece.local) for piece in held.pieces.values()):
+                if held is not None and any(bool(piece.local.any()) for piece in held.pieces.values()):
                     yield Mismatch(name, "gradient", "there, though on one device it has none", kind="shape")
                 continue
             if held is None:
@@ -210,7 +211,7 @@ class _World:
         """Whether a plain gradient is right in one of the cuts that its parameter's value has."""
         tolerance, x = self.limits.of(self.one.gradients), held.vector({})
         expected = [held.expected(cut, whole.local, {}) for cut in allowed]
-        return any(x is not None and y is not None and tolerance.allows(_error(x, y), largest_of(y)) for y in expected)
+        return any(x is not None and y is not None and _are_close(x, y, tolerance) for y in expected)
 
     def _order(self) -> dict[str, int]:
         """When a parameter is used last: the place of its module among those that ran."""
@@ -300,8 +301,8 @@ def is_right(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> bool:
     return bool(fitting(held, whole, tolerance, orders=held.is_plain)) or is_share(held, whole, tolerance)
 
 
-def _error(x: torch.Tensor, y: torch.Tensor) -> float:
-    return float((x - y).abs().max()) if x.numel() and x.shape == y.shape else 0.0 if x.shape == y.shape else 1e300
+def _are_close(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> bool:
+    return x.shape == y.shape and is_close(x, y, tolerance)
 
 
 def _module(name: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -127,6 +128,7 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
             result, module = _told_apart(result)
         outputs = dict(tensors_in(result, "output"))
         roots = {"": module} if module is not None else watch.named_roots()
+        _reshard(roots)
         if not any(x.grad is not None for root in roots.values() for x in root.parameters()):
             _backward(outputs, job.weighted)
     seen = Observed(outputs={name: piece_of(x, mesh) for name, x in outputs.items()})
@@ -139,6 +141,17 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
         seen.uses = uses.gradients(roots)
     seen.kinds = {name: type(each).__name__ for name, each in _modules(roots)}
     return seen
+
+
+def _reshard(roots: Mapping[str, torch.nn.Module]) -> None:
+    """Have the modules of `fully_shard` say their sharded parameters, which have the gradients.
+
+    After a forward pass without a backward one, the outermost of them keeps its parameters whole.
+    """
+    for root in roots.values():
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _takes_mesh(program: Callable[..., Any]) -> bool:
@@ -275,8 +288,8 @@ def tensors_in(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
     """A tensor as this rank has it now, for the launching process."""
     if not isinstance(x, DTensor):
-        return Piece(x.detach().clone())
-    local = waited(torch_private.local_of(x)).detach().clone()
+        return Piece(_comparable(x))
+    local = _comparable(waited(torch_private.local_of(x)))
     there = x.device_mesh.mesh
     coordinate = x.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -292,6 +305,13 @@ def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
     shape = tuple(x.shape)
     index = tuple(_runs(each) for each in sharding_of(x).local_indices(shape))
     return Piece(local, shape, index, known)
+
+
+def _comparable(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, in a dtype in which differences can be computed."""
+    if x.is_floating_point():
+        return x.detach().to(torch.float32 if x.itemsize == 1 else x.dtype, copy=True)
+    return x.detach().to(x.dtype if x.is_complex() else torch.int64, copy=True)
 
 
 def _runs(indices: slice | tuple[slice, ...]) -> Runs:

@@ -115,6 +115,7 @@ class LocalSteps(torch.optim.Optimizer):
     """What goes before a class of optimizers, the `ordinary` one, so that its steps see local tensors."""
 
     ordinary: ClassVar[type[torch.optim.Optimizer]]
+    param_groups: list[dict[str, Any]]
     state: defaultdict[torch.Tensor, State]
 
     def __init__(self, parameters: Parameters, **options: Any):
