@@ -207,7 +207,7 @@ def global_case(draw: random.Random, mesh: axes.Mesh) -> Iterator[str]:
 
 @pytest.mark.parametrize("first", range(0, 240, 80))
 def test_blocks_of_dtensors_are_those_of_the_whole(pool, first):
-    assert pool.run(failures, global_case, first, 80) == [[]] * 8
+    assert pool.run(failures, global_case, first, 80, timeout=300) == [[]] * 8
 
 
 # --- plain shards -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from axes.show.cli import main
-from tests.conftest import stages_send_at_once
+from tests.conftest import stages_reduce_outside_in, stages_send_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -328,7 +328,11 @@ def test_the_page_shows_lines_of_it():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=stages_send_at_once if "stages" in name else ()) for name in EXAMPLES]
+    "name",
+    [
+        pytest.param(name, marks=(stages_send_at_once, stages_reduce_outside_in) if "stages" in name else ())
+        for name in EXAMPLES
+    ],
 )
 def test_the_example_is_as_its_file_says(monkeypatch, name):
     """Whoever changes a layout of it writes the file anew: python -m axes lock examples/llama.lock."""
