@@ -103,11 +103,17 @@ def reduced(dtype: torch.dtype, op: str, comm_dtype: torch.dtype | None) -> list
     return wrong
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.complex64], ids=str)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.complex64)
+UNDEFINED = {("mean", torch.int32), ("max", torch.complex64), ("min", torch.complex64)}
+"""What a dtype doesn't have is refused, as a test below says."""
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(op, dtype) for dtype in DTYPES for op in ("sum", "mean", "max", "min") if (op, dtype) not in UNDEFINED],
+    ids=str,
+)
 def test_reductions_are_those_of_all_contributions(pool, op, dtype):
-    if (op == "mean" and dtype is torch.int32) or (op in ("max", "min") and dtype.is_complex):
-        pytest.skip("an error: see below")
     assert pool.run(reduced, dtype, op, None) == [[]] * 8
 
 
