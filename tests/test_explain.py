@@ -373,6 +373,12 @@ def test_rows_that_are_too_long_go_on_under_themselves():
     assert lines[3].startswith("      word")
 
 
+def test_a_title_of_a_table_in_html_is_as_wide_as_the_table():
+    page = axes.explain("b s@tp d -> b s d@tp", (8, 16, 4), mesh=axes.Mesh("dp=4 tp=2")).html()
+    titles = re.findall(r"<th[^>]*>(?:communication|backward, of DTensors)", page)
+    assert [title.partition(">")[0] for title in titles] == ['<th colspan="6"', '<th colspan="6"'], page
+
+
 if __name__ == "__main__":
     SNAPSHOTS.write_text(explanations(), encoding="utf-8")
     sys.exit(0)

@@ -84,6 +84,8 @@ def _panel(panel: Panel, sheet: Sheet) -> str:
 
 def _table(listing: Listing) -> str:
     head = "".join(_cell("th", at, text, listing) for at, text in enumerate(listing.head))
+    if listing.head and not any(text.strip() for text in listing.head[1:]):  # a title, which no column is as wide as
+        head = f'<th colspan="{len(listing.head)}">{escape(listing.head[0])}</th>'
     rows = []
     for row, tone in zip_longest(listing.rows, listing.tones[: len(listing.rows)]):
         cells = [_cell("td", at, text, listing) for at, text in enumerate(row)]
