@@ -43,6 +43,7 @@ def shell(tmp_path):
             (tmp_path / name).write_text(text, encoding="utf-8")
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    env["PET_STANDALONE"] = "1"  # torchrun's: a free port, since other jobs of this machine may have the one it takes
 
     def run(command: str, given: str = "") -> str:
         done = subprocess.run(
