@@ -7,12 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
-from axes import ExpressionError, Mesh, MeshError, ShardingError, SizeError
+from axes import AxesError, ExpressionError, Mesh, MeshError, ShardingError, SizeError
 from tests.hostile import Loud, raising
 
 
@@ -428,8 +429,26 @@ def test_a_script_without_a_launcher_is_told_how_many_processes_it_needs():
         SizeError, match=r"^the mesh needs 4 ranks, dp=2 \* tp=2; this job has 1\nstart as many: "
     ) as found:
         axes.init_mesh("dp=2 tp=2", device_type="cpu")
-    axes.destroy_process_groups()
     assert "torchrun --nproc-per-node 4 ..., axes.launch(fn, 4), or try it in one process" in str(found.value)
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        assert axes.unshard(axes.shard(torch.ones(4), "a@(dp tp)")).shape == (mesh.size,)
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"dp": 3}, {"ranks": [0, 1]}, {"device_type": "cpus"}, {"options": 3}, {"timeout": -1}], ids=str
+)
+def test_a_mistake_without_a_launcher_leaves_no_world(mistake):
+    with pytest.raises(AxesError):
+        axes.init_mesh("dp", **mistake)
+    assert not dist.is_initialized()
+
+
+def test_a_mistake_leaves_a_world_that_was_there_before():
+    with axes.init_mesh("dp", device_type="cpu"):
+        with pytest.raises(SizeError):
+            axes.init_mesh("dp=2", device_type="cpu")
+        assert axes.psum(torch.ones(()), "dp").item() == 1
+    axes.destroy_process_groups()
 
 
 @pytest.mark.parametrize("kind", [MeshError, SizeError, ExpressionError])

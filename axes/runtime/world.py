@@ -48,6 +48,7 @@ from axes.runtime.groups import (
     backend_for,
     checked_options,
     current_world,
+    destroy_process_groups,
     own_backend,
     serves,
 )
@@ -109,7 +110,8 @@ def init_mesh(
     ({'dp': 1, 'tp': 1}, {'dp': 0, 'tp': 0})
     """
     flags.read_environment()
-    if dist.group.WORLD is None:
+    starts = dist.group.WORLD is None
+    if starts:
         _start(device_type, timeout)
     world = current_world()
     named: Iterable[int] = range(world.size)
@@ -131,6 +133,8 @@ def init_mesh(
             trace.recorder()  # a file that can't be written is found here
     except Exception as error:
         _refuse(world, named, error)
+        if starts and world.size == 1:
+            destroy_process_groups()  # so that what the error advises can be done in this process
         raise
     _agree(world, mesh)
     world.limits.pop(mesh, None)
