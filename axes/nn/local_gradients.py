@@ -57,8 +57,13 @@ def settled_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     Raises `ShardingError` where axes can't say how the gradient or the parameter is sharded.
     """
     gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+    if gradient is None or not isinstance(parameter, DTensor):
         return gradient
+    if not isinstance(gradient, DTensor):
+        raise ShardingError(
+            f"the gradient of a DTensor of shape {list(parameter.shape)} is a plain tensor of shape "
+            f"{list(gradient.shape)}; make it one by axes.shard or axes.from_local"
+        )
     if torch_private.lie_alike(gradient, parameter):
         return gradient
     with torch.no_grad():
