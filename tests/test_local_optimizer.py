@@ -31,6 +31,7 @@ import axes
 import axes.nn
 from axes import ShardingError
 from axes.runtime.torch_private import local_of
+from tests.own_optimizers import Everywhere, Forgets, Lamb, LambOfColumns, LambOfRows, Lion
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -494,53 +495,6 @@ def test_autograd_notices_a_step_between_forward_and_backward(pool):
     pool.run(changed_in_place)
 
 
-class Lamb(torch.optim.Optimizer):
-    """Scales by the norm of the parameter: a whole matrix, or a row of it."""
-
-    dim: Any = None
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                norm = p.norm() if self.dim is None else p.norm(dim=self.dim, keepdim=True)
-                p.sub_(p.grad * norm, alpha=group["lr"])
-
-
-class LambOfRows(Lamb):
-    dim = 1
-
-
-class LambOfColumns(Lamb):
-    dim = 0
-
-
-class Lion(torch.optim.Optimizer):
-    """Somebody's own, elementwise; it makes its state anew at each step, and asks whether it is there."""
-
-    def __init__(self, params, lr=0.1, whole=False):
-        super().__init__(params, {"lr": lr, "whole": whole})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p not in self.state:
-                    self.state[p] = {"m": torch.zeros_like(p), "count": 0}
-                state = self.state[p]
-                p.sub_(torch.sign(state["m"] * 0.9 + p.grad * 0.1), alpha=group["lr"])
-                scale = p.abs().max() if group["whole"] else 1.0
-                self.state[p] = {"m": state["m"] * 0.5 + p.grad * scale, "count": state["count"] + 1}
-
-
-class Everywhere(Lion):
-    def step(self, closure=None):
-        self.state["steps"] = self.state.get("steps", 0) + 1
-
-
 def parameter() -> nn.Parameter:
     return nn.Parameter(torch.ones(4, 4))
 
@@ -549,7 +503,11 @@ REFUSED: list[tuple[str, str, Callable[[], object]]] = [
     ("Adafactor", "two halves of a matrix", lambda: made(torch.optim.Adafactor)),
     ("Adafactor at rate 0", "two halves of a matrix", lambda: made(torch.optim.Adafactor, lr=0.0)),
     ("Muon", "two halves of a matrix", lambda: made(torch.optim.Muon)),
-    ("LBFGS", "LBFGS doesn't step each element by its own history.*closure", lambda: made(torch.optim.LBFGS)),
+    (
+        "LBFGS",
+        "steps of a matrix by LBFGS without a closure, and one raises TypeError.*closure",
+        lambda: made(torch.optim.LBFGS),
+    ),
     ("SparseAdam", "does not support dense gradients", lambda: made(torch.optim.SparseAdam)),
     ("a norm", "Lamb doesn't step each element by its own history", lambda: made(Lamb)),
     ("a norm of rows", "LambOfRows doesn't step each element", lambda: made(LambOfRows)),
@@ -739,26 +697,6 @@ def test_autograd_notices_that_a_step_has_changed_state():
         ours.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward(torch.ones_like(y))
-
-
-class Forgets(torch.optim.Optimizer):
-    """Removes a value of its state at each second step, and all of it at each third."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                turn = state.get("turn", 0) + 1
-                state.update(turn=turn, sum=state.get("sum", 0) + p.grad)
-                p.sub_(state["sum"], alpha=group["lr"])
-                if turn == 2:
-                    del state["sum"]
-                if turn == 3:
-                    del self.state[p]
 
 
 def test_state_that_a_step_removes_is_gone():

@@ -13,8 +13,8 @@ each element from that element's own history, so a rank may just as well step it
 | after `step` | the state that was added is a DTensor, sharded as its parameter |
 
 Nothing is copied: a DTensor's state and the plain tensor that the step changes share their memory. That
-this gives what one device gives is a property of the optimizer, and it is tried when it is made: two
-halves of a matrix that are stepped apart must come out as the matrix does.
+this gives what one device gives is a property of the optimizer, and it is tried (optimizer_trial.py) when it is made
+and when its options become others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, cast
@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.sizes import tuple_of
 from axes.nn.local_gradients import local_tensor, settled_gradient
+from axes.nn.optimizer_trial import kind_of_options, tensors_in, tried_state
 from axes.runtime import torch_private
 from axes.runtime.sharded import strides_like
 from axes.runtime.transforms import check_dense
@@ -56,12 +57,14 @@ def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> t
     The result is an instance of the class. The state dict has the same keys and the same DTensors, so that
     `torch.distributed.checkpoint` saves and loads it as ever; schedulers, hooks, closures, `zero_grad` and
     `add_param_group` work. A gradient that is pending when the step begins is resolved first, and the
-    parameters' memory is looked up at each step, since FSDP2 may replace it. Results are bit for bit those
+    parameters' memory is looked up at each step, since FSDP2 may replace it. A closure sees the DTensors, each time
+    that the optimizer calls it. Results are bit for bit those
     of the same optimizer with the same options on one device, on the whole tensors, where torch rounds
     an element the same wherever it lies in memory: its CPU loops for 16 bits and for `fused=True` don't.
 
     Raises `ShardingError` for an optimizer that needs more than an element to step it (`Adafactor`, `Muon`,
-    `LBFGS`, LAMB), for `differentiable=True`, and at a step for state that isn't sharded as its parameter.
+    `LBFGS`, LAMB), for `differentiable=True`, and at a step for state that isn't sharded as its parameter. The first
+    is tried with small tensors, eight steps and the options as they are: whether numbers are 0, not how large.
 
     >>> import axes
     >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2"):
@@ -111,6 +114,17 @@ def _on_shards(optimizer: Any) -> type[LocalSteps]:
     return type(f"Local{optimizer.__name__}", (LocalSteps, optimizer), {"ordinary": optimizer})
 
 
+class _Entered(NamedTuple):
+    """What a step on shards has put aside: where it puts it back."""
+
+    view: _View
+    groups: list[dict[str, Any]]
+    wholes: list[list[torch.Tensor]]
+    state: defaultdict[torch.Tensor, State]
+    gradients: list[torch.Tensor | None]
+    versions: list[tuple[int, list[int | None]]]
+
+
 class LocalSteps(torch.optim.Optimizer):
     """What goes before a class of optimizers, the `ordinary` one, so that its steps see local tensors."""
 
@@ -120,9 +134,12 @@ class LocalSteps(torch.optim.Optimizer):
 
     def __init__(self, parameters: Parameters, **options: Any):
         self.options = options
-        self.elementwise: set[str] = set()
-        self.tried: list[State] = []
+        self.of_elements: dict[tuple[int, str], bool] = {}
+        """By the number of a parameter's dims and the name of state: is it one value for each element?"""
+        self.tried: set[tuple[Any, ...]] = set()
+        self.seen: list[list[Any]] = []
         self.view: _View | None = None
+        self.entered: _Entered | None = None
         super().__init__(parameters, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -142,41 +159,73 @@ class LocalSteps(torch.optim.Optimizer):
             raise
 
     def _try(self, group: Mapping[str, Any]) -> None:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
-        if not any(_same_options(options, other) for other in self.tried):
-            self.elementwise |= elementwise_state(self.ordinary, self.options, group)
-            self.tried.append(options)
+        """Try the optimizer with the options of a group, unless that has been done."""
+        kind = kind_of_options(group)
+        for ndim in {max(1, each.ndim) for each in group["params"]}:
+            if (ndim, *kind) not in self.tried:
+                found = tried_state(self.ordinary, self.options, group, ndim)
+                self.of_elements.update({(ndim, name): each for name, each in found.items()})
+                self.tried.add((ndim, *kind))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient; give the closure's loss, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _try_options(self) -> None:
+        """The same for all groups, where any option is another object than at the last step."""
+        values = [list(group.values()) for group in self.param_groups]
+        if len(values) != len(self.seen) or not all(map(_are_same, values, self.seen)):
+            for group in self.param_groups:
+                self._try(group)
+            self.seen = values
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Step all parameters that have a gradient, as the ordinary class does, and give what that gives."""
+        step = functools.partial(_without_hooks(self.ordinary.step), self, **options)
+        self._enter()
+        try:
+            return step() if closure is None else step(functools.partial(self._evaluated, closure))
+        finally:
+            self._leave()
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        """What a closure gives that a step calls: it has the DTensors meanwhile."""
+        self._leave()
+        try:
+            return closure()
+        finally:
+            self._enter()
+
+    def _enter(self) -> None:
+        """Put local tensors in the place of the DTensors."""
+        self._try_options()
         view = self.view
         if view is None or not view.is_of(self.param_groups, self.state):
+            for group in self.param_groups:
+                self._try(group)
             self._check_state()
             view = _View.of(self.param_groups, self.state)
-        wholes, kept = [group["params"] for group in self.param_groups], self.state
-        try:
-            view.take_gradients()
-            for group, locals_ in zip(self.param_groups, view.locals, strict=True):
-                group["params"] = locals_
-            self.state = view.local_state
-            _without_hooks(self.ordinary.step)(self)
-        finally:
-            self.state = kept
-            for group, parameters in zip(self.param_groups, wholes, strict=True):
-                group["params"] = parameters
-            for local in view.shards:
-                local.grad = None
-            self.view = view
-            if not view.local.is_still(view.local_state):
-                self._keep_all(view)
-                self.view = None
-            torch.autograd.graph.increment_version(view.written)
-        return loss
+        gradients = view.take_gradients()
+        idle = [at for at, gradient in enumerate(gradients) if gradient is None] if None in gradients else []
+        versions = [(at, torch_private.versions(view.memory_of[at])) for at in idle]
+        groups = list(self.param_groups)
+        wholes = [group["params"] for group in groups]
+        self.view, self.entered = view, _Entered(view, groups, wholes, self.state, gradients, versions)
+        for group, locals_ in zip(groups, view.locals, strict=True):
+            group["params"] = locals_
+        self.state = view.local_state
+
+    def _leave(self) -> None:
+        """Put the DTensors back, with the state that there is now; autograd is told what has changed."""
+        entered, self.entered = self.entered, None
+        if entered is None:
+            return
+        view, local_state = entered.view, self.state
+        self.state = entered.state
+        for group, parameters in zip(entered.groups, entered.wholes, strict=True):
+            group["params"] = parameters
+        view.give_gradients(entered.gradients)
+        torch.autograd.graph.increment_version(view.changed(entered.versions))
+        if not view.local.is_still(local_state):
+            self.view = None
+            self._keep_all(view, local_state)
+            self.view = view.with_state(self.state, local_state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's optimizers do. What is zeroed by one call of `foreach` is plain tensors alone, or DTensors."""
@@ -192,18 +241,18 @@ class LocalSteps(torch.optim.Optimizer):
         finally:
             self.param_groups = groups
 
-    def _keep_all(self, view: _View) -> None:
+    def _keep_all(self, view: _View, local_state: Mapping[torch.Tensor, State]) -> None:
         """Put state that a step made or replaced to where it is kept; what it removed is removed there."""
         for parameter, local in zip(view.sharded, view.shards, strict=True):
-            if local in view.local_state:
-                self._keep(parameter, view.local_state[local])
-            elif self.state.get(parameter):
-                del self.state[parameter]
+            if local in local_state:
+                self._keep(parameter, local_state[local])
+            else:
+                self.state.pop(parameter, None)
         for parameter in view.plain:
-            if parameter in view.local_state:
-                self.state[parameter] = view.local_state[parameter]
-            elif self.state.get(parameter):
-                del self.state[parameter]
+            if parameter in local_state:
+                self.state[parameter] = local_state[parameter]
+            else:
+                self.state.pop(parameter, None)
 
     def _check_state(self) -> None:
         """Raise `ShardingError` where state that was loaded, or put there, isn't sharded as its parameter."""
@@ -211,14 +260,18 @@ class LocalSteps(torch.optim.Optimizer):
             if isinstance(parameter, DTensor):
                 state.update({key: self._checked(key, value, parameter) for key, value in state.items()})
 
+    def _is_of_elements(self, key: str, parameter: DTensor) -> bool | None:
+        """Whether state of this name is one value for each element; None where the trial has not seen it."""
+        return self.of_elements.get((max(1, parameter.ndim), key))
+
     def _checked(self, key: str, value: Any, parameter: DTensor) -> Any:
         if isinstance(value, DTensor):
             if torch_private.lie_alike(value, parameter):
                 return value
             found = f"is {value.placements} on {value.device_mesh}"
-        elif key in self.elementwise and isinstance(value, torch.Tensor):
+        elif self._is_of_elements(key, parameter) and isinstance(value, torch.Tensor):
             if value.shape == parameter.shape and all(each.is_replicate() for each in parameter.placements):
-                return self._whole(key, value, parameter)  # torch loads state without dims as plain tensors
+                return _whole(value, parameter)  # torch loads state without dims as plain tensors
             found = f"is a plain tensor of shape {list(value.shape)}"
         else:
             return value
@@ -235,31 +288,33 @@ class LocalSteps(torch.optim.Optimizer):
             del kept[key]
         locals_ = torch_private.local_values(kept)
         for key, value in state.items():
-            if value is not locals_.get(key):
-                kept[key] = self._whole(key, value, parameter)
+            if key not in locals_ or value is not locals_[key]:
+                kept[key] = self._kept(key, value, parameter)
 
-    def _whole(self, key: str, value: Any, parameter: DTensor) -> Any:
-        """What the step left under a name: a DTensor where it is one value for each element of the parameter."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        local = local_tensor(parameter)
-        new = value.shape == local.shape and local.ndim > 0 and value.numel() != 1
-        if key not in self.elementwise and not new:
-            return value
-        spec = torch_private.spec_of(parameter)
-        if value.dtype != spec.tensor_meta.dtype or value.stride() != local.stride():
-            shape = tuple(spec.shape)
-            spec = torch_private.dtensor_spec(
-                spec.mesh, spec.placements, shape, strides_like(value, shape), value.dtype
+    def _kept(self, key: str, value: Any, parameter: DTensor) -> Any:
+        """What the step left under a name: a DTensor where it is one value for each element of the parameter.
+
+        The trial says which is; what comes later than its steps must have the shard's shape, or be one number.
+        """
+        of_elements, shape = self._is_of_elements(key, parameter), local_tensor(parameter).shape
+        if isinstance(value, torch.Tensor) and value.shape == shape:
+            return _whole(value, parameter) if of_elements or (of_elements is None and value.ndim) else value
+        tensors = list(tensors_in(value))
+        if of_elements or (of_elements is None and any(each.ndim and each.numel() != 1 for each in tensors)):
+            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+            raise ShardingError(
+                f"after a step, state '{key}' of a parameter of shape {list(parameter.shape)}, of which this rank has "
+                f"{list(shape)}, is neither one value for each element nor one number: {found}. "
+                f"{self.ordinary.__name__} can't step shards by itself; use it on DTensors, or on whole tensors"
             )
-        return torch_private.dtensor(value, spec)
+        return value
 
     def __setstate__(self, state: State) -> None:
         super().__setstate__(state)  # what `load_state_dict` calls as well
-        self.view = None
+        self.view = self.entered = None
 
     def __getstate__(self) -> State:
-        own = {"options": self.options, "elementwise": self.elementwise, "tried": self.tried}
+        own = {"options": self.options, "of_elements": self.of_elements, "tried": self.tried, "seen": []}
         return {**super().__getstate__(), **own}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -271,8 +326,17 @@ def _blank(ordinary: Any) -> LocalSteps:
     return made.__new__(made)
 
 
+def _whole(local: torch.Tensor, parameter: DTensor) -> DTensor:
+    """The DTensor that has this shard, sharded as a parameter is."""
+    spec, like = torch_private.spec_of(parameter), local_tensor(parameter)
+    if local.dtype != spec.tensor_meta.dtype or local.stride() != like.stride():
+        shape = tuple(spec.shape)
+        spec = torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_like(local, shape), local.dtype)
+    return torch_private.dtensor(local, spec)
+
+
 class _Values(NamedTuple):
-    """State at some time, to be recognized by identity: the dicts that aren't empty, and what is in them."""
+    """State at some time, to be recognized by identity: the dicts, and what is in them."""
 
     dicts: list[State]
     names: list[str]
@@ -281,12 +345,12 @@ class _Values(NamedTuple):
     @classmethod
     def of(cls, state: Mapping[torch.Tensor, State]) -> _Values:
         """The state as it is."""
-        dicts = list(filter(None, state.values()))
+        dicts = list(state.values())
         return cls(dicts, list(chain.from_iterable(dicts)), list(chain.from_iterable(map(dict.values, dicts))))
 
     def is_still(self, state: Mapping[torch.Tensor, State]) -> bool:
         """Whether nobody has put anything else there."""
-        dicts = list(filter(None, state.values()))
+        dicts = list(state.values())
         if not _are_same(dicts, self.dicts) or list(chain.from_iterable(dicts)) != self.names:
             return False
         return _are_same(list(chain.from_iterable(map(dict.values, dicts))), self.values)
@@ -298,7 +362,8 @@ class _View:
 
     wholes: the parameters of each group. locals: the same, local. sharded: those that are DTensors. shards: their local
     tensors. plain: the others. kept: the state. local_state: the same, local; `local` is that before the step.
-    state_tensors: the DTensors of the state. state_shards: their local tensors.
+    state_of: the DTensors in the state of each of `sharded`. state_tensors: all of these. state_shards: their local
+    tensors.
     """
 
     wholes: list[list[torch.Tensor]]
@@ -309,6 +374,7 @@ class _View:
     kept: _Values
     local_state: defaultdict[torch.Tensor, State]
     local: _Values
+    state_of: list[list[DTensor]]
     state_tensors: list[DTensor]
     state_shards: list[torch.Tensor]
 
@@ -317,12 +383,13 @@ class _View:
         """The local tensors of what an optimizer has now. State that isn't there isn't there on either side."""
         wholes: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
         local: dict[torch.Tensor, torch.Tensor] = {each: local_tensor(each) for every in wholes for each in every}
-        there = {each: state[each] for each in local if state.get(each)}
+        there = {each: state[each] for each in local if each in state}
         made = [(local[p], torch_private.local_values(of) if isinstance(p, DTensor) else of) for p, of in there.items()]
         local_state = defaultdict[torch.Tensor, State](dict, made)
         sharded = [each for each in local if isinstance(each, DTensor)]
         plain = [each for each in local if not isinstance(each, DTensor)]
-        state_tensors = [x for of in there.values() for x in of.values() if isinstance(x, DTensor)]
+        state_of = _dtensors(sharded, state)
+        state_tensors = list(chain.from_iterable(state_of))
         return cls(
             wholes,
             [[local[each] for each in every] for every in wholes],
@@ -332,14 +399,42 @@ class _View:
             _Values.of(state),
             local_state,
             _Values.of(local_state),
+            state_of,
             state_tensors,
             torch_private.locals_of(state_tensors),
         )
 
+    def with_state(self, state: Mapping[torch.Tensor, State], local_state: defaultdict[torch.Tensor, State]) -> _View:
+        """The same with state that a step has made, and that is kept now."""
+        state_of = _dtensors(self.sharded, state)
+        state_tensors = list(chain.from_iterable(state_of))
+        return replace(
+            self,
+            kept=_Values.of(state),
+            local_state=local_state,
+            local=_Values.of(local_state),
+            state_of=state_of,
+            state_tensors=state_tensors,
+            state_shards=torch_private.locals_of(state_tensors),
+        )
+
     @cached_property
     def written(self) -> list[DTensor]:
-        """What a step changes, of which autograd would else not see that it was."""
+        """What a step of all parameters changes, of which autograd would else not see that it was."""
         return [*self.sharded, *self.state_tensors]
+
+    @cached_property
+    def memory_of(self) -> list[list[torch.Tensor]]:
+        """The local tensors of each parameter and its state."""
+        return [[x, *torch_private.locals_of(state)] for x, state in zip(self.shards, self.state_of, strict=True)]
+
+    def changed(self, versions: Sequence[tuple[int, list[int | None]]]) -> list[DTensor]:
+        """What a step has changed: all that had a gradient, and of the others what is of another version now."""
+        if not versions:
+            return self.written
+        same = {at for at, before in versions if torch_private.versions(self.memory_of[at]) == before}
+        found = [[self.sharded[at], *state] for at, state in enumerate(self.state_of) if at not in same]
+        return list(chain.from_iterable(found))
 
     def is_of(self, groups: Sequence[Mapping[str, Any]], state: Mapping[torch.Tensor, State]) -> bool:
         """Whether the optimizer has the same parameters and state, with the same memory."""
@@ -351,15 +446,16 @@ class _View:
             and self.kept.is_still(state)
         )
 
-    def take_gradients(self) -> None:
-        """Give the local tensors of parameters the local gradients."""
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Give the local tensors of parameters the local gradients, which are the result."""
         found = torch_private.local_gradients(self.sharded)
-        for parameter, local, gradient in zip(self.sharded, self.shards, found, strict=True):
+        for at, (parameter, local) in enumerate(zip(self.sharded, self.shards, strict=True)):
+            gradient = found[at]
             if gradient is None:
                 whole = settled_gradient(parameter)
                 if whole is None:
                     continue
-                gradient = local_tensor(whole)
+                found[at] = gradient = local_tensor(whole)
             try:
                 local.grad = gradient
             except RuntimeError:
@@ -367,6 +463,20 @@ class _View:
                     raise
                 local.grad_dtype = gradient.dtype  # torch else refuses a gradient of another dtype
                 local.grad = gradient
+        return found
+
+    def give_gradients(self, taken: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients from the local tensors again; a step may have removed or replaced them."""
+        for parameter, local, before in zip(self.sharded, self.shards, taken, strict=True):
+            gradient = local.grad
+            if gradient is not before:
+                parameter.grad = None if gradient is None else _whole(gradient, parameter)
+            local.grad = None
+
+
+def _dtensors(parameters: Sequence[DTensor], state: Mapping[torch.Tensor, State]) -> list[list[DTensor]]:
+    """The DTensors in the state of each parameter."""
+    return [[x for x in state.get(each, {}).values() if isinstance(x, DTensor)] for each in parameters]
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -379,85 +489,3 @@ def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     while getattr(step, "hooked", False):
         step = cast("Any", step).__wrapped__
     return step
-
-
-def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(repr(value) == repr(other[key]) for key, value in one.items())
-
-
-# --- does an optimizer step each element by itself?
-
-_ROWS, _COLUMNS, _STEPS = 6, 4, 3
-_TRIED_RATE = 0.5
-"""The learning rate of the trial: an optimizer that starts with 0 would hide what it does."""
-
-
-def elementwise_state(
-    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], group: Mapping[str, Any]
-) -> set[str]:
-    """The names of the state that an optimizer has for each element, found by stepping a small matrix.
-
-    The matrix is stepped whole, in two halves by rows, and in two halves by columns. `group` is a group of
-    parameters with its options.
-
-    Raises `ShardingError` where the halves don't come out as the whole does.
-    """
-    if group.get("differentiable"):
-        raise ShardingError(
-            "axes.nn.local_optimizer: differentiable=True needs steps that autograd sees, and steps on shards are "
-            f"hidden from it; use torch.optim.{optimizer.__name__} itself"
-        )
-    device = next((local_tensor(each).device for each in group["params"] if not each.is_meta), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, device="cpu").to(device)
-    stepped = functools.partial(_stepped, optimizer, options, group)
-    try:
-        expected, state = stepped(whole)
-        halves = {dim: [stepped(half) for half in whole.chunk(2, dim)] for dim in (1, 2)}
-    except Exception as error:
-        raise _whole_matrices(optimizer, f"a step of a matrix raises {type(error).__name__}: {error}") from error
-    shaped = {key for key, value in state.items() if _shape(value) == expected.shape}
-    for dim, parts in halves.items():
-        values, states = zip(*parts, strict=True)
-        if not _close(torch.cat(values, dim - 1), expected):
-            raise _whole_matrices(optimizer, "two halves of a matrix that are stepped apart don't step as the matrix")
-        for key, value in state.items():
-            found = [each.get(key) for each in states]
-            together = torch.cat(found, dim - 1) if key in shaped else found[0]
-            if not _close(together, value) or (key not in shaped and not _close(found[1], value)):
-                raise _whole_matrices(optimizer, f"its state '{key}' isn't one value for each element, nor for all")
-    return shaped
-
-
-def _stepped(
-    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], group: Mapping[str, Any], values: torch.Tensor
-) -> tuple[torch.Tensor, State]:
-    """A parameter and its state after steps: `values` are its first values, and its gradients."""
-    parameter = torch.nn.Parameter(values[0].clone())
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    rate = {"lr": _TRIED_RATE} if "lr" in own else {}
-    tried = optimizer([{**own, **rate, "params": [parameter]}], **{**options, **rate})  # type: ignore[call-arg]
-    for gradient in values[1:]:
-        parameter.grad = gradient.clone()
-        tried.step()
-    if any(key is not parameter for key in tried.state):
-        raise ShardingError("it keeps state that belongs to no parameter")
-    return parameter.detach(), dict(tried.state[parameter])
-
-
-def _shape(value: Any) -> torch.Size | None:
-    return value.shape if isinstance(value, torch.Tensor) else None
-
-
-def _close(found: Any, expected: Any) -> bool:
-    """Whether two values of state are the same up to rounding."""
-    if isinstance(expected, torch.Tensor):
-        return _shape(found) == expected.shape and torch.allclose(found, expected, 1e-4, 1e-6, equal_nan=True)
-    return type(found) is type(expected) and not isinstance(expected, dict | list | tuple) and found == expected
-
-
-def _whole_matrices(optimizer: type[torch.optim.Optimizer], reason: str) -> ShardingError:
-    return ShardingError(
-        f"axes.nn.local_optimizer: {optimizer.__name__} doesn't step each element by its own history: {reason}. "
-        f"Steps on shards would differ from one device; use the optimizer itself on DTensors, or on whole tensors"
-    )

@@ -821,6 +821,11 @@ def local_gradients(parameters: Sequence[DTensor]) -> list[torch.Tensor | None]:
     return found
 
 
+def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """How often each tensor was changed in place, as autograd counts it; None for one of inference mode."""
+    return [None if x.is_inference() else x._version for x in tensors]
+
+
 def lie_alike(one: DTensor, other: DTensor) -> bool:
     """Whether two DTensors have the same placements on the same mesh."""
     spec, wanted = one._spec, other._spec

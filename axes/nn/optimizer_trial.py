@@ -1,0 +1,177 @@
+"""Does an optimizer step each element by the history of this element alone? It is tried.
+
+Small tensors with as many dims as the parameters are stepped whole, and in two halves along each dim. Where the
+halves don't come out as the whole does, steps on shards would differ from one device. The gradients of the trial are
+of usual size, large, and at last infinite in one place, so that clipping by a norm and skipped steps are seen. What an
+optimizer does from its ninth step on, beyond a size, or for numbers of its options that aren't those of the trial,
+isn't seen.
+
+    names = tried_state(torch.optim.AdamW, {"lr": 0.1}, group, ndim=2)     # {"step": False, "exp_avg": True, ...}
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from axes.algebra.errors import ShardingError
+from axes.nn.local_gradients import local_tensor
+
+_SCALES = (1.0, 1.0, 1e3, 1.0, 1.0, 1.0, 1.0, math.inf)
+"""Of the gradient of each step; an infinity is in one place."""
+
+_LONG = (1.0, 1.0)
+"""The same for a large matrix."""
+
+_LARGE = (256, 128)
+"""Optimizers that factor matrices leave small ones alone; 128 is the usual least size."""
+
+_RATE = 0.5
+"""The learning rate of the trial: an optimizer that starts with 0 would hide what it does."""
+
+
+def tried_state(
+    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], group: Mapping[str, Any], ndim: int
+) -> dict[str, bool]:
+    """The state that an optimizer has for a parameter, by name: whether it is one value for each element.
+
+    options: those that the optimizer was made with. group: a group of parameters, with its options. ndim: the number
+    of dims of the parameters, at least 1.
+
+    Raises `ShardingError` where an element's step needs more than this element.
+    """
+    if group.get("differentiable"):
+        raise ShardingError(
+            "axes.nn.local_optimizer: differentiable=True needs steps that autograd sees, and steps on shards are "
+            f"hidden from it; use torch.optim.{optimizer.__name__} itself"
+        )
+    device = next((local_tensor(each).device for each in group["params"] if not each.is_meta), torch.device("cpu"))
+    trial = _Trial(optimizer, options, group, device)
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        found = trial.of((6, 4, 2, 4, 2, 2, 2, 2)[:ndim] if ndim > 1 else (8,), _SCALES)
+        if ndim == 2:
+            trial.of(_LARGE, _LONG)
+    return found
+
+
+def kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a group's options a trial depends on: flags, names and which numbers are 0, without the learning rate.
+
+    >>> kind_of_options({"params": [], "lr": 0.1, "betas": (0.9, 0.0), "amsgrad": False})
+    (('amsgrad', 'False'), ('betas', ('a number', '0')))
+    """
+    options = sorted((key, value) for key, value in group.items() if key not in ("params", "param_names", "lr"))
+    return tuple((key, _kind(value)) for key, value in options)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_kind, value))
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return "a number" if value else "0"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+class _Trial:
+    """Steps of an optimizer with the options of a group."""
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+        group: Mapping[str, Any],
+        device: torch.device,
+    ):
+        self.optimizer, self.device = optimizer, device
+        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        rate = {"lr": _RATE} if "lr" in own else {}
+        self.own, self.options = {**own, **rate}, {**options, **rate}
+
+    def of(self, shape: tuple[int, ...], scales: tuple[float, ...]) -> dict[str, bool]:
+        """The names of the state of a tensor of this shape, and which of it is one value for each element."""
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(1 + len(scales), *shape, generator=generator, device="cpu")
+        for gradient, scale in zip(values[1:], scales, strict=True):
+            if scale == math.inf:
+                gradient.view(-1)[0] = scale
+            else:
+                gradient.mul_(scale)
+        values = values.to(self.device)
+        what = "a vector" if len(shape) == 1 else "a matrix" if len(shape) == 2 else f"a tensor of {len(shape)} dims"
+        try:
+            expected, state = self._stepped(values)
+            halves = [[self._stepped(half) for half in values.chunk(2, 1 + dim)] for dim in range(len(shape))]
+        except ShardingError as error:
+            raise self._refusal(str(error)) from None
+        except Exception as error:
+            raise ShardingError(
+                f"axes.nn.local_optimizer tries steps of {what} by {self.optimizer.__name__} without a closure, and "
+                f"one raises {type(error).__name__}: {error}"
+            ) from error
+        of_elements = {key: _shape(value) == expected.shape for key, value in state.items()}
+        for dim, parts in enumerate(halves):
+            parameters, states = zip(*parts, strict=True)
+            if not _close(torch.cat(parameters, dim), expected):
+                raise self._refusal(f"two halves of {what} that are stepped apart don't step as the whole")
+            for key, value in state.items():
+                found = [each.get(key) for each in states]
+                whole = [torch.cat(found, dim)] if of_elements[key] else found
+                if not all(_close(each, value) for each in whole):
+                    raise self._refusal(f"its state '{key}' isn't one value for each element, nor for all")
+        return of_elements
+
+    def _stepped(self, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A parameter and its state after steps: `values` are its first values, and its gradients."""
+        parameter = torch.nn.Parameter(values[0].clone())
+        own, options = copy.deepcopy((self.own, self.options))
+        tried: Any = self.optimizer([{**own, "params": [parameter]}], **options)
+        for gradient in values[1:]:
+            parameter.grad = gradient.clone()
+            tried.step()
+        if any(key is not parameter for key in tried.state):
+            raise ShardingError("it keeps state that belongs to no parameter")
+        if any(_holds_tensors(value) for key, value in tried.param_groups[0].items() if key not in {*own, "params"}):
+            raise ShardingError("it keeps tensors among the options of a group")
+        state = tried.state[parameter]
+        if not isinstance(state, dict):
+            raise ShardingError(f"its state of a parameter is no dict; found {type(state).__name__}")
+        return parameter.detach(), dict(state)
+
+    def _refusal(self, reason: str) -> ShardingError:
+        return ShardingError(
+            f"axes.nn.local_optimizer: {self.optimizer.__name__} doesn't step each element by its own history: "
+            f"{reason}. Steps on shards would differ from one device; use the optimizer itself on DTensors, or on "
+            "whole tensors"
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether anything in it is a tensor that has dims."""
+    return any(each.ndim > 0 for each in tensors_in(value))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a value, of a list, or of a dict, however deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _close(found: Any, expected: Any) -> bool:
+    """Whether two values of state are the same up to rounding."""
+    if isinstance(expected, torch.Tensor):
+        if _shape(found) != expected.shape:
+            return False
+        largest = float(expected[expected.isfinite()].abs().amax()) if expected.isfinite().any() else 0.0
+        return torch.allclose(found, expected, 1e-4, 1e-6 * (1 + largest), equal_nan=True)
+    return type(found) is type(expected) and not isinstance(expected, dict | list | tuple) and found == expected
