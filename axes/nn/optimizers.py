@@ -202,7 +202,7 @@ class LocalSteps(torch.optim.Optimizer):
             self._check_state()
             view = _View.of(self.param_groups, self.state)
         gradients = view.take_gradients()
-        idle = [at for at, gradient in enumerate(gradients) if gradient is None] if None in gradients else []
+        idle = [at for at, gradient in enumerate(gradients) if gradient is None]
         versions = [(at, torch_private.versions(view.memory_of[at])) for at in idle]
         groups = list(self.param_groups)
         wholes = [group["params"] for group in groups]
