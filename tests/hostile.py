@@ -676,6 +676,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Mesh.axis": Door(algebra.axis, "tp"),
         "Mesh.layout": Door(algebra.layout, "all"),
         "Mesh.[]": Door(algebra.__getitem__, ("tp", "dp")),
+        "Mesh.get": Door(algebra.get, "tp", "dp"),
         "Mesh.[one]": Door(algebra.__getitem__, "all"),
         "Mesh.rearrange": Door(algebra.rearrange, "(a b) tp -> a all2=(b tp)", sizes={"a": 2}, sized=True),
         "Mesh.explain": Door(algebra.explain, "dp (kv2 rep2) -> dp rep2 kv2", kv2=2, sizes=None, sized=True),

@@ -343,6 +343,16 @@ def test_a_mesh_prints_its_names_with_what_they_are():
     assert repr(mesh.axis("fsdp")) == "Axis('fsdp', size=4, layout=4:2)"
 
 
+def test_a_sub_mesh_of_one_rank_is_none_for_those_who_ask():
+    mesh = Mesh("dp=2 tp=1 cp=3", "fsdp = dp cp")
+    assert mesh.get("fsdp") == mesh["fsdp"]
+    assert mesh.get("tp", "dp") == mesh["tp", "dp"]
+    assert mesh.get("tp") is None
+    for names in (("pp",), (), ("dp", "fsdp"), ("dp", "dp")):
+        with pytest.raises(MeshError):
+            mesh.get(*names)
+
+
 @settings(deadline=None)
 @given(meshes(), st.data())
 def test_what_a_mesh_and_each_of_its_sub_meshes_prints_makes_it_again(case, data):

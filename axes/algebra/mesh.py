@@ -235,6 +235,18 @@ class Mesh:
                 raise MeshError(f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]")
         return self._with(axis_names=wanted)
 
+    def get(self, *names: str) -> Mesh | None:
+        """The sub-mesh with these axes, or None where it would be of one rank, so that there is nothing to do on it.
+
+        Raises what `mesh[names]` raises; a name that the mesh doesn't have is an error, too.
+
+        >>> mesh = Mesh("dp=2 tp=1")
+        >>> mesh.get("dp"), mesh.get("tp")
+        (Mesh('dp=2 tp=1')['dp'], None)
+        """
+        found = self[names]
+        return found if found.size > 1 else None
+
     # ranks
 
     @property
