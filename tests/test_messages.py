@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes import AxesError, ExpressionError, Mesh, MeshError, ShardingError, SizeError
+from axes.ops.einops_ops import RefusedByTorch, WrongForEinops
 from tests.hostile import Loud, raising
 
 
@@ -38,6 +39,71 @@ MESH = "a mesh is an axes mesh, made by axes.init_mesh; found int: 3"
 UNKNOWN = "the mesh has no axis 'tpp'; did you mean 'tp'?"
 
 MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] = {
+    "einsum of letters": (
+        lambda mesh: axes.einsum(plain(2, 3), plain(3, 2), "ab,bc->ac"),
+        WrongForEinops,
+        "Unknown axis ac on right side of einsum ab,bc->ac.\nnames are separated by spaces: 'a b, b c -> a c'",
+    ),
+    "two sizes of a name of an einsum": (
+        lambda mesh: axes.einsum(plain(2, 3), plain(2, 2), "b a, a c -> b c"),
+        RefusedByTorch,
+        "'a' is 3, and 2 in operand 2 of 'b a, a c -> b c'",
+    ),
+    "one side of a layer": (
+        lambda mesh: axes.nn.Rearrange("a b"),
+        ExpressionError,
+        "axes.nn.Rearrange takes an expression with two sides",
+    ),
+    "a loss of logits alone": (
+        lambda mesh: axes.nn.CrossEntropy("b c ->"),
+        ExpressionError,
+        "axes.nn.CrossEntropy takes logits and labels, like 'b s v, b s ->'",
+    ),
+    "a reduction that there isn't": (
+        lambda mesh: axes.nn.Reduce("a b -> a", "avg"),
+        ShardingError,
+        "axes.nn.Reduce knows sum, mean, max, min, prod, any, all and functions; found 'avg'",
+    ),
+    "a norm over another dim": (
+        lambda mesh: axes.nn.RMSNorm("b d", over="e", d=4),
+        ExpressionError,
+        "a norm is over dims of the spec by name; found 'e'; known: b, d",
+    ),
+    "specs of a plan that name dims in another order": (
+        lambda mesh: axes.plan("f d@tp", "d f@tp", (4, 4), mesh=mesh),
+        ShardingError,
+        "'f' is dim 0 of 'f d@tp' and dim 1 of 'd f@tp'. Both specs are of one tensor",
+    ),
+    "specs of a transfer that name dims in another order": (
+        lambda mesh: axes.transfer({"w": "f d"}, {"w": "d e"}, mesh, mesh, {"w": (2, 2)}),
+        ShardingError,
+        "'d' is dim 1 of 'f d' and dim 0 of 'd e'. Both specs are of one tensor",
+    ),
+    "a dim of a scalar": (
+        lambda mesh: axes.all_gather(plain(), "tp", mesh=mesh),
+        ShardingError,
+        "all_gather over dim 0 of a tensor []: a scalar has no dims; write x[None]",
+    ),
+    "a dtype by name": (
+        lambda mesh: axes.zeros("a", mesh=mesh, a=2, dtype="float32"),
+        ShardingError,
+        "axes.zeros: dtype is a torch.dtype, like torch.float32; found 'float32'",
+    ),
+    "the spec of a plain tensor": (
+        lambda mesh: axes.spec_of(plain(2)),
+        ShardingError,
+        "axes.spec_of takes a DTensor; found Tensor",
+    ),
+    "a Sharding for a spec": (
+        lambda mesh: axes.shard(plain(4), mesh.sharding("a@tp"), mesh=mesh),
+        ExpressionError,
+        "an expression is text; found Sharding; a Sharding's text is its .spec",
+    ),
+    "a mesh of open sizes": (
+        lambda mesh: Mesh("dp tp=2"),
+        SizeError,
+        "the size of 'dp' is open: give it, like dp=2, or the number of ranks",
+    ),
     "operands on two devices": (
         lambda mesh: axes.einsum(plain(4, 4), plain(4, 4).to("meta"), "b d@tp, d@tp f -> b f"),
         ShardingError,
@@ -173,7 +239,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
     "a tensor as an operation": (
         lambda mesh: axes.nn.Reduce("b d -> b", plain(8).as_subclass(nn.Buffer)),
         ShardingError,
-        "axes.nn.Reduce: the operation is a word, like 'sum'; found Buffer(",
+        "axes.nn.Reduce knows sum, mean, max, min, prod, any, all and functions; found Buffer(",
     ),
     "a spec that can't be hashed": (
         lambda mesh: axes.to_local(made("a@dp", a=2).requires_grad_(), raising("__hash__", Loud)()),

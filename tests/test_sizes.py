@@ -133,7 +133,7 @@ def test_without_a_number_of_ranks_the_sizes_say_it():
         (lambda: Mesh("dp=16 tp", ranks=range(8)), "8 doesn't divide by 16:  dp=16 * tp = 8"),
         (lambda: Mesh("dp tp", ranks=range(8)), "the sizes of 'dp' and 'tp' don't follow from  dp * tp = 8"),
         (lambda: Mesh("dp tp", ranks=range(8)), "give all but one of them, like dp=2"),
-        (lambda: Mesh("dp tp=2"), "the sizes of 'dp' don't follow from  dp = dp    (each axis has a size)"),
+        (lambda: Mesh("dp tp=2"), "the size of 'dp' is open: give it, like dp=2, or the number of ranks"),
         (
             lambda: Mesh("dp=4 tp=2", "(dp tp) = a ep", ep=3),
             "8 doesn't divide by 3:  dp=4 * tp=2 = a * ep=3    ((dp tp) = a ep)",

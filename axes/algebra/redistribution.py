@@ -37,7 +37,7 @@ from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.sizes import checked_tensor_shape, written_sizes
-from axes.algebra.specs import parsed_sharding
+from axes.algebra.specs import check_same_dims, parsed_sharding
 
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
@@ -79,6 +79,7 @@ def plan(
     """
     shape, given = checked_tensor_shape(shape), dict(written_sizes(keywords, sizes))
     _check_names(given, source, target)
+    check_same_dims(source, target)
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
     nodes = one.mesh.ranks_per_node

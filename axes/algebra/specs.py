@@ -49,6 +49,36 @@ def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int
         raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(tree)[:200]}") from None
 
 
+def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
+    """Raise `ShardingError` where two specs give one name to different dims: between specs nothing is rearranged.
+
+    >>> check_same_dims("b s@tp", "b@tp s")
+    """
+    if not (isinstance(source, str) and isinstance(target, str)):
+        return
+    one, two = _dims_of_names(source), _dims_of_names(target)
+    if "..." in one or "..." in two:
+        return
+    for name in one:
+        if two.get(name, one[name]) != one[name]:
+            raise ShardingError(
+                f"{shortened(name)} is dim {one[name]} of {shortened(source)} and dim {two[name]} of "
+                f"{shortened(target)}. Both specs are of one tensor, whose dims stay where they are; to rearrange "
+                "them use axes.rearrange, or a rule of a transfer"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _dims_of_names(spec: str) -> dict[str, int]:
+    """The dim in which each name stands, first; an underscore is no name."""
+    found: dict[str, int] = {}
+    for at, dim in enumerate(parse_spec(spec).dims):
+        for factor in dim.factors:
+            if factor.name not in (None, "_"):
+                found.setdefault(str(factor.name), at)
+    return found
+
+
 def marked_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
 ) -> tuple[Sharding, tuple[NamedLayout, ...]]:

@@ -47,6 +47,7 @@ from axes.algebra.planning.boxes import volume
 from axes.algebra.planning.exchange import Deal, Exchange
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
+from axes.algebra.specs import check_same_dims
 from axes.algebra.transfer_ends import (
     Codec,
     End,
@@ -540,6 +541,11 @@ def transfer(
     table = _table(rules, given_sizes)
     if table is None:
         _check_names(sources, targets)
+        for name, source in sources.items():
+            try:
+                check_same_dims(source, targets[name])
+            except AxesError as error:
+                raise type(error)(f"{error}\n  of the tensor {shortened(name)}") from None
     wholes = dict[str, tuple[int, ...]]()
     for name in sorted(sources):
         if name not in shapes:

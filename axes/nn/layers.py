@@ -25,7 +25,8 @@ from typing import Any, Literal
 import torch
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
-from axes.algebra.grammar import Spec, parse_blocks, parse_spec, parse_tensor
+from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.grammar import Spec, TensorExpression, parse_blocks, parse_spec, parse_tensor
 from axes.algebra.sizes import check_mapping, checked_flag, checked_size
 from axes.nn.annotations import annotate
 from axes.nn.functions import (
@@ -142,7 +143,14 @@ class _Norm(torch.nn.Module):
     def __init__(self, spec: str, over: str | Sequence[str], sizes: dict[str, int], device: Any, dtype: Any):
         super().__init__()
         names = dims_to_work_over(over)
-        dims = [dim for dim in parse_spec(spec).dims if _names(Spec((dim,))) & set(names)]
+        tree = parse_spec(spec)
+        for name in names:
+            if name not in _names(tree):
+                known = ", ".join(sorted(_names(tree)))
+                raise ExpressionError(
+                    f"a norm is over dims of the spec by name; found {shortened(name)}; known: {known}", spec
+                )
+        dims = [dim for dim in tree.dims if _names(Spec((dim,))) & set(names)]
         self.spec, self.over, self.sizes = spec, over, sizes
         self.parameter = Spec(tuple(dims))
         self.weight = _parameter(self.parameter, sizes, spec, device, dtype)
@@ -224,7 +232,7 @@ class Rearrange(torch.nn.Module):
 
     def __init__(self, expression: str, /, **sizes: int):
         super().__init__()
-        parse_blocks(expression)
+        _check_arrow("Rearrange", parse_blocks(expression), expression)
         self.expression, self.sizes = expression, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -241,9 +249,9 @@ class Reduce(torch.nn.Module):
 
     def __init__(self, expression: str, op: Literal["sum", "mean", "max", "min", "prod"], /, **sizes: int):
         super().__init__()
-        parse_tensor(expression)
-        if not isinstance(op, str) and not callable(op):
-            raise ShardingError(f"axes.nn.Reduce: the operation is a word, like 'sum'; found {shown(op)}")
+        _check_arrow("Reduce", parse_tensor(expression), expression)
+        if not callable(op) and not (isinstance(op, str) and op in REDUCTIONS):
+            raise ShardingError(f"axes.nn.Reduce knows {', '.join(REDUCTIONS)} and functions; found {shown(op)}")
         self.expression, self.op, self.sizes = expression, op, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +275,11 @@ class CrossEntropy(torch.nn.Module):
         **sizes: int,
     ):
         super().__init__()
-        parse_tensor(expression)
+        tree = parse_tensor(expression)
+        if tree.results is None or len(tree.operands) != 2:
+            raise ExpressionError(
+                "axes.nn.CrossEntropy takes logits and labels, like 'b s v, b s ->'", expression, 0, len(expression)
+            )
         self.ignore_index = checked_loss(reduction, ignore_index)
         self.expression, self.reduction, self.sizes = expression, reduction, sizes
 
@@ -288,6 +300,13 @@ def _two(expression: str, what: str) -> tuple[Spec, Spec, Spec]:
     if len(tree.operands) != 2 or tree.results is None or len(tree.results) != 1:
         raise ExpressionError(f"{what} is 'input, weight -> result'", expression, 0, len(expression))
     return tree.operands[0], tree.operands[1], tree.results[0]
+
+
+def _check_arrow(layer: str, tree: TensorExpression, expression: str) -> None:
+    if tree.results is None:
+        raise ExpressionError(
+            f"axes.nn.{layer} takes an expression with two sides, like 'b s d -> s b d'", expression, 0, len(expression)
+        )
 
 
 def _names(spec: Spec) -> set[str]:

@@ -341,8 +341,8 @@ def _size(mesh: Mesh, axis: AxisName) -> int:
 def _dim(what: str, x: torch.Tensor, dim: int) -> int:
     at = whole_number(dim)
     if at is None or not -x.ndim <= at < x.ndim:
-        hint = "a scalar has none; write x[None]" if x.ndim == 0 else f"0 to {x.ndim - 1}"
-        raise ShardingError(f"{what} over dim {shown(dim)} of a tensor {list(x.shape)}: dims are {hint}")
+        hint = "a scalar has no dims; write x[None]" if x.ndim == 0 else f"dims are 0 to {x.ndim - 1}"
+        raise ShardingError(f"{what} over dim {shown(dim)} of a tensor {list(x.shape)}: {hint}")
     return at % x.ndim
 
 

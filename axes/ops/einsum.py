@@ -17,19 +17,20 @@ says what becomes of it: summed everywhere (`b s d`), summed and scattered (`b s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import einops
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ExpressionError, ShardingError
-from axes.algebra.flow.reading import check_no_blocks
+from axes.algebra.errors import AxesError, ExpressionError, ShardingError, shortened
+from axes.algebra.flow.reading import check_no_blocks, spaced
+from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
-from axes.ops.einops_ops import by_einops, is_einops
+from axes.ops.einops_ops import RefusedByTorch, WrongForEinops, by_einops, is_einops
 from axes.ops.global_view import Grad, check_options
 from axes.ops.typed import T
 from axes.runtime import torch_private
@@ -80,13 +81,34 @@ def einsum(
             for x in tensors:
                 check_not_wrapped("axes.einsum", x)
         _check_plain(tensors, distributed)
-        return by_einops(einops.einsum, tensors_and_expression)
+        try:
+            return by_einops(einops.einsum, tensors_and_expression)
+        except (WrongForEinops, RefusedByTorch) as error:
+            raise _by_names(error, expression, tensors) from None
     if all(distributed):
         _check_dtypes(tensors)
         return global_view.apply_global("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
     _check_plain(tensors, distributed)
     _check_dtypes(tensors)
     return local_view.apply_local("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
+
+
+def _by_names(error: AxesError, expression: str, tensors: Sequence[Any]) -> AxesError:
+    """einops' or torch's error in the names of the expression, where it is that names aren't apart, or sizes differ."""
+    try:
+        operands = parse_tensor(expression).operands
+    except ExpressionError:
+        return error
+    found: dict[str, int] = {}
+    for at, (spec, x) in enumerate(zip(operands, tensors, strict=False), 1):
+        if len(spec.dims) != x.ndim:
+            hint = spaced(expression, str(spec), x.ndim)
+            return type(error)(f"{error}{hint}") if hint else error
+        for dim, size in zip(spec.dims, x.shape, strict=True):
+            name = str(dim)
+            if found.setdefault(name, size) != size:
+                return type(error)(f"{shortened(name)} is {found[name]}, and {size} in operand {at} of '{expression}'")
+    return error
 
 
 def _wrong_arguments(found: tuple[object, ...]) -> ExpressionError:

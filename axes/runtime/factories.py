@@ -55,15 +55,9 @@ def zeros(
 
     axes.zeros("b@dp d", mesh=mesh, b=8, d=16)
     """
-    return full(
-        spec,
-        0,
-        mesh=mesh,
-        dtype=torch.get_default_dtype() if dtype is None else dtype,
-        requires_grad=requires_grad,
-        sizes=sizes,
-        **keywords,
-    )
+    _check_dtype("axes.zeros", dtype, requires_grad)
+    own = torch.get_default_dtype() if dtype is None else dtype
+    return _filled("axes.zeros", spec, 0, mesh, own, requires_grad, sizes, keywords)
 
 
 def ones(
@@ -80,15 +74,9 @@ def ones(
 
     axes.ones("b@dp d=16", mesh=mesh, b=8)
     """
-    return full(
-        spec,
-        1,
-        mesh=mesh,
-        dtype=torch.get_default_dtype() if dtype is None else dtype,
-        requires_grad=requires_grad,
-        sizes=sizes,
-        **keywords,
-    )
+    _check_dtype("axes.ones", dtype, requires_grad)
+    own = torch.get_default_dtype() if dtype is None else dtype
+    return _filled("axes.ones", spec, 1, mesh, own, requires_grad, sizes, keywords)
 
 
 def full(
@@ -106,7 +94,6 @@ def full(
 
     axes.full("b@dp d", -1.0, mesh=mesh, b=8, d=16)
     """
-
     _check_dtype("axes.full", dtype, requires_grad)
     if not isinstance(value, numbers.Number):
         raise ShardingError(f"axes.full takes a number; found {shown(value)}")
@@ -115,11 +102,23 @@ def full(
     except Exception as error:  # the many kinds in which torch says that a number doesn't fit its dtype
         raise ShardingError(f"axes.full: {shown(value)} is no value of {dtype or 'a tensor'}; {error}") from None
     _check_dtype("axes.full", one.dtype, requires_grad)
+    return _filled("axes.full", spec, value, mesh, dtype, requires_grad, sizes, keywords)
 
+
+def _filled(
+    function: str,
+    spec: str,
+    value: float,
+    mesh: Mesh | None,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    sizes: Sizes | None,
+    keywords: Mapping[str, int],
+) -> DTensor:
     def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full(local, value, dtype=dtype, device=_device(sharding))
 
-    return _made("axes.full", spec, mesh, fill, requires_grad, sizes, keywords)
+    return _made(function, spec, mesh, fill, requires_grad, sizes, keywords)
 
 
 def empty(

@@ -294,8 +294,8 @@ def _leaving(
 
 def spec_of(x: DTensor) -> str:
     """The sharding of a DTensor as text; its dims have no names: `'_@dp _@(cp tp) _ | sum@ep'`."""
+    _distributed(x, "axes.spec_of")
     if torch.compiler.is_compiling():
-        _distributed(x, "axes.spec_of")
         return _text(x.device_mesh, x.placements, x.ndim)
     return sharding_of(x).spec
 

@@ -39,7 +39,7 @@ def _both(home: Mesh, other: Mesh) -> str:
     if home.universe != other.universe:
         return "they have other ranks: axes.reshard(x, spec, mesh=other) moves a tensor from one to the other"
     one, two = home.layout_of_all, other.layout_of_all
-    if one.contains(two) or two.contains(one):
+    if one.size != two.size and (one.contains(two) or two.contains(one)):
         return "declare one on the other's mesh, which has more axes, with axes.lift(x, mesh)"
     names = ", ".join(repr(name) for name in dict.fromkeys((*home.axis_names, *other.axis_names)))
     return f"declare both on a mesh with the axes of both: axes.lift(x, mesh[{names}])"

@@ -245,7 +245,7 @@ def _is_dots(factor: grammar.Factor) -> bool:
     return factor.name == "..."
 
 
-def _spaced(text: str, operand: str, rank: int) -> str:
+def spaced(text: str, operand: str, rank: int) -> str:
     """What to write where names of one letter stand together, as in `torch.einsum`."""
     if len(operand) != rank or not operand.isalpha():
         return ""
@@ -281,7 +281,7 @@ def _dots(text: str, spec: grammar.Spec, rank: int, index: int) -> int | None:
         which = f"operand {index + 1}, '{spec}'," if "," in text.split("->")[0] else f"'{spec}'"
         least = "at least " if has else ""
         counts = f"{which} has {least}{_counted(others, 'dim')}; the tensor has {rank}"
-        raise SizeError(f"{counts}\nin  {text}{_spaced(text, str(spec), rank)}")
+        raise SizeError(f"{counts}\nin  {text}{spaced(text, str(spec), rank)}")
     return rank - others if has else None
 
 
