@@ -335,7 +335,12 @@ CACHE = {"k": "page@dp slot d"}
         (lambda: plan(pages=("page", -1)), SizeError, "pages= is the name of a dim, or a name and how many pages"),
         (lambda: plan(pages=4), SizeError, "pages= is the name of a dim"),
         (lambda: plan(pages="page", rules={"k": "k"}), ShardingError, "pages= and rules= don't go together"),
-        (lambda: plan({"k": "slot@dp page d"}, pages="page"), ShardingError, "'page' is dim 0 of 'k'"),
+        (
+            lambda: plan({"k": "slot@dp page d"}, pages="page"),
+            ShardingError,
+            "'page' is dim 0 of 'page@dp slot d' and dim",
+        ),
+        (lambda: plan({"k": "pages@dp slot d"}, pages="page"), ShardingError, "'page' is dim 0 of 'k'"),
         (lambda: plan(shapes={"k": (4, 2, 3), "v": (5, 2, 3)}, pages="page"), SizeError, "4 of 'k' and 5 of 'v'"),
         (lambda: plan(pages="page").of_pages([4], [0]), ShardingError, "the sources have 4 pages"),
         (lambda: plan().of_pages([1], [0]), ShardingError, "this transfer has no dim of pages"),
