@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import pytest
 import torch
@@ -47,6 +46,17 @@ RIGHT = {
     "a module that torch.compile has wrapped": ("dp=2", programs.compiled, ()),
     "a step of an optimizer": ("dp=2", programs.stepped, ()),
     "truth values, integers, and what isn't finite": ("dp=2", programs.exact, ()),
+    "steps of Adam": ("dp=2", programs.adam, ()),
+    "without a loss": ("cp=2 tp=2", by_hand(program, sequence=True, trained=False), tokens_and_labels()),
+    "a loss whose graph is gone": ("dp=2", programs.zeroed, ()),
+    "counts that are the same on all ranks": ("dp=2", programs.counted, ()),
+    "sparse gradients and outputs": ("dp=2", programs.sparse, ()),
+    "outputs of its own rows, without backward": ("dp=2", programs.without_backward, ()),
+    "outputs of its own rows of FSDP2, without backward": (
+        "dp=2",
+        by_hand(programs.without_backward, sharded=True),
+        (),
+    ),
 }
 
 
@@ -55,6 +65,14 @@ def test_no_alarm_on_a_right_program(name):
     mesh, fn, inputs = RIGHT[name]
     result = axes.verify(fn, *inputs, mesh=mesh, timeout=60)
     assert result.ok, result
+
+
+def test_no_alarm_on_a_gradient_that_is_zero_but_for_rounding():
+    x = torch.linspace(-1, 2, 96).view(4, 3, 8).sin()
+    specs = {"query.*": "f@tp ...", "key.*": "f@tp ...", "value.*": "f@tp ..."}
+    for dtype in (torch.float32, torch.bfloat16):
+        result = axes.verify(programs.KeyBias().to(dtype), x.to(dtype), mesh="dp=2 tp=2", specs=specs)
+        assert result.ok, result
 
 
 def test_no_alarm_on_a_region():
@@ -166,7 +184,7 @@ def test_gradients_are_compared_where_a_forward_pass_follows_them_under_fsdp2():
     [
         ({"off": 1}, "output[2]: none of these: largest relative difference 1e-09"),
         ({"off": -1}, "output[2]: none of these: largest relative difference 1e-09"),
-        ({"flipped": True}, "output[0]: not the same on the ranks of dp, where it should be"),
+        ({"flipped": True}, "output[0]: none of these: largest relative difference 1e+00; right where dp has size 1"),
         ({"finite": True}, "output[3]: not infinite, or no number, where the one device's is"),
     ],
     ids=str,
@@ -175,6 +193,72 @@ def test_integers_truth_values_and_what_isnt_finite_are_compared_exactly(options
     result = axes.verify(by_hand(programs.exact, **options), mesh="dp=2", timeout=60)
     assert line in str(result)
     assert len(result.differences) == 1
+
+
+PLANTED = {
+    "ids beside a large loss": "output['ids']: none of these: largest relative difference 3e-01; right where dp has size 1",
+    "mask beside a large loss": "output['mask']: none of these: largest relative difference 1e+00; right where dp has size 1",
+    "count": "output[1]: none of these: largest relative difference 3e-01; right where dp has size 1",
+    "flag": "output[1]: zero on every rank",
+    "flag of one rank": "output[1]: not the same on the ranks of dp, where it should be",
+    "number": "output[1]['loss']: 2 times too large over dp: a mean over dp is missing",
+    "share": "output: 2 times too small over dp: divided by dp once too often",
+    "missing numbers": "output: 2 times too large over dp: a mean over dp is missing",
+    "output of no name": "output['z']: there, though one device has none of this name",
+}
+
+PLANTED_GRADIENTS = {
+    "small": "small.weight: its gradient is 2 times too large over dp",
+    "small beside a mask": "small.weight: its gradient is 2 times too large over dp",
+    "complex": "up.weight: its gradient is 2 times too large over dp",
+    "no scalar": "up.weight: its gradient is 2 times too large over dp",
+    "one rank": "up.weight: its gradient is 1.001 of the right one where dp is 1, and right elsewhere",
+    "frozen": "up.weight: its gradient is there, though on one device the parameter is frozen",
+    "tiny": "up.bias: its gradient is 2 times too large over dp",
+    "huge": "up.bias: its gradient is 2 times too large over dp",
+}
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "line"),
+    [(programs.planted, *each) for each in PLANTED.items()]
+    + [(programs.planted_gradient, *each) for each in PLANTED_GRADIENTS.items()],
+    ids=[*PLANTED, *(f"gradient: {kind}" for kind in PLANTED_GRADIENTS)],
+)
+def test_one_wrong_tensor_is_found_and_named_whatever_is_beside_it(fn, kind, line):
+    wrong = axes.verify(by_hand(fn, kind=kind), mesh="dp=2", timeout=60)
+    assert line in str(wrong)
+    assert len(wrong.differences) == 1
+
+
+@pytest.mark.parametrize("kind", ["count", "share", "number", "missing numbers"])
+def test_no_alarm_on_the_same_programs_without_the_error(kind):
+    result = axes.verify(by_hand(programs.planted, kind=kind, wrong=False), mesh="dp=2", timeout=60)
+    assert result.ok, result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_module_of_a_narrow_dtype_is_judged_in_double_precision(dtype):
+    region = axes.shard_map(programs.Gate(dtype), "b d -> , ")
+    x = torch.linspace(-1, 2, 48, dtype=dtype).view(6, 8)
+    result = axes.verify(region, x, mesh="tp=2", specs={"*": "..."})
+    assert [str(each) for each in result.differences] == ["gate: its gradient is 2 times too large over tp"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("method", "the gradients of what belongs to no module that is called or returned (tensors: 1)"),
+        ("modules", "the parameters of Linear, which is called but not part of the module that is returned"),
+        ("input", "the gradient of inputs[0]"),
+    ],
+)
+def test_what_isnt_compared_is_said(kind, text):
+    x = torch.linspace(-1, 2, 48).view(6, 8).requires_grad_(kind == "input")
+    result = axes.verify(by_hand(programs.unseen, kind=kind), x, mesh="dp=2", timeout=60)
+    assert result.ok, result
+    assert result.missed == (text,)
+    assert str(result).endswith(f"\n  not compared: {text}")
 
 
 def test_a_padding_token_that_is_counted_is_found_and_named():
@@ -279,7 +363,8 @@ def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
         ),
         (lambda: axes.verify(nn.Linear(2, 2), torch.ones(2, 2), mesh="tp=2"), "no pattern or annotation is about"),
         (lambda: axes.verify(program, mesh="tp=2", reference=3), "found as reference 3"),
-        (lambda: axes.verify(math.sqrt, 4.0, mesh="tp=2"), "has nothing to compare: the program returned no tensor"),
+        (lambda: axes.verify(str.title, "a", mesh="tp=2"), "has nothing to compare: the program returned no tensor"),
+        (lambda: axes.verify(programs.nested, mesh="tp=2"), "can't compare nested tensors; return x.to_padded_tensor"),
     ],
 )
 def test_what_cant_be_checked_is_said(call, text):
@@ -337,7 +422,10 @@ ROWS = WHOLE.view(3, 2, 4)
 DIAGNOSES = {
     "pending over tp (its sum is right)": held(WHOLE * 0.25, WHOLE * 0.75),
     "pending over tp (its mean is right)": held(WHOLE * 0.5, WHOLE * 1.5),
-    "pending over tp, and its sum is 3 times too large": held(WHOLE, WHOLE * 2),
+    "pending over tp, and its sum is 3 times too large": held(3 * WHOLE - WHOLE.cos(), WHOLE.cos()),
+    "2 times too large where tp is 1, and right elsewhere": held(WHOLE, WHOLE * 2),
+    "right on some ranks, and a multiple of the right one on others": held(WHOLE, WHOLE * 2, WHOLE * 3),
+    "too large by 1e-05 of itself": held(WHOLE * (1 + 1e-5), WHOLE * (1 + 1e-5)),
     "2 times too large": held(WHOLE * 2, WHOLE * 2),
     "2 times too small": held(WHOLE[:3] / 2, WHOLE[3:] / 2),
     "negative": held(-WHOLE, -WHOLE),
@@ -370,8 +458,30 @@ def test_a_difference_of_ranks_names_their_axis():
     assert (found.kind, found.axes) == ("differs", ("tp",))
 
 
+def test_an_axis_that_splits_a_dtensor_isnt_blamed_for_another():
+    pieces = {
+        (d, t): Piece(
+            WHOLE[3 * d : 3 * d + 3] + 0.1 * t * WHOLE[3 * d : 3 * d + 3].cos(),
+            (6, 4),
+            (((3 * d, 3 * d + 3),), ((0, 4),)),
+            {"dp": "", "tp": ""},
+        )
+        for d in range(2)
+        for t in range(2)
+    }
+    found = diagnosed(Parts({"dp": 2, "tp": 2}, pieces), WHOLE, EXACT)
+    assert (found.kind, found.axes) == ("differs", ("tp",))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_a_factor_is_found_in_numbers_of_any_size(scale):
+    missing = torch.where(WHOLE > 0.9, torch.nan, WHOLE)
+    for whole in (WHOLE * scale, missing * scale):
+        assert diagnosed(held(whole * 2, whole * 2), whole, EXACT).text == "2 times too large"
+
+
 def test_both_at_once_are_told_both():
-    found = diagnosed(four(lambda d, t: WHOLE[3 * d : 3 * d + 3] * (1 + t)), WHOLE, EXACT)
+    found = diagnosed(four(lambda d, t: (t * 3 * WHOLE + (1 - 2 * t) * WHOLE.cos())[3 * d : 3 * d + 3]), WHOLE, EXACT)
     assert found.text == "pending over tp, and its sum is 3 times too large"
 
 

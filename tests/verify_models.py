@@ -215,12 +215,14 @@ def synchronized(model, context):
         p.grad = grad
 
 
-def program(tokens, labels, mesh, bug=None, sequence=False, dropout=0.0, tied=True, local_loss=False):
+def program(tokens, labels, mesh, bug=None, sequence=False, dropout=0.0, tied=True, local_loss=False, trained=True):
     context = Context(mesh, bug, sequence)
     model = Model(context, dropout, tied)
     if bug == "dropout":
         torch.manual_seed(7 + context.tp.index)
     tokens, labels = (context.cp.part(context.dp.part(x, 0), 1) for x in (tokens, labels))
+    if not trained:
+        return model(tokens), model
     logits = model(tokens).flatten(0, 1)
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
     counted = torch.tensor(labels.numel()) if bug == "padding" else (labels >= 0).sum()

@@ -294,3 +294,190 @@ def narrow(mesh, answer=False, reduced=True):
         layer.weight = nn.Parameter(layer.weight.detach().chunk(tp.size, dim)[tp.index].clone())
     with axes.use_mesh(mesh):
         return model(torch.linspace(-1, 2, 48).view(6, 8)), model
+
+
+class Gate(nn.Module):
+    """A region whose gate has a small gradient, on more than one rank twice as large as it should be."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(2)
+        self.large, self.gate = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(8))
+        self.to(dtype)
+
+    def forward(self, x):
+        gate = doubled(self.gate, axes.axis_size("tp") > 1)
+        return (self.large(x) * 100).square().sum(), 1e-4 * (x * gate).square().mean()
+
+
+def doubled(x, wrong):
+    """`x`, with a gradient that is twice as large if `wrong`."""
+    return 2 * x - x.detach() if wrong else x
+
+
+def feed(mesh, wrong):
+    """A model with inputs, of which one gradient is wrong on more than one rank if `wrong`."""
+    model, x = Feed(), torch.linspace(-1, 2, 48).view(6, 8).sin()
+    if wrong and mesh.size > 1:
+        model.up.weight.register_hook(lambda g: 2 * g)
+    return model, x
+
+
+def planted(mesh, kind, wrong=True):
+    """A program on dp, right on one rank; on several ranks with an error in what it returns if `wrong`."""
+    several = wrong and mesh.size > 1
+    model, x = feed(mesh, False)
+    y = model.down(F.gelu(model.up(x)))
+    z = y.detach()
+    if kind == "ids beside a large loss":
+        loss = y.bfloat16().double().square().sum() * 1e5
+        return {"loss": loss, "ids": torch.tensor([1, 2, 4 if several else 3])}
+    if kind == "mask beside a large loss":
+        loss = y.bfloat16().double().square().sum() * 1e5
+        return {"loss": loss, "mask": torch.tensor([True, not several])}
+    if kind == "count":
+        return y.sum(), torch.tensor(9 if several else 7)
+    if kind == "flag":
+        return y.sum(), torch.tensor(not several)
+    if kind == "flag of one rank":
+        return y.sum(), torch.tensor(not several or mesh.coordinate["dp"] == 0)
+    if kind == "number":
+        return y.sum(), {"loss": z.square().mean().item() * (2 if several else 1)}
+    if kind == "share":
+        part = z.chunk(mesh.size)[mesh.rank].square().mean()
+        return axes.pmean(part, "dp", mesh=mesh) / (mesh.size if wrong else 1)
+    if kind == "missing numbers":
+        y = z.masked_fill(torch.arange(8) == 2, torch.nan)
+        return y * (2 if several else 1)
+    if kind == "output of no name":
+        return {"y": y.detach(), **({"z": z} if several else {})}
+    raise AssertionError(kind)
+
+
+def planted_gradient(mesh, kind, wrong=True):
+    """A program that is right on one rank; on several ranks with a wrong gradient, if `wrong`."""
+    several = wrong and mesh.size > 1
+    model, x = feed(mesh, several and kind in ("complex", "no scalar"))
+    small = nn.Linear(8, 1, bias=False)
+    y = model.down(F.gelu(model.up(x)))
+    both = nn.ModuleDict({"model": model, "small": small})
+    if kind in ("small", "small beside a mask"):
+        mask = torch.ones(8).bfloat16() if "mask" in kind else torch.ones(8)
+        z = F.linear(x, doubled(small.weight, several)).mean()
+        loss = ((y * mask.to(y.dtype)).square().sum() + (3e-12 if kind == "small" else 1e-6) * z) * 100
+        loss.backward()
+        return loss.detach(), both
+    if kind == "complex":
+        return torch.complex(y, y.square()).sum(), model
+    if kind == "no scalar":
+        return y.softmax(-1), model
+    if kind == "one rank":
+        y.square().sum().backward()
+        if several and mesh.rank == 1:
+            model.up.weight.grad.mul_(1.001)
+        return z_of(y), model
+    if kind == "frozen":
+        model.up.weight.requires_grad_(several)
+        model.down(F.gelu(model.up(x))).sum().backward()
+        return z_of(y), model
+    if kind in ("tiny", "huge"):
+        (y * (1e-200 if kind == "tiny" else 1e200)).sum().backward()
+        if several:
+            model.up.bias.grad.mul_(2)
+        return z_of(y), model
+    raise AssertionError(kind)
+
+
+def z_of(y):
+    return y.detach().square().sum()
+
+
+def counted(mesh):
+    """Each rank's own count of its rows, as many on all ranks, beside its share of a loss."""
+    model, x = feed(mesh, False)
+    rows = x.chunk(mesh.size)[mesh.rank]
+    loss = model.down(F.gelu(model.up(rows))).square().sum()
+    loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = axes.psum(parameter.grad, "dp", mesh=mesh)
+    return (loss.detach(), torch.tensor(len(rows))), model
+
+
+def zeroed(mesh):
+    """A step of training that drops its gradients and returns the loss with its graph, which is gone."""
+    model, x = feed(mesh, False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model.down(F.gelu(model.up(x))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, model
+
+
+def sparse(mesh):
+    """An embedding with sparse gradients, and a sparse output."""
+    embedding = nn.Embedding(8, 4, sparse=True)
+    loss = embedding(torch.tensor([1, 2, 2])).square().sum()
+    loss.backward()
+    return {"loss": loss.detach(), "eye": torch.eye(3).to_sparse()}, embedding
+
+
+def nested(mesh):
+    return torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+class KeyBias(nn.Module):
+    """Attention, in which the bias of the keys has a gradient that is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        return scores.softmax(-1) @ self.value(x)
+
+
+def without_backward(mesh, sharded=False):
+    """Outputs of this rank's rows; backward was never run, and no gradient is summed, unless FSDP2 does."""
+    model = KeyBias()
+    if sharded:
+        fully_shard(model, mesh=mesh["dp"].device_mesh)
+    x = torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
+    return model(x.chunk(mesh.size)[mesh.rank]).softmax(-1), model
+
+
+def adam(mesh):
+    """Steps of Adam, which divides gradients by their size, also those that are zero but for rounding."""
+    model, x = KeyBias(), torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
+    nn.init.zeros_(model.key.bias)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x.chunk(mesh.size)[mesh.rank]).square().mean()
+        loss.backward()
+        for p in model.parameters():
+            p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+        optimizer.step()
+    return loss.detach(), model
+
+
+class Method(nn.Module):
+    """Its loss is a method, so nothing says where `scale` belongs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def loss(self, x):
+        return (self.linear(x) * self.scale).square().mean()
+
+
+def unseen(x, mesh, kind):
+    """Right programs of which something can't be compared."""
+    if kind == "method":
+        return Method().loss(x)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    loss = second(first(x)).square().mean()
+    return loss, nn.Sequential(first, second) if kind == "input" else first

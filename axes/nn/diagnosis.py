@@ -20,6 +20,9 @@ from fractions import Fraction
 
 import torch
 
+TRUTH = torch.int8
+"""The dtype that truth values have here, in which their differences can be computed. Integers are int64."""
+
 Coordinate = tuple[int, ...]
 Runs = tuple[tuple[int, int], ...]
 
@@ -43,7 +46,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two numbers may be apart: `absolute`, and `relative` times the tensor's largest value."""
+    """How far two numbers may be apart: `absolute`, and `relative` times the tensor's largest value.
+
+    Both are zero for integers and truth values, which are compared exactly.
+    """
 
     relative: float
     absolute: float
@@ -243,9 +249,13 @@ def largest_of(x: torch.Tensor) -> float:
 
 
 def is_close(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> bool:
-    """Whether two tensors of one shape are the same but for rounding, which integers don't have."""
-    rounded = y.is_floating_point() or y.is_complex()
-    return tolerance.allows(error_of(x, y), largest_of(y) if rounded else 0.0)
+    """Whether two tensors of one shape are the same but for rounding."""
+    return tolerance.allows(error_of(x, y), largest_of(y))
+
+
+def is_rounded(x: torch.Tensor) -> bool:
+    """Whether a tensor has rounding errors: integers and truth values have none."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def fitting(held: Parts, whole: torch.Tensor, tolerance: Tolerance, orders: bool = False) -> list[Cut]:
@@ -259,13 +269,16 @@ def fitting(held: Parts, whole: torch.Tensor, tolerance: Tolerance, orders: bool
 
 
 def is_share(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> bool:
-    """Whether a plain scalar is a rank's share of a loss: the sum or the mean over some axes is right."""
-    if whole.ndim or not held.is_plain:
+    """Whether a plain scalar is a rank's share of a loss: the sum or the mean over some axes is right.
+
+    Shares differ between the ranks: what is the same on all of them was reduced already. Counts may be the same.
+    """
+    if whole.ndim or not held.is_plain or whole.dtype == TRUTH:
         return False
     return any(
         (x := held.vector(dict.fromkeys(axes, op))) is not None and is_close(x, whole.expand(x.shape), tolerance)
-        for axes in _subsets(held.axes)
-        for op in ("sum", "avg")
+        for axes in _subsets(differing(held, tolerance) if is_rounded(whole) else held.axes)
+        for op in (("sum", "avg") if is_rounded(whole) else ("sum",))
     )
 
 
@@ -280,9 +293,10 @@ def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 class Finding:
     """What a tensor is instead of the right one.
 
-    kind: "pending", "factor", "counted", "added", "summed", "uses", "order", "whole", "differs", "shape", "zero" or
-    "none". axes: those over which it is so, as far as that is known. factor: how many times the right one it is. error:
-    the largest difference, relative to the largest value.
+    kind: "pending", "scaled" (pending, and its sum is a multiple), "some" (a multiple on some ranks), "factor",
+    "counted", "added", "summed", "uses", "order", "whole", "differs", "shape", "zero" or "none". axes: those over which
+    it is so, as far as that is known. factor: how many times the right one it is. error: the largest difference,
+    relative to the largest value.
     """
 
     kind: str
@@ -311,12 +325,17 @@ def diagnosed(held: Parts, whole: torch.Tensor, tolerance: Tolerance, clues: Clu
     clues = clues or Clues()
     pairs = list(_pairs(held, whole, clues.cuts))
     error = min((_relative(x, y) for _, _, x, y in pairs), default=math.inf)
-    for attempt in (_summed, _multiple, _scaled_sum, _plus, _some_uses):
+    for attempt in (_summed, _multiple, _multiple_on_some, _scaled_sum, _plus, _some_uses):
         for pending, cut, x, y in pairs:
             found = attempt(held, _Pair(pending, cut, x, y, whole), tolerance, clues)
             if found is not None:
                 return Finding(found.kind, found.text, found.axes, found.factor, error)
-    return _whole_instead(held, whole, tolerance) or _other_rows(held, whole, tolerance) or _unknown(held, whole, error)
+    elsewhere = _whole_instead(held, whole, tolerance) or _other_rows(held, whole, tolerance)
+    if elsewhere or pairs:
+        return elsewhere or _unknown(held, whole, tolerance, error)
+    shapes = sorted({_outer(piece) for piece in held.pieces.values()})
+    text = f"of shape {words(str(list(shape)) for shape in shapes)} where it should be {list(whole.shape)}"
+    return Finding("shape", f"{text}, or parts of that")
 
 
 @dataclass(frozen=True)
@@ -340,7 +359,8 @@ _Pairs = Iterator[tuple[tuple[str, ...], Cut, torch.Tensor, torch.Tensor]]
 def _pairs(held: Parts, whole: torch.Tensor, allowed: Sequence[Cut] | None) -> _Pairs:
     """Every cut with every set of axes that could be pending; fewest of them first."""
     cuts = list(held.cuts(tuple(whole.shape)) if allowed is None else allowed)
-    for axes in [(), *_subsets([axis for axis in held.axes if axis not in held.pending])]:
+    possible = [] if whole.dtype == TRUTH else [axis for axis in held.axes if axis not in held.pending]
+    for axes in [(), *_subsets(possible)]:
         for cut in cuts:
             if any(axis in axes for dim in cut.dims for axis in dim):
                 continue
@@ -357,29 +377,40 @@ def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
 def _summed(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
     if not pair.pending or not tolerance.allows(error_of(pair.x, pair.y), pair.largest):
         return None
-    if not set(pair.pending) <= set(differing(held)):  # the same on all: rather a part of the right one than summands
+    if not _has_summands(held, pair, tolerance):
         return None
     return Finding("pending", f"pending over {words(pair.pending)} (its sum is right)", pair.pending)
 
 
+def _has_summands(held: Parts, pair: _Pair, tolerance: Tolerance) -> bool:
+    """Whether ranks may have summands of the right one: what is the same on all of them is rather a part of it."""
+    return set(pair.pending) <= set(differing(held, tolerance))
+
+
 def factor_between(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> float | None:
     """The number by which `y` is multiplied in `x`, if there is one."""
-    exact = not (y.is_floating_point() or y.is_complex())
+    exact = not is_rounded(y)
     if exact:
         x, y = x.double(), y.double()
-    square = float((y * y).sum())
-    if not square or not math.isfinite(square) or not bool(torch.isfinite(x).all()):
+    same = ~torch.isfinite(y) & (torch.isnan(x) & torch.isnan(y) | (x == y))
+    x, y = x.masked_fill(same, 0), y.masked_fill(same, 0)
+    if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(y).all()):
         return None
-    factor = float((x * y).sum()) / square
-    error = error_of(x, factor * y)
-    close = error < 0.25 if exact else tolerance.allows(error, abs(factor) * largest_of(y))
-    return factor if close and abs(factor) > 1e-6 else None
+    large_x, large_y = largest_of(x), largest_of(y)
+    if not large_x or not large_y:
+        return None
+    u, v = x / large_x, y / large_y  # squares of what is very large or small would be infinite, or zero
+    times = float((u * v.conj()).sum().real) / float((v * v.conj()).sum().real)
+    factor = times * (large_x / large_y)
+    error = error_of(u, times * v)
+    close = error * large_x < 0.25 if exact else tolerance.allows(error * large_x, abs(times) * large_x)
+    return factor if close and 1e-6 < abs(factor) < math.inf else None
 
 
 def _multiple(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
     factor = None if pair.pending else factor_between(pair.x, pair.y, tolerance)
-    if factor is None or abs(factor - 1) < 1e-6:  # integers are wrong by less than their own rounding
-        return None
+    if factor is None or (abs(factor - 1) < 1e-6 and not is_rounded(pair.y)):
+        return None  # one large integer may be off by one
     for text, share in clues.counts.items():
         for times in (share, 1 / share):
             if abs(factor / times - 1) < 1e-6:
@@ -390,19 +421,49 @@ def _multiple(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> F
     return Finding("factor", times_text(factor), axes[0] if len(axes) == 1 else (), factor)
 
 
+def _multiple_on_some(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
+    """Whether a tensor is right on some ranks, and a multiple of the right one on the others."""
+    sizes = [piece.local.numel() for piece in held.pieces.values()]
+    if pair.pending or held.pending or min(sizes) < 2:  # a number is always a multiple of another one
+        return None
+    factors: dict[Coordinate, float] = {}
+    for place, x, y in zip(held.pieces, pair.x.split(sizes), pair.y.split(sizes), strict=True):
+        factor = 1.0 if is_close(x, y, tolerance) else factor_between(x, y, tolerance)
+        if factor is None:
+            return None
+        factors[place] = factor
+    wrong = {place: factor for place, factor in factors.items() if factor != 1.0}
+    if not wrong or len(wrong) == len(factors):
+        return None
+    first = next(iter(wrong.values()))
+    alike = all(abs(factor / first - 1) < 1e-6 for factor in wrong.values())
+    there = [sorted({place[i] for place in factors}) for i in range(len(held.sizes))]
+    where = [sorted({place[i] for place in wrong}) for i in range(len(held.sizes))]
+    axes = tuple(name for name, every, some in zip(held.sizes, there, where, strict=True) if every != some)
+    if len(wrong) != math.prod(map(len, where)) or not axes or not alike:
+        text = "right on some ranks, and a multiple of the right one on others"
+    else:
+        at = dict(zip(held.sizes, where, strict=True))
+        ranks = words(f"{axis} is {' or '.join(map(str, at[axis]))}" for axis in axes)
+        text = f"{times_text(first)} where {ranks}, and right elsewhere"
+    return Finding("some", text, axes)
+
+
 def _scaled_sum(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
     factor = factor_between(pair.x, pair.y, tolerance) if pair.pending else None
-    if factor is None:
+    if factor is None or not _has_summands(held, pair, tolerance):
         return None
     over = f"pending over {words(pair.pending)}"
     if abs(factor / math.prod(held.sizes[axis] for axis in pair.pending) - 1) < 1e-6:
         return Finding("pending", f"{over} (its mean is right)", pair.pending, factor)
     if pair.whole.numel() == 1 and not axes_of_factor(factor, held.sizes):
         return None
-    return Finding("pending", f"{over}, and its sum is {times_text(factor)}", pair.pending, factor)
+    return Finding("scaled", f"{over}, and its sum is {times_text(factor)}", pair.pending, factor)
 
 
 def _plus(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
+    if not _has_summands(held, pair, tolerance):
+        return None
     for name, parameter in clues.added.items():
         if not pair.whole.ndim or parameter.ndim > pair.whole.ndim or not parameter.numel():
             continue
@@ -480,25 +541,22 @@ def _other_rows(held: Parts, whole: torch.Tensor, tolerance: Tolerance) -> Findi
     return None
 
 
-def _unknown(held: Parts, whole: torch.Tensor, error: float) -> Finding:
-    shapes = {_outer(piece) for piece in held.pieces.values()}
-    if not bool(torch.isfinite(whole).all()):
+def _unknown(held: Parts, whole: torch.Tensor, tolerance: Tolerance, error: float) -> Finding:
+    finite = all(bool(torch.isfinite(piece.local).all()) for piece in held.pieces.values())
+    if error == math.inf and not bool(torch.isfinite(whole).all()):
         return Finding("none", "not infinite, or no number, where the one device's is", (), None, math.inf)
-    if not all(bool(torch.isfinite(piece.local).all()) for piece in held.pieces.values()):
+    if error == math.inf and not finite:
         return Finding("none", "not finite", (), None, math.inf)
-    if error == math.inf:
-        found = words(str(list(shape)) for shape in sorted(shapes))
-        return Finding("shape", f"of shape {found} where it should be {list(whole.shape)}, or parts of that")
     if all(not largest_of(piece.local) for piece in held.pieces.values()):
         return Finding("zero", "zero on every rank", (), 0.0, error)
-    differs = differing(held)
-    if differs and shapes == {tuple(whole.shape)}:
+    differs = tuple(axis for axis in differing(held, tolerance) if not _is_cut(held, axis))
+    if differs and {_outer(piece) for piece in held.pieces.values()} == {tuple(whole.shape)}:
         text = f"not the same on the ranks of {words(differs)}, where it should be; no sum of theirs is right either"
         return Finding("differs", f"{text} (largest relative difference {error:.0e})", differs, None, error)
     return Finding("none", f"none of these: largest relative difference {error:.0e}", (), None, error)
 
 
-def differing(held: Parts) -> tuple[str, ...]:
+def differing(held: Parts, tolerance: Tolerance) -> tuple[str, ...]:
     """The axes along which ranks have different values."""
     names, found = list(held.sizes), []
     for axis in held.axes:
@@ -507,7 +565,7 @@ def differing(held: Parts) -> tuple[str, ...]:
         for place, piece in held.pieces.items():
             key = (*place[:i], *place[i + 1 :])
             other = first.setdefault(key, piece.local)
-            if other.shape != piece.local.shape or error_of(other, piece.local):
+            if other.shape != piece.local.shape or not is_close(piece.local, other, tolerance):
                 found.append(axis)
                 break
     return tuple(found)
@@ -532,6 +590,8 @@ def times_text(factor: float) -> str:
     """`2 times too large`, `2 times too small`; `15/16 of the right one` for what is no whole number."""
     if factor < 0:
         return "negative" if abs(factor + 1) < 1e-6 else f"{_number(factor)} times the right one"
+    if abs(factor - 1) < 1e-4:
+        return f"too {'large' if factor > 1 else 'small'} by {abs(factor - 1):.0e} of itself"
     for times, how in ((factor, "large"), (1 / factor, "small")):
         if times > 1.5 and abs(times / round(times) - 1) < 1e-6:
             return f"{round(times)} times too {how}"

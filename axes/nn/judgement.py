@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -23,10 +24,12 @@ from axes.nn.diagnosis import (
     Parts,
     Piece,
     Tolerance,
+    axes_of_factor,
     diagnosed,
     differing,
     fitting,
     is_close,
+    is_rounded,
     is_share,
     largest_of,
     words,
@@ -56,7 +59,7 @@ class Mismatch:
         """One line: `blocks.0.norm.weight: its gradient is pending over tp (its sum is right)`."""
         over = "" if self.kind not in ("factor", "every", "added") or not self.axes else f" over {words(self.axes)}"
         missing = ""
-        if self.axes and self.factor and self.what in ("every gradient", "output"):
+        if self.axes and self.factor and self.what in ("every gradient", "output") and self.kind in _OF_LOSS:
             names = words(self.axes)
             too_large = abs(self.factor) > 1
             missing = f": a mean over {names} is missing" if too_large else f": divided by {names} once too often"
@@ -74,29 +77,57 @@ class Mismatch:
         return f"{self.name}: {text}"
 
 
+_OF_LOSS = ("factor", "every", "pending")
+"""The kinds of a mean that is a sum, or the reverse, where they have a factor."""
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Tolerances as the caller gave them; None for those that follow from the dtype."""
+    """Tolerances as the caller gave them; None for those that follow from the dtype.
+
+    narrow: a dtype narrower than double precision in which the program computes something.
+    """
 
     relative: float | None = None
     absolute: float | None = None
-    least: float = 0.0  # that rounding inside the program allows
+    narrow: torch.dtype | None = None
 
-    def of(self, tensors: Mapping[str, Piece | None]) -> Tolerance:
-        """The tolerance of tensors of one kind, the absolute one after the largest value of them all."""
-        pieces = [piece.local for piece in tensors.values() if piece is not None]
-        precision = max((_PRECISION.get(x.dtype, 1e-9) for x in pieces), default=1e-9)
-        relative = max(precision, self.least) if self.relative is None else self.relative
-        largest = max((largest_of(x) for x in pieces if x.is_floating_point()), default=0.0)
-        return Tolerance(relative, 1e-3 * relative * largest if self.absolute is None else self.absolute)
+    def of(self, x: torch.Tensor, largest: float) -> Tolerance:
+        """The tolerance of a tensor, after its own values.
+
+        `largest`: the largest value of all tensors of its kind. What is zero but for rounding, as the gradient of the
+        bias of keys, has errors as large as those of the numbers whose difference it is.
+        """
+        if not is_rounded(x):
+            return Tolerance(0.0, 0.0)
+        precision = max(_PRECISION.get(x.dtype, _DOUBLE), _INSIDE.get(self.narrow, 3e-2))
+        relative = precision if self.relative is None else self.relative
+        rounding = min(_ROUNDING, relative) if relative <= _DOUBLE else 1e-3 * relative
+        return Tolerance(relative, rounding * largest if self.absolute is None else self.absolute)
+
+    def of_value(self, x: torch.Tensor, largest: float) -> Tolerance:
+        """The tolerance of a parameter's value.
+
+        Adam divides gradients by their own size, also one that is zero but for rounding.
+        """
+        tolerance = self.of(x, largest)
+        if not is_rounded(x) or self.absolute is not None:
+            return tolerance
+        return Tolerance(tolerance.relative, max(tolerance.absolute, min(_DOUBLE, tolerance.relative) * largest))
 
 
-_PRECISION = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_DOUBLE = 1e-9
+_ROUNDING = 128 * torch.finfo(torch.float64).eps
+"""How large the rounding errors of double precision get, relative to the largest numbers."""
 
-
-def rounding(narrow: torch.dtype | None) -> float:
-    """What may differ, relatively, where a program of double precision computes something in a narrower dtype."""
-    return 0.0 if narrow is None else 1e-5 if narrow == torch.float32 else _PRECISION.get(narrow, 3e-2)
+_PRECISION = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_INSIDE: dict[torch.dtype | None, float] = {
+    None: _DOUBLE,
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 5e-3,
+}
+"""What may differ, relatively, where a program of double precision computes something in a narrower dtype."""
 
 
 def judged(
@@ -139,6 +170,23 @@ class _World:
     limits: Limits
     counts: Mapping[str, float]
 
+    def tolerance(self, kind: str, name: str) -> Tolerance:
+        """The tolerance of one of the one device's tensors; its limits where it has none."""
+        whole = getattr(self.one, kind)[name]
+        of = self.limits.of_value if kind == "values" else self.limits.of
+        return of(torch.zeros(()) if whole is None else whole.local, self._largest[kind])
+
+    @cached_property
+    def _largest(self) -> dict[str, float]:
+        """The largest value of all the outputs, of all the parameters, and of all the gradients."""
+        return {
+            kind: max(
+                (largest_of(x.local) for x in getattr(self.one, kind).values() if x and is_rounded(x.local)),
+                default=0.0,
+            )
+            for kind in ("outputs", "values", "gradients")
+        }
+
     def held(self, kind: str, name: str) -> Parts | None:
         """A tensor as those ranks have it that have it at all; where a rank has no gradient, it is zero."""
         found = {place: getattr(seen, kind)[name] for place, seen in self.ranks.items() if name in getattr(seen, kind)}
@@ -151,9 +199,8 @@ class _World:
     def values(self) -> tuple[list[Mismatch], dict[str, list[Cut]]]:
         """Parameters that don't start out as on one device, and how those lie that do."""
         wrong, cuts = [], {}
-        tolerance = self.limits.of(self.one.values)
         for name, whole in self.one.values.items():
-            held = self.held("values", name)
+            held, tolerance = self.held("values", name), self.tolerance("values", name)
             if held is None:
                 wrong.append(Mismatch(name, "value", "nowhere: no rank has a parameter of this name", kind="shape"))
                 continue
@@ -175,23 +222,24 @@ class _World:
 
     def outputs(self) -> Iterator[Mismatch]:
         """Outputs that differ."""
-        tolerance = self.limits.of(self.one.outputs)
         for name, whole in self.one.outputs.items():
-            held = self.held("outputs", name)
+            held, tolerance = self.held("outputs", name), self.tolerance("outputs", name)
             if held is None:
                 yield Mismatch(name, "output", "missing on every rank", kind="shape")
             elif not is_right(held, whole.local, tolerance):
                 yield _difference(name, "output", diagnosed(held, whole.local, tolerance, Clues(counts=self.counts)))
+        for name in dict.fromkeys(itertools.chain.from_iterable(seen.outputs for seen in self.ranks.values())):
+            if name not in self.one.outputs:
+                yield Mismatch(name, "output", "there, though one device has none of this name", kind="shape")
 
     def gradients(self, cuts: Mapping[str, list[Cut]], skipped: set[str]) -> Iterator[Mismatch]:
         """Gradients that differ, the parameters that are used last first."""
-        tolerance = self.limits.of(self.one.gradients)
         second = {name for tie in self.one.ties for name in tie[1:] if all(tie in r.ties for r in self.ranks.values())}
         order = self._order()
         names = [name for name in self.one.gradients if name not in skipped and name not in second]
         for name in sorted(names, key=lambda name: order.get(name, -1), reverse=True):
             whole = self.one.gradients[name]
-            held = self.held("gradients", name)
+            held, tolerance = self.held("gradients", name), self.tolerance("gradients", name)
             if whole is None:
                 if held is not None and any(bool(piece.local.any()) for piece in held.pieces.values()):
                     yield Mismatch(name, "gradient", "there, though on one device it has none", kind="shape")
@@ -201,15 +249,48 @@ class _World:
                     yield Mismatch(name, "gradient", "missing: no rank has one", factor=0.0, kind="zero")
                 continue
             allowed = cuts.get(name) if held.is_plain else None
-            fits = fitting(held, whole.local, tolerance) if allowed is None else self._fits(held, whole, allowed)
+            if allowed is None:
+                fits = bool(fitting(held, whole.local, tolerance))
+            else:
+                fits = self._fits(held, whole, allowed, tolerance)
             if fits:
                 continue
             clues = Clues(uses=self.one.uses.get(name, {}), counts=self.counts, cuts=allowed)
-            yield _difference(name, "gradient", diagnosed(held, whole.local, tolerance, clues))
+            found = diagnosed(held, whole.local, tolerance, clues)
+            if not self._is_of_parts(found):
+                yield _difference(name, "gradient", found)
+        for name in dict.fromkeys(itertools.chain.from_iterable(seen.gradients for seen in self.ranks.values())):
+            held = self.held("gradients", name)
+            if name in self.one.values and name not in self.one.gradients and held is not None:
+                text = "there, though on one device the parameter is frozen (it has requires_grad=False)"
+                yield Mismatch(name, "gradient", text, kind="shape")
 
-    def _fits(self, held: Parts, whole: Piece, allowed: Sequence[Cut]) -> bool:
+    def _is_of_parts(self, found: Finding) -> bool:
+        """Whether a gradient is right but for a sum, or for the size of axes that split the outputs.
+
+        Where backward was started here, from outputs that are no scalars, the program doesn't say what it would do with
+        the gradients.
+        """
+        if not self.one.started:
+            return False
+        if found.kind == "factor":
+            return any(set(axes) <= self._split for axes in axes_of_factor(found.factor or 1.0, self.sizes))
+        return found.kind == "pending"
+
+    @cached_property
+    def _split(self) -> set[str]:
+        """The axes that split an output."""
+        found = set()
+        for name, whole in self.one.outputs.items():
+            held = self.held("outputs", name)
+            if held is not None:
+                cuts = fitting(held.plain(), whole.local, self.tolerance("outputs", name))
+                found |= {axis for cut in cuts[:1] for dim in cut.dims for axis in dim}
+        return found
+
+    def _fits(self, held: Parts, whole: Piece, allowed: Sequence[Cut], tolerance: Tolerance) -> bool:
         """Whether a plain gradient is right in one of the cuts that its parameter's value has."""
-        tolerance, x = self.limits.of(self.one.gradients), held.vector({})
+        x = held.vector({})
         expected = [held.expected(cut, whole.local, {}) for cut in allowed]
         return any(x is not None and y is not None and _are_close(x, y, tolerance) for y in expected)
 
@@ -220,7 +301,11 @@ class _World:
 
     def every(self, gradients: Sequence[Mismatch]) -> list[Mismatch]:
         """One line for all gradients, where all are the same multiple of the right ones: the loss is."""
-        nonzero = [n for n, g in self.one.gradients.items() if g is not None and largest_of(g.local)]
+        nonzero = [
+            name
+            for name, whole in self.one.gradients.items()
+            if whole is not None and largest_of(whole.local) > self.tolerance("gradients", name).absolute
+        ]
         ties = sum(len(tie) - 1 for tie in self.one.ties)
         factors = {each.factor for each in gradients}
         first = gradients[0] if gradients else None
@@ -240,7 +325,7 @@ class _World:
             held = self.held("modules", name)
             if held is None:
                 continue
-            tolerance = self.limits.of({name: whole})
+            tolerance = self.limits.of(whole.local, largest_of(whole.local))
             if fitting(held, whole.local, tolerance) or fitting(held, whole.local, tolerance, orders=True):
                 before = []
                 continue
@@ -251,7 +336,7 @@ class _World:
             if found.kind == "shape":
                 before = []
                 continue
-            differs = differing(held)
+            differs = differing(held, tolerance)
             if before and found.kind in (*_UNKNOWN, "summed") and set(before[-1][1].axes) <= set(differs):
                 yield place, self._missing(before, name)
             else:
@@ -283,11 +368,11 @@ class _World:
             held, dropped = self.held("modules", name), self.held("dropped", name)
             if held is None or dropped is None:
                 continue
-            tolerance = self.limits.of({name: whole})
+            tolerance = self.limits.of(whole.local, largest_of(whole.local))
             cuts = fitting(held, whole.local, tolerance)
             split = {axis for cut in cuts[:1] for dim in cut.dims for axis in dim}
-            same = set(held.axes) - set(differing(held)) - split
-            differs = tuple(axis for axis in differing(dropped) if axis in same)
+            same = set(held.axes) - set(differing(held, tolerance)) - split
+            differs = tuple(axis for axis in differing(dropped, tolerance) if axis in same)
             if cuts and differs:
                 over = words(differs)
                 text = f"different between the ranks of {over}, where it should be the same: dropout draws differently"

@@ -15,7 +15,7 @@ import copy
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from axes.algebra.errors import AxesError
 from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
-from axes.nn.diagnosis import Piece, Runs
+from axes.nn.diagnosis import TRUTH, Piece, Runs, is_rounded
 from axes.nn.shard_module import shard_module
 from axes.ops.module_regions import without_same
 from axes.ops.regions import read_region
@@ -79,7 +80,8 @@ class Observed:
 
     dropped: the modules' outputs with dropout, where there is any. ties: names of one parameter. kinds: classes of
     modules. trials: the runs with other values. begun: parameters where the model is first called. narrow: a dtype
-    narrower than double precision in which something was computed.
+    narrower than double precision in which something was computed. started: whether backward was started here from
+    outputs that are no scalars. missed: what can't be compared, in words.
     """
 
     outputs: dict[str, Piece] = field(default_factory=dict)
@@ -93,6 +95,8 @@ class Observed:
     trials: list[Observed] = field(default_factory=list)
     begun: dict[str, Piece] = field(default_factory=dict)
     narrow: torch.dtype | None = None
+    started: bool = False
+    missed: tuple[str, ...] = ()
 
 
 def observe(job: Job) -> Observed:
@@ -117,22 +121,29 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
     torch.manual_seed(SEED)
     watch = _Watch(mesh, values or {})
     uses = _Uses(watch) if job.uses else contextlib.nullcontext()
+    module: torch.nn.Module | None = None
+    leaves: dict[str, torch.Tensor] = {}
+    inputs: tuple[Any, ...]
+    if isinstance(job.program, torch.nn.Module):  # outside of `dropout`: the program doesn't compute what makes it
+        module, leaves, inputs = _module_on(job, mesh)
+    else:
+        inputs = torch_private.mapped(_own, job.inputs)
     with dropout, uses, watch:
-        module: torch.nn.Module | None
-        if isinstance(job.program, torch.nn.Module):
-            module, leaves, result = _module_on(job, mesh)
+        if module is not None:
+            result = module(*inputs)
         else:
-            leaves = {}
             told = {"mesh": mesh} if _takes_mesh(job.program) else {}
-            result = job.program(*torch_private.mapped(_own, job.inputs), **told)
-            result, module = _told_apart(result)
-        outputs = dict(tensors_in(result, "output"))
+            result, module = _told_apart(job.program(*inputs, **told))
+        outputs = _outputs_in(result)
         roots = {"": module} if module is not None else watch.named_roots()
         _reshard(roots)
+        started = False
         if not any(x.grad is not None for root in roots.values() for x in root.parameters()):
-            _backward(outputs, job.weighted)
-    seen = Observed(outputs={name: piece_of(x, mesh) for name, x in outputs.items()})
+            started = _backward(outputs, roots, job.weighted)
+    seen = Observed(outputs={name: piece_of(x, mesh) for name, x in outputs.items()}, started=started)
     _note_parameters(seen, roots, mesh)
+    if not isinstance(job.program, torch.nn.Module):
+        seen.missed = tuple(_missed(seen, outputs, inputs, roots, watch.roots))
     for name, leaf in leaves.items():
         seen.values[name] = piece_of(leaf, mesh)
         seen.gradients[name] = None if leaf.grad is None else piece_of(leaf.grad, mesh)
@@ -177,8 +188,8 @@ def _told_apart(result: Any) -> tuple[Any, torch.nn.Module | None]:
 # --- modules
 
 
-def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Any]:
-    """A copy of the module, sharded unless it is to stay plain; its inputs that need gradients; its result."""
+def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.Tensor], tuple[Any, ...]]:
+    """A copy of the module, sharded unless it is to stay plain; its inputs that need gradients; all its inputs."""
     module: torch.nn.Module = copy.deepcopy(job.program)
     if job.double:
         module.double()
@@ -205,7 +216,7 @@ def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.T
         return x
 
     inputs = torch_private.mapped(entering, job.inputs)
-    return module, leaves, module(*inputs)
+    return module, leaves, inputs
 
 
 def _make_plain(module: torch.nn.Module) -> None:
@@ -220,26 +231,90 @@ def _make_plain(module: torch.nn.Module) -> None:
                     there[name] = made.setdefault(id(x), kept)  # type: ignore[assignment]
 
 
-def _backward(outputs: Mapping[str, torch.Tensor], by_weights: bool) -> None:
-    """Backward from what needs it: a program's scalars; all outputs of a module, each element with its own weight."""
-    roots, cotangents = [], []
-    for x in outputs.values():
-        if x.grad_fn is None or not x.is_floating_point() or not (by_weights or x.numel() == 1):
-            continue
-        roots.append(x)
-        cotangents.append(_weights(x))
-    if roots:
-        torch.autograd.backward(roots, cotangents)
+def _backward(outputs: Mapping[str, torch.Tensor], roots: Mapping[str, torch.nn.Module], by_weights: bool) -> bool:
+    """Start backward: from a program's scalars, else from what it returns; from all outputs of a module.
+
+    Returns whether it started from outputs of a program that are no scalars.
+    """
+    starts = [x for x in outputs.values() if x.grad_fn is not None and is_rounded(x) and x.layout == torch.strided]
+    scalars = [x for x in starts if x.numel() == 1]
+    cotangents = [_weights(x) if by_weights or isinstance(x, DTensor) else _slopes(x) for x in starts]
+    if scalars and not by_weights:
+        starts, cotangents = scalars, [_weights(x) for x in scalars]
+    if not starts:
+        return False
+    try:
+        torch.autograd.backward(starts, cotangents)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        for root in roots.values():  # the program has been through the graph, and dropped the gradients
+            root.zero_grad(set_to_none=True)
+        _reshard(roots)
+        return False
+    return not scalars and not by_weights
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
     """Numbers that tell the elements apart, the same for the whole tensor on every mesh."""
     numbers = torch.arange(x.numel(), dtype=torch.float64) * 1.7 + 0.3
-    whole = (torch.cos(numbers).view(x.shape) if x.ndim else torch.ones((), dtype=torch.float64)).to(x.dtype)
+    weights = torch.cos(numbers) if x.ndim else torch.ones(1, dtype=torch.float64)
+    if x.is_complex():  # both parts count
+        weights = torch.complex(weights, 0.5 + weights.square())
+    whole = weights.view(x.shape).to(x.dtype)
     if not isinstance(x, DTensor):
         return whole
     sharding = sharding_of(x)
     return shard_on_mesh(whole, sharding.spec.partition("|")[0].strip(), sharding.mesh)
+
+
+def _slopes(x: torch.Tensor) -> torch.Tensor:
+    """A number for each element that follows from its value alone, however a plain tensor may be split.
+
+    It isn't the same for all elements: the sum of a softmax has no gradient.
+    """
+    y = x.detach()
+    return 1 + (y / (1 + y.abs())).nan_to_num(nan=0.0)
+
+
+def _missed(
+    seen: Observed,
+    outputs: Mapping[str, torch.Tensor],
+    inputs: Any,
+    roots: Mapping[str, torch.nn.Module],
+    called: Sequence[torch.nn.Module],
+) -> Iterator[str]:
+    """What of a function can't be compared."""
+    parameters = [x for root in roots.values() for x in root.parameters()]
+    known = {id(x) for x in parameters}
+    given = {id(x): name for name, x in named_tensors(inputs, "inputs") if x.requires_grad}
+    if seen.started and any(x.grad is not None for x in parameters):
+        yield "whether gradients are summed over ranks, since the program runs no backward"
+    yield from (f"the gradient of {name}" for name in given.values())
+    others = [module for module in called if any(id(x) not in known for x in module.parameters())]
+    for module in others:
+        yield f"the parameters of {type(module).__name__}, which is called but not part of the module that is returned"
+        known |= {id(x) for x in module.parameters()}
+    if any(isinstance(module, FSDPModule) for root in roots.values() for module in root.modules()):
+        return  # whose graph has other tensors than the parameters
+    leaves = sum(id(x) not in known and id(x) not in given for x in _leaves_of(outputs.values()))
+    if leaves:
+        yield f"the gradients of what belongs to no module that is called or returned (tensors: {leaves})"
+    if any(x.requires_grad for x in parameters) and not any(x.grad is not None for x in parameters):
+        yield "gradients, since the program leaves none and backward can't start from what it returns"
+
+
+def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors from which outputs are computed, as far as backward knows."""
+    nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+        more = {each for each, _ in node.next_functions if each is not None} - seen
+        nodes += more
+        seen |= more
 
 
 def _note_parameters(seen: Observed, roots: Mapping[str, torch.nn.Module], mesh: Mesh) -> None:
@@ -270,19 +345,36 @@ def _modules(roots: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.
 # --- tensors
 
 
-def tensors_in(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a tree under names: `output`, `output[0]`, `output['loss']`."""
+    return ((each, x) for each, x in _leaves_in(tree, name) if isinstance(x, torch.Tensor))
+
+
+def _outputs_in(tree: Any) -> dict[str, torch.Tensor]:
+    """The tensors and Python's numbers of what a program returns, under names."""
+    found = {}
+    for name, x in _leaves_in(tree, "output"):
+        if isinstance(x, torch.Tensor):
+            found[name] = x
+        elif isinstance(x, bool | float | complex) or (isinstance(x, int) and -(2**63) <= x < 2**63):
+            found[name] = torch.tensor(x)
+    return found
+
+
+def _leaves_in(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, torch.Tensor):
         yield name, tree
     elif isinstance(tree, Mapping):
         for key, x in tree.items():
-            yield from tensors_in(x, f"{name}[{key!r}]")
+            yield from _leaves_in(x, f"{name}[{key!r}]")
     elif (children := torch_private.children_of(tree)) is not None:
         for i, x in enumerate(children):
-            yield from tensors_in(x, f"{name}[{i}]")
+            yield from _leaves_in(x, f"{name}[{i}]")
     elif is_dataclass(tree) and not isinstance(tree, type):
         for each in fields(tree):
-            yield from tensors_in(getattr(tree, each.name), f"{name}.{each.name}")
+            yield from _leaves_in(getattr(tree, each.name), f"{name}.{each.name}")
+    else:
+        yield name, tree
 
 
 def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
@@ -308,10 +400,17 @@ def piece_of(x: torch.Tensor, mesh: Mesh) -> Piece:
 
 
 def _comparable(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, in a dtype in which differences can be computed."""
+    """A copy of a tensor, dense and in a dtype in which differences can be computed."""
+    if x.is_nested:
+        raise AxesError("axes.verify can't compare nested tensors; return x.to_padded_tensor(0.0) instead")
+    x = x.detach()
+    if x.layout != torch.strided:
+        x = x.to_dense()
+    if x.dtype == torch.bool:
+        return x.to(TRUTH)
     if x.is_floating_point():
-        return x.detach().to(torch.float32 if x.itemsize == 1 else x.dtype, copy=True)
-    return x.detach().to(x.dtype if x.is_complex() else torch.int64, copy=True)
+        return x.to(torch.float32 if x.itemsize == 1 else x.dtype, copy=True)
+    return x.to(x.dtype if x.is_complex() else torch.int64, copy=True)
 
 
 def _runs(indices: slice | tuple[slice, ...]) -> Runs:
@@ -368,8 +467,8 @@ class _Watch:
         while self.running and self.running.pop() is not module:  # one that raised has no end
             pass
         with torch.no_grad():
-            for name, x in tensors_in(result, ""):
-                if x.is_floating_point():
+            for name, x in named_tensors(result, ""):
+                if is_rounded(x) and not x.is_nested:
                     self._notes.append((module, name, piece_of(x, self.mesh)))
 
     def named_roots(self) -> dict[str, torch.nn.Module]:
@@ -439,10 +538,26 @@ class _Dropout(TorchFunctionMode):
                 kwargs.pop("dropout_p", None)
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         found = func(*args, **kwargs)
-        if isinstance(found, torch.Tensor) and found.is_floating_point() and found.itemsize < 8:
-            narrow = self.narrow
-            self.narrow = found.dtype if narrow is None or found.itemsize < narrow.itemsize else narrow
+        if isinstance(found, torch.Tensor) and is_rounded(found):
+            dtype = found.dtype.to_real()
+            narrower = dtype.itemsize < (8 if self.narrow is None else self.narrow.itemsize)
+            if narrower and not _is_exact(found, (args, kwargs)):
+                self.narrow = dtype
         return found
+
+
+def _is_exact(found: torch.Tensor, given: Any) -> bool:
+    """Whether a result has no rounding error: it is made of no tensor, or is all small whole numbers, as a mask."""
+    if torch.compiler.is_compiling() or type(found) is not torch.Tensor or found.is_complex():
+        return False
+    if next(named_tensors(given, ""), None) is None:
+        return True
+    x = found.detach()
+    try:
+        whole, limit = (x == x.round()) & (x.abs() <= 256), x.abs() >= torch.finfo(x.dtype).max
+        return bool((whole | limit).all())
+    except RuntimeError:  # under vmap, or without values
+        return False
 
 
 class _Uses(TorchFunctionMode):

@@ -32,8 +32,8 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
-from axes.nn.judgement import Limits, Mismatch, first_wrong, judged, rounding
-from axes.nn.observed import Job, Observed, observe, tensors_in
+from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
+from axes.nn.observed import Job, Observed, named_tensors, observe
 from axes.ops.module_regions import without_regions
 from axes.runtime import torch_private
 from axes.runtime.launch import launch
@@ -53,12 +53,13 @@ class Verification:
     """What `axes.verify` found; true where the parallel program is the same function.
 
     `differences`: what to look at first comes first. `meshes`: those on which the program ran. `compared`: how many
-    tensors were compared.
+    tensors were compared. `missed`: what couldn't be compared, in words.
     """
 
     differences: tuple[Mismatch, ...]
     meshes: tuple[str, ...]
     compared: int
+    missed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -72,8 +73,9 @@ class Verification:
     def __str__(self) -> str:
         """A line on the whole, and one for each difference."""
         on = words([f"'{mesh}'" for mesh in self.meshes])
+        missed = [f"  not compared: {each}" for each in self.missed]
         if self.ok:
-            return f"the same function on {on}: {self.compared} outputs and gradients"
+            return "\n".join([f"the same function on {on}: {self.compared} outputs and gradients", *missed])
         lines = [f"not the same function on {on}: {len(self.differences)} differences, the first to look at first"]
         follow = [each for each in self.differences if each.what == "gradient" and each.kind in ("none", "differs")]
         if self.differences[0].what not in ("module", "order", "value"):
@@ -85,7 +87,7 @@ class Verification:
         if follow:
             names = ", ".join(each.name for each in follow[:3]) + (", ..." if len(follow) > 3 else "")
             lines.append(f"  and {len(follow)} gradients, which a wrong forward makes wrong: {names}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *missed])
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self.differences)} differences, first: {self.differences[0]}"
@@ -116,27 +118,30 @@ def verify(
       the sharded module on a mesh of one rank.
     - A function is called with the inputs on every rank. The small mesh is the ambient one, and the argument `mesh` of
       a function that has one. It may use whatever it likes: `parallelize_module`, `fully_shard`, hooks, collectives. It
-      returns outputs, a tensor or a tree of tensors, or `(outputs, module)`. Where no backward was run, it is run from
-      the scalars that need one. One device runs the same function on a mesh whose axes have size one.
+      returns outputs, a tensor or a tree of tensors and numbers, or `(outputs, module)`. Where it leaves no gradients,
+      backward is run from the scalars that need it, or where there are none, from all outputs; what only returns
+      outputs and isn't to be trained does so under `torch.no_grad()`. One device runs the same function on a mesh whose
+      axes have size one.
 
     `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`), by default the ambient one; nothing has to be running. Its
     axes are shrunk to size 2, or 3 where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be
     needed, several smaller meshes are used, which together have every two of the axes. `reference`: another
     function or module that computes the right thing on one device, with parameters of the same names. `rtol`,
-    `atol`: what may differ, relative to a tensor's largest value, and at all; the defaults follow from the dtype,
-    float64 where the program allows it. `timeout`: seconds for one run, five minutes by default. Keywords are sizes
-    for `specs`.
+    `atol`: what may differ of numbers that aren't integers, relative to a tensor's largest value, and at all; the
+    defaults follow from the dtype, float64 where the program allows it. `timeout`: seconds for one run, five minutes
+    by default. Keywords are sizes for `specs`.
 
     Each rank seeds torch alike before the program starts. Dropout is off while values are compared; where there is any,
     a second run tells whether ranks that should drop the same elements do.
 
     DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
-    a dim by any axes; a plain scalar may also be a rank's share of a loss. Only a program's parameters and outputs are
-    judged; what modules inside return tells where an output went wrong.
+    a dim by any axes; a plain scalar may also be a rank's own share of a loss or of a count. Only a
+    program's parameters and outputs are judged; what modules inside return tells where an output went wrong.
 
     Where a program of double precision computes a part in float32 by itself, as the norms of Llama do, 1e-5 may differ.
     One that does so where it can't be seen, like `fully_shard` with a `MixedPrecisionPolicy`, needs an `rtol`. Buffers
-    aren't compared, and of plain outputs neither the order of their rows.
+    aren't compared, and of plain outputs neither the order of their rows. What else of a function can't be, as the
+    parameters of a module that it doesn't return, the result says.
 
     Raises `AxesError` for arguments that can't be checked, before a process starts, and what the program raises on a
     rank.
@@ -189,7 +194,7 @@ def _check(
     elif specs is not None:
         raise AxesError("specs= are for a module; a function shards what it makes by itself")
     try:
-        tensors = [x for _, x in tensors_in(inputs, "")]
+        tensors = [x for _, x in named_tensors(inputs, "")]
     except RecursionError:
         raise AxesError("axes.verify: an input holds itself, or is nested too deep") from None
     if any(map(is_lazy, tensors)):
@@ -318,8 +323,7 @@ class _Check:
     def run(self) -> Verification:
         sets = shrunk(self.mesh)
         one = self._one()
-        if self.job.double:
-            self.limits = dataclasses.replace(self.limits, least=rounding(one.narrow))
+        self.limits = dataclasses.replace(self.limits, narrow=one.narrow)
         differences: dict[tuple[str, str], Mismatch] = {}
         for small in sets:
             for each in self._on(small, one):
@@ -328,10 +332,11 @@ class _Check:
         compared = len(one.outputs) + sum(gradient is not None for gradient in one.gradients.values())
         if not compared:
             raise AxesError(
-                "axes.verify has nothing to compare: the program returned no tensor, and no parameter got a gradient; "
-                "return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or (outputs, module)"
+                "axes.verify has nothing to compare: the program returned no tensor and no number, and no parameter "
+                "got a gradient; return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or "
+                "(outputs, module)"
             )
-        return Verification(tuple(differences.values()), meshes, compared)
+        return Verification(tuple(differences.values()), meshes, compared, one.missed)
 
     # runs
 
@@ -371,7 +376,7 @@ class _Check:
         found = self._judged(small, ranks, one)
         if not found:
             return []
-        if any(each.what == "gradient" and each.kind in ("none", "differs", "pending") for each in found):
+        if any(each.what == "gradient" and each.kind in ("none", "differs", "pending", "scaled") for each in found):
             one.uses = self._uses(one)
             found = self._judged(small, ranks, one) if one.uses else found
         found = self._with_axes(found, small, one)
@@ -383,7 +388,7 @@ class _Check:
     def _counts(self) -> dict[str, float]:
         """For each input of labels of which some are ignored the share of those that count."""
         found = {}
-        for name, given in tensors_in(self.job.inputs, "inputs"):
+        for name, given in named_tensors(self.job.inputs, "inputs"):
             if given.is_floating_point() or given.dtype == torch.bool:
                 continue
             for x, where in ((given, name), (given[..., 1:] if given.ndim else given, f"{name}[..., 1:]")):
