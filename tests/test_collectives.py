@@ -337,7 +337,7 @@ MISTAKES = [
         ShardingError,
         "all_gather over dim 2 of a tensor [6, 4]: dims are 0 to 1",
     ),
-    (lambda: named.all_gather(X[0, 0], "tp"), ShardingError, "a scalar has none; write x[None]"),
+    (lambda: named.all_gather(X[0, 0], "tp"), ShardingError, "a scalar has no dims; write x[None]"),
     (
         lambda: named.psum_scatter(X, "rest"),
         SizeError,

@@ -462,3 +462,27 @@ def test_a_rank_that_closes_its_link_leaves_the_others_the_time_to_read_why(worl
     for said, left in world(waiting_alone, 2, store.port):
         assert "'generator' didn't come" in said
         assert left == 0
+
+
+def test_a_link_that_was_closed_says_so():
+    link = axes.connect(dist.HashStore(), "trainer", axes.Mesh("dp=1"), timeout=WAIT)
+    for _ in range(2):
+        link.close()
+    with pytest.raises(axes.MeshError, match=r"this link of 'trainer' is closed; axes\.connect makes"):
+        link.send({"w": torch.ones(4)}, {"w": "a"})
+
+
+def connecting_by_a_line(port: int) -> tuple[str, list[int]]:
+    """What a rank is told that connects by its sub-mesh, and the ranks of that."""
+    whole = axes.init_mesh("pp=2 dp=2", device_type="cpu", timeout=WAIT)
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    with pytest.raises(axes.MeshError) as found:
+        axes.connect(store, "trainer", whole["dp"])
+    return str(found.value), whole["dp"].ranks
+
+
+def test_a_sub_mesh_is_refused_with_what_to_write(world):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for said, ranks in world(connecting_by_a_line, 4, store.port):
+        assert said.startswith("mesh['dp'] is another one on each rank")
+        assert said.endswith(f"axes.init_mesh('dp=2', ranks={ranks})")

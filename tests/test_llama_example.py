@@ -65,7 +65,7 @@ def test_pipeline_stages_have_the_losses_of_one_device_and_their_checkpoint_is_t
         ("pp=4", "pp divides 2 layers"),
         ("pp=2 dp=8", "in a pipeline dp * microbatches"),
         ("dp=2 cp=2 tp=3", "tp divides 4 key heads"),
-        ("dp=2 cp tp", "the sizes of"),
+        ("dp=2 cp tp", "the size of"),
     ],
 )
 def test_a_mesh_that_can_not_be_is_one_line(capsys, mesh, says):

@@ -99,7 +99,16 @@ def connect(
     if not isinstance(name, str) or name not in names:
         near = suggestion(name, names) if isinstance(name, str) else ""
         raise MeshError(f"{shown(name)} isn't among the peers{near}")
-    return JobLink(store, name, checked_mesh(mesh), names, as_timeout(timeout, "timeout"))
+    whole = checked_mesh(mesh)
+    if whole.size < whole.universe.size:
+        named = ", ".join(f"'{axis}'" for axis in whole.axis_names)
+        text = " ".join(f"{axis}={size}" for axis, size in whole.shape.items())
+        line = [int(rank) for rank in whole.universe.line(whole.extent, whole.rank)]
+        raise MeshError(
+            f"mesh[{named}] is another one on each rank, and all ranks of the mesh of a link are one job. Connect by "
+            f"the whole mesh; or by one of these ranks alone, like axes.init_mesh({text!r}, ranks={line})"
+        )
+    return JobLink(store, name, whole, names, as_timeout(timeout, "timeout"))
 
 
 def _connects(move: Transfer) -> bool:
@@ -115,7 +124,8 @@ class JobLink:
     """One job's end of a link to other jobs; made by `axes.connect`.
 
     All ranks of the job call `send` and `receive` alike. After an error the link is as usable as before: the next
-    transfer begins anew. `close`, or the end of a `with` block, leaves.
+    transfer begins anew. That isn't so where a rank has left a call out: then all calls of the job fail from there on,
+    on this link and on another of the same ranks. `close`, or the end of a `with` block, leaves.
     """
 
     def __init__(self, store: dist.Store, name: str, mesh: Mesh, peers: tuple[str, ...], timeout: timedelta | None):
@@ -141,7 +151,7 @@ class JobLink:
         if timeout is None:
             bound = None if mesh.binding is None else mesh.binding.timeout
             timeout = bound or torch_private.usual_timeout("gloo")
-        self.store, self.timeout, self.calls = store, timeout, 0
+        self.store, self.timeout, self.calls, self.closed = store, timeout, 0, False
         self.meeting = Rendezvous(store, name, position, timeout)
         self.connections: dict[str, Connection] = {}
         self.runs: dict[tuple[str, str], tuple[Any, LinkRun]] = {}
@@ -165,6 +175,9 @@ class JobLink:
 
     def close(self) -> None:
         """Leave: end this rank's connections and remove the job's keys from the store. It waits for no other rank."""
+        if self.closed:
+            return
+        self.closed = True
         for name in list(self.connections):
             self.connections.pop(name).end()
         self.runs.clear()
@@ -187,7 +200,9 @@ class JobLink:
 
         Returns when they have arrived on all ranks of the other job. Raises `ShardingError`, before anything is sent,
         where tensors don't fit their specs or those of the other job; `DesyncError` where ranks differ, and where the
-        other job doesn't come, ends or stalls. Where one rank raises, all ranks of both jobs do.
+        other job doesn't come, ends or stalls; `MeshError` where the link is closed. Where one rank raises, so do all
+        of both jobs that take part in the call. A job that finds its own mistake before the other has come waits for
+        nobody; the other one is told of it when its time is up.
         """
         self._transfer(tensors, specs, self._other(to), 0, rules, pages)
 
@@ -222,6 +237,8 @@ class JobLink:
 
     def _transfer(self, tensors: Any, specs: Any, other: str, side: int, rules: Any, pages: Any) -> None:
         said = f"the transfer from '{(self.name, other)[side]}' to '{(other, self.name)[side]}'"
+        if self.closed:
+            raise MeshError(f"this link of '{self.name}' is closed; axes.connect makes another one for {said}")
         self.calls += 1
         wrong: AxesError | None = None
         own: OwnTensors | None = None
