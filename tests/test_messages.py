@@ -99,6 +99,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         ExpressionError,
         "an expression is text; found Sharding; a Sharding's text is its .spec",
     ),
+    "a spec whose attributes fail": (
+        lambda mesh: axes.shard(plain(4), raising("__getattr__")(), mesh=mesh),
+        ExpressionError,
+        "an expression is text; found RaisingGetattr",
+    ),
     "a mesh of open sizes": (
         lambda mesh: Mesh("dp tp=2"),
         SizeError,

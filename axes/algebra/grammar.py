@@ -284,7 +284,7 @@ def checked_spec(spec: object) -> str:
             f"an expression is text; found {type(spec).__name__}. Where placements are meant, "
             "axes.Sharding.from_placements(mesh, placements, ndim).spec is their text"
         )
-    return checked_text(spec, "; a Sharding's text is its .spec" if hasattr(spec, "spec") else "")
+    return checked_text(spec, "; a Sharding's text is its .spec" if type(spec).__name__ == "Sharding" else "")
 
 
 class _Parser:
