@@ -100,7 +100,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         "an expression is text; found Sharding; a Sharding's text is its .spec",
     ),
     "a spec whose attributes fail": (
-        lambda mesh: axes.shard(plain(4), raising("__getattr__")(), mesh=mesh),
+        lambda mesh: axes.shard(plain(4), raising("__getattr__", Loud)(), mesh=mesh),
         ExpressionError,
         "an expression is text; found RaisingGetattr",
     ),
