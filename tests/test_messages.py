@@ -104,6 +104,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         ExpressionError,
         "an expression is text; found RaisingGetattr",
     ),
+    "a tensor as sizes of a step": (
+        lambda mesh: axes.explain(layer(), plain(2, 8), sizes=plain(2)),
+        SizeError,
+        "sizes",
+    ),
     "a mesh of open sizes": (
         lambda mesh: Mesh("dp tp=2"),
         SizeError,

@@ -85,8 +85,8 @@ def explain(
     >>> [(each["kind"], each["axes"], each["bytes_in"]) for each in explain(step, mesh="tp=4").json()["collectives"]]
     [('all_reduce', ['tp'], 24)]
     """
+    given = dict(written_sizes(keywords, sizes))
     if isinstance(what, str):
-        given = dict(written_sizes(keywords, sizes))
         where = Mesh(mesh) if isinstance(mesh, str) else required_mesh(mesh, "axes.explain")
         _check_shapes(what, inputs)
         return explained_operation(what, inputs, where, dtype_name(dtype), op, kind, given)
@@ -95,10 +95,10 @@ def explain(
             f"axes.explain takes the text of an expression, a module, a function or a transfer; found {shown(what)}"
         )
     if isinstance(what, Transfer) and not inputs:
-        if mesh is not None or keywords or sizes:
+        if mesh is not None or given:
             raise AxesError("a transfer has its meshes and sizes; axes.explain takes nothing else with it")
         return explained_transfer(seen_transfer(what))
-    if keywords or sizes or not isinstance(dtype, str) or (dtype, op, kind) != ("float32", "sum", None):
+    if given or not isinstance(dtype, str) or (dtype, op, kind) != ("float32", "sum", None):
         raise AxesError(
             "sizes, dtype, op and kind are of expressions; pass keywords of a step in a function: "
             "axes.explain(lambda x: model(x, cache=None), x)"
