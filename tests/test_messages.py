@@ -109,6 +109,21 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         SizeError,
         "sizes",
     ),
+    "a shape of more elements than torch counts": (
+        lambda mesh: axes.explain("a b -> b a", (2**40, 2**40), mesh=mesh),
+        SizeError,
+        "a tensor has fewer than 2**63 elements; found the shape [1099511627776, 1099511627776]",
+    ),
+    "a tensor of more bytes than torch counts": (
+        lambda mesh: axes.explain("a b -> b a", (2**31, 2**31), mesh=mesh, dtype="float64"),
+        SizeError,
+        "a tensor that is computed would have 2**63 bytes or more",
+    ),
+    "a product of more bytes than torch counts": (
+        lambda mesh: axes.explain("a, b -> a b", (2**32,), (2**32,), mesh=mesh),
+        SizeError,
+        "a tensor",
+    ),
     "a mesh of open sizes": (
         lambda mesh: Mesh("dp tp=2"),
         SizeError,

@@ -321,6 +321,11 @@ def test_a_report_names_the_whole_and_then_the_first_thing_to_look_at():
             ("pp=2 dp=2 cp=2", "(dp cp) = edp=2 ep=2"),
         ),
         (axes.Mesh("dp=8 tp=4")["tp"], [[2]], ("tp=2",)),
+        (
+            axes.Mesh("dp=2 tp=4", "all = dp tp", "tp = kv=2 rep=2")["tp", "dp"],
+            [[2, 2]],
+            ("dp=2 tp=2", "all = dp tp", "tp = kv=1 rep=2"),
+        ),
         (axes.Mesh("a=2 b=2 c=2 d=2"), [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2]], ("a=2 b=2 c=2 d=1",)),
     ],
 )

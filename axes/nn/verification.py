@@ -285,7 +285,7 @@ def _small(size: int) -> int:
 
 def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
     """The declaration and equations that make the mesh with small axes."""
-    declared, *equations = re.findall(r"'([^']*)'", repr(mesh).partition("]")[0]) or [mesh.declaration]
+    declared, *equations = re.findall(r"'([^']*)'", repr(mesh).partition(")[")[0]) or [mesh.declaration]
     names = [item.partition("=")[0] for item in declared.split()]
     sizes = {name: small.get(name, 1) for name in names}
     if set(sizes) != set(small):  # a sub-mesh, or one that no declaration makes: its axes alone

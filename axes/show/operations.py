@@ -31,7 +31,7 @@ from axes.algebra.plan import bytes_text, itemsize_of, plan, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_shape
+from axes.algebra.sizes import checked_tensor_shape
 from axes.algebra.specs import marked_sharding
 from axes.algebra.universe import Universe
 from axes.ops.extents import extents_of
@@ -163,7 +163,7 @@ def _shapes(tree: TensorExpression, shapes: Sequence[Sequence[int]], sizes: Mapp
                 f"'{tree.text}' has {len(tree.operands)} operands, and {len(shapes)} shapes are given; give the whole "
                 "shape of each, or the sizes of all names"
             )
-        return tuple(checked_shape(shape) for shape in shapes)
+        return tuple(checked_tensor_shape(shape) for shape in shapes)
     leaves = leaves_of(f for spec in tree.operands for dim in spec.dims for f in dim.factors)
     written = {f.name: f.size for f in leaves if f.size is not None}
     known = {**sizes, **{name: size for name, size in written.items() if name is not None}}
@@ -337,10 +337,19 @@ def _local_work(subject: Recipe, dtype: str) -> list[dict[str, Any]]:
     if subject.mesh.coordinate is None:
         return []
     extents = extents_of(subject)
-    run, kind = local_computation(extents), getattr(torch, dtype)
-    shards = [torch.empty(shape, dtype=kind, device="meta") for shape in computed_shapes(extents)]
-    with torch.no_grad(), _Computed() as computed:
-        run(*shards)
+    return _computed(local_computation(extents), computed_shapes(extents), dtype)
+
+
+def _computed(run: Callable[..., Any], shapes: Iterable[Shape], dtype: str) -> list[dict[str, Any]]:
+    """What torch does when this runs on tensors of these shapes; `SizeError` for more bytes than it can count."""
+    try:
+        given = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in shapes]
+        with torch.no_grad(), _Computed() as computed:
+            run(*given)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise SizeError("a tensor that is computed would have 2**63 bytes or more, which torch can't count") from None
     return computed.done
 
 
@@ -653,9 +662,7 @@ def _tensor_of_blocks(
 
 def _joining(shapes: Sequence[Shape], dim: int, dtype: str) -> dict[str, Any]:
     """What torch does to put blocks together."""
-    with torch.no_grad(), _Computed() as computed:
-        torch.cat([torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in shapes], dim)
-    return computed.done[-1]
+    return _computed(lambda *blocks: torch.cat(blocks, dim), shapes, dtype)[-1]
 
 
 def _gradients_of_blocks(made: BlockRecipes, ends: Sequence[tuple[Sharding, Shape]], dtype: str) -> list[Moved]:
