@@ -110,7 +110,8 @@ class _Trial:
         except Exception as error:
             raise ShardingError(
                 f"axes.nn.local_optimizer tries steps of {what} by {self.optimizer.__name__} without a closure, and "
-                f"one raises {type(error).__name__}: {error}"
+                f"one raises {type(error).__name__}: {error}. One that can't step shards so works on DTensors, or on "
+                "whole tensors"
             ) from error
         of_elements = {key: _shape(value) == expected.shape for key, value in state.items()}
         for dim, parts in enumerate(halves):
