@@ -19,6 +19,9 @@ from axes.algebra.errors import MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.universe import Universe
 
+Step = tuple[list[str], list[str]]
+"""An equation: known names whose product is that of new names. No known ones: an axis of size one is inserted."""
+
 LISTED = 64
 """Of more ranks than this that aren't evenly spaced, the first few stand for all."""
 
@@ -32,12 +35,13 @@ def call_of(universe: Universe, axis_names: Sequence[str], namespace: Namespace,
     options = [] if universe.ranks == range(universe.size) else [f"ranks={listed(universe.ranks)}"]
     if ranks_per_node is not None:
         options.append(f"ranks_per_node={ranks_per_node}")
-    counts = _declarations(universe.size, namespace)
-    calls = [call for count in counts for call in _calls(tuple(axis_names), namespace, count, options)]
-    if not calls:
+    written = [
+        _written(axis_names, namespace, axes, steps, options) for axes, steps in derivations(universe.size, namespace)
+    ]
+    if not written:
         axes = " ".join(_sized(namespace, axis_names))
         return f"<Mesh {axes!r} of ranks {listed(universe.ranks)}>"
-    return min(calls, key=len)
+    return min(written, key=len)
 
 
 def listed(ranks: range | tuple[int, ...], most: int = LISTED) -> str:
@@ -53,43 +57,70 @@ def listed(ranks: range | tuple[int, ...], most: int = LISTED) -> str:
     return f"[{', '.join(map(str, ranks[:4]))}, ... {len(ranks)} in all]"
 
 
-def _declarations(positions: int, namespace: Namespace) -> Iterator[int]:
-    """How many of the first names could be a declaration: their layouts are the digits of all positions."""
+def derivations(positions: int, namespace: Namespace) -> Iterator[tuple[list[str], list[Step]]]:
+    """The ways to derive a namespace: names whose layouts are the digits of all positions, and how the others follow.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> list(derivations(8, Mesh("dp=2 tp=4", "all = dp tp", "tp = kv=2 rep=2").namespace))
+    [(['dp', 'tp'], [(['dp', 'tp'], ['all']), (['tp'], ['kv', 'rep'])])]
+    """
     layouts = list(namespace.values())
     for count in range(1, len(layouts) + 1):
         sizes = [layout.size for layout in layouts[:count]]
         if math.prod(sizes) == positions and layouts[:count] == row_major(sizes):
-            yield count
+            steps = _steps(namespace, count)
+            if steps is not None:
+                yield list(namespace)[:count], steps
 
 
-def _calls(axis_names: tuple[str, ...], namespace: Namespace, count: int, options: list[str]) -> Iterator[str]:
-    """The call with `count` names in the declaration, if there is one."""
-    axes, further = list(namespace)[:count], list(namespace)[count:]
-    arguments = [repr(" ".join(_sized(namespace, axes)))]
-    text = "Mesh({})"
-    known = {name: namespace[name] for name in axes}
+def _steps(namespace: Namespace, count: int) -> list[Step] | None:
+    """How all names follow from the first `count`, in their order; None where one of them doesn't."""
+    further = list(namespace)[count:]
+    known = dict(list(namespace.items())[:count])
+    steps: list[Step] = []
     while further:
         found = _equation(namespace, further, known)
-        if found is not None:
-            equation, new = found
-            arguments.append(repr(equation))
-        elif namespace[further[0]].size == 1:
-            new = further[:1]  # an axis of size one that nothing else is equal to can only be inserted
-            text = text.format(", ".join([*arguments, *options])) + f".rearrange('... -> ... {new[0]}=1').define({{}})"
-            arguments, options = [], []
-            axes += new
-        else:
-            return
-        known.update((name, namespace[name]) for name in new)
-        further = further[len(new) :]
+        if found is None and namespace[further[0]].size == 1:
+            found = [], further[:1]  # an axis of size one that nothing else is equal to can only be inserted
+        if found is None:
+            return None
+        steps.append(found)
+        known.update((name, namespace[name]) for name in found[1])
+        further = further[len(found[1]) :]
+    return steps
+
+
+def _written(
+    axis_names: Sequence[str], namespace: Namespace, axes: Sequence[str], steps: Sequence[Step], options: Sequence[str]
+) -> str:
+    """A derivation as a call."""
+    axes, text = [*axes], "Mesh({})"
+    arguments = [repr(" ".join(_sized(namespace, axes)))]
+    for factors, new in steps:
+        if factors:
+            arguments.append(repr(equation(factors, {name: namespace[name].size for name in new})))
+            continue
+        text = text.format(", ".join([*arguments, *options])) + f".rearrange('... -> ... {new[0]}=1').define({{}})"
+        arguments, options = [], []
+        axes += new
     text = text.format(", ".join([*arguments, *options])).replace(".define()", "")
-    yield text if tuple(axes) == axis_names else f"{text}[{', '.join(map(repr, axis_names))}]"
+    return text if axes == [*axis_names] else f"{text}[{', '.join(map(repr, axis_names))}]"
 
 
-def _equation(
-    namespace: Namespace, further: Sequence[str], known: Mapping[str, Layout]
-) -> tuple[str, list[str]] | None:
-    """An equation that gives the first, or the first few, of the further names, and these names."""
+def equation(factors: Sequence[str], new: Mapping[str, int]) -> str:
+    """The equation by which new names, with their sizes, are a product of others, or split it.
+
+    >>> equation(["dp", "cp"], {"fsdp": 8}), equation(["dp", "cp"], {"sp": 2, "ep": 4})
+    ('fsdp = dp cp', '(dp cp) = sp=2 ep=4')
+    """
+    if len(new) == 1:
+        return f"{next(iter(new))} = {' '.join(factors)}"
+    whole = factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+    return f"{whole} = {' '.join(f'{name}={size}' for name, size in new.items())}"
+
+
+def _equation(namespace: Namespace, further: Sequence[str], known: Mapping[str, Layout]) -> Step | None:
+    """The equation that gives the first, or the first few, of the further names."""
     for count in range(1, len(further) + 1):
         new = list(further[:count])
         try:
@@ -97,10 +128,7 @@ def _equation(
         except MeshError:  # they share digits, so that no axis splits into them
             return None
         if factors is not None:
-            if count == 1:
-                return f"{new[0]} = {' '.join(factors)}", new
-            whole = factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
-            return f"{whole} = {' '.join(_sized(namespace, new))}", new
+            return factors, new
     return None
 
 

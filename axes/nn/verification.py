@@ -16,7 +16,6 @@ import dataclasses
 import glob
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.logical import Rules, checked_rules
 from axes.algebra.mesh import Mesh
+from axes.algebra.mesh_text import derivations, equation
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
@@ -285,28 +285,34 @@ def _small(size: int) -> int:
 
 def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
     """The declaration and equations that make the mesh with small axes."""
-    declared, *equations = re.findall(r"'([^']*)'", repr(mesh).partition(")[")[0]) or [mesh.declaration]
-    names = [item.partition("=")[0] for item in declared.split()]
-    sizes = {name: small.get(name, 1) for name in names}
-    if set(sizes) != set(small):  # a sub-mesh, or one that no declaration makes: its axes alone
+    for declared, steps in derivations(mesh.universe.size, mesh.namespace):
+        axes = [*declared, *(new[0] for factors, new in steps if not factors)]
+        if set(small) <= set(axes) and all(name in small or mesh.names[name] == 1 for name in axes):
+            break
+    else:  # a sub-mesh, or one that no declaration makes: its axes alone
         return (" ".join(f"{name}={size}" for name, size in small.items()),)
-    written = []
-    for equation in equations:
-        left, right = (side.strip() for side in re.split(r"(?<![\w])=|=(?=\s)", equation, maxsplit=1))
-        product = right if "=" not in right else left
-        total = math.prod(sizes[name] for name in re.findall(r"[^\s()]+", product))
-        if product is right:
-            sizes[left] = total
-            written.append(equation)
-            continue
-        parts = [item.split("=") for item in right.split()]
-        texts: list[str] = []
-        for i, (name, size) in reversed(list(enumerate(parts))):
-            sizes[name] = total if i == 0 else math.gcd(_small(int(size)), total)
-            total //= sizes[name]
-            texts.insert(0, f"{name}={sizes[name]}")
-        written.append(f"{left} = {' '.join(texts)}")
-    return (" ".join(f"{name}={sizes[name]}" for name in names), *written)
+    sizes = {name: small.get(name, 1) for name in axes}
+    written = [" ".join(f"{name}={size}" for name, size in sizes.items())]
+    for factors, new in steps:
+        if factors:
+            found = _divided(math.prod(sizes[name] for name in factors), {name: mesh.names[name] for name in new})
+            written.append(equation(factors, found))
+            sizes |= found
+    return tuple(written)
+
+
+def _divided(total: int, names: Mapping[str, int]) -> dict[str, int]:
+    """Small sizes of names that split an axis of a small size; the first that isn't of size 1 takes what is left.
+
+    >>> _divided(4, {"efsdp": 8, "ep": 4}), _divided(2, {"efsdp": 8, "ep": 4}), _divided(4, {"pp": 1, "ep": 4})
+    ({'efsdp': 2, 'ep': 2}, {'efsdp': 1, 'ep': 2}, {'pp': 1, 'ep': 4})
+    """
+    first = next((name for name, size in names.items() if size > 1), next(iter(names)))
+    found = dict.fromkeys(names, 1)
+    for name in reversed([name for name in names if name != first]):
+        found[name] = math.gcd(_small(names[name]), total)
+        total //= found[name]
+    return found | {first: total}
 
 
 # --- the check
