@@ -332,7 +332,7 @@ def test_a_report_names_the_whole_and_then_the_first_thing_to_look_at():
             ("dp=2 tp=2 pp=1", "tp = a=1 b=2"),
         ),
         (axes.Mesh("dp=2 tp=2", "(dp tp) = pp=1 all=4"), [[2, 2]], ("dp=2 tp=2", "(dp tp) = pp=1 all=4")),
-        (axes.Mesh("dp=2 tp=2 pp=1", "all = dp tp")["tp", "dp"], [[2, 2]], ("dp=2 tp=2 pp=1", "all = dp tp")),
+        (axes.Mesh("dp=2 tp=2 pp=1", "all = dp tp")["tp", "dp"], [[2, 2]], ("dp=2 tp=2", "(dp tp) = pp=1 all=4")),
         (axes.Mesh("a=2 b=2 c=2 d=2"), [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2]], ("a=2 b=2 c=2 d=1",)),
     ],
 )
