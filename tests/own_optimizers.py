@@ -161,9 +161,33 @@ class Late(Each):
         super().one(p, g, group)
 
 
+class AsksOfParameters(Each):
+    """Whether a parameter is trained, and attributes of it, which a step may also set."""
+
+    def one(self, p, g, group):
+        if p.requires_grad and isinstance(p, torch.nn.Parameter) is group["wants_parameters"]:
+            super().one(p, g * getattr(p, "scale", 1.0), group)
+            p.steps = getattr(p, "steps", 0) + 1
+
+    def __init__(self, params, lr=0.1, wants_parameters=False):
+        super().__init__(params, lr, wants_parameters=wants_parameters)
+
+
+class ByGroup(Each):
+    """A value for each element in the groups that say so, in others one for all, under the same name."""
+
+    def __init__(self, params, lr=0.1, each=True):
+        super().__init__(params, lr, each=each)
+
+    def one(self, p, g, group):
+        v = self.state[p].setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(()))
+        v.add_(g if group["each"] else 1)
+        p.sub_(v * g, alpha=group["lr"])
+
+
 ELEMENTWISE: list[type[Each]] = [
     Each, Lion, Forgets, FreesGradients, ZeroesGradients, ReplacesGradients, Marks, Twice, ByItsLoss, Counts, Constants,
-    ByDims, Late,
+    ByDims, Late, AsksOfParameters, ByGroup,
 ]  # fmt: skip
 
 
@@ -211,13 +235,50 @@ class Factors(Each):
 
 class Clips(Each):
     def one(self, p, g, group):
-        super().one(p, g * min(1.0, 100.0 / float(g.norm())), group)
+        super().one(p, g * min(1.0, 100.0 / (float(g.norm()) + 1e-6)), group)
 
 
 class SkipsInfinities(Each):
     def one(self, p, g, group):
         if g.isfinite().all():
             super().one(p, g, group)
+
+
+class SkipsZeros(Each):
+    """With a momentum, which moves a parameter that has a gradient of zero."""
+
+    def skips(self, g):
+        return not g.any()
+
+    def one(self, p, g, group):
+        if not self.skips(g):
+            self.state[p]["m"] = 0.5 * self.state[p].get("m", 0) + g
+            super().one(p, self.state[p]["m"], group)
+
+
+class DecaysTrained(Each):
+    """Shrinks what has a gradient that isn't zero."""
+
+    def one(self, p, g, group):
+        if g.any():
+            super().one(p, g + 0.1 * p, group)
+
+
+class SkipsNan(SkipsZeros):
+    def skips(self, g):
+        return bool(g.isnan().any())
+
+
+class DecaysMatrices(Each):
+    """What has a dim of size 1 isn't a matrix to it."""
+
+    def one(self, p, g, group):
+        super().one(p, g if 1 in p.shape else g + p, group)
+
+
+class NormalizesDoubles(Each):
+    def one(self, p, g, group):
+        super().one(p, g / g.norm() if p.dtype == torch.float64 else g, group)
 
 
 class NormalizesLater(Each):
@@ -248,6 +309,28 @@ class NormalizesOnDemand(Each):
     def one(self, p, g, group):
         factor = p.norm() if group["norm"] else 1 + group["scale"] * p.norm()
         super().one(p, g * factor, group)
+
+
+class KeepsParameters(Each):
+    """Parameters, their ids or tensors like them in an attribute."""
+
+    keeps: Callable[[list[torch.Tensor]], Any] = staticmethod(lambda params: params)
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.own = self.keeps([p for group in self.param_groups for p in group["params"]])
+
+
+class KeepsFactors(KeepsParameters):
+    keeps = staticmethod(lambda params: dict.fromkeys(params, 0.5))
+
+
+class KeepsIds(KeepsParameters):
+    keeps = staticmethod(lambda params: {id(p): 0.5 for p in params})
+
+
+class KeepsBuffers(KeepsParameters):
+    keeps = staticmethod(lambda params: {"buffers": [torch.zeros_like(p) for p in params]})
 
 
 class Everywhere(Lion):

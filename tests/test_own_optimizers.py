@@ -12,12 +12,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import axes
 import axes.nn
 from axes import ShardingError
 from tests import own_optimizers
 from tests.own_optimizers import ELEMENTWISE, Each, NormalizesOnDemand
+
+OWN: list[Any] = [
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+]  # fmt: skip
 
 PLACES = [((4, 6), "a@x b"), ((3,), "a@x"), ((5, 1), "a@x b"), ((2, 3, 4), "a b c@x"), ((), ""), ((4, 2), "a b")]
 """Shapes and specs. Of three elements, ranks have two and one; of one element on two ranks, one has none."""
@@ -99,6 +105,10 @@ REFUSED = {
     "Factors": "two halves of a matrix",
     "Clips": "two halves of a",
     "SkipsInfinities": "two halves of a",
+    "SkipsZeros": "its state 'm'",
+    "DecaysTrained": "two halves of a",
+    "SkipsNan": "two halves of a",
+    "DecaysMatrices": "two halves of a matrix",
     "NormalizesLater": "two halves of a",
     "ListsInState": "its state 'list' isn't one value for each element",
     "BuffersInGroups": "it keeps tensors among the options of a group",
@@ -110,6 +120,105 @@ def test_what_needs_more_than_an_element_is_refused_when_it_is_made(name, text):
     weights = [torch.ones(shape, requires_grad=True) for shape in ((4, 4), (3,), (4, 2, 3, 3))]
     with pytest.raises(ShardingError, match=f"{name} doesn't step each element by its own history: {text}"):
         axes.nn.local_optimizer(getattr(own_optimizers, name), weights)
+
+
+def test_parameters_are_tried_in_their_own_dtype():
+    make = axes.nn.local_optimizer
+    make(own_optimizers.NormalizesDoubles, [torch.ones(4, requires_grad=True)])
+    with pytest.raises(ShardingError, match="two halves of a vector"):
+        make(own_optimizers.NormalizesDoubles, [torch.ones(4, requires_grad=True, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
+def test_the_trial_finds_torchs_own_right_in_every_dtype(kind, dtype):
+    for shape in ((3,), (4, 2), (2, 3, 4), (2, 2, 2, 2)):
+        for options in ({}, {"foreach": True}, {"maximize": True}):
+            axes.nn.local_optimizer(kind, [torch.zeros(shape, dtype=dtype, requires_grad=True)], **options)
+
+
+@pytest.mark.parametrize("name", ["KeepsParameters", "KeepsFactors", "KeepsIds", "KeepsBuffers"])
+def test_parameters_that_an_optimizer_keeps_to_itself_are_refused(name):
+    kind = getattr(own_optimizers, name)
+    with axes.simulate(2), axes.init_mesh("x=2", device_type="cpu"):
+        with pytest.raises(ShardingError, match=f"{name} keeps parameters, or other DTensors, in its attribute 'own'"):
+            axes.nn.local_optimizer(kind, [parameter()])
+        assert isinstance(
+            axes.nn.local_optimizer(kind, [torch.ones(4, requires_grad=True)]), kind
+        )  # nothing is sharded
+
+
+def test_parameters_that_an_optimizer_begins_to_keep_are_refused_at_the_next_step():
+    with axes.simulate(2), axes.init_mesh("x=2", device_type="cpu"):
+        weight = parameter()
+        optimizer: Any = axes.nn.local_optimizer(Each, [weight])
+        optimizer.own = {"a": (weight,)}
+        with pytest.raises(ShardingError, match="in its attribute 'own'"):
+            optimizer.step()
+
+
+def test_an_option_of_one_number_for_each_element_is_refused():
+    with axes.simulate(2), axes.init_mesh("x=2", device_type="cpu"):
+        with pytest.raises(ShardingError, match=r"the option 'lr' is .* steps on shards take one number"):
+            axes.nn.local_optimizer(Each, [parameter()], lr=torch.ones(4))
+        axes.nn.local_optimizer(Each, [parameter()], lr=torch.tensor(0.1))
+
+
+def test_hooks_of_all_optimizers_see_the_steps_of_the_user_alone():
+    seen: list[str] = []
+    hooks = [
+        register(lambda optimizer, *_: seen.append(type(optimizer).__name__))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        with axes.simulate(2), axes.init_mesh("x=2", device_type="cpu"):
+            weight = parameter()
+            optimizer = axes.nn.local_optimizer(torch.optim.Adam, [weight])
+            assert not seen
+            weight.grad = axes.ones("a@x b", a=4, b=4)
+            optimizer.step()
+            assert seen == ["LocalAdam", "LocalAdam"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def asked() -> None:
+    """Attributes and `requires_grad` are the parameter's own in a step; a step that asks of none changes nothing."""
+    mesh = axes.init_mesh("x=2", device_type="cpu")
+    for at, made in ((0, torch.nn.Parameter), (1, lambda x: x.requires_grad_())):
+        weight = made(axes.shard(torch.ones(4, 2), "a@x b", mesh=mesh))
+        optimizer = axes.nn.local_optimizer(own_optimizers.AsksOfParameters, [weight], lr=1.0, wants_parameters=not at)
+        weight.grad = axes.ones("a@x b", mesh=mesh, a=4, b=2)
+        optimizer.step()
+        assert axes.to_local(weight).eq(0).all()
+        weight.scale = 2.0
+        optimizer.step()
+        assert axes.to_local(weight).eq(-2).all()
+        weight.requires_grad_(False)
+        optimizer.step()
+        assert axes.to_local(weight).eq(-2).all()
+        assert weight.steps == 2
+        local = weight.to_local()
+        assert not local.requires_grad
+        assert not hasattr(local, "scale")
+
+
+def test_a_step_may_ask_parameters_whatever_it_asks_on_one_device(world):
+    world(asked, 2)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_groups_may_have_another_kind_of_state_under_the_same_name(order):
+    with axes.simulate(2), axes.init_mesh("x=2", device_type="cpu"):
+        weights = [parameter() for _ in order]
+        groups = [{"params": [weight], "each": each} for weight, each in zip(weights, order, strict=True)]
+        optimizer = axes.nn.local_optimizer(own_optimizers.ByGroup, groups)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = axes.ones("a@x b", a=4, b=4)
+            optimizer.step()
+        assert [isinstance(optimizer.state[weight]["v"], DTensor) for weight in weights] == list(order)
 
 
 def test_dims_that_no_parameter_has_are_not_tried():

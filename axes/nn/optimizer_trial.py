@@ -1,28 +1,36 @@
 """Does an optimizer step each element by the history of this element alone? It is tried.
 
-Small tensors with as many dims as the parameters are stepped whole, and in two halves along each dim. Where the
-halves don't come out as the whole does, steps on shards would differ from one device. The gradients of the trial are
-of usual size, large, and at last infinite in one place, so that clipping by a norm and skipped steps are seen. What an
-optimizer does from its ninth step on, beyond a size, or for numbers of its options that aren't those of the trial,
-isn't seen.
+Small tensors with as many dims as the parameters, and of their dtype, are stepped whole, and in two halves along each
+dim. Where the halves don't come out as the whole does, steps on shards would differ from one device. The gradients of
+the trial are of usual size, zero but in one place, large, and at last infinite, or no number, in one place, so that
+clipping by a norm and skipped steps are seen. What an optimizer does from its tenth step on, beyond a size, or
+for numbers of its options that aren't those of the trial, isn't seen.
 
-    names = tried_state(torch.optim.AdamW, {"lr": 0.1}, group, ndim=2)     # {"step": False, "exp_avg": True, ...}
+    names = tried_state(torch.optim.AdamW, {"lr": 0.1}, group, 2, torch.float32)    # {"step": False, "exp_avg": True}
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import ShardingError, shown
 from axes.nn.local_gradients import local_tensor
 
-_SCALES = (1.0, 1.0, 1e3, 1.0, 1.0, 1.0, 1.0, math.inf)
-"""Of the gradient of each step; an infinity is in one place."""
+_SCALES = (1.0, 1.0, 0.0, 1e3, 1.0, 1.0, 1.0, 1.0, math.inf)
+"""Of the gradient of each step. Of 0 one element isn't 0, of infinity and NaN one element is that."""
+
+_SMALL = (1.0, 0.0, 1.0, math.nan)
+"""The same for a small tensor."""
+
+_ROUNDING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far whole and halves may be apart, relatively, in a narrow dtype; torch's loops round some elements otherwise."""
 
 _LONG = (1.0, 1.0)
 """The same for a large matrix."""
@@ -35,12 +43,16 @@ _RATE = 0.5
 
 
 def tried_state(
-    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], group: Mapping[str, Any], ndim: int
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    ndim: int,
+    dtype: torch.dtype,
 ) -> dict[str, bool]:
     """The state that an optimizer has for a parameter, by name: whether it is one value for each element.
 
     options: those that the optimizer was made with. group: a group of parameters, with its options. ndim: the number
-    of dims of the parameters, at least 1.
+    of dims of the parameters, at least 1. dtype: theirs.
 
     Raises `ShardingError` where an element's step needs more than this element.
     """
@@ -49,12 +61,19 @@ def tried_state(
             "axes.nn.local_optimizer: differentiable=True needs steps that autograd sees, and steps on shards are "
             f"hidden from it; use torch.optim.{optimizer.__name__} itself"
         )
+    for key, value in group.items():
+        if key not in ("params", "param_names") and any(each.numel() > 1 for each in tensors_in(value)):
+            raise ShardingError(
+                f"axes.nn.local_optimizer: the option '{key}' is {shown(value)}; steps on shards take one number, not "
+                "one for each element. Use the optimizer itself on DTensors, or on whole tensors"
+            )
     device = next((local_tensor(each).device for each in group["params"] if not each.is_meta), torch.device("cpu"))
-    trial = _Trial(optimizer, options, group, device)
+    trial = _Trial(optimizer, options, group, device, dtype)
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         found = trial.of((6, 4, 2, 4, 2, 2, 2, 2)[:ndim] if ndim > 1 else (8,), _SCALES)
+        trial.of((2,) * ndim, _SMALL, found)  # halves of which have a dim of size 1
         if ndim == 2:
-            trial.of(_LARGE, _LONG)
+            trial.of(_LARGE, _LONG, found)
     return found
 
 
@@ -85,22 +104,30 @@ class _Trial:
         options: Mapping[str, Any],
         group: Mapping[str, Any],
         device: torch.device,
+        dtype: torch.dtype,
     ):
-        self.optimizer, self.device = optimizer, device
+        self.optimizer, self.device, self.dtype = optimizer, device, dtype
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         rate = {"lr": _RATE} if "lr" in own else {}
         self.own, self.options = {**own, **rate}, {**options, **rate}
 
-    def of(self, shape: tuple[int, ...], scales: tuple[float, ...]) -> dict[str, bool]:
-        """The names of the state of a tensor of this shape, and which of it is one value for each element."""
+    def of(
+        self, shape: tuple[int, ...], scales: tuple[float, ...], known: Mapping[str, bool] = MappingProxyType({})
+    ) -> dict[str, bool]:
+        """The names of the state of a tensor of this shape, and which of it is one value for each element.
+
+        known: that, as far as another shape has told it already.
+        """
         generator = torch.Generator().manual_seed(0)
-        values = torch.randn(1 + len(scales), *shape, generator=generator, device="cpu")
+        wide = torch.complex128 if self.dtype.is_complex else torch.float64
+        values = torch.randn(1 + len(scales), *shape, generator=generator, device="cpu", dtype=wide)
         for gradient, scale in zip(values[1:], scales, strict=True):
-            if scale == math.inf:
-                gradient.view(-1)[0] = scale
-            else:
+            last = gradient.flatten()[-1].clone()
+            if math.isfinite(scale):
                 gradient.mul_(scale)
-        values = values.to(self.device)
+            if not scale or not math.isfinite(scale):
+                gradient.view(-1)[-1] = scale or last
+        values = values.to(self.device, self.dtype)
         what = "a vector" if len(shape) == 1 else "a matrix" if len(shape) == 2 else f"a tensor of {len(shape)} dims"
         try:
             expected, state = self._stepped(values)
@@ -113,15 +140,15 @@ class _Trial:
                 f"one raises {type(error).__name__}: {error}. One that can't step shards so works on DTensors, or on "
                 "whole tensors"
             ) from error
-        of_elements = {key: _shape(value) == expected.shape for key, value in state.items()}
+        of_elements = {key: _shape(value) == expected.shape for key, value in state.items()} | dict(known)
         for dim, parts in enumerate(halves):
             parameters, states = zip(*parts, strict=True)
-            if not _close(torch.cat(parameters, dim), expected):
+            if not self._close(torch.cat(parameters, dim), expected):
                 raise self._refusal(f"two halves of {what} that are stepped apart don't step as the whole")
             for key, value in state.items():
                 found = [each.get(key) for each in states]
-                whole = [torch.cat(found, dim)] if of_elements[key] else found
-                if not all(_close(each, value) for each in whole):
+                whole = [torch.cat(found, dim)] if of_elements[key] and _are_of(found, value) else found
+                if not all(self._close(each, value) for each in whole):
                     raise self._refusal(f"its state '{key}' isn't one value for each element, nor for all")
         return of_elements
 
@@ -130,9 +157,10 @@ class _Trial:
         parameter = torch.nn.Parameter(values[0].clone())
         own, options = copy.deepcopy((self.own, self.options))
         tried: Any = self.optimizer([{**own, "params": [parameter]}], **options)
+        step = functools.partial(without_hooks(type(tried).step), tried)
         for gradient in values[1:]:
             parameter.grad = gradient.clone()
-            tried.step()
+            step()
         if any(key is not parameter for key in tried.state):
             raise ShardingError("it keeps state that belongs to no parameter")
         if any(_holds_tensors(value) for key, value in tried.param_groups[0].items() if key not in {*own, "params"}):
@@ -141,6 +169,19 @@ class _Trial:
         if not isinstance(state, dict):
             raise ShardingError(f"its state of a parameter is no dict; found {type(state).__name__}")
         return parameter.detach(), dict(state)
+
+    def _close(self, found: Any, expected: Any) -> bool:
+        """Whether two values of state are the same up to rounding."""
+        if isinstance(expected, torch.Tensor):
+            if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                return False
+            if not expected.is_floating_point() and not expected.is_complex():
+                return torch.equal(found, expected)
+            finite = expected[expected.isfinite()]
+            largest = float(finite.abs().amax()) if finite.numel() else 0.0
+            rounding = _ROUNDING.get(self.dtype, 1e-4)
+            return torch.allclose(found, expected, rounding, 1e-2 * rounding * (1 + largest), equal_nan=True)
+        return type(found) is type(expected) and not isinstance(expected, dict | list | tuple) and found == expected
 
     def _refusal(self, reason: str) -> ShardingError:
         return ShardingError(
@@ -168,11 +209,13 @@ def _shape(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, torch.Tensor) else None
 
 
-def _close(found: Any, expected: Any) -> bool:
-    """Whether two values of state are the same up to rounding."""
-    if isinstance(expected, torch.Tensor):
-        if _shape(found) != expected.shape:
-            return False
-        largest = float(expected[expected.isfinite()].abs().amax()) if expected.isfinite().any() else 0.0
-        return torch.allclose(found, expected, 1e-4, 1e-6 * (1 + largest), equal_nan=True)
-    return type(found) is type(expected) and not isinstance(expected, dict | list | tuple) and found == expected
+def _are_of(found: list[Any], value: Any) -> bool:
+    """Whether all are tensors with as many dims as the state of the whole."""
+    return all(isinstance(each, torch.Tensor) and each.ndim == value.ndim for each in found)
+
+
+def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of a class before torch put hooks around it."""
+    while getattr(step, "hooked", False):
+        step = cast("Any", step).__wrapped__
+    return step

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.sizes import tuple_of
 from axes.nn.local_gradients import local_tensor, settled_gradient
-from axes.nn.optimizer_trial import kind_of_options, tensors_in, tried_state
+from axes.nn.optimizer_trial import kind_of_options, tensors_in, tried_state, without_hooks
 from axes.runtime import torch_private
 from axes.runtime.sharded import strides_like
 from axes.runtime.transforms import check_dense
@@ -43,6 +43,12 @@ Parameters = Iterable[Any]
 """As torch's optimizers take them: tensors, pairs of a name and a tensor, or dicts of groups with options."""
 
 State = dict[str, Any]
+
+Dress = list[tuple[dict[str, Any], bool]]
+"""Of each local tensor its attributes, and whether it needs a gradient."""
+
+Kind = tuple[int, torch.dtype, tuple[Any, ...]]
+"""What a trial depends on: the number of a parameter's dims, at least 1, its dtype, and the options of its group."""
 
 
 def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
@@ -64,7 +70,8 @@ def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> t
 
     Raises `ShardingError` for an optimizer that needs more than an element to step it (`Adafactor`, `Muon`,
     `LBFGS`, LAMB), for `differentiable=True`, and at a step for state that isn't sharded as its parameter. The first
-    is tried with small tensors, eight steps and the options as they are: whether numbers are 0, not how large.
+    is tried with small tensors, nine steps and the options as they are: whether numbers are 0, not how large. A class that
+    keeps parameters in its own attributes is refused, too: a step has plain tensors in `param_groups` and `state` alone.
 
     >>> import axes
     >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2"):
@@ -111,7 +118,8 @@ def _is_named(each: object) -> bool:
 @functools.lru_cache(maxsize=256)
 def _on_shards(optimizer: Any) -> type[LocalSteps]:
     """The class of an optimizer whose steps work on shards."""
-    return type(f"Local{optimizer.__name__}", (LocalSteps, optimizer), {"ordinary": optimizer})
+    own = {"ordinary": optimizer, "plain_steps": optimizer.__module__.startswith("torch.optim.")}
+    return type(f"Local{optimizer.__name__}", (LocalSteps, optimizer), own)
 
 
 class _Entered(NamedTuple):
@@ -123,24 +131,29 @@ class _Entered(NamedTuple):
     state: defaultdict[torch.Tensor, State]
     gradients: list[torch.Tensor | None]
     versions: list[tuple[int, list[int | None]]]
+    dressed: Dress | None
 
 
 class LocalSteps(torch.optim.Optimizer):
     """What goes before a class of optimizers, the `ordinary` one, so that its steps see local tensors."""
 
     ordinary: ClassVar[type[torch.optim.Optimizer]]
+    plain_steps: ClassVar[bool]
+    """Whether steps look at nothing of a parameter but its values, as those of torch's own classes do."""
     param_groups: list[dict[str, Any]]
     state: defaultdict[torch.Tensor, State]
 
     def __init__(self, parameters: Parameters, **options: Any):
         self.options = options
-        self.of_elements: dict[tuple[int, str], bool] = {}
-        """By the number of a parameter's dims and the name of state: is it one value for each element?"""
-        self.tried: set[tuple[Any, ...]] = set()
+        self.tried: dict[Kind, dict[str, bool]] = {}
+        """By the kind of parameters their state, by name: is it one value for each element?"""
+        self.kinds: dict[int, Kind] = {}
+        """The kind of each parameter, by its id."""
         self.seen: list[list[Any]] = []
         self.view: _View | None = None
         self.entered: _Entered | None = None
         super().__init__(parameters, **options)
+        self._check_attributes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -160,12 +173,11 @@ class LocalSteps(torch.optim.Optimizer):
 
     def _try(self, group: Mapping[str, Any]) -> None:
         """Try the optimizer with the options of a group, unless that has been done."""
-        kind = kind_of_options(group)
-        for ndim in {max(1, each.ndim) for each in group["params"]}:
-            if (ndim, *kind) not in self.tried:
-                found = tried_state(self.ordinary, self.options, group, ndim)
-                self.of_elements.update({(ndim, name): each for name, each in found.items()})
-                self.tried.add((ndim, *kind))
+        options = kind_of_options(group)
+        for each in group["params"]:
+            kind = self.kinds[id(each)] = (max(1, each.ndim), _tried_dtype(each.dtype), options)
+            if kind not in self.tried:
+                self.tried[kind] = tried_state(self.ordinary, self.options, group, *kind[:2])
 
     def _try_options(self) -> None:
         """The same for all groups, where any option is another object than at the last step."""
@@ -177,7 +189,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step all parameters that have a gradient, as the ordinary class does, and give what that gives."""
-        step = functools.partial(_without_hooks(self.ordinary.step), self, **options)
+        step = functools.partial(without_hooks(self.ordinary.step), self, **options)
         self._enter()
         try:
             return step() if closure is None else step(functools.partial(self._evaluated, closure))
@@ -200,13 +212,15 @@ class LocalSteps(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._try(group)
             self._check_state()
+            self._check_attributes()
             view = _View.of(self.param_groups, self.state)
         gradients = view.take_gradients()
+        dressed = None if self.plain_steps else view.dress()
         idle = [at for at, gradient in enumerate(gradients) if gradient is None]
         versions = [(at, torch_private.versions(view.memory_of[at])) for at in idle]
         groups = list(self.param_groups)
         wholes = [group["params"] for group in groups]
-        self.view, self.entered = view, _Entered(view, groups, wholes, self.state, gradients, versions)
+        self.view, self.entered = view, _Entered(view, groups, wholes, self.state, gradients, versions, dressed)
         for group, locals_ in zip(groups, view.locals, strict=True):
             group["params"] = locals_
         self.state = view.local_state
@@ -221,6 +235,8 @@ class LocalSteps(torch.optim.Optimizer):
         for group, parameters in zip(entered.groups, entered.wholes, strict=True):
             group["params"] = parameters
         view.give_gradients(entered.gradients)
+        if entered.dressed is not None:
+            view.undress(entered.dressed)
         torch.autograd.graph.increment_version(view.changed(entered.versions))
         if not view.local.is_still(local_state):
             self.view = None
@@ -248,6 +264,12 @@ class LocalSteps(torch.optim.Optimizer):
                 self._keep(parameter, local_state[local])
             else:
                 self.state.pop(parameter, None)
+        known = {*view.shards, *view.plain}
+        if foreign := [key for key in local_state if key not in known]:
+            raise ShardingError(
+                f"{self.ordinary.__name__} keeps state of {_said(foreign[0])}, which is none of the parameters that a "
+                "step on shards has; use the optimizer itself on DTensors, or on whole tensors"
+            )
         for parameter in view.plain:
             if parameter in local_state:
                 self.state[parameter] = local_state[parameter]
@@ -260,9 +282,21 @@ class LocalSteps(torch.optim.Optimizer):
             if isinstance(parameter, DTensor):
                 state.update({key: self._checked(key, value, parameter) for key, value in state.items()})
 
+    def _check_attributes(self) -> None:
+        """Raise `ShardingError` where the optimizer has parameters in attributes: those are DTensors in a step, too."""
+        ids = {id(each) for group in self.param_groups for each in group["params"] if isinstance(each, DTensor)}
+        for name, value in vars(self).items():
+            if name not in _OF_ALL and _holds_parameters(value, ids):
+                raise ShardingError(
+                    f"axes.nn.local_optimizer: {self.ordinary.__name__} keeps parameters, or other DTensors, in its "
+                    f"attribute '{name}'. A step on shards has plain tensors in param_groups and state alone; keep "
+                    "what belongs to a parameter in self.state or in its group, or use the optimizer itself on DTensors"
+                )
+
     def _is_of_elements(self, key: str, parameter: DTensor) -> bool | None:
         """Whether state of this name is one value for each element; None where the trial has not seen it."""
-        return self.of_elements.get((max(1, parameter.ndim), key))
+        kind = self.kinds.get(id(parameter))
+        return None if kind is None else self.tried[kind].get(key)
 
     def _checked(self, key: str, value: Any, parameter: DTensor) -> Any:
         if isinstance(value, DTensor):
@@ -314,7 +348,7 @@ class LocalSteps(torch.optim.Optimizer):
         self.view = self.entered = None
 
     def __getstate__(self) -> State:
-        own = {"options": self.options, "of_elements": self.of_elements, "tried": self.tried, "seen": []}
+        own = {"options": self.options, "tried": self.tried, "kinds": {}, "seen": []}
         return {**super().__getstate__(), **own}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -465,6 +499,24 @@ class _View:
                 local.grad = gradient
         return found
 
+    def dress(self) -> Dress:
+        """Give the local tensors what else a step may ask of a parameter: attributes, and whether it is trained.
+
+        The attributes are the parameter's own while the step lasts; the result is what the local tensors had.
+        """
+        before = []
+        for parameter, local in zip(self.sharded, self.shards, strict=True):
+            before.append((local.__dict__, local.requires_grad))
+            local.__dict__ = parameter.__dict__
+            local.requires_grad = parameter.requires_grad
+        return before
+
+    def undress(self, before: Dress) -> None:
+        """Make the local tensors again what they were before `dress`."""
+        for local, (attributes, requires_grad) in zip(self.shards, before, strict=True):
+            local.__dict__ = attributes
+            local.requires_grad = requires_grad
+
     def give_gradients(self, taken: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients from the local tensors again; a step may have removed or replaced them."""
         for parameter, local, before in zip(self.sharded, self.shards, taken, strict=True):
@@ -484,8 +536,27 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of a class before torch put hooks around it, which run around the step on shards already."""
-    while getattr(step, "hooked", False):
-        step = cast("Any", step).__wrapped__
-    return step
+def _tried_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype with which parameters of a dtype are tried: theirs, where torch draws and compares its values."""
+    return dtype if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1 else torch.float32
+
+
+_OF_ALL = {*vars(torch.optim.SGD([torch.zeros(1)])), "options", "tried", "kinds", "seen", "view", "entered"}
+"""The attributes of every optimizer, which aren't looked at for parameters."""
+
+
+def _holds_parameters(value: Any, ids: set[int]) -> bool:
+    """Whether a list, dict or set, however deep, has a DTensor or the id of a parameter."""
+    if isinstance(value, DTensor):
+        return True
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value in ids
+    if isinstance(value, Mapping):
+        return any(_holds_parameters(each, ids) for each in chain(value.keys(), value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(_holds_parameters(each, ids) for each in value)
+    return False
+
+
+def _said(tensor: Any) -> str:
+    return f"a tensor of shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else shown(tensor)
