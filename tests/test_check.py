@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -377,6 +378,167 @@ def test_a_rank_that_doesnt_come_is_named_with_what_it_did_last(world):
     assert said.startswith("rank 1 didn't come to operation 2 of ranks 0, 1 within 1 s:\n")
     assert "rank 1 was last seen passing in operation 1 of ranks 0, 1: pmin over 'tp' of [3] float32, at tests/" in said
     assert "rank 0 waited for operation 2 of ranks 0, 1: psum over 'tp' of [3] float32, at tests/" in said
+
+
+# --- several threads, several limits
+
+
+def on_lanes() -> list[Any]:
+    """Each thread has a lane of its own; each rank is late in another one, so that each waits for the other's lane."""
+    quick_looks()
+    meshes = [
+        axes.init_mesh("x=2", device_type="cpu", timeout=20, options={"x": axes.GroupOptions(lane=lane)})
+        for lane in ("a", "b")
+    ]
+    for mesh in meshes:
+        mesh.create_groups()
+    axes.debug(check=True)
+    found: dict[int, Any] = {}
+
+    def work(lane: int) -> None:
+        if lane != meshes[0].rank:
+            time.sleep(1)
+        try:
+            found[lane] = axes.psum(torch.ones(1), "x", mesh=meshes[lane]).item()
+        except DesyncError as error:
+            found[lane] = str(error)
+
+    for _ in range(2):
+        threads = [threading.Thread(target=work, args=(lane,)) for lane in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [found[0], found[1]]
+
+
+def test_ranks_that_wait_with_several_threads_are_no_circle(world):
+    assert world(on_lanes, 2) == [[2.0, 2.0]] * 2
+
+
+def said_last(first: float, second: float, late: float, dtensors: bool) -> Any:
+    """What comes of an operation on the second of two equal meshes, to which rank 1 comes late."""
+    mesh = axes.init_mesh("tp=2", device_type="cpu", timeout=first)
+    x = axes.shard(torch.ones(4), "a@tp", mesh=mesh)
+    axes.debug(check=True)
+
+    def operation(mesh: axes.Mesh) -> float:
+        if dtensors:
+            return axes.to_local(axes.reshard(x, "a", mesh=mesh)).sum().item()
+        return axes.psum(torch.ones(4), "tp", mesh=mesh).sum().item()
+
+    operation(mesh)
+    again = axes.init_mesh("tp=2", device_type="cpu", timeout=second)
+    if mesh.rank == 1:
+        time.sleep(late)
+    started = time.monotonic()
+    try:
+        return operation(again)
+    except DesyncError as error:
+        return time.monotonic() - started, str(error)
+    finally:
+        time.sleep(0.5)  # the late rank reads the others' end before these leave
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_ranks_wait_as_long_as_the_last_of_equal_meshes_says(world, dtensors):
+    assert world(said_last, 2, 1, 30, 2.5, dtensors) == [4.0 if dtensors else 8.0] * 2
+    (seconds, said), _ = world(said_last, 2, 60, 1, 3, dtensors)
+    assert 1 <= seconds < 3
+    assert said.startswith("rank 1 didn't come to operation 2 of ranks 0, 1 within 1 s:")
+
+
+# --- clipping, transfers, keys
+
+
+def clipped(what: str) -> Any:
+    """What clipping says where ranks differ in one thing."""
+    quick_looks()
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu", timeout=2)
+    axes.debug(check=True)
+    rank, parameters = mesh.rank, []
+    for shape in ((4, 4), (4, 2)):
+        parameter = torch.nn.Parameter(axes.shard(torch.ones(shape), "a@dp b@tp", mesh=mesh))
+        parameter.grad = axes.shard(torch.full(shape, 2.0), "a@dp b@tp", mesh=mesh)
+        parameters.append(parameter)
+    most, order = 1.0, 2.0
+    if what == "order":
+        order = 2.0 if rank < 2 else 3.0
+    elif what == "limit":
+        most = 1.0 if rank % 2 else 2.0
+    elif what == "fewer" and rank == 1:
+        parameters.pop()
+    elif what == "late" and rank == 0:
+        time.sleep(4)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        return str(axes.nn.clip_grad_norm_(parameters, most, norm_type=order).item()), 0.0
+    except DesyncError as error:
+        return str(error), time.monotonic() - started
+
+
+CLIPPED = {
+    "order": (
+        "the norm of gradients, of order 2, clipped to 1: sum of 1 parts of 2 tensors",
+        "of order 3, clipped to 1",
+    ),
+    "limit": ("of order 2, clipped to 1: sum", "of order 2, clipped to 2: sum"),
+    "fewer": ("sum of 1 parts of 2 tensors", "sum of 1 parts of 1 tensors"),
+}
+
+
+@pytest.mark.parametrize("what", CLIPPED)
+def test_ranks_that_clip_otherwise_are_told_so(world, what):
+    said = [text for text, _ in world(clipped, 4, what)]
+    assert all(any(word in text for word in CLIPPED[what]) or "wait for one another" in text for text in said)
+    assert any(all(word in text for word in CLIPPED[what]) for text in said)
+
+
+def test_clipping_waits_for_a_rank_as_long_as_its_mesh_says(world):
+    told = world(clipped, 4, "late")
+    assert all(text and seconds < 3.5 for text, seconds in told[1:])
+    assert sum("rank 0 didn't come" in text for text, _ in told) >= 1
+
+
+def test_equal_clipping_raises_no_alarm(world):
+    assert {text for text, _ in world(clipped, 4, "")} == {str(torch.tensor(96.0).sqrt().item())}
+
+
+def many_resharded() -> str:
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu", timeout=5)
+    axes.debug(check=True)
+    x = {name: axes.shard(torch.ones(4, 4), "a@dp b@tp", mesh=mesh) for name in "pq"}
+    with pytest.raises(DesyncError) as caught:
+        axes.reshard(x, {"p": "a@dp b", "q": "a@dp b" if mesh.rank != 1 else "a b@tp"}, mesh=mesh)
+    return str(caught.value)
+
+
+def test_plans_of_many_tensors_that_differ_are_shown_with_what_differs(world):
+    for rank, said in enumerate(world(many_resharded, 4)):
+        assert "ranks have other plans" in said, rank
+        assert "-> a@dp b on" in said
+        assert "-> a b@tp on" in said
+
+
+def sizes_on_one_rank() -> int:
+    mesh, store = axes.init_mesh("tp=2", device_type="cpu", timeout=5), dist.group.WORLD.get_group_store()
+    axes.debug(check=True)
+    sizes = {} if mesh.rank == 0 else {"send_sizes": [2, 2], "recv_sizes": [2, 2]}
+    axes.psum(torch.ones(1), "tp", mesh=mesh)
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(3):
+        with pytest.raises(DesyncError, match="ranks disagree"):
+            axes.all_to_all(torch.ones(4, 2), "tp", 0, 0, mesh=mesh, **sizes)
+    dist.barrier()
+    time.sleep(0.2)
+    return store.num_keys() - before
+
+
+def test_no_key_is_left_where_one_rank_tells_its_sizes_and_another_none(world):
+    assert world(sizes_on_one_rank, 2) == [0, 0]
 
 
 def test_debug_takes_a_bool():

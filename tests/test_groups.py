@@ -421,5 +421,20 @@ def started_from_the_environment():
     return value.item(), timeout, dist.is_initialized()
 
 
+STARTS = {
+    "axes.init_mesh('dp=1', device_type='cpu')": "False",
+    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); axes.init_mesh('dp=1')": "True",
+    "axes.init_mesh('dp=1', device_type='cpu'); axes.destroy_process_groups()": "False",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_world_that_init_mesh_started_ends_with_the_program(start):
+    """What torch leaves open when a process ends has threads, and these end some processes with an abort."""
+    code = "import atexit, torch.distributed as dist, axes; atexit.register(lambda: print(dist.is_initialized())); "
+    done = subprocess.run([sys.executable, "-c", code + start], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == [STARTS[start]]
+
+
 def test_init_mesh_starts_the_world_from_the_launchers_environment(world):
     assert world(started_from_the_environment, 2) == [(1, 33.0, False)] * 2

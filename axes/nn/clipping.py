@@ -25,6 +25,7 @@ meshes.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,8 +42,9 @@ from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sizes import checked_flag, tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
-from axes.runtime import torch_private
-from axes.runtime.check import Operation, together
+from axes.runtime import flags, torch_private
+from axes.runtime.check import Operation, lane_of, patience_of, together
+from axes.runtime.device_mesh import mesh_known_for
 from axes.runtime.groups import of_world
 from axes.runtime.lines import AxisName
 from axes.runtime.links import link_of
@@ -151,7 +153,7 @@ def clip_grad_norm_(
     if len({each.is_meta for each in held}) > 1:
         raise ShardingError("axes.nn.clip_grad_norm_ takes tensors with values; found some on the device 'meta'")
     parts = [_Part(p, local) for p, local in zip(held, locals_, strict=True) if id(p) not in elsewhere]
-    norm = _norm(parts, order, axes)
+    norm = _norm(parts, order, axes, limit)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteNormError(
             f"the gradients' norm of order {order} is {float(norm)}, and nothing was scaled; "
@@ -174,6 +176,7 @@ class _SplitAxis:
     layout: Layout
     group: dist.ProcessGroup = field(compare=False)
     name: str = field(compare=False)
+    mesh: Mesh | None = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,9 @@ def _stage_axes(stages: AxisName, mesh: Mesh | None) -> list[_SplitAxis]:
     axes = [where.axis(name) for name in names]
     device_type = "cpu" if where.binding is None else where.binding.device_type
     found = [
-        _SplitAxis(where.universe, device_type, axis.layout, axis.group, axis.name) for axis in axes if axis.size > 1
+        _SplitAxis(where.universe, device_type, axis.layout, axis.group, axis.name, where)
+        for axis in axes
+        if axis.size > 1
     ]
     return _ordered(found)
 
@@ -257,9 +262,10 @@ def _place(spec: Any) -> _Place | None:
         return None
     universe = Universe.of(torch_private.root_ranks(mesh))
     layouts = [Layout.of(modes) for modes in torch_private.dims_of(mesh)]
+    known = mesh_known_for(mesh)
     names = mesh.mesh_dim_names or [f"dim {number}" for number in range(mesh.ndim)]
     split = [
-        _SplitAxis(universe, mesh.device_type, layout, mesh.get_group(number), names[number])
+        _SplitAxis(universe, mesh.device_type, layout, mesh.get_group(number), names[number], known)
         for number, (layout, placement) in enumerate(zip(layouts, spec.placements, strict=True))
         if layout.size > 1 and not placement.is_replicate()
     ]
@@ -281,14 +287,18 @@ def _is_of_one_stage(place: _Place | None, stages: Sequence[_SplitAxis]) -> bool
     return not any(has)
 
 
-def _norm(parts: Sequence[_Part], order: float, stages: Sequence[_SplitAxis]) -> torch.Tensor:
-    """The norm of all parts; the same collectives on every rank that has the same tensors."""
+def _norm(
+    parts: Sequence[_Part], order: float, stages: Sequence[_SplitAxis], limit: float | None = None
+) -> torch.Tensor:
+    """The norm of all parts, to be clipped to `limit`; the same collectives on every rank that has the same tensors."""
     # Parts that are reduced over the same axes are one sum: of powers, or for an infinite order a maximum.
     sums: dict[tuple[tuple[_SplitAxis, ...], bool], list[torch.Tensor]] = {}
+    tensors: dict[tuple[tuple[_SplitAxis, ...], bool], list[torch.Tensor]] = {}
     for part in parts:
         place = _place(torch_private.spec_of(part.tensor)) if isinstance(part.tensor, DTensor) else None
         key = (() if place is None else place.split, _is_of_one_stage(place, stages))
         locals_ = sums.setdefault(key, [])
+        tensors.setdefault(key, []).append(part.tensor)
         if part.local is not None:
             locals_.append(part.local)
     axes = _ordered({axis for split, _ in sums for axis in split})
@@ -296,13 +306,14 @@ def _norm(parts: Sequence[_Part], order: float, stages: Sequence[_SplitAxis]) ->
     values = {key: _sum(locals_, order, device) for key, locals_ in sums.items()}
     for axis in axes:
         here = [key for key in values if axis in key[0]]
-        values.update(zip(here, _reduced([values[key] for key in here], order, axis), strict=True))
+        of = _listed([tensors[key] for key in here]) if flags.check else ""
+        values.update(zip(here, _reduced([values[key] for key in here], order, axis, limit, of), strict=True))
     mine, everyones = (
         _combined([value for (_, staged), value in values.items() if staged is wanted], order, device)
         for wanted in (True, False)
     )
     for axis in stages:
-        (mine,) = _reduced([mine], order, axis)
+        (mine,) = _reduced([mine], order, axis, limit, "")
     total = _combined([mine, everyones], order, device)
     total = total if order == math.inf else total.pow(1 / order)
     wide = any(part.tensor.dtype in (torch.float64, torch.complex128) for part in parts)
@@ -343,20 +354,32 @@ def _combined(values: Sequence[torch.Tensor], order: float, device: torch.device
     return every.amax() if order == math.inf else every.sum()
 
 
-def _reduced(values: Sequence[torch.Tensor], order: float, axis: _SplitAxis) -> Sequence[torch.Tensor]:
+def _listed(tensors: Sequence[Sequence[torch.Tensor]]) -> str:
+    """The tensors of each sum, as ranks compare them: how many, and a digest of their shapes."""
+    shapes = [[tuple(each.shape) for each in every] for every in tensors]
+    counts = ", ".join(str(len(every)) for every in shapes)
+    return f" of {counts} tensors ({hashlib.sha256(str(shapes).encode()).hexdigest()[:8]})"
+
+
+def _reduced(
+    values: Sequence[torch.Tensor], order: float, axis: _SplitAxis, limit: float | None, of: str
+) -> Sequence[torch.Tensor]:
     """Each value combined with those of all ranks along the axis, in one collective."""
     op = "max" if order == math.inf else "sum"
     wire = torch.stack(list(values)).to(axis.device_type)
     run = link_of(axis.group, wire.dtype, True, op).all_reduce
-    return together(_operation, (axis, wire, op), run, wire, op, True).to(values[0].device).unbind()
+    clipped = "" if limit is None else f", clipped to {limit:g}"
+    said = f"the norm of gradients, of order {order:g}{clipped}: {op}"
+    return together(_operation, (axis, wire, said, of), run, wire, op, True).to(values[0].device).unbind()
 
 
-def _operation(axis: _SplitAxis, wire: torch.Tensor, op: str) -> Operation:
-    """What the ranks along an axis do together."""
+def _operation(axis: _SplitAxis, wire: torch.Tensor, said: str, of: str) -> Operation:
+    """What the ranks along an axis do together. of: which tensors the parts are of, where it is compared."""
     ranks = Universe.of(dist.get_process_group_ranks(axis.group)).ranks
-    said = f"the norm of gradients, {op} of {len(wire)} parts"
-    waits = torch_private.default_timeout(axis.device_type)
+    said = f"{said} of {len(wire)} parts{of}"
+    waits = patience_of(axis.mesh, axis.group) if axis.mesh else torch_private.default_timeout(axis.device_type)
+    lane = lane_of(axis.mesh) if axis.mesh else axis.device_type
     moved = 2 * wire.numel() * wire.element_size() * (len(ranks) - 1) // len(ranks)
     named = said, "the norm of gradients", "all_reduce", axis.name, str(axis.group.group_name), ranks
     traced = Traced(*named, str(wire.dtype).removeprefix("torch."), axis.device_type, bytes_in=moved, bytes_out=moved)
-    return Operation(ranks, said, said, axis.device_type, waits, traced=traced)
+    return Operation(ranks, said, said, lane, waits, traced=traced)

@@ -34,7 +34,7 @@ from axes.ops.local_view import ALONE
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
-from axes.runtime.check import waited
+from axes.runtime.check import patience_of, waited
 from axes.runtime.factories import draw_into, kept_at
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import used
@@ -222,8 +222,8 @@ def _compare_generators(mesh: Mesh) -> None:
     state = hashlib.sha256(torch.random.get_rng_state().numpy().tobytes()).hexdigest()[:16]
     advice = "seed all ranks alike before it, torch.manual_seed(0); or pass seed=, one number on all ranks"
     barrier = world.barrier("dropout", ranks, f"the first axes.nn.dropout over {ranks_text(ranks)}", advice)
-    timeout = torch_private.default_timeout(mesh.binding.device_type)
-    agree(world.member, barrier, f"a default CPU generator (seed {torch.initial_seed()}) in the state {state}", timeout)
+    said = f"a default CPU generator (seed {torch.initial_seed()}) in the state {state}"
+    agree(world.member, barrier, said, patience_of(mesh))
 
 
 def _kept(x: torch.Tensor, sharding: Sharding | None, whole: tuple[int, ...], seed: int, p: float) -> torch.Tensor:

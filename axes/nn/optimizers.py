@@ -70,8 +70,9 @@ def local_optimizer(optimizer: Any, parameters: Parameters, **options: Any) -> t
 
     Raises `ShardingError` for an optimizer that needs more than an element to step it (`Adafactor`, `Muon`,
     `LBFGS`, LAMB), for `differentiable=True`, and at a step for state that isn't sharded as its parameter. The first
-    is tried with small tensors, nine steps and the options as they are: whether numbers are 0, not how large. A class that
-    keeps parameters in its own attributes is refused, too: a step has plain tensors in `param_groups` and `state` alone.
+    is tried with small tensors, nine steps and the options as they are: whether numbers are 0, not how large. A class
+    that keeps parameters in its own attributes is refused, too: in a step, plain tensors are in `param_groups` and
+    `state` alone.
 
     >>> import axes
     >>> with axes.simulate(4), axes.init_mesh("dp=2 tp=2"):

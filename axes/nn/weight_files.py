@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,9 @@ from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text, refuse
+from axes.runtime.check import patience_of
 from axes.runtime.checkpoint import parts_of
+from axes.runtime.device_mesh import mesh_known_for
 from axes.runtime.groups import current_world
 from axes.runtime.writes import count_writes
 
@@ -313,12 +316,12 @@ def _agreed(slots: Sequence[_Slot], found: Callable[[], _Found]) -> _Found:
     world, waiting = current_world() if torch.distributed.is_initialized() else None, []
     if world is None or world.fake:
         return found()
-    for device_type, ranks in _meshes(slots):
+    for ranks, patience in _meshes(slots):
         subject = f"load_safetensors over {ranks_text(ranks)}"
         barrier = world.barrier(
             "load_safetensors", ranks, subject, "every rank of a mesh calls it with the same module"
         )
-        waiting.append((barrier, torch_private.default_timeout(device_type)))
+        waiting.append((barrier, patience))
     try:
         here = found()
         while waiting:
@@ -331,11 +334,16 @@ def _agreed(slots: Sequence[_Slot], found: Callable[[], _Found]) -> _Found:
     return here
 
 
-def _meshes(slots: Sequence[_Slot]) -> dict[tuple[str, Sequence[int]], None]:
-    """The type of device and the ranks of each mesh that has parameters and this rank, each once."""
+def _meshes(slots: Sequence[_Slot]) -> list[tuple[Sequence[int], timedelta]]:
+    """The ranks of each mesh that has parameters and this rank, each once, and how long they wait for one another."""
     meshes = dict.fromkeys(slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor))
-    mine = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
-    return dict.fromkeys((mesh.device_type, Universe.of(sorted(mesh.mesh.flatten().tolist())).ranks) for mesh in mine)
+    found: dict[tuple[str, Sequence[int]], timedelta] = {}
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:
+            known = mesh_known_for(mesh)
+            patience = patience_of(known) if known else torch_private.default_timeout(mesh.device_type)
+            found.setdefault((mesh.device_type, Universe.of(sorted(mesh.mesh.flatten().tolist())).ranks), patience)
+    return [(ranks, patience) for (_, ranks), patience in found.items()]
 
 
 def _statement(found: _Found) -> str:

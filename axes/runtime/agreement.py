@@ -15,8 +15,8 @@ waits. A barrier ends once, for all: whoever comes later reads the same end. It 
 
 - a rank states something else: at once, with both statements;
 - a rank raised an error of its own before it came (`refuse`): at once, with that error;
-- members wait for one another in a circle, each at another barrier: within a second or so, with
-  all that they wait for (the notes of the ranks tell);
+- members wait for one another in a circle, each at another barrier and with one thread: within a
+  second or so, with all that they wait for (the notes of the ranks tell);
 - the time is up: with the ranks that didn't come, and what each was last seen waiting for.
 
 Rank 0 hosts the store of a job, so it leaves a failed barrier last, or the others would see a
@@ -50,6 +50,7 @@ import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError
 from axes.algebra.universe import Universe
+from axes.runtime import presence
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
     Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails.
     """
     if len(barrier.members) > 1:
-        with store_errors(barrier.subject):
+        with store_errors(barrier.subject), _staying(member, barrier):
             ask_in_time(member, barrier.subject, timeout, lambda asking: _meet(asking, barrier, statement, timeout))
 
 
@@ -124,28 +125,34 @@ def agree_and_forget(
 
     Gives what each member has `told` the others, as JSON can say it, in the order of the members.
     """
-    key, tells = _key(barrier), [] if told is None else [f"told/{rank}" for rank in barrier.members]
+    key, every = _key(barrier), [f"told/{rank}" for rank in barrier.members]
+    tells = [] if told is None else every
     found: list[Any] = []
 
     def meet(asking: Member) -> None:
-        store = asking.store
+        store, left = asking.store, every  # where ranks do different things, others may have told something
         if tells:
             store.set(f"{key}/told/{member.rank}", json.dumps(told))
         try:
             if len(barrier.members) > 1:
                 _meet(asking, barrier, statement, timeout)
+            left = []
             found.extend(map(json.loads, store.multi_get([f"{key}/{each}" for each in tells]) if tells else ()))
         finally:
             # Where the store is gone that is being reported already.
             with contextlib.suppress(dist.DistError):
                 if store.add(f"{key}/done", 1) == len(barrier.members):
                     # First what says that the barrier has begun: nobody waits at one that hasn't (see `_is_open`).
-                    for part in ("stated", "count", "end", "left", "reporter", "done", *tells):
+                    for part in ("stated", "count", "end", "left", "reporter", "done", *(tells or left)):
                         store.delete_key(f"{key}/{part}")
 
-    with store_errors(barrier.subject):
+    with store_errors(barrier.subject), _staying(member, barrier):
         ask_in_time(member, barrier.subject, timeout, meet)
     return found
+
+
+def _staying(member: Member, barrier: Barrier) -> contextlib.AbstractContextManager[None]:
+    return presence.staying(member.rank, _key(barrier), barrier.seen, _packed(barrier.members))
 
 
 def stay_away(member: Member, kind: str, why: str) -> None:
@@ -328,7 +335,7 @@ def _on_a_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="axes: a question to the store", daemon=True).start()
+    threading.Thread(target=run, name=f"{presence.OWN}a question to the store", daemon=True).start()
     return outcome
 
 
@@ -352,7 +359,7 @@ def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
     elif member.store.add(f"{key}/count", 1) == len(barrier.members):
         _end(member.store, key, None, len(barrier.members))
     # After the count: a rank that died before it hasn't come, and is named.
-    _leave_note(member, {"key": key, "subject": barrier.seen, "members": _packed(barrier.members)})
+    _leave_note(member, {"key": key, "subject": barrier.seen})
     end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
     if end["error"] is not None:
         _leave_note(member, {"key": key, "subject": barrier.seen, "failed": True})
@@ -377,7 +384,7 @@ def _read(store: dist.Store, key: str) -> dict[str, Any] | None:
 
 def _wait_for_end(member: Member, barrier: Barrier, key: str, deadline: float, timeout: timedelta) -> dict[str, Any]:
     """Polls, ever more slowly, since a blocking wait that times out writes warnings of its own."""
-    started = time.monotonic()
+    started, alone = time.monotonic(), False
     look = _FIRST_LOOK_SECONDS
     slowest = max(_SLOWEST_POLL_SECONDS, len(barrier.members) / 20_000)
     while (end := _ended(member.store, key)) is None:
@@ -387,7 +394,11 @@ def _wait_for_end(member: Member, barrier: Barrier, key: str, deadline: float, t
         elif now - started >= look:
             look *= 2
             _end_with_who_stays_away(member, barrier, key)
-            _end_circles(member, barrier, key)
+            if alone != presence.is_alone(member.rank):
+                alone = not alone
+                _leave_note(member, {"key": key, "subject": barrier.seen, "alone": alone})
+            if alone:
+                _end_circles(member, barrier, key)
         pause = min(max(_FIRST_POLL_SECONDS, (now - started) / 8), slowest)
         time.sleep(max(0.0, min(pause, deadline - now)))
     return end
@@ -402,7 +413,7 @@ def _time_is_up(member: Member, barrier: Barrier, key: str, timeout: timedelta) 
             if _ended(store, key) is not None:
                 return
             time.sleep(_SLOWEST_POLL_SECONDS)
-    missing = [rank for rank in barrier.members if _note(member, rank).get("key") != key]
+    missing = [rank for rank in barrier.members if not _has_come(_note(member, rank), key)]
     seconds = f"{timeout.total_seconds():g} s"
     lines = [f"{barrier.subject} isn't complete after {seconds}, though all have been seen there"]
     if missing:
@@ -436,11 +447,17 @@ def _leave(member: Member, key: str, present: int) -> None:
 
 
 def _leave_note(member: Member, note: dict[str, Any]) -> None:
+    """Notes where a rank is: of a barrier its key and subject; where its threads wait; whether it has one alone."""
+    note = note | {"waits": presence.stays(member.rank)}
     member.store.set(f"axes/rank/{member.rank}", json.dumps(note))
 
 
 def _note(member: Member, rank: int) -> dict[str, Any]:
     return _read(member.store, f"axes/rank/{rank}") or {}
+
+
+def _has_come(note: dict[str, Any], key: str) -> bool:
+    return note.get("key") == key or key in note.get("waits", ())
 
 
 def _last_seen(member: Member, rank: int) -> str:
@@ -453,8 +470,9 @@ def _last_seen(member: Member, rank: int) -> str:
         return f"rank {rank} raised in {note['subject']}: {_indented(note['raised'])}"
     if "away" in note:
         return f"rank {rank} {note['subject']}"
-    if _is_open(member.store, note["key"]):
-        return f"rank {rank} waits for {note['subject']}"
+    for key, (subject, _) in note["waits"].items():
+        if _is_open(member.store, key):
+            return f"rank {rank} waits for {subject}"
     return f"rank {rank} was last seen {'failing' if 'failed' in note else 'passing'} in {note['subject']}"
 
 
@@ -480,7 +498,8 @@ def _end_circles(member: Member, barrier: Barrier, key: str) -> None:
 
     From a barrier, the notes of the members that are missing lead to other barriers. A way back to
     a barrier that misses this rank is a circle: no barrier on it can end, since each misses a rank
-    that is held at the next. That the barriers are still open is checked once the circle is found.
+    that is held at the next, and none of these ranks has a thread that may still come. That the
+    barriers are still open is checked once the circle is found.
     """
     budget = iter(range(_NOTES_READ_AT_ONCE))
     circle = _way_back(member, key, barrier.members, [(member.rank, key, barrier.seen)], budget)
@@ -505,11 +524,13 @@ def _way_back(
         if rank in {passed for passed, _, _ in way} or next(budget, None) is None:
             continue
         note = _note(member, rank)
-        held = note.get("key", key)
+        if not note.get("alone") or len(note["waits"]) != 1:
+            continue
+        ((held, (subject, others)),) = note["waits"].items()
         if held == key or not _is_open(member.store, held):
             continue
-        onward = [*way, (rank, held, note["subject"])]
-        found = _way_back(member, held, _unpacked(note.get("members", "")), onward, budget)
+        onward = [*way, (rank, held, subject)]
+        found = _way_back(member, held, _unpacked(others), onward, budget)
         if found is not None:
             return found
     return None

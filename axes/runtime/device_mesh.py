@@ -82,6 +82,12 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
+def mesh_known_for(device_mesh: DeviceMesh) -> Mesh | None:
+    """The mesh that a `DeviceMesh` was made for, or that has adopted it; None for one that axes hasn't met."""
+    known, mesh = current_world().meshes.get(device_mesh, (None, None))
+    return mesh if known is device_mesh or (known is not None and _same_groups(known, device_mesh)) else None
+
+
 def _teach_torch() -> None:
     """What torch has to do otherwise for the meshes of axes; each once for a process."""
     torch_private.allow_any_axis_order()

@@ -182,8 +182,8 @@ class World:
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
         self.flattened: dict[tuple[Universe, str, str], tuple[str, ...]] = {}
-        self.limits: dict[Mesh, timedelta] = {}
-        """How long the ranks of a mesh wait, where that was said last: equal meshes may say it otherwise."""
+        self.waits: dict[Mesh, Any] = {}
+        """How long the ranks of a mesh wait: what meshes that are declared equal share."""
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
         whole = range(self.size)
         self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(default, whole, self.backend, _NO_OPTIONS, "default")
@@ -388,7 +388,7 @@ def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
 def _keep(world: World, wanted: Callable[[_Entry], bool]) -> None:
     """Forgets the other groups, and what was made of groups."""
     world.groups = {key: entry for key, entry in world.groups.items() if wanted(entry)}
-    for known in (world.limits, world.device_meshes, world.meshes, world.roots, world.flattened, world.caches):
+    for known in (world.waits, world.device_meshes, world.meshes, world.roots, world.flattened, world.caches):
         known.clear()
 
 

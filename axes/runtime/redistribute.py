@@ -33,6 +33,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -361,9 +362,14 @@ def _log_once(text: str) -> None:
     _log.info(text)
 
 
-@of_world(4096)
 def _operation(program: Program) -> Operation:
     """What the ranks of a program do together: all those of its meshes through this one."""
+    return replace(_operation_so_far(program), waits=patience_of(program.plan.source.mesh))
+
+
+@of_world(4096)
+def _operation_so_far(program: Program) -> Operation:
+    """The same but for how long the ranks wait, which a later mesh may say otherwise."""
     made = program.plan
     meshes = made.source.mesh, made.target.mesh
     here = [mesh for mesh in meshes if mesh.universe.position(made.rank) is not None]
@@ -376,7 +382,7 @@ def _operation(program: Program) -> Operation:
         program.said,
         f"{made.fingerprint} of {program.tensor}",
         lane_of(meshes[0]),
-        patience_of(meshes[0]),
+        timedelta(0),
         functools.partial(_first_part, program),
     )
 

@@ -143,7 +143,7 @@ class TransferRun:
         """
         if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
             return None
-        binding = replace(self.mesh.binding, timeout=self.limit)
+        binding = self.mesh.binding
         if self.limit is not None and binding.device_type == "cpu":
             own = GroupOptions(timeout=self.limit, lane=_LANE)
             binding = replace(binding, lanes=(*binding.lanes, (_LANE, own)))
@@ -156,7 +156,7 @@ class TransferRun:
 
     def keep_to_limit(self) -> None:
         """Connect anew where ranks of the mesh wait for another time by now."""
-        limit = None if self.mesh is None else current_world().limits.get(self.mesh, self.mesh.binding.timeout)
+        limit = None if self.mesh is None else self.mesh.binding.timeout
         if limit != self.limit:
             vars(self).pop("group", None)
         self.limit = limit
@@ -596,7 +596,7 @@ class TransferRun:
         return sent, received
 
     def _comparison(self) -> Operation:
-        """What ranks tell each other before: whether their tensors fit, and by which plan."""
+        """What ranks tell each other before: whether their tensors fit, and by which plan, which isn't compared yet."""
         found, size = self._operation(), len(self.ranks)
         assert found.traced is not None, "an operation of a transfer is one exchange"
         moved = 2 * _STATE * torch.int64.itemsize * (size - 1) // size
@@ -610,7 +610,7 @@ class TransferRun:
             bytes_out=moved,
             together=True,
         )
-        return replace(found, traced=traced)
+        return replace(found, compared="axes.transfer", traced=traced)
 
     def _operation(self) -> Operation:
         assert self.mesh is not None, "what is sent is of a mesh"
@@ -660,7 +660,7 @@ class TransferRun:
             into = f"into= {'is left out' if new else 'is passed'}" if targets else ""
             said = f"{self.planned.described}{_lists_text(lists)}"
             mine = json.dumps((None if error is None else str(error), into, said))
-            told = [json.loads(text) for text in together(self._operation, (), _texts, group, mine, self.device)]
+            told = [json.loads(text) for text in together(self._comparison, (), _texts, group, mine, self.device)]
             if error is not None:
                 raise error
             raise self._disagreement(told, said)

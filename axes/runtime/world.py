@@ -12,6 +12,7 @@ ranks of the mesh then compare what they declared: one that differs makes each o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -63,18 +64,33 @@ _starts = itertools.count()
 """Numbers the worlds that this process starts: the same number on all ranks of one."""
 
 
+@dataclass
+class Waits:
+    """How long the ranks of a mesh wait for one another; None for as long as the default group does.
+
+    Meshes that are declared equal share it, and the last declaration says it: what was made for one of them, such as
+    a plan, serves the others.
+    """
+
+    timeout: timedelta | None = None
+
+
 @dataclass(frozen=True)
 class Binding:
     """What binds a mesh to a job: its device, and the axes whose groups aren't like the default.
 
-    `options` are those of all names of a layout, `lanes` those of one name alone. `timeout` says how long
-    ranks wait for one another; it doesn't make meshes differ.
+    `options` are those of all names of a layout, `lanes` those of one name alone. `waits` doesn't make meshes differ.
     """
 
     device_type: str
     options: tuple[tuple[Layout, GroupOptions], ...] = ()
-    timeout: timedelta | None = field(default=None, compare=False)
+    waits: Waits = field(default_factory=Waits, compare=False)
     lanes: tuple[tuple[str, GroupOptions], ...] = ()
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long ranks wait for one another, if that was said."""
+        return self.waits.timeout
 
 
 def init_mesh(
@@ -137,10 +153,15 @@ def init_mesh(
             destroy_process_groups()  # so that what the error advises can be done in this process
         raise
     _agree(world, mesh)
-    world.limits.pop(mesh, None)
-    if waits is not None:
-        world.limits[mesh] = waits
+    mesh = _known(world, mesh)
+    mesh.binding.waits.timeout = waits
     return mesh
+
+
+def _known(world: World, mesh: Mesh) -> Mesh:
+    """The mesh, which shares how long its ranks wait with those that were declared equal before."""
+    shared = world.waits.setdefault(mesh, mesh.binding.waits)
+    return mesh if shared is mesh.binding.waits else mesh._with(binding=replace(mesh.binding, waits=shared))
 
 
 def bound_to_job(mesh: Mesh, device_type: str | None = None) -> Mesh:
@@ -155,7 +176,7 @@ def bound_to_job(mesh: Mesh, device_type: str | None = None) -> Mesh:
         _refuse(world, ranks, error)
         raise
     _agree(world, bound)
-    return bound
+    return _known(world, bound)
 
 
 def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: World) -> SizeError | None:
@@ -198,7 +219,7 @@ def _start(device_type: str | None, timeout: object) -> None:
         waits, device = _device(device_type, timeout, 0)
         backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=waits)
-        current_world().started_here = True
+        _own_world()
         return
     absent = [name for name in _LAUNCHERS_VARIABLES if name not in present]
     if absent:
@@ -236,7 +257,27 @@ def _start(device_type: str | None, timeout: object) -> None:
         others = without_report(member, replace(barrier, kind="start-failure"))
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise DesyncError(f"{subject} failed on rank {rank}, in connecting: {said}{others}") from error
+    _own_world()
+
+
+def _own_world() -> None:
+    """Notes that `init_mesh` has started the world, which ends with the program at the latest."""
     current_world().started_here = True
+    atexit.unregister(_end_at_exit)
+    atexit.register(_end_at_exit)
+
+
+def _end_at_exit() -> None:
+    """Ends a world of CPUs alone that the program has left open: else gloo's threads abort some processes at their end.
+
+    On GPUs torch does it. To wait there for ranks that may be gone could hang.
+    """
+    if dist.group.WORLD is not None and current_world().started_here and current_world().backend in _OF_CPUS:
+        with contextlib.suppress(RuntimeError):  # groups that have failed are closed by that
+            destroy_process_groups()
+
+
+_OF_CPUS = ("gloo", "cpu:gloo")
 
 
 def _launchers_node(world: World) -> int | None:
@@ -305,7 +346,7 @@ def _bound(
             )
     kept = [(layout, given) for layout, (_, given) in found.items() if layout.size > 1 and given.text]
     in_order = tuple(sorted(kept, key=lambda pair: pair[0].modes))
-    return Binding(device_type, in_order, timeout, tuple(sorted(lanes.items(), key=lambda pair: pair[0])))
+    return Binding(device_type, in_order, Waits(timeout), tuple(sorted(lanes.items(), key=lambda pair: pair[0])))
 
 
 def _barrier(world: World, universe: Universe) -> Barrier:
