@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import axes
-from axes.algebra.errors import DesyncError, MeshError
+from axes.algebra.errors import AxesError, DesyncError, MeshError
 from axes.runtime import agreement
 from axes.runtime.agreement import Barrier, Member, agree, digest, in_time, ranks_text, refuse, without_report
 
@@ -407,6 +407,29 @@ def groups_made_beforehand():
 
 def test_create_groups_makes_the_order_of_use_free(world):
     assert world(groups_made_beforehand, 4) == [[2, 2]] * 4
+
+
+def a_name_that_is_wrong_on_one_rank(timeout):
+    mesh = axes.init_mesh("dp=2 tp", timeout=timeout)
+    began, said = time.monotonic(), ""
+    try:
+        mesh.create_groups("tp", *(["zz"] if dist.get_rank() == 1 else []))
+    except AxesError as error:
+        said = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - began
+    return said, took, axes.psum(torch.ones(1), "tp", mesh=mesh).item()
+
+
+def test_a_name_that_is_wrong_on_one_rank_is_told_to_the_others_of_its_first_group(world):
+    (zero, took, later), (one, *_), *others = world(a_name_that_is_wrong_on_one_rank, 4, 30.0)
+    assert zero.startswith(
+        "DesyncError: rank 1 can't take part in the group of ranks 0, 1 ('tp'), it raised MeshError: "
+    )
+    assert took < 10
+    assert one.startswith("MeshError: the mesh has no axis 'zz'")
+    assert zero.endswith(one)
+    assert [said for said, *_ in others] == ["", ""]
+    assert later == 2  # the group is made at its first use
 
 
 def overlapping_universes(timeout):

@@ -478,13 +478,11 @@ def clipped(what: str) -> Any:
         return str(error), time.monotonic() - started
 
 
+NORM = "the norm of gradients, sum of 1 parts of"
 CLIPPED = {
-    "order": (
-        "the norm of gradients, of order 2, clipped to 1: sum of 1 parts of 2 tensors",
-        "of order 3, clipped to 1",
-    ),
-    "limit": ("of order 2, clipped to 1: sum", "of order 2, clipped to 2: sum"),
-    "fewer": ("sum of 1 parts of 2 tensors", "sum of 1 parts of 1 tensors"),
+    "order": (f"{NORM} 2 tensors (", ", of order 2, clipped to 1, at", ", of order 3, clipped to 1, at"),
+    "limit": (", of order 2, clipped to 1, at", ", of order 2, clipped to 2, at"),
+    "fewer": (f"{NORM} 2 tensors (", f"{NORM} 1 tensors ("),
 }
 
 

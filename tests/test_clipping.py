@@ -71,7 +71,7 @@ def drawn_spec(rng: random.Random, shape: list[int], names: tuple[str, ...], mes
     for number, (size, split) in enumerate(zip(shape, of_dim, strict=True)):
         place = f"@({' '.join(split)})" if split else ""
         if len(split) == 1 and size and size % (3 * mesh.names[split[0]]) == 0 and rng.random() < 0.6:
-            words.append(f"(three=3 d{number}{place})")
+            words.append(f"(three{number}=3 d{number}{place})")
         else:
             words.append(f"d{number}{place}")
     return " ".join(words)

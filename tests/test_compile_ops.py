@@ -197,3 +197,28 @@ def test_inductor_gives_the_values_and_gradients_of_eager(warm):
     names = ["mean", "swap", "gram", "merge", "repeat"]
     for wrong in warm(dynamic, 4, names, False, [20, 28, 21], "dp=2 tp=2", "inductor", timeout=900):
         assert wrong == []
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda x: axes.rearrange(x, "b s@tp -> b s"), "the tensor isn't sharded as the left side says"),
+        (lambda x: axes.reshard(x, "b@tp s@tp"), "axis 'tp' is used twice"),
+        (lambda x: axes.reshard(x, "b@tp b"), "dim 'b' stands twice"),
+        (lambda x: axes.psum(x.to_local(), "tpp"), "the mesh has no axis 'tpp'"),
+    ],
+)
+def test_a_mistake_in_a_graph_is_a_runtime_error_of_torch_with_the_text_of_ours(wrong, message, fullgraph):
+    def caught(x: DTensor) -> DTensor:
+        try:
+            return wrong(x)
+        except axes.AxesError:
+            return x
+
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        x = axes.ones("b@dp s", b=4, s=4)
+        for call in (wrong, caught):
+            torch._dynamo.reset()
+            with pytest.raises(RuntimeError, match=message if call is wrong else None):
+                torch.compile(call, backend="aot_eager", fullgraph=fullgraph)(x)

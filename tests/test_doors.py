@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import axes
-from axes import Mesh, ShardingError, SizeError
+from axes import ExpressionError, Mesh, ShardingError, SizeError
 from axes.algebra.sizes import checked_shape
 
 MESH = Mesh("dp=2 tp=4")
@@ -229,6 +229,86 @@ def test_worlds_may_be_sized_by_numpys_integers(world):
         assert axes.init_mesh("dp=2 tp=4").coordinate == {"dp": 0, "tp": 3}
 
 
+# ------------------------------------------------------------------------- names in a spec
+
+
+SQUARE = torch.ones(4, 4)
+
+
+def whole(mesh):
+    return axes.shard(SQUARE, "a b", mesh=mesh)
+
+
+def applied(layer, mesh):
+    with mesh:
+        return layer(SQUARE)
+
+
+# Each takes the text of a tensor of two dims, and names that go with it.
+SPEC_DOORS = {
+    "sharding": lambda mesh, spec, names: mesh.sharding(spec),
+    "shard": lambda mesh, spec, names: axes.shard(SQUARE, spec, mesh=mesh),
+    "from_local": lambda mesh, spec, names: axes.from_local(SQUARE, spec, mesh=mesh),
+    "to_local": lambda mesh, spec, names: axes.to_local(whole(mesh), spec),
+    "zeros": lambda mesh, spec, names: axes.zeros(spec, mesh=mesh, sizes=dict.fromkeys(names.split(), 4)),
+    "rand": lambda mesh, spec, names: axes.rand(spec, mesh=mesh, sizes=dict.fromkeys(names.split(), 4)),
+    "plan, from": lambda mesh, spec, names: axes.plan(spec, "_ _", (4, 4), mesh=mesh),
+    "plan, to": lambda mesh, spec, names: axes.plan("_ _", spec, (4, 4), mesh=mesh),
+    "transfer, from": lambda mesh, spec, names: axes.transfer(
+        {"w": spec}, {"w": "_ _"}, shapes={"w": (4, 4)}, source_mesh=mesh, target_mesh=mesh
+    ),
+    "transfer, to": lambda mesh, spec, names: axes.transfer(
+        {"w": "_ _"}, {"w": spec}, shapes={"w": (4, 4)}, source_mesh=mesh, target_mesh=mesh
+    ),
+    "shard_module": lambda mesh, spec, names: axes.shard_module(torch.nn.Linear(4, 4), {"weight": spec}, mesh=mesh),
+    "constrain": lambda mesh, spec, names: axes.constrain(whole(mesh), spec, rules=axes.Rules(a=None, b=None)),
+    "reshard": lambda mesh, spec, names: axes.reshard(whole(mesh), spec),
+    "reshard of many": lambda mesh, spec, names: axes.reshard({"w": whole(mesh)}, {"w": spec}),
+    "reshard of a shard": lambda mesh, spec, names: axes.reshard(SQUARE, f"{spec} -> {names}", mesh=mesh),
+    "shard_map, in": lambda mesh, spec, names: axes.shard_map(lambda x: x, f"{spec} -> c d", mesh=mesh)(whole(mesh)),
+    "shard_map, out": lambda mesh, spec, names: axes.shard_map(lambda x: x, f"c d -> {spec}", mesh=mesh)(whole(mesh)),
+    "rearrange, in": lambda mesh, spec, names: axes.rearrange(whole(mesh), f"{spec} -> {names}"),
+    "rearrange, out": lambda mesh, spec, names: axes.rearrange(whole(mesh), f"{names} -> {spec}"),
+    "rearrange of a shard": lambda mesh, spec, names: axes.rearrange(SQUARE, f"{spec} -> {names}", mesh=mesh),
+    "reduce": lambda mesh, spec, names: axes.reduce(whole(mesh), f"{spec} -> a", "sum"),
+    "repeat": lambda mesh, spec, names: axes.repeat(whole(mesh), f"{names} -> {spec}"),
+    "einsum": lambda mesh, spec, names: axes.einsum(whole(mesh), f"{names} -> {spec}"),
+    "explain": lambda mesh, spec, names: axes.explain(f"{spec} -> {names}", (4, 4), mesh=mesh),
+    "softmax": lambda mesh, spec, names: axes.softmax(whole(mesh), spec, over="a"),
+    "layer_norm": lambda mesh, spec, names: axes.layer_norm(whole(mesh), spec, over="a"),
+    "nn.Einsum": lambda mesh, spec, names: applied(axes.nn.Einsum(f"{names}, b c -> {spec}", b=4, c=4), mesh),
+    "nn.Rearrange": lambda mesh, spec, names: applied(axes.nn.Rearrange(f"{names} -> {spec}"), mesh),
+    "nn.dropout": lambda mesh, spec, names: axes.nn.dropout(SQUARE, 0.5, spec, mesh=mesh, seed=1),
+}
+
+
+@pytest.mark.parametrize("door", SPEC_DOORS)
+def test_a_dim_that_is_named_twice_is_an_expression_error_at_every_door(door):
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        with pytest.raises(ExpressionError, match="'a' stands twice in one tensor") as caught:
+            SPEC_DOORS[door](mesh, "a@tp a", "a a")
+        assert type(caught.value) is ExpressionError
+        assert "^" in str(caught.value)
+
+
+@pytest.mark.parametrize("door", SPEC_DOORS)
+def test_an_axis_that_is_used_twice_is_a_sharding_error_at_every_door(door):
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        with pytest.raises(ShardingError, match="'tp' is used twice") as caught:
+            SPEC_DOORS[door](mesh, "a@tp b@tp", "a b")
+        assert type(caught.value) is ShardingError
+
+
+def test_a_name_with_two_sizes_in_two_specs_of_one_tensor_is_a_size_error():
+    message = r"'a' is given two sizes: 2 in '\(a=2 b\)@tp c' and 4 in '\(a=4 b\) c'"
+    mesh, specs = Mesh("dp=2 tp=2"), ("(a=2 b)@tp c", "(a=4 b) c")
+    with pytest.raises(SizeError, match=message):
+        axes.plan(*specs, (8, 8), mesh=mesh)
+    with pytest.raises(SizeError, match=message):
+        axes.transfer(*({"w": spec} for spec in specs), shapes={"w": (8, 8)}, source_mesh=mesh, target_mesh=mesh)
+    axes.plan("(a=2 b)@tp c", "(a b) c", (8, 8), mesh=mesh)
+
+
 # ------------------------------------------------------------------------------------- grad=
 
 
@@ -272,3 +352,13 @@ def test_symbolic_sizes_stay_symbolic_in_a_graph():
         x = torch.arange(float(size))
         assert torch.equal(halves(x), x.view(2, -1) * size)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("wanted", [1, True, np.True_])
+def test_requires_grad_is_a_flag_or_a_number_of_one(wanted):
+    def made(mesh):
+        assert axes.zeros("a@tp b", mesh=mesh, a=4, b=4, requires_grad=wanted).requires_grad
+        with pytest.raises(ShardingError, match=r"axes\.rand: requires_grad is True or False; found 2"):
+            axes.rand("a@tp b", mesh=mesh, a=4, b=4, requires_grad=2)
+
+    on_one_rank(made)

@@ -392,7 +392,12 @@ SPECS = st.builds(Spec, st.lists(SINGLES | GROUPS, max_size=4).map(tuple), PENDI
 
 
 @given(SPECS)
-def test_a_spec_parses_from_its_own_text_to_itself(spec):
+def test_a_spec_parses_from_its_own_text_to_itself_unless_it_names_two_dims_alike(spec):
+    names = [f.name for dim in spec.dims for f in dim.factors if f.name not in (None, "_", "...")]
+    if len({*names}) < len(names):
+        with pytest.raises(ExpressionError, match=r"dim '.*' stands twice in one tensor"):
+            parse_spec(str(spec))
+        return
     assert parse_spec(str(spec)) == spec
     assert str(parse_spec(str(spec))) == str(spec)
 
@@ -409,7 +414,7 @@ def test_specs_keep_their_places_in_an_expression(operands, results):
 @given(SPECS)
 def test_the_spans_of_a_spec_cut_its_dims_out_of_the_text(spec):
     text = str(spec)
-    for found in parse_spec(text).dims:
+    for found in parse_tensor(text).operands[0].dims:
         assert text[slice(*found.span)] == str(found)
         for factor in found.factors:
             assert text[slice(*factor.span)] == str(factor)

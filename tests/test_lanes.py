@@ -210,6 +210,8 @@ def aborted():
     left = [i.origin for i in axes.process_groups()]
     again = mesh.axis("dp").group
     sums = axes.psum(torch.ones(1), "dp", mesh=mesh).item()
+    with pytest.raises(MeshError, match=r"of this DeviceMesh have been ended, by mesh.abort\(\): "):
+        axes.unshard(x)
     with pytest.raises(MeshError, match="algebra alone"):
         axes.Mesh("dp=2").abort()
     return names, mine, left, again is not first, sums, dist.is_initialized(), x.to_local().numel()

@@ -38,6 +38,9 @@ EINSUM = "einsum takes tensors and, last, the expression, like axes.einsum(x, w,
 MESH = "a mesh is an axes mesh, made by axes.init_mesh; found int: 3"
 UNKNOWN = "the mesh has no axis 'tpp'; did you mean 'tp'?"
 
+CYCLE: list[object] = []
+CYCLE.append(CYCLE)
+
 MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] = {
     "einsum of letters": (
         lambda mesh: axes.einsum(plain(2, 3), plain(3, 2), "ab,bc->ac"),
@@ -48,6 +51,31 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         lambda mesh: axes.einsum(plain(2, 3), plain(2, 2), "b a, a c -> b c"),
         RefusedByTorch,
         "'a' is 3, and 2 in operand 2 of 'b a, a c -> b c'",
+    ),
+    "a result of a region that holds itself": (
+        lambda mesh: axes.shard_map(lambda x: CYCLE, "a@tp -> a@tp", mesh=mesh)(made("a@tp", mesh, a=4)),
+        ShardingError,
+        "the function returned a value that holds itself, or is nested too deep\n  in  shard_map 'a@tp -> a@tp'",
+    ),
+    "a sparse result of a region": (
+        lambda mesh: axes.shard_map(torch.Tensor.to_sparse, "a@tp -> a@tp", mesh=mesh)(made("a@tp", mesh, a=4)),
+        ShardingError,
+        "as result 0 a region takes a dense tensor; found one of layout torch.sparse_coo. Write x.to_dense()\n  in  shard",
+    ),
+    "a sparse shard of a module's region": (
+        lambda mesh: axes.shard_map(layer(), "a@tp b -> a@tp c", mesh=mesh)(plain(2, 8).to_sparse()),
+        ShardingError,
+        "shard_map 'a@tp b -> a@tp c', as tensor 0, takes a dense tensor; found one of layout torch.sparse_coo",
+    ),
+    "more pairs than memory": (
+        lambda mesh: axes.ppermute(plain(1), "tp", perm=range(10**12), mesh=mesh),
+        ShardingError,
+        "ppermute's perm is a list of pairs (source, target); found range(0, 1000000000000)",
+    ),
+    "more pairs than ranks": (
+        lambda mesh: axes.ppermute(plain(1), "tp", perm=[(0, 1)] * 10**6, mesh=mesh),
+        ShardingError,
+        "ppermute over 'tp': coordinate 0 is the source of several pairs; a rank sends to one and receives from one",
     ),
     "one side of a layer": (
         lambda mesh: axes.nn.Rearrange("a b"),

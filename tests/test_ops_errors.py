@@ -156,7 +156,7 @@ MISTAKES = [
     mistake(
         "an axis for two dims",
         lambda m: rearrange(L(4, 4), "b@tp s@tp -> b s", mesh=m),
-        ExpressionError,
+        ShardingError,
         """
         'tp' is used twice: by 'b' and by 's'; an axis splits one dim or is pending
           b@tp s@tp -> b s
@@ -166,7 +166,7 @@ MISTAKES = [
     mistake(
         "an axis for two dims on the right",
         lambda m: rearrange(D(m, "b s@tp d", 8, 16, 32), "b s@tp d -> b s@tp d@tp"),
-        ExpressionError,
+        ShardingError,
         """
         'tp' is used twice: by 's' and by 'd'; an axis splits one dim or is pending
           b s@tp d -> b s@tp d@tp
@@ -176,7 +176,7 @@ MISTAKES = [
     mistake(
         "an axis that splits and is pending",
         lambda m: rearrange(D(m, "b s@tp d", 8, 16, 32), "b s@tp d | sum@tp -> b s d"),
-        ExpressionError,
+        ShardingError,
         """
         'tp' is used twice: by 's' and by '| sum'; an axis splits one dim or is pending
           b s@tp d | sum@tp -> b s d
@@ -186,7 +186,7 @@ MISTAKES = [
     mistake(
         "an alias beside its part",
         lambda m: rearrange(L(4, 4), "b@cptp s@tp -> b s", mesh=m),
-        ExpressionError,
+        ShardingError,
         """
         'cptp' and 'tp' share ranks: by 'b' and by 's'; an axis splits one dim or is pending
           b@cptp s@tp -> b s

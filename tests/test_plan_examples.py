@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import axes
 from axes.algebra import plan as planner
 from axes.algebra.cost import CostModel, Traffic
 from axes.algebra.errors import MeshError, ShardingError, SizeError
 from axes.algebra.layout import Layout
+from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, choices, plan
 from axes.algebra.planning import form
 from axes.algebra.sharding import Sharding
@@ -298,8 +300,8 @@ def test_plans_and_exchanges_are_the_same_for_every_hash_seed():
 @pytest.mark.parametrize(
     ("source", "target", "why"),
     [
-        ("s d", "s d | sum@tp", "pending over 2:1, where the source has nothing"),
-        ("s d | max@tp", "s d | sum@tp", "has max pending over 2:1, not sum"),
+        ("s d", "s d | sum@tp", "pending over tp, where the source has nothing"),
+        ("s d | max@tp", "s d | sum@tp", "has max pending over tp, not sum"),
         ("s d | sum@cp max@tp", "s d | sum@cp", "innermost first"),
         ("s d | sum@cp max@tp", "s d | max@tp sum@cp", "keep their order"),
         ("s d | prod@cp", "s d", "known reductions: sum, mean, max, min"),
@@ -311,6 +313,20 @@ def test_impossible_targets_are_errors_that_show_the_state(source, target, why):
         plan(MESH(source), MESH(target), (8, 8))
     assert why in str(error.value)
     assert target in str(error.value) or source in str(error.value)
+
+
+def test_what_is_pending_is_told_by_its_name_also_inside_of_a_place():
+    with pytest.raises(ShardingError, match="the target has sum pending over tp, where the source has nothing"):
+        plan(MESH("s d | sum@cp"), MESH("s d | sum@(cp tp)"), (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("source", "printed"), [("8@tp b", "8@tp b"), ("(2 4)@tp b", "(2 4)@tp b"), ("(2@dp 4) 8", "(2 4)@dp 8")]
+)
+def test_a_number_in_a_spec_is_printed_as_itself(source, printed):
+    mesh = Mesh("dp=2 tp=4")
+    assert str(axes.plan(source, "a b", (8, 8), mesh=mesh)).startswith(f"{printed} -> a b ")
+    assert mesh.sharding(source).at((8, 8)).spec == printed
 
 
 @pytest.mark.parametrize("text", ["s@tp d@tp", "s@(tp tp) d", "s@tp d | sum@tp"])

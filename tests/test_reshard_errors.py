@@ -39,7 +39,7 @@ TARGETS = [
     ("b@dp s d", "b s d e@tp", "the spec has 4 dims, the tensor 3"),
     ("b@dp s d", "b s d | same@tp", "about gradients of plain tensors"),
     ("b@dp s d", "b@dp s d -> b s d", "write only what it becomes"),
-    ("b@dp s d", "... d@tp d d e", "dims"),
+    ("b@dp s d", "... d@tp e f g", "the spec has 4 dims, the tensor 3"),
     ("b@dp s d", "b@* s@dp d", "'dp' is used twice"),
     ("b@dp s d", "b@(* dp) s d", "'dp' is used twice"),
     ("b@dp s d | sum@tp", "b s@tp d | *", "'tp' is used twice"),

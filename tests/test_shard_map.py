@@ -517,7 +517,7 @@ MISTAKES = [
     ("b d | sum@tp -> b d", "p", same, ShardingError, "left side  b d | sum@tp"),
     ("b d | * -> b d | *", "p", same, ShardingError, "only the function knows what it leaves pending"),
     ("b d | same@cp -> b d", "p", same, ShardingError, "left side  b d | same@cp\n  tensor     b d | sum@cp"),
-    ("b@dp d | same@dp -> b@dp d", "x", same, ShardingError, "left side  b@dp d | same@dp\n  tensor     b@dp d  "),
+    ("b@dp d | same@dp -> b@dp d", "x", same, ShardingError, "axis 'dp' is used twice: in b=4@dp and in same@dp"),
     ("b@dp d | same@tp -> b@dp d", "p", same, ShardingError, "move it first: axes.reshard(x, 'b@dp d@*')"),
     ("b@dp d -> b@dp d | same@dp", "x", same, ShardingError, "axis 'dp' is used twice: in b=4@dp and in same@dp"),
     ("b@dp d -> b@dp d | same@dq", "x", same, MeshError, "the mesh has no axis 'dq'"),

@@ -359,13 +359,27 @@ def test_groups_that_are_ended_are_let_go(mesh, tmp_path):
         ({"trace": 3}, r"axes.debug\(trace=\): the path of a file, or ''; found .*3"),
         ({"trace": "/nowhere/t"}, "the trace can't be written: .*No such file or directory"),
         ({"trace": "/dev/null/t"}, "the trace can't be written: .*Not a directory"),
+        ({"trace": "a\0b"}, r"the trace can't be written: 'a\\x00b.0' is no path of a file \(embedded null byte\)"),
+        ({"trace": "\ud800"}, r"the trace can't be written: '\\ud800.0' is no path of a file \(.*surrogates"),
+        ({"trace": "/"}, "the trace can't be written: '/' is a folder; write the path of a file"),
+        ({"trace": "."}, "the trace can't be written: '.' is a folder"),
+        ({"trace": ".."}, "the trace can't be written: '..' is a folder"),
     ],
 )
-def test_a_trace_that_cant_be_is_one_error(mesh, given, message):
+def test_a_trace_that_cant_be_is_one_error_and_off_again(mesh, given, message):
     before = flags.said()
     with pytest.raises(AxesError, match=message):
         axes.debug(**given)
     assert flags.said() == before
+    assert axes.psum(torch.ones(3), "tp", mesh=mesh).shape == (3,)
+
+
+def test_a_trace_of_the_environment_that_cant_be_is_an_error_of_the_mesh(monkeypatch):
+    monkeypatch.setenv("AXES_TRACE", "/")
+    with axes.simulate(4), pytest.raises(AxesError, match="the trace can't be written: '/' is a folder"):
+        axes.init_mesh("dp=2 tp=2")
+    monkeypatch.delenv("AXES_TRACE")
+    flags.read_environment()
 
 
 # --- the reader

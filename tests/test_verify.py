@@ -10,6 +10,7 @@ from torch import nn
 
 import axes
 from axes.nn.diagnosis import Parts, Piece, Tolerance, diagnosed, fitting, times_text
+from axes.nn.observed import Observed, _Rounding, moved_by
 from axes.nn.verification import _call, shrunk
 from tests import verify_programs as programs
 from tests.test_module_regions import TOKENS
@@ -47,6 +48,18 @@ RIGHT = {
     "a step of an optimizer": ("dp=2", programs.stepped, ()),
     "truth values, integers, and what isn't finite": ("dp=2", programs.exact, ()),
     "steps of Adam": ("dp=2", programs.adam, ()),
+    "attention as one compiled graph": ("dp=2", programs.one_graph, ()),
+    "steps of Adam in bfloat16": ("dp=2", programs.narrow_adam, ()),
+    "steps of Adam in float32": ("dp=2", by_hand(programs.narrow_adam, dtype=torch.float32, scale=1.0), ()),
+    "sums that are zero but for rounding": ("dp=2", programs.centered, ()),
+    "sums of float32 that are zero but for rounding": ("dp=2", by_hand(programs.centered, dtype=torch.float32), ()),
+    "rows that go to two of four experts": ("dp=2", programs.routed, ()),
+    "rows of bfloat16 that go to two of four experts": ("dp=2", by_hand(programs.routed, dtype=torch.bfloat16), ()),
+    "a pending DTensor, in which each summand has its part of the bias": (
+        "dp=2",
+        by_hand(programs.summands, divided=True),
+        (),
+    ),
     "without a loss": ("cp=2 tp=2", by_hand(program, sequence=True, trained=False), tokens_and_labels()),
     "a loss whose graph is gone": ("dp=2", programs.zeroed, ()),
     "counts that are the same on all ranks": ("dp=2", programs.counted, ()),
@@ -204,11 +217,17 @@ PLANTED = {
     "number": "output[1]['loss']: 2 times too large over dp: a mean over dp is missing",
     "share": "output: 2 times too small over dp: divided by dp once too often",
     "missing numbers": "output: 2 times too large over dp: a mean over dp is missing",
+    "loss beside a count": "output['loss']: none of these: largest relative difference 5e-01; right where dp has size 1",
+    "loss of bfloat16 beside a count": "output['loss']: none of these: largest relative difference 5e-01",
+    "scores beside a mask": "output[0]: 5/4 of the right one",
+    "scores of float32 beside a mask": "output[0]: 5/4 of the right one",
+    "scores in a mask": "output: none of these: largest relative difference",
     "output of no name": "output['z']: there, though one device has none of this name",
 }
 
 PLANTED_GRADIENTS = {
     "small": "small.weight: its gradient is 2 times too large over dp",
+    "small beside a large one": "small.weight: its gradient is 2 times too large over dp",
     "small beside a mask": "small.weight: its gradient is 2 times too large over dp",
     "complex": "up.weight: its gradient is 2 times too large over dp",
     "no scalar": "up.weight: its gradient is 2 times too large over dp",
@@ -231,10 +250,75 @@ def test_one_wrong_tensor_is_found_and_named_whatever_is_beside_it(fn, kind, lin
     assert len(wrong.differences) == 1
 
 
-@pytest.mark.parametrize("kind", ["count", "share", "number", "missing numbers"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "count",
+        "share",
+        "number",
+        "missing numbers",
+        "loss of bfloat16 beside a count",
+        "scores of float32 beside a mask",
+        "scores in a mask",
+    ],
+)
 def test_no_alarm_on_the_same_programs_without_the_error(kind):
     result = axes.verify(by_hand(programs.planted, kind=kind, wrong=False), mesh="dp=2", timeout=60)
     assert result.ok, result
+
+
+@pytest.mark.parametrize("fill", [None, -1e9, torch.finfo(torch.float32).min])
+def test_a_region_that_forgets_its_sum_is_told_of_its_output_first(fill):
+    expression = "b e -> b e" if fill is None else "b e -> b e, q k"
+    region = axes.shard_map(programs.Unreduced(fill), expression)
+    x = torch.linspace(-1, 2, 24).view(6, 4).sin()
+    lines = str(axes.verify(region, x, mesh="tp=2", specs=programs.UNREDUCED_SPECS)).splitlines()
+    output = "output" if fill is None else "output[0]"
+    assert lines[1] == f"  {output}: pending over tp (its sum is right)"
+    assert lines[2] == "  every gradient: all 2 are 2 times too small over tp"
+
+
+def test_a_summand_of_a_pending_output_that_every_rank_adds_is_named():
+    result = axes.verify(programs.summands, mesh="dp=2", timeout=60)
+    assert str(result.differences[0]) == "output: pending over dp, as it says, and bias is 2 times in its sum"
+
+
+def test_what_a_run_leaves_behind_is_no_rounding():
+    result = axes.verify(programs.counting, torch.linspace(-1, 2, 12), mesh="dp=2", timeout=60)
+    assert [str(each) for each in result.differences] == ["output: 5/4 of the right one (right where dp has size 1)"]
+
+
+def test_a_program_that_runs_with_its_own_numbers_alone_is_checked_without_measuring_how_rounding_moves_them():
+    result = axes.verify(programs.particular, torch.full((4,), 1 / 3, dtype=torch.float64), mesh="dp=2", timeout=60)
+    assert [str(each) for each in result.differences] == ["output: 5/4 of the right one (right where dp has size 1)"]
+    assert result.missed == ("numbers as rounding moves them: the run that tells how far raised ValueError",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128], ids=str)
+def test_rounding_moves_results_by_their_last_bits_and_leaves_numbers_of_few_bits(dtype):
+    exact = torch.tensor([0.0, 1.0, -0.5, torch.inf, torch.nan], dtype=dtype)
+    x = torch.linspace(0.1, 0.9, 64, dtype=torch.float64).to(dtype).requires_grad_()
+    torch.manual_seed(0)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    with _Rounding(1):
+        kept, y, again = exact.clone(), x * 1, torch.rand(3)
+        y.abs().sum().backward()
+    assert torch.equal(kept.isnan(), exact.isnan())
+    assert torch.equal(kept.nan_to_num(), exact.nan_to_num())
+    assert torch.allclose(drawn, again, rtol=1e-5), "the program draws the same numbers"
+    moved, eps = (y - x).detach().abs() / x.detach().abs(), torch.finfo(dtype).eps
+    assert 0 < moved.max() <= 17 * eps
+    assert (x.grad.abs() - 1).abs().max() <= 64 * eps
+
+
+def test_noise_is_measured_of_tensors_of_one_shape_alone():
+    def seen(**outputs: torch.Tensor) -> Observed:
+        return Observed(outputs={name: Piece(x) for name, x in outputs.items()})
+
+    one = seen(same=torch.zeros(3), longer=torch.zeros(3), infinite=torch.zeros(3), missing=torch.zeros(3))
+    other = seen(same=torch.ones(3), longer=torch.ones(4), infinite=torch.full((3,), torch.inf), new=torch.ones(3))
+    assert moved_by(one, other) == {("outputs", "same"): 1.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -495,6 +579,35 @@ def test_a_factor_is_found_in_numbers_of_any_size(scale):
 def test_both_at_once_are_told_both():
     found = diagnosed(four(lambda d, t: (t * 3 * WHOLE + (1 - 2 * t) * WHOLE.cos())[3 * d : 3 * d + 3]), WHOLE, EXACT)
     assert found.text == "pending over tp, and its sum is 3 times too large"
+
+
+def test_any_number_is_a_multiple_of_a_constant_one():
+    ones = torch.ones(6, 4, dtype=torch.float64)
+    for whole in (ones, 3 * ones, torch.where(WHOLE > 0.9, 2.0, 0.0).double()):
+        assert diagnosed(held(whole * 0.4, whole * 0.438079), whole, EXACT).kind == "differs"
+        assert diagnosed(held(whole * 1.7, whole * 1.7), whole, EXACT).kind == "none"
+        assert diagnosed(held(whole * 0.9, whole * 1.1), whole, EXACT).text == "pending over tp (its mean is right)"
+        assert diagnosed(held(whole / 2, whole / 2), whole, EXACT).text == "2 times too small"
+    thirds = Parts({"dp": 2, "tp": 3}, {(d, t): Piece(ones * 2 / 3) for d in range(2) for t in range(3)})
+    assert diagnosed(thirds, ones, EXACT).text == "2/3 of the right one"
+
+
+def test_a_sum_of_integers_that_overflows_is_no_multiple():
+    whole = torch.tensor([2**62, 2**62 + 1])
+    assert diagnosed(held(whole, whole + 1), whole, Tolerance(0.0, 0.0)).kind == "differs"
+
+
+def test_a_factor_of_narrow_numbers_is_the_one_that_sizes_give():
+    found = diagnosed(held(WHOLE * 2.002, WHOLE * 2.002), WHOLE, Tolerance(3e-2, 0.0))
+    assert (found.text, found.factor, found.axes) == ("2 times too large", 2.0, ("tp",))
+
+
+def test_a_pending_dtensor_with_a_wrong_sum_is_told_so():
+    everywhere = [((0, 6),)] * 2
+    for op, word in (("sum", "sum"), ("avg", "mean")):
+        wrong = said(WHOLE, WHOLE.cos(), index=everywhere, pending=op)
+        text = diagnosed(wrong, WHOLE, EXACT).text
+        assert text.startswith(f"pending over tp, as it says, but its {word} is wrong (largest relative difference")
 
 
 def test_factors_are_told_in_words():

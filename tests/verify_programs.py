@@ -349,6 +349,16 @@ def planted(mesh, kind, wrong=True):
     if kind == "missing numbers":
         y = z.masked_fill(torch.arange(8) == 2, torch.nan)
         return y * (2 if several else 1)
+    if kind in ("loss beside a count", "loss of bfloat16 beside a count"):
+        loss = (y.bfloat16() if "bfloat16" in kind else y.float()).double().square().mean().detach()
+        return {"loss": loss * (1.5 if several else 1), "tokens": 65536.0 * 16}
+    if kind in ("scores beside a mask", "scores of float32 beside a mask"):
+        z = F.layer_norm(z.float(), (8,)).double() if "float32" in kind else z
+        fill = -1e9 if "float32" in kind else torch.finfo(torch.float32).min
+        return z * (1 + 0.25 * several), torch.full((6, 6), fill).triu(1)
+    if kind == "scores in a mask":
+        scores = F.linear(z, z) * (1 + 0.25 * several)
+        return scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), torch.finfo(z.dtype).min)
     if kind == "output of no name":
         return {"y": y.detach(), **({"z": z} if several else {})}
     raise AssertionError(kind)
@@ -367,6 +377,10 @@ def planted_gradient(mesh, kind, wrong=True):
         loss = ((y * mask.to(y.dtype)).square().sum() + (3e-12 if kind == "small" else 1e-6) * z) * 100
         loss.backward()
         return loss.detach(), both
+    if kind == "small beside a large one":
+        z = F.linear(x.bfloat16(), doubled(small.weight, several).bfloat16()).double().square().mean()
+        (1e6 * y.square().sum() + z).backward()
+        return z_of(y), both
     if kind == "complex":
         return torch.complex(y, y.square()).sum(), model
     if kind == "no scalar":
@@ -461,6 +475,114 @@ def adam(mesh):
             p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
         optimizer.step()
     return loss.detach(), model
+
+
+def one_graph(mesh):
+    """Attention as one compiled graph; the gradient of the bias of keys is zero but for rounding."""
+    model, x = KeyBias(), torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(x.chunk(mesh.size)[mesh.rank]).square().mean()
+    loss.backward()
+    for p in model.parameters():
+        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
+
+
+def narrow_adam(mesh, dtype=torch.bfloat16, scale=1e6):
+    """Steps of Adam on attention that is computed in a narrow dtype, with a loss that is scaled."""
+    model, x = KeyBias(), torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        narrow = {name: p.to(dtype) for name, p in model.named_parameters()}
+        y = torch.func.functional_call(model, narrow, (x.chunk(mesh.size)[mesh.rank].to(dtype),))
+        loss = scale * y.double().square().mean()
+        loss.backward()
+        for p in model.parameters():
+            p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+        optimizer.step()
+    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
+
+
+def centered(mesh, dtype=torch.float64):
+    """Sums that are zero but for rounding, beside one that isn't; the parameters are of no module that is called."""
+    x = torch.linspace(-1, 2, 4096, dtype=dtype).mul(37).sin().view(512, 8)
+    parameters = nn.ParameterDict({"query": torch.randn(8, 8, dtype=dtype), "bias": torch.randn(8, dtype=dtype)})
+    own = x.chunk(mesh.size)[mesh.rank]
+    mean = axes.pmean(own.mean(0), "dp", mesh=mesh)
+    keys = x[:16] + parameters["bias"]
+    loss = ((own @ parameters["query"]) @ keys.T).softmax(-1)[:, :8].square().mean()
+    loss.backward()
+    for p in parameters.values():
+        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+    zero, large = axes.psum((own - mean).sum(0), "dp", mesh=mesh), axes.psum(own.exp().sum(), "dp", mesh=mesh)
+    return {"zero": zero, "large": large}, parameters
+
+
+class Routed(nn.Module):
+    """Each row goes to two of four experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8) / 3), nn.Parameter(torch.randn(4, 8, 16) / 4)
+
+    def forward(self, x):
+        weights, experts = self.router(x).softmax(-1).topk(2)
+        gates = torch.zeros(len(x), 4, dtype=x.dtype).scatter(-1, experts, weights)
+        hidden = torch.einsum("bd,efd->bef", x, self.up).relu()
+        return torch.einsum("bef,edf,be->bd", hidden, self.down, gates)
+
+
+def routed(mesh, dtype=torch.float64):
+    model, x = Routed(), torch.linspace(-1, 2, 512).mul(9).sin().view(64, 8)
+    narrow = {name: p.to(dtype) for name, p in model.named_parameters()}
+    own = x.chunk(mesh.size)[mesh.rank].to(dtype)
+    loss = torch.func.functional_call(model, narrow, (own,)).double().square().mean()
+    loss.backward()
+    for p in model.parameters():
+        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
+
+
+STEPS = [0]
+
+
+def counting(x, mesh):
+    """A program that begins where its last run has ended; wrong on several ranks."""
+    STEPS[0] += 1
+    return x.sin() * STEPS[0] * (1.25 if mesh.size > 1 else 1)
+
+
+def particular(x, mesh):
+    """A program that runs with its own numbers alone, and is wrong on several ranks."""
+    if not bool((x == 1 / 3).all()):
+        raise ValueError("found other numbers")
+    return torch.arange(4.0).sin() * (1.25 if mesh.size > 1 else 1)
+
+
+class Unreduced(nn.Module):
+    """Two layers that are split over tp, without a sum after them; with a mask beside it if `fill`."""
+
+    def __init__(self, fill=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.fill = fill
+
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(x)))
+        return y if self.fill is None else (y, torch.full((6, 6), self.fill).triu(1))
+
+
+UNREDUCED_SPECS = {"up.weight": "f@tp e", "down.weight": "e f@tp"}
+
+
+def summands(mesh, divided=False):
+    """A DTensor that is pending over dp; every summand has the whole bias, unless `divided`."""
+    model, x = nn.Linear(4, 3), torch.linspace(-1, 2, 24).view(6, 4).sin()
+    own = F.linear(x.chunk(mesh.size, 1)[mesh.rank], model.weight.chunk(mesh.size, 1)[mesh.rank])
+    bias = model.bias / mesh.size if divided else model.bias
+    return axes.from_local(own + bias, "b e | sum@dp", mesh=mesh), model
 
 
 class Method(nn.Module):

@@ -34,7 +34,7 @@ class SizeError(AxesError):
 
 
 class ShardingError(AxesError):
-    """A sharding that can't be, or that isn't what the expression says."""
+    """A sharding that can't be (an axis used twice), or that isn't what the expression says."""
 
 
 class MeshError(AxesError):
@@ -46,7 +46,7 @@ class DesyncError(AxesError):
 
 
 class ExpressionError(AxesError):
-    """Text that isn't in the grammar; shown with a caret under the place.
+    """Text that isn't in the grammar, or names two dims alike; shown with a caret under the place.
 
     `text` is the whole expression, `start` and `stop` the offending characters.
     """

@@ -37,7 +37,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -51,6 +51,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 Span = tuple[int, int]
 T = TypeVar("T")
+Named = TypeVar("Named", "Item", "Factor")
 
 _LONGEST_CACHED = 4096
 _LONGEST_TEXT = 50_000
@@ -664,8 +665,9 @@ def parse_blocks(text: str) -> TensorExpression:
     return TensorExpression(parser.text, operands, results)
 
 
+@_cached_by_text
 def parse_spec(text: str) -> Spec:
-    """One tensor: `"b s@(cp tp) d | sum@ep"`.
+    """One tensor, whose dims have different names: `"b s@(cp tp) d | sum@ep"`.
 
     >>> parse_spec("b s, d")
     Traceback (most recent call last):
@@ -680,7 +682,15 @@ def parse_spec(text: str) -> Spec:
         )
     if len(expression.operands) != 1:
         raise ExpressionError(f"expected one spec, found {len(expression.operands)}", text, 0, len(text))
+    check_different(text, expression.operands[0])
     return expression.operands[0]
+
+
+def check_different(text: str, spec: Spec) -> None:
+    """`ExpressionError` where a spec names two dims alike, which only an operand of an einsum may: `i i -> i`."""
+    names = [f for dim in spec.dims for f in dim.factors if f.name not in (None, "_", "...")]
+    for _, again in _repeated(names):
+        raise ExpressionError(f"dim {shortened(again.name)} stands twice in one tensor", text, *again.span)
 
 
 def leaves(side: Side) -> tuple[Item, ...]:
@@ -694,9 +704,9 @@ def leaves(side: Side) -> tuple[Item, ...]:
     return tuple(found)
 
 
-def _repeated(items: tuple[Item, ...]) -> list[tuple[Item, Item]]:
-    seen: dict[str, Item] = {}
-    found: list[tuple[Item, Item]] = []
+def _repeated(items: Sequence[Named]) -> list[tuple[Named, Named]]:
+    seen: dict[str | None, Named] = {}
+    found: list[tuple[Named, Named]] = []
     for item in items:
         if item.name in seen:
             found.append((seen[item.name], item))

@@ -98,7 +98,7 @@ def _written(
     arguments = [repr(" ".join(_sized(namespace, axes)))]
     for factors, new in steps:
         if factors:
-            arguments.append(repr(equation(factors, {name: namespace[name].size for name in new})))
+            arguments.append(repr(equation_text(factors, {name: namespace[name].size for name in new})))
             continue
         text = text.format(", ".join([*arguments, *options])) + f".rearrange('... -> ... {new[0]}=1').define({{}})"
         arguments, options = [], []
@@ -107,10 +107,10 @@ def _written(
     return text if axes == [*axis_names] else f"{text}[{', '.join(map(repr, axis_names))}]"
 
 
-def equation(factors: Sequence[str], new: Mapping[str, int]) -> str:
+def equation_text(factors: Sequence[str], new: Mapping[str, int]) -> str:
     """The equation by which new names, with their sizes, are a product of others, or split it.
 
-    >>> equation(["dp", "cp"], {"fsdp": 8}), equation(["dp", "cp"], {"sp": 2, "ep": 4})
+    >>> equation_text(["dp", "cp"], {"fsdp": 8}), equation_text(["dp", "cp"], {"sp": 2, "ep": 4})
     ('fsdp = dp cp', '(dp cp) = sp=2 ep=4')
     """
     if len(new) == 1:

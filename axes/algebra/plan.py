@@ -448,11 +448,13 @@ def _check_pending(source: Sharding, target: Sharding) -> None:
     for digit, op in keeps.items():
         if digit not in has:
             raise _impossible(
-                source, target, f"the target has {op} pending over {Layout.of([digit])}, where the source has nothing"
+                source,
+                target,
+                f"the target has {op} pending over {_axis_of(target, digit)}, where the source has nothing",
             )
         if has[digit] != op:
             raise _impossible(
-                source, target, f"the source has {has[digit]} pending over {Layout.of([digit])}, not {op}"
+                source, target, f"the source has {has[digit]} pending over {_axis_of(source, digit)}, not {op}"
             )
     left = tuple(tuple(item for item in group if item[1] in keeps) for group in one.pending)
     if tuple(group for group in left if group) != two.pending:
@@ -465,6 +467,12 @@ def _check_pending(source: Sharding, target: Sharding) -> None:
                 "reductions are resolved in their order, innermost first; the target keeps one "
                 f"({before[0][0]}) that comes before one that it resolves ({after[0][0]})",
             )
+
+
+def _axis_of(end: Sharding, digit: Digit) -> str:
+    """The axis of what is pending that has a digit, by its name."""
+    layout = Layout.of([digit])
+    return next(axis.name for p in end.pending for axis in p.axes if axis.layout.contains(layout))
 
 
 def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:

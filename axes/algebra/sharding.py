@@ -467,10 +467,8 @@ def _whole(dim: ShardedDim) -> ShardedDim:
     major, *further = dim.factors
     if any(factor.axes for factor in further):
         return dim
-    name = major.name
-    if further:
-        name = f"({' '.join(str(f.size) if f.name is None else f.name for f in dim.factors)})"
-    return ShardedDim((ShardedFactor(name, None, major.axes),))
+    names = " ".join(str(f.size) if f.name is None else f.name for f in dim.factors)
+    return ShardedDim((ShardedFactor(f"({names})" if further else names, None, major.axes),))
 
 
 def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape) -> tuple[int, ...]:

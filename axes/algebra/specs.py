@@ -41,7 +41,6 @@ def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int
     try:
         dims = [_dim(mesh, spec, dim, given) for dim in _opened(spec, tree, ndim).dims]
         pending = tuple(_pending(mesh, spec, p) for p in tree.pending or ())
-        _check_names(spec, tree)
         return Sharding(mesh, tuple(dims), pending)
     except (ShardingError, MeshError) as error:
         if spec in str(error):
@@ -50,33 +49,38 @@ def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int
 
 
 def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
-    """Raise `ShardingError` where two specs give one name to different dims: between specs nothing is rearranged.
+    """Refuse two specs of one tensor that disagree on a name: between specs nothing is rearranged.
+
+    Raises `SizeError` where both say its size and these differ, `ShardingError` where it is another dim.
 
     >>> check_same_dims("b s@tp", "b@tp s")
     """
     if not (isinstance(source, str) and isinstance(target, str)):
         return
-    one, two = _dims_of_names(source), _dims_of_names(target)
+    one, two = _factors_by_name(source), _factors_by_name(target)
+    both = [(name, one[name], two[name]) for name in one if name in two]
+    for name, (_, size), (_, other) in both:
+        if None not in (size, other) and size != other:
+            raise SizeError(
+                f"{shortened(name)} is given two sizes: {size} in {shortened(source)} and {other} in "
+                f"{shortened(target)}. Both specs are of one tensor"
+            )
     if "..." in one or "..." in two:
         return
-    for name in one:
-        if two.get(name, one[name]) != one[name]:
+    for name, (dim, _), (other, _) in both:
+        if dim != other:
             raise ShardingError(
-                f"{shortened(name)} is dim {one[name]} of {shortened(source)} and dim {two[name]} of "
-                f"{shortened(target)}. Both specs are of one tensor, whose dims stay where they are; to rearrange "
-                "them use axes.rearrange, or a rule of a transfer"
+                f"{shortened(name)} is dim {dim} of {shortened(source)} and dim {other} of {shortened(target)}. Both "
+                "specs are of one tensor, whose dims stay where they are; to rearrange them use axes.rearrange, or a "
+                "rule of a transfer"
             )
 
 
 @functools.lru_cache(maxsize=4096)
-def _dims_of_names(spec: str) -> dict[str, int]:
-    """The dim in which each name stands, first; an underscore is no name."""
-    found: dict[str, int] = {}
-    for at, dim in enumerate(parse_spec(spec).dims):
-        for factor in dim.factors:
-            if factor.name not in (None, "_"):
-                found.setdefault(str(factor.name), at)
-    return found
+def _factors_by_name(spec: str) -> dict[str, tuple[int, int | None]]:
+    """The dim in which each name stands, and its size where it is written; an underscore is no name."""
+    factors = ((at, factor) for at, dim in enumerate(parse_spec(spec).dims) for factor in dim.factors)
+    return {factor.name: (at, factor.size) for at, factor in factors if factor.name not in (None, "_")}
 
 
 def marked_sharding(
@@ -167,16 +171,6 @@ def _pending(mesh: Mesh, spec: str, pending: grammar.Pending) -> PendingReductio
     if pending.op == "same":
         _wrong("'same' is about gradients of plain tensors; a sharding can't have it", spec, pending.span)
     return PendingReduction(pending.op, _axes(mesh, spec, pending.place))
-
-
-def _check_names(spec: str, tree: grammar.Spec) -> None:
-    seen: set[str] = set()
-    for factor in (f for dim in tree.dims for f in dim.factors):
-        if factor.name in (None, "_", "..."):
-            continue
-        if factor.name in seen:
-            _wrong(f"dim {shortened(factor.name)} stands twice", spec, factor.span)
-        seen.add(str(factor.name))
 
 
 def _wrong(message: str, spec: str, span: tuple[int, int]) -> NoReturn:

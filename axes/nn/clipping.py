@@ -306,14 +306,14 @@ def _norm(
     values = {key: _sum(locals_, order, device) for key, locals_ in sums.items()}
     for axis in axes:
         here = [key for key in values if axis in key[0]]
-        of = _listed([tensors[key] for key in here]) if flags.check else ""
-        values.update(zip(here, _reduced([values[key] for key in here], order, axis, limit, of), strict=True))
+        how = _compared(order, limit, [tensors[key] for key in here]) if flags.check else ""
+        values.update(zip(here, _reduced([values[key] for key in here], order, axis, how), strict=True))
     mine, everyones = (
         _combined([value for (_, staged), value in values.items() if staged is wanted], order, device)
         for wanted in (True, False)
     )
     for axis in stages:
-        (mine,) = _reduced([mine], order, axis, limit, "")
+        (mine,) = _reduced([mine], order, axis, _compared(order, limit, []) if flags.check else "")
     total = _combined([mine, everyones], order, device)
     total = total if order == math.inf else total.pow(1 / order)
     wide = any(part.tensor.dtype in (torch.float64, torch.complex128) for part in parts)
@@ -354,29 +354,27 @@ def _combined(values: Sequence[torch.Tensor], order: float, device: torch.device
     return every.amax() if order == math.inf else every.sum()
 
 
-def _listed(tensors: Sequence[Sequence[torch.Tensor]]) -> str:
-    """The tensors of each sum, as ranks compare them: how many, and a digest of their shapes."""
+def _compared(order: float, limit: float | None, tensors: Sequence[Sequence[torch.Tensor]]) -> str:
+    """What ranks compare of a norm: its order, what it is clipped to, and of each sum how many tensors it is of, with a
+    digest of their shapes."""
     shapes = [[tuple(each.shape) for each in every] for every in tensors]
     counts = ", ".join(str(len(every)) for every in shapes)
-    return f" of {counts} tensors ({hashlib.sha256(str(shapes).encode()).hexdigest()[:8]})"
+    of = f" of {counts} tensors ({hashlib.sha256(str(shapes).encode()).hexdigest()[:8]})" if tensors else ""
+    return f"{of}, of order {order:g}{'' if limit is None else f', clipped to {limit:g}'}"
 
 
-def _reduced(
-    values: Sequence[torch.Tensor], order: float, axis: _SplitAxis, limit: float | None, of: str
-) -> Sequence[torch.Tensor]:
+def _reduced(values: Sequence[torch.Tensor], order: float, axis: _SplitAxis, how: str) -> Sequence[torch.Tensor]:
     """Each value combined with those of all ranks along the axis, in one collective."""
     op = "max" if order == math.inf else "sum"
     wire = torch.stack(list(values)).to(axis.device_type)
     run = link_of(axis.group, wire.dtype, True, op).all_reduce
-    clipped = "" if limit is None else f", clipped to {limit:g}"
-    said = f"the norm of gradients, of order {order:g}{clipped}: {op}"
-    return together(_operation, (axis, wire, said, of), run, wire, op, True).to(values[0].device).unbind()
+    return together(_operation, (axis, wire, op, how), run, wire, op, True).to(values[0].device).unbind()
 
 
-def _operation(axis: _SplitAxis, wire: torch.Tensor, said: str, of: str) -> Operation:
-    """What the ranks along an axis do together. of: which tensors the parts are of, where it is compared."""
+def _operation(axis: _SplitAxis, wire: torch.Tensor, op: str, how: str) -> Operation:
+    """What the ranks along an axis do together. how: which norm it is and of what, where that is compared."""
     ranks = Universe.of(dist.get_process_group_ranks(axis.group)).ranks
-    said = f"{said} of {len(wire)} parts{of}"
+    said = f"the norm of gradients, {op} of {len(wire)} parts{how}"
     waits = patience_of(axis.mesh, axis.group) if axis.mesh else torch_private.default_timeout(axis.device_type)
     lane = lane_of(axis.mesh) if axis.mesh else axis.device_type
     moved = 2 * wire.numel() * wire.element_size() * (len(ranks) - 1) // len(ranks)

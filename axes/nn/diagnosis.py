@@ -249,8 +249,12 @@ def largest_of(x: torch.Tensor) -> float:
 
 
 def is_close(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> bool:
-    """Whether two tensors of one shape are the same but for rounding."""
-    return tolerance.allows(error_of(x, y), largest_of(y))
+    """Whether two tensors of one shape are the same but for rounding.
+
+    What is the very same in both, as the -1e9 of a mask, tells nothing of how large an error of the others may be.
+    """
+    error = error_of(x, y)
+    return tolerance.allows(error, 0.0) or tolerance.allows(error, largest_of(y.masked_fill(x == y, 0)))
 
 
 def is_rounded(x: torch.Tensor) -> bool:
@@ -348,10 +352,6 @@ class _Pair:
     y: torch.Tensor
     whole: torch.Tensor
 
-    @property
-    def largest(self) -> float:
-        return largest_of(self.y)
-
 
 _Pairs = Iterator[tuple[tuple[str, ...], Cut, torch.Tensor, torch.Tensor]]
 
@@ -375,7 +375,7 @@ def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _summed(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
-    if not pair.pending or not tolerance.allows(error_of(pair.x, pair.y), pair.largest):
+    if not pair.pending or not is_close(pair.x, pair.y, tolerance):
         return None
     if not _has_summands(held, pair, tolerance):
         return None
@@ -387,8 +387,8 @@ def _has_summands(held: Parts, pair: _Pair, tolerance: Tolerance) -> bool:
     return set(pair.pending) <= set(differing(held, tolerance))
 
 
-def factor_between(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> float | None:
-    """The number by which `y` is multiplied in `x`, if there is one."""
+def factor_between(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance, sizes: Mapping[str, int]) -> float | None:
+    """The number by which `y` is multiplied in `x`, if any; a ratio of sizes where rounding leaves a choice."""
     exact = not is_rounded(y)
     if exact:
         x, y = x.double(), y.double()
@@ -397,27 +397,49 @@ def factor_between(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance) -> fl
     if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(y).all()):
         return None
     large_x, large_y = largest_of(x), largest_of(y)
-    if not large_x or not large_y:
+    if not large_x or not large_y or (exact and max(large_x, large_y) > _LARGEST_INTEGER):
         return None
     u, v = x / large_x, y / large_y  # squares of what is very large or small would be infinite, or zero
     times = float((u * v.conj()).sum().real) / float((v * v.conj()).sum().real)
     factor = times * (large_x / large_y)
     error = error_of(u, times * v)
     close = error * large_x < 0.25 if exact else tolerance.allows(error * large_x, abs(times) * large_x)
-    return factor if close and 1e-6 < abs(factor) < math.inf else None
+    if not close or not 1e-6 < abs(factor) < math.inf:
+        return None
+    return next((ratio for ratio in _ratios(sizes) if not exact and is_close(x, ratio * y, tolerance)), factor)
+
+
+_LARGEST_INTEGER = 2**53
+"""Double precision doesn't tell larger integers apart, and sums of much larger ones overflow."""
+
+
+def _ratios(sizes: Mapping[str, int]) -> list[float]:
+    """What a tensor is multiplied by where it is summed over the wrong axes: products of sizes, and their quotients."""
+    products = {math.prod(sizes[axis] for axis in axes) for axes in [(), *_subsets(list(sizes))]}
+    return sorted({a / b for a in products for b in products} - {1.0}, key=lambda ratio: abs(math.log(ratio)))
+
+
+def _is_telling(factor: float, y: torch.Tensor, tolerance: Tolerance, sizes: Mapping[str, int]) -> bool:
+    """Whether a factor says something: a tensor of one number is a multiple of any other one."""
+    if abs(factor - 1) <= tolerance.relative:
+        return False  # most of the tensor is right
+    if any(abs(factor / ratio - 1) < 1e-6 for ratio in _ratios(sizes)):
+        return True
+    numbers = y[torch.isfinite(y) & (y != 0)]
+    return numbers.numel() > 1 and not is_close(numbers, numbers[:1].expand(numbers.shape), tolerance)
 
 
 def _multiple(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Finding | None:
-    factor = None if pair.pending else factor_between(pair.x, pair.y, tolerance)
+    factor = None if pair.pending else factor_between(pair.x, pair.y, tolerance, held.sizes)
     if factor is None or (abs(factor - 1) < 1e-6 and not is_rounded(pair.y)):
         return None  # one large integer may be off by one
     for text, share in clues.counts.items():
         for times in (share, 1 / share):
             if abs(factor / times - 1) < 1e-6:
                 return Finding("counted", f"{_fraction(factor)} of the right one: {text}", (), factor)
-    axes = axes_of_factor(factor, held.sizes)
-    if pair.whole.numel() == 1 and not axes:  # a number is always a multiple of another one
+    if not _is_telling(factor, pair.y, tolerance, held.sizes):
         return None
+    axes = axes_of_factor(factor, held.sizes)
     return Finding("factor", times_text(factor), axes[0] if len(axes) == 1 else (), factor)
 
 
@@ -428,8 +450,8 @@ def _multiple_on_some(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) 
         return None
     factors: dict[Coordinate, float] = {}
     for place, x, y in zip(held.pieces, pair.x.split(sizes), pair.y.split(sizes), strict=True):
-        factor = 1.0 if is_close(x, y, tolerance) else factor_between(x, y, tolerance)
-        if factor is None:
+        factor = 1.0 if is_close(x, y, tolerance) else factor_between(x, y, tolerance, held.sizes)
+        if factor is None or (factor != 1.0 and not _is_telling(factor, y, tolerance, held.sizes)):
             return None
         factors[place] = factor
     wrong = {place: factor for place, factor in factors.items() if factor != 1.0}
@@ -450,13 +472,13 @@ def _multiple_on_some(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) 
 
 
 def _scaled_sum(held: Parts, pair: _Pair, tolerance: Tolerance, _: Clues) -> Finding | None:
-    factor = factor_between(pair.x, pair.y, tolerance) if pair.pending else None
+    factor = factor_between(pair.x, pair.y, tolerance, held.sizes) if pair.pending else None
     if factor is None or not _has_summands(held, pair, tolerance):
         return None
     over = f"pending over {words(pair.pending)}"
     if abs(factor / math.prod(held.sizes[axis] for axis in pair.pending) - 1) < 1e-6:
         return Finding("pending", f"{over} (its mean is right)", pair.pending, factor)
-    if pair.whole.numel() == 1 and not axes_of_factor(factor, held.sizes):
+    if not _is_telling(factor, pair.y, tolerance, held.sizes):
         return None
     return Finding("scaled", f"{over}, and its sum is {times_text(factor)}", pair.pending, factor)
 
@@ -473,18 +495,19 @@ def _plus(held: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Findi
             continue
         pending = held.pending | dict.fromkeys(pair.pending, "sum")
         added = held.expected(pair.cut, spread, pending)
-        more = None if added is None else factor_between(pair.x - pair.y, added, tolerance)
-        if added is None or more is None or not tolerance.allows(error_of(pair.x, pair.y + more * added), pair.largest):
+        more = None if added is None else factor_between(pair.x - pair.y, added, tolerance, {})
+        if added is None or more is None:
             continue
-        times = more + 1
-        if abs(times - round(times)) > 1e-6:
+        times = round(more) + 1
+        if not is_close(pair.x, pair.y + (times - 1) * added, tolerance):
             continue
-        over = [axes for axes in _subsets(held.axes) if abs(math.prod(held.sizes[a] for a in axes) - times) < 1e-6]
+        over = [axes for axes in _subsets(held.axes) if math.prod(held.sizes[a] for a in axes) == times]
         axes = pair.pending or (over[0] if len(over) == 1 else ())
-        if pair.pending:
-            text = f"pending over {words(pair.pending)}, and {name} is {_number(times)} times in its sum"
+        if pair.pending or held.pending:
+            over_which = f"{words(pair.pending)}," if pair.pending else f"{words(held.pending)}, as it says,"
+            text = f"pending over {over_which} and {name} is {times} times in its sum"
             return Finding("summed", text, tuple(axes), times)
-        text = f"right but that {name} is added {_number(times)} times" if abs(times) > 1e-6 else f"without {name}"
+        text = f"right but that {name} is added {times} times" if times else f"without {name}"
         return Finding("added", text, tuple(axes), times)
     return None
 
@@ -495,7 +518,7 @@ def _some_uses(_: Parts, pair: _Pair, tolerance: Tolerance, clues: Clues) -> Fin
         y = sum(clues.uses[name] for name in kept)
         assert isinstance(y, torch.Tensor)
         expected = _.expected(pair.cut, y, _.pending | dict.fromkeys(pair.pending, "sum"))
-        if expected is None or not tolerance.allows(error_of(pair.x, expected), pair.largest):
+        if expected is None or not is_close(pair.x, expected, tolerance):
             continue
         missing = [name for name in names if name not in kept]
         over = f", pending over {words(pair.pending)}" if pair.pending else ""
@@ -549,11 +572,20 @@ def _unknown(held: Parts, whole: torch.Tensor, tolerance: Tolerance, error: floa
         return Finding("none", "not finite", (), None, math.inf)
     if all(not largest_of(piece.local) for piece in held.pieces.values()):
         return Finding("zero", "zero on every rank", (), 0.0, error)
-    differs = tuple(axis for axis in differing(held, tolerance) if not _is_cut(held, axis))
+    fixed = [axis for axis in held.axes if axis not in held.pending and not _is_cut(held, axis)]
+    differs = tuple(axis for axis in differing(held, tolerance) if axis in fixed)
     if differs and {_outer(piece) for piece in held.pieces.values()} == {tuple(whole.shape)}:
         text = f"not the same on the ranks of {words(differs)}, where it should be; no sum of theirs is right either"
         return Finding("differs", f"{text} (largest relative difference {error:.0e})", differs, None, error)
+    if held.pending:
+        reduced = words(dict.fromkeys(_REDUCED.get(op, op) for op in held.pending.values()))
+        text = f"pending over {words(held.pending)}, as it says, but its {reduced} is wrong"
+        return Finding("none", f"{text} (largest relative difference {error:.0e})", (), None, error)
     return Finding("none", f"none of these: largest relative difference {error:.0e}", (), None, error)
+
+
+_REDUCED = {"avg": "mean", "max": "maximum", "min": "minimum"}
+"""What a reduction gives, where that has another name."""
 
 
 def differing(held: Parts, tolerance: Tolerance) -> tuple[str, ...]:

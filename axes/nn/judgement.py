@@ -59,7 +59,8 @@ class Mismatch:
         """One line: `blocks.0.norm.weight: its gradient is pending over tp (its sum is right)`."""
         over = "" if self.kind not in ("factor", "every", "added") or not self.axes else f" over {words(self.axes)}"
         missing = ""
-        if self.axes and self.factor and self.what in ("every gradient", "output") and self.kind in _OF_LOSS:
+        of_loss = self.kind == "every" or (self.what == "output" and self.kind in ("factor", "pending"))
+        if self.axes and self.factor and of_loss:
             names = words(self.axes)
             too_large = abs(self.factor) > 1
             missing = f": a mean over {names} is missing" if too_large else f": divided by {names} once too often"
@@ -77,10 +78,6 @@ class Mismatch:
         return f"{self.name}: {text}"
 
 
-_OF_LOSS = ("factor", "every", "pending")
-"""The kinds of a mean that is a sum, or the reverse, where they have a factor."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """Tolerances as the caller gave them; None for those that follow from the dtype.
@@ -92,34 +89,20 @@ class Limits:
     absolute: float | None = None
     narrow: torch.dtype | None = None
 
-    def of(self, x: torch.Tensor, largest: float) -> Tolerance:
-        """The tolerance of a tensor, after its own values.
-
-        `largest`: the largest value of all tensors of its kind. What is zero but for rounding, as the gradient of the
-        bias of keys, has errors as large as those of the numbers whose difference it is.
-        """
+    def of(self, x: torch.Tensor, noise: float) -> Tolerance:
+        """The tolerance of a tensor that rounding moves by `noise` (see `Observed`)."""
         if not is_rounded(x):
             return Tolerance(0.0, 0.0)
         precision = max(_PRECISION.get(x.dtype, _DOUBLE), _INSIDE.get(self.narrow, 3e-2))
         relative = precision if self.relative is None else self.relative
-        rounding = min(_ROUNDING, relative) if relative <= _DOUBLE else 1e-3 * relative
-        return Tolerance(relative, rounding * largest if self.absolute is None else self.absolute)
+        beyond = max(0.0, _NOISES * noise - relative * largest_of(x))  # most noise is as large as `relative` allows
+        return Tolerance(relative, beyond if self.absolute is None else self.absolute)
 
-    def of_value(self, x: torch.Tensor, largest: float) -> Tolerance:
-        """The tolerance of a parameter's value.
 
-        Adam divides gradients by their own size, also one that is zero but for rounding.
-        """
-        tolerance = self.of(x, largest)
-        if not is_rounded(x) or self.absolute is not None:
-            return tolerance
-        return Tolerance(tolerance.relative, max(tolerance.absolute, min(_DOUBLE, tolerance.relative) * largest))
-
+_NOISES = 4
+"""How many times as large as the measured noise a rounding error may be."""
 
 _DOUBLE = 1e-9
-_ROUNDING = 128 * torch.finfo(torch.float64).eps
-"""How large the rounding errors of double precision get, relative to the largest numbers."""
-
 _PRECISION = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _INSIDE: dict[torch.dtype | None, float] = {
     None: _DOUBLE,
@@ -150,11 +133,14 @@ def judged(
     modules = [each for _, each in world.first_wrong_module()] if outputs and not values else []
     known = [each for each in gradients if each.kind not in _UNKNOWN]
     unknown = [each for each in gradients if each.kind in _UNKNOWN]
-    every = world.every(gradients)
-    return [*world.dropout(), *values, *modules, *every, *outputs, *known, *unknown, *stepped]
+    causes = [each for each in outputs if each.kind not in (*_MULTIPLES, "shape")]  # which make gradients wrong
+    others = [each for each in outputs if each not in causes]
+    every = world.every(gradients, bool(causes))
+    return [*world.dropout(), *values, *modules, *causes, *every, *others, *known, *unknown, *stepped]
 
 
 _UNKNOWN = ("none", "differs", "shape")
+_MULTIPLES = ("factor", "counted")
 
 
 def first_wrong(sizes: Mapping[str, int], ranks: Mapping[Coordinate, Observed], one: Observed, limits: Limits) -> int:
@@ -171,21 +157,10 @@ class _World:
     counts: Mapping[str, float]
 
     def tolerance(self, kind: str, name: str) -> Tolerance:
-        """The tolerance of one of the one device's tensors; its limits where it has none."""
+        """The tolerance of one of the one device's tensors."""
         whole = getattr(self.one, kind)[name]
-        of = self.limits.of_value if kind == "values" else self.limits.of
-        return of(torch.zeros(()) if whole is None else whole.local, self._largest[kind])
-
-    @cached_property
-    def _largest(self) -> dict[str, float]:
-        """The largest value of all the outputs, of all the parameters, and of all the gradients."""
-        return {
-            kind: max(
-                (largest_of(x.local) for x in getattr(self.one, kind).values() if x and is_rounded(x.local)),
-                default=0.0,
-            )
-            for kind in ("outputs", "values", "gradients")
-        }
+        x = torch.zeros(()) if whole is None else whole.local
+        return self.limits.of(x, self.one.noise.get((kind, name), 0.0))
 
     def held(self, kind: str, name: str) -> Parts | None:
         """A tensor as those ranks have it that have it at all; where a rank has no gradient, it is zero."""
@@ -227,7 +202,8 @@ class _World:
             if held is None:
                 yield Mismatch(name, "output", "missing on every rank", kind="shape")
             elif not is_right(held, whole.local, tolerance):
-                yield _difference(name, "output", diagnosed(held, whole.local, tolerance, Clues(counts=self.counts)))
+                clues = Clues(added={each: piece.local for each, piece in self.one.values.items()}, counts=self.counts)
+                yield _difference(name, "output", diagnosed(held, whole.local, tolerance, clues))
         for name in dict.fromkeys(itertools.chain.from_iterable(seen.outputs for seen in self.ranks.values())):
             if name not in self.one.outputs:
                 yield Mismatch(name, "output", "there, though one device has none of this name", kind="shape")
@@ -279,11 +255,12 @@ class _World:
 
     @cached_property
     def _split(self) -> set[str]:
-        """The axes that split an output."""
-        found = set()
+        """The axes that split an output, or over which it is pending."""
+        found: set[str] = set()
         for name, whole in self.one.outputs.items():
             held = self.held("outputs", name)
             if held is not None:
+                found |= set(held.pending)
                 cuts = fitting(held.plain(), whole.local, self.tolerance("outputs", name))
                 found |= {axis for cut in cuts[:1] for dim in cut.dims for axis in dim}
         return found
@@ -299,8 +276,11 @@ class _World:
         modules = {_module(name): i for i, name in enumerate(self.one.modules)}
         return {name: modules.get(name.rpartition(".")[0], -1) for name in self.one.values}
 
-    def every(self, gradients: Sequence[Mismatch]) -> list[Mismatch]:
-        """One line for all gradients, where all are the same multiple of the right ones: the loss is."""
+    def every(self, gradients: Sequence[Mismatch], follow: bool) -> list[Mismatch]:
+        """One line for all gradients, where all are the same multiple of the right ones.
+
+        The loss is that multiple, unless they `follow` from outputs that are wrong otherwise.
+        """
         nonzero = [
             name
             for name, whole in self.one.gradients.items()
@@ -314,7 +294,7 @@ class _World:
         alike = all(each.factor is not None and abs(each.factor / first.factor - 1) < 1e-6 for each in gradients)
         if len(gradients) < 2 or len(gradients) < len(nonzero) - ties or not alike or not factors:
             return []
-        kind = "every" if first.kind == "factor" else first.kind
+        kind = "every" if first.kind == "factor" and not follow else first.kind
         text = f"all {len(gradients)} are {first.text}"
         return [Mismatch("every gradient", "every gradient", text, first.axes, first.factor, first.error, kind)]
 
@@ -325,7 +305,7 @@ class _World:
             held = self.held("modules", name)
             if held is None:
                 continue
-            tolerance = self.limits.of(whole.local, largest_of(whole.local))
+            tolerance = self.tolerance("modules", name)
             if fitting(held, whole.local, tolerance) or fitting(held, whole.local, tolerance, orders=True):
                 before = []
                 continue
@@ -368,7 +348,7 @@ class _World:
             held, dropped = self.held("modules", name), self.held("dropped", name)
             if held is None or dropped is None:
                 continue
-            tolerance = self.limits.of(whole.local, largest_of(whole.local))
+            tolerance = self.tolerance("modules", name)
             cuts = fitting(held, whole.local, tolerance)
             split = {axis for cut in cuts[:1] for dim in cut.dims for axis in dim}
             same = set(held.axes) - set(differing(held, tolerance)) - split

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -30,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from axes.algebra.errors import AxesError
 from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
-from axes.nn.diagnosis import TRUTH, Piece, Runs, is_rounded
+from axes.nn.diagnosis import TRUTH, Piece, Runs, error_of, is_rounded
 from axes.nn.shard_module import shard_module
 from axes.ops.module_regions import without_same
 from axes.ops.regions import read_region
@@ -57,7 +58,7 @@ class Job:
     equations of `init_mesh`. plain: a module stays as it is, on one device. weighted: backward
     starts from all outputs, not from scalars alone. again: values of parameters, by
     rank, to try instead of their own, a set at a time. uses: also note what each use of a parameter adds to its
-    gradient.
+    gradient. moved: a seed to move all numbers by a few of their last bits with (see `_Rounding`); 0 leaves them.
     """
 
     program: Any
@@ -71,6 +72,7 @@ class Job:
     weighted: bool = False
     double: bool = True
     uses: bool = False
+    moved: int = 0
     again: tuple[Mapping[str, Sequence[torch.Tensor]], ...] = ()
 
 
@@ -81,7 +83,8 @@ class Observed:
     dropped: the modules' outputs with dropout, where there is any. ties: names of one parameter. kinds: classes of
     modules. trials: the runs with other values. begun: parameters where the model is first called. narrow: a dtype
     narrower than double precision in which something was computed. started: whether backward was started here from
-    outputs that are no scalars. missed: what can't be compared, in words.
+    outputs that are no scalars. missed: what can't be compared, in words. noise: how far rounding moves a tensor, under
+    its kind ("outputs", "values", "gradients" or "modules") and name, where that was measured.
     """
 
     outputs: dict[str, Piece] = field(default_factory=dict)
@@ -97,6 +100,7 @@ class Observed:
     narrow: torch.dtype | None = None
     started: bool = False
     missed: tuple[str, ...] = ()
+    noise: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 def observe(job: Job) -> Observed:
@@ -105,10 +109,11 @@ def observe(job: Job) -> Observed:
     if job.double:
         torch.set_default_dtype(torch.float64)
     rules = contextlib.nullcontext() if job.rules is None else use_rules(job.rules)
-    with rules, init_mesh(*job.mesh, device_type="cpu") as mesh:
+    eager = torch.compiler.set_stance("force_eager") if job.moved else contextlib.nullcontext()  # to see operations
+    with rules, eager, init_mesh(*job.mesh, device_type="cpu") as mesh:
         dropout = _Dropout(off=True)
         seen = _run(job, mesh, dropout)
-        if dropout.met:
+        if dropout.met and not job.moved:
             seen.dropped = _run(job, mesh, _Dropout(off=False)).modules
         for values in job.again:
             own = {name: by_rank[mesh.rank] for name, by_rank in values.items()}
@@ -121,6 +126,7 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
     torch.manual_seed(SEED)
     watch = _Watch(mesh, values or {})
     uses = _Uses(watch) if job.uses else contextlib.nullcontext()
+    rounding = _Rounding(job.moved) if job.moved else contextlib.nullcontext()
     module: torch.nn.Module | None = None
     leaves: dict[str, torch.Tensor] = {}
     inputs: tuple[Any, ...]
@@ -128,7 +134,9 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
         module, leaves, inputs = _module_on(job, mesh)
     else:
         inputs = torch_private.mapped(_own, job.inputs)
-    with dropout, uses, watch:
+    if isinstance(rounding, _Rounding):
+        rounding.move_all((inputs, [] if module is None else [*module.parameters(), *module.buffers()]))
+    with dropout, uses, watch, rounding:
         if module is not None:
             result = module(*inputs)
         else:
@@ -539,11 +547,15 @@ class _Dropout(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         found = func(*args, **kwargs)
         if isinstance(found, torch.Tensor) and is_rounded(found):
-            dtype = found.dtype.to_real()
+            dtype = _REAL.get(found.dtype, found.dtype)
             narrower = dtype.itemsize < (8 if self.narrow is None else self.narrow.itemsize)
             if narrower and not _is_exact(found, (args, kwargs)):
                 self.narrow = dtype
         return found
+
+
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""The dtypes of complex numbers' parts: torch.compile can't trace `dtype.to_real`."""
 
 
 def _is_exact(found: torch.Tensor, given: Any) -> bool:
@@ -558,6 +570,72 @@ def _is_exact(found: torch.Tensor, given: Any) -> bool:
         return bool((whole | limit).all())
     except RuntimeError:  # under vmap, or without values
         return False
+
+
+class _Rounding(torch_private.DispatchMode):
+    """Moves inputs, a module's parameters and the result of every operation, forward and backward, by a few last bits.
+
+    How far a tensor then is from its value without this mode tells how large its rounding errors may be. Inputs and
+    parameters alone wouldn't do: a function makes its parameters by itself, and in bfloat16 few of them move by so
+    little that the same experts are chosen.
+
+    Numbers of few bits (zero, 0.5, the -1e9 of a mask) stay as they are: programs compare and count them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)  # the program's own draws the same numbers as ever
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first what it does to its local tensors
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", "") == "aten" and not torch_private.is_view(func):
+            self.move_all(found)
+        return found
+
+    def move_all(self, tree: Any) -> None:
+        """Move the tensors of a tree in place."""
+        with torch.no_grad():
+            for _, x in named_tensors(tree, ""):
+                self._move(torch_private.local_of(x) if isinstance(x, DTensor) else x)
+
+    def _move(self, x: torch.Tensor) -> None:
+        plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_nested and not x.is_meta
+        if not plain or x.layout != torch.strided or not is_rounded(x):
+            return
+        if x.is_complex():
+            x = torch.view_as_real(x)
+        limits, wide = torch.finfo(x.dtype), x.double()
+        half = 2.0 ** (-math.log2(limits.eps) // 2)
+        parts = torch.frexp(wide).mantissa * half
+        stays = (parts == parts.round()) | ~(wide.abs() < limits.max / 2)
+        by = torch.rand(x.shape, generator=self._generator, dtype=wide.dtype) * 2 - 1
+        x.copy_(torch.where(stays, wide, wide * (1 + _MOVED.get(x.dtype, 0.5) * limits.eps * by)))
+
+
+_MOVED = {torch.float64: 16, torch.float32: 4}
+"""By how many units in the last place a number is moved at most, to measure how far rounding moves a result.
+
+A larger move is less likely to leave a sum as it was by chance. In a narrow dtype it would choose other experts.
+"""
+
+
+def moved_by(one: Observed, other: Observed) -> dict[tuple[str, str], float]:
+    """How far the tensors of two runs on one device are apart; none of what isn't in both or has other shapes."""
+    found: dict[tuple[str, str], float] = {}
+    for kind in ("outputs", "values", "gradients", "modules"):
+        there = getattr(other, kind)
+        for name, piece in getattr(one, kind).items():
+            moved = there.get(name)
+            if piece is None or moved is None or piece.local.shape != moved.local.shape:
+                continue
+            error = error_of(piece.local, moved.local)
+            if error < math.inf:
+                found[kind, name] = error
+    return found
 
 
 class _Uses(TorchFunctionMode):

@@ -28,12 +28,12 @@ from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.logical import Rules, checked_rules
 from axes.algebra.mesh import Mesh
-from axes.algebra.mesh_text import derivations, equation
+from axes.algebra.mesh_text import derivations, equation_text
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
 from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
-from axes.nn.observed import Job, Observed, named_tensors, observe
+from axes.nn.observed import Job, Observed, moved_by, named_tensors, observe
 from axes.ops.module_regions import without_regions
 from axes.runtime import torch_private
 from axes.runtime.launch import launch
@@ -43,6 +43,9 @@ MOST_RANKS = 8
 
 PATIENCE = 300.0
 """Seconds that a run may take where the caller sets no limit."""
+
+MOST_MEASURES = 2
+"""In so many runs on one device at most, while anything differs, it is measured how far rounding moves numbers."""
 
 SHOWN = 20
 """As many differences are listed at most."""
@@ -127,9 +130,16 @@ def verify(
     axes are shrunk to size 2, or 3 where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be
     needed, several smaller meshes are used, which together have every two of the axes. `reference`: another
     function or module that computes the right thing on one device, with parameters of the same names. `rtol`,
-    `atol`: what may differ of numbers that aren't integers, relative to a tensor's largest value, and at all; the
-    defaults follow from the dtype, float64 where the program allows it. `timeout`: seconds for one run, five minutes
-    by default. Keywords are sizes for `specs`.
+    `atol`: how far numbers that aren't integers may be apart, relative to the largest that isn't the very same, and at
+    all. By default `rtol` follows from the dtype, float64 where the program allows it, and `atol` is measured for each
+    tensor. `timeout`: seconds for one run, five minutes by default. Keywords are sizes for `specs`.
+
+    What is zero but for rounding, as the gradient of the bias of keys, is another number wherever sums are taken in
+    another order. So where something differs, one device runs the program again, once or twice, each time with all
+    numbers moved by a few of their last bits: inputs, a module's parameters, and results of torch's operations. A
+    tensor may be off by four times what it moved by then, whatever the others are. Custom kernels round as ever, so
+    what is zero but for their rounding counts as different. Where that run raises, nothing is allowed but `rtol`, and
+    the result says so. With an `atol` of yours there is no such run.
 
     Each rank seeds torch alike before the program starts. Dropout is off while values are compared; where there is any,
     a second run tells whether ranks that should drop the same elements do.
@@ -164,7 +174,8 @@ def verify(
     wanted = _mesh_of(mesh)
     sizes_of_specs = dict(written_sizes(keywords, sizes))
     job = _job(program, inputs, specs, rules, sizes_of_specs)
-    check = _Check(wanted, job, Limits(rtol, atol), PATIENCE if timeout is None else timeout, reference)
+    seeds = list(range(MOST_MEASURES, 0, -1)) if atol is None else []
+    check = _Check(wanted, job, Limits(rtol, atol), PATIENCE if timeout is None else timeout, reference, seeds)
     return check.run()
 
 
@@ -296,7 +307,7 @@ def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
     for factors, new in steps:
         if factors:
             found = _divided(math.prod(sizes[name] for name in factors), {name: mesh.names[name] for name in new})
-            written.append(equation(factors, found))
+            written.append(equation_text(factors, found))
             sizes |= found
     return tuple(written)
 
@@ -325,6 +336,9 @@ class _Check:
     limits: Limits
     timeout: float
     reference: Callable[..., Any] | None
+    seeds: list[int]
+    alone: Job | None = None
+    missed: tuple[str, ...] = ()
 
     def run(self) -> Verification:
         sets = shrunk(self.mesh)
@@ -342,7 +356,7 @@ class _Check:
                 "got a gradient; return outputs (a tensor, or a tuple, list, dict or dataclass of tensors), or "
                 "(outputs, module)"
             )
-        return Verification(tuple(differences.values()), meshes, compared, one.missed)
+        return Verification(tuple(differences.values()), meshes, compared, (*one.missed, *self.missed))
 
     # runs
 
@@ -351,21 +365,39 @@ class _Check:
         return launch(observe, math.prod(small.values()), job, timeout=self.timeout)
 
     def _one(self) -> Observed:
-        """The one device's run, in double precision where the program takes it. What works is remembered in the job."""
-        ones = dict.fromkeys(self.mesh.shape, 1)
+        """The one device's run, in double precision where the program takes it. What works is remembered."""
         given, reference = self.job, self._reference(self.job)
         try:
             self.job = _in_double(given)
-            return self._launched(_in_double(reference), ones)[0]
+            return self._run_alone(_in_double(reference))
         except RuntimeError as error:
             if "dtype" not in str(error) and "type" not in str(error):
                 raise
             self.job = dataclasses.replace(given, double=False)
-            return self._launched(dataclasses.replace(reference, double=False), ones)[0]
+            return self._run_alone(dataclasses.replace(reference, double=False))
         except AxesError:
             if not reference.plain or self.reference is not None:
                 raise
-            return self._launched(self.job, ones)[0]
+            return self._run_alone(self.job)
+
+    def _run_alone(self, job: Job) -> Observed:
+        self.alone = job
+        return self._launched(job, dict.fromkeys(self.mesh.shape, 1))[0]
+
+    def _measure_noise(self, one: Observed, seed: int) -> bool:
+        """Note how far rounding moves what one device computes, at least; whether that could be measured.
+
+        The run has a process of its own, since a program may change what its next run starts from.
+        """
+        assert self.alone is not None
+        try:
+            moved = self._launched(dataclasses.replace(self.alone, moved=seed), dict.fromkeys(self.mesh.shape, 1))[0]
+        except Exception as error:  # the program can't do with other numbers
+            self.missed = (f"numbers as rounding moves them: the run that tells how far raised {type(error).__name__}",)
+            return False
+        for key, noise in moved_by(one, moved).items():
+            one.noise[key] = max(noise, one.noise.get(key, 0.0))
+        return True
 
     def _reference(self, job: Job) -> Job:
         program, regions = job.program, job.regions
@@ -380,6 +412,8 @@ class _Check:
     def _on(self, small: dict[str, int], one: Observed) -> list[Mismatch]:
         ranks = self._launched(self.job, small)
         found = self._judged(small, ranks, one)
+        while found and self.seeds and self._measure_noise(one, self.seeds.pop()):
+            found = self._judged(small, ranks, one)
         if not found:
             return []
         if any(each.what == "gradient" and each.kind in ("none", "differs", "pending", "scaled") for each in found):

@@ -38,6 +38,7 @@ what its rank doesn't use, so every rank uses what it gets. The names are those 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -395,7 +396,8 @@ def _neighbours(shift: int, line: Line) -> tuple[int, int]:
 
 def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
     """The coordinates to which this rank sends and from which it receives, None where there is none."""
-    given = list(perm) if isinstance(perm, Sequence) else [perm]
+    # Of one pair more than there are ranks one is wrong: what comes after needn't be looked at.
+    given = list(itertools.islice(perm, line.size + 1)) if isinstance(perm, Sequence) else [perm]
     pairs = [pair for pair in map(_pair, given) if pair is not None]
     if len(pairs) != len(given):
         raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shown(perm)}")

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.flow.states import same_split
-from axes.algebra.grammar import Dim, Factor, Spec, parse_tensor
+from axes.algebra.grammar import Dim, Factor, Spec, check_different, parse_tensor
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_axes_are_whole, check_torch_can
@@ -62,6 +62,8 @@ def read_region(text: str) -> RegionExpression:
         raise ExpressionError("a region says what goes in and what comes out, 'b@dp s -> b@dp s'", text, 0, len(text))
     relative: set[str | None] = set()
     explicit: set[str | None] = set()
+    for spec in (*tree.operands, *tree.results):
+        check_different(text, spec)
     for side, specs in enumerate((tree.operands, tree.results)):
         for dim in (dim for spec in specs for dim in spec.dims):
             if _is_dots(dim) and str(dim) != "...":
@@ -217,6 +219,7 @@ def _made(reading: RegionExpression, mesh: Mesh | None, is_given: bool, inputs: 
     splits: dict[str, ShardedDim] = {}
     for place, each in enumerate(inputs):
         same = _same(names, each.spec)
+        _check_can_be(reading, names, each, sizes, same)
         if not _is_replicated(each.sharding, same) or not _is_as_written(reading, names, each, sizes):
             _mismatch(reading, place, each)
         inputs[place] = replace(each, counted=_counted(each.sharding.mesh, each.placements, same), same=same)
@@ -296,6 +299,15 @@ def _is_as_written(reading: RegionExpression, names: Mesh, each: RegionInput, si
     if any(pending.op == "*" for pending in spec.pending or ()):
         return True
     return _pending(names, spec).is_equivalent(Sharding(actual.mesh, (), actual.pending))
+
+
+def _check_can_be(
+    reading: RegionExpression, names: Mesh, each: RegionInput, sizes: Mapping[str, int], same: Axes
+) -> None:
+    """`ShardingError` for a spec that no tensor can have, since an axis is used twice."""
+    dims = [_explicit(names, d, sizes) for d in each.dims if not flows(reading, d) and not _is_relative(d)]
+    pending = () if any(p.op == "*" for p in each.spec.pending or ()) else _pending(names, each.spec).pending
+    _with_same(Sharding(names, tuple(dims), pending), same)
 
 
 def _explicit(names: Mesh, dim: Dim, sizes: Mapping[str, int]) -> ShardedDim:

@@ -90,7 +90,7 @@ from axes.runtime.places import within
 from axes.runtime.routes import settled
 from axes.runtime.sharded import from_local, strides_like, to_local
 from axes.runtime.shards import shard_of
-from axes.runtime.transforms import check_not_wrapped, check_whole
+from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -250,6 +250,8 @@ def _run_region(
     if not torch.compiler.is_compiling():
         _check_number(read_region(expression), tensors, args, kwargs)
     if plain:
+        for place, x in enumerate(tensors):
+            check_dense(x, f"shard_map '{expression}', as tensor {place},")
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
         if not (check or torch_private.transforms_are_on()):
             region = _region_of_shards(expression, home, tuple([tuple(x.shape) for x in tensors]))
@@ -409,8 +411,13 @@ def _results(result: Any, expression: str, passed: Sequence[object]) -> list[tor
         results = tensors_of_tree(result, functools.partial(check_result, passed))
         if any(isinstance(x, DTensor) for x in results):
             raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
+        for place, x in enumerate(results):
+            check_dense(x, f"as result {place} a region")
     except ShardingError as error:
         raise _in_region(error, expression) from None
+    except RecursionError:
+        what = "the function returned a value that holds itself, or is nested too deep"
+        raise _in_region(ShardingError(what), expression) from None
     if torch_private.transforms_are_on():
         check_whole(f"the result of shard_map '{expression}'", results)
     return results

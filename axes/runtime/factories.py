@@ -200,7 +200,7 @@ def _made(
     device_mesh = mesh.device_mesh
     local_shape = sharding.local_shape(shape) if mesh.coordinate is not None else (0,)
     local = fill(local_shape, sharding, shape)
-    return resolving(dtensor_of(local, sharding, shape, device_mesh)).requires_grad_(requires_grad)
+    return resolving(dtensor_of(local, sharding, shape, device_mesh)).requires_grad_(bool(requires_grad))
 
 
 def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:

@@ -40,7 +40,7 @@ from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private, trace
-from axes.runtime.agreement import Barrier, Member, agree, digest, in_time, ranks_text, without_report
+from axes.runtime.agreement import Barrier, Member, agree, digest, in_time, ranks_text, refuse, without_report
 
 _FAKE = "fake"
 _WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
@@ -201,6 +201,9 @@ _current: World | None = None
 times_destroyed = 0
 """How often groups were ended. A compiled graph is of those that were there when it was made: this is a guard of it."""
 
+_ended_by: dict[str, None] = {}
+"""The functions that have ended groups in this process."""
+
 
 def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
@@ -260,9 +263,17 @@ def wrong_with_groups(device_mesh: Any) -> str:
     if not torch_private.groups_are_gone(device_mesh):
         return ""
     return (
-        "the process groups of this DeviceMesh have been ended, by axes.destroy_process_groups(): tensors on it are of "
-        "no use any more. Make them anew on a mesh of axes, which makes its groups when they are used"
+        f"the process groups of this DeviceMesh have been ended, by {' or '.join(_ended_by) or 'torch.distributed'}: "
+        "tensors on it are of no use any more. Make them anew on a mesh of axes, which makes its groups when they are "
+        "used"
     )
+
+
+def _note_end(function: str) -> None:
+    """Notes that a function ends groups."""
+    global times_destroyed
+    times_destroyed += 1
+    _ended_by.setdefault(function)
 
 
 def forget_groups() -> None:
@@ -293,17 +304,40 @@ def _entry(mesh: Mesh, layout: Layout, name: str) -> _Entry:
 def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
     """Makes the groups of these names now, in an order that doesn't depend on that of the names.
 
-    Every rank of the mesh calls it; a rank outside the mesh has nothing to make.
+    Every rank of the mesh calls it; a rank outside the mesh has nothing to make. Where a name isn't one of the mesh,
+    the other members of the first group hear so at once.
     """
-    groups_of(mesh, [(mesh.layout(name), name) for name in names])
+    names = tuple(names)
+    try:
+        named = [(mesh.layout(name), name) for name in names]
+    except MeshError as error:
+        _refuse(mesh, [(layout, name) for name, layout in mesh.namespace.items() if name in names], error)
+        raise
+    groups_of(mesh, named)
+
+
+def _refuse(mesh: Mesh, named: Iterable[tuple[Layout, str]], error: MeshError) -> None:
+    """Tells the other members of the first of these groups that is still to be made that this rank can't come."""
+    world = current_world()
+    if world.fake or mesh.universe.position(world.rank) is None:
+        return
+    with world.lock:
+        for layout, name in _in_order(mesh, named):
+            key = _key_of(world, mesh, layout, name)
+            if key not in world.groups and len(key[0]) > 1:
+                refuse(world.member, _barrier(world, key[0], name), error)
+                return
 
 
 def groups_of(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> dict[str, dist.ProcessGroup]:
     """The groups of these layouts by name, made in an order that only layouts and lanes decide; none outside."""
     if mesh.universe.position(current_world().rank) is None:
         return {}
-    in_order = sorted(named, key=lambda each: (each[0].modes, options_of(mesh, *each).text))
-    return {name: group_of(mesh, layout, name) for layout, name in in_order}
+    return {name: group_of(mesh, layout, name) for layout, name in _in_order(mesh, named)}
+
+
+def _in_order(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> list[tuple[Layout, str]]:
+    return sorted(named, key=lambda each: (each[0].modes, options_of(mesh, *each).text))
 
 
 def process_groups() -> ProcessGroups:
@@ -335,10 +369,9 @@ def destroy_process_groups() -> None:
     All ranks call it. Adopted groups, and a default group that axes didn't start, belong to whoever
     made them. Meshes stay usable: their groups are made anew at the next use.
     """
-    global times_destroyed
     if dist.group.WORLD is None:
         return
-    times_destroyed += 1
+    _note_end("axes.destroy_process_groups()")
     trace.forget_groups_of_traces()
     world = current_world()
     made = [entry.group for entry in world.groups.values() if entry.origin == "made"]
@@ -359,6 +392,7 @@ def abort_groups(mesh: Mesh) -> None:
     here = mesh.ranks_of(mesh.layout_of_all, world.rank)
     if here is None:
         return
+    _note_end("mesh.abort()")
     torch_private.forget_dtensor_world()
     if world.started_here and len(here) == world.size:
         torch_private.abort_group(None)
@@ -468,22 +502,25 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
 
 def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
     """The entry of a group, by what it is; made where nobody asked for it yet."""
-    ranks = mesh.ranks_of(layout, world.rank)
-    if ranks is None:
-        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
-    ranks = ranks if isinstance(ranks, range) else Universe.of(ranks).ranks
+    key = _key_of(world, mesh, layout, name)
     binding = mesh.binding
-    backend, options = _wanted(world, mesh, layout, name)
-    key = (ranks, backend, options)
     entry = world.groups.get(key)
     if entry is None:
         waits = binding.timeout or _default_timeout(world, binding.device_type)
         mark = mark_of(world, mesh, layout, name)
-        entry = world.groups[key] = _made(world, ranks, backend, options, mark, name, binding.device_type, waits)
+        entry = world.groups[key] = _made(world, *key, mark, name, binding.device_type, waits)
     if entry.layout is None:
         entry.layout = layout
     entry.names.setdefault(name)
     return entry
+
+
+def _key_of(world: World, mesh: Mesh, layout: Layout, name: str) -> _Key:
+    """What the group of this rank along a layout is: its ranks, backend and options."""
+    ranks = mesh.ranks_of(layout, world.rank)
+    if ranks is None:
+        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
+    return (ranks if isinstance(ranks, range) else Universe.of(ranks).ranks, *_wanted(world, mesh, layout, name))
 
 
 def mark_of(world: World, mesh: Mesh, layout: Layout, name: str) -> str:
@@ -527,6 +564,17 @@ def _digest(backend: str, options: GroupOptions) -> str:
     return hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
 
 
+def _barrier(world: World, ranks: Sequence[int], name: str) -> Barrier:
+    """Where the members of a group agree on it before they make it."""
+    return world.barrier(
+        "group",
+        ranks,
+        f"the group of {ranks_text(ranks)} ('{name}')",
+        "Ranks that first use overlapping groups in different orders wait for one another; "
+        "make the groups beforehand, on all ranks, with mesh.create_groups(...)",
+    )
+
+
 def _made(
     world: World,
     ranks: Sequence[int],
@@ -537,13 +585,7 @@ def _made(
     device_type: str,
     waits: timedelta,
 ) -> _Entry:
-    barrier = world.barrier(
-        "group",
-        ranks,
-        f"the group of {ranks_text(ranks)} ('{name}')",
-        "Ranks that first use overlapping groups in different orders wait for one another; "
-        "make the groups beforehand, on all ranks, with mesh.create_groups(...)",
-    )
+    barrier = _barrier(world, ranks, name)
     if not world.fake:
         agree(
             world.member,

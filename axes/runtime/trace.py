@@ -47,7 +47,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError
+from axes.algebra.errors import AxesError, shown
 from axes.runtime import flags
 from axes.runtime.places import Part, context, line_of_code, part_said, passed_files, user_frame
 from axes.runtime.torch_private import NO_BACKWARD, backward_pass
@@ -127,6 +127,8 @@ class Recorder:
             self._room = len(self._window)
         except OSError as error:
             raise AxesError(f"the trace can't be written: {error}. It needs a file that can be mapped") from error
+        except ValueError as error:  # Python's, for text that is no path: one with "\\0", or a lone surrogate
+            raise AxesError(f"the trace can't be written: {shown(path)} is no path of a file ({error})") from error
         if not again:
             _here.begun.append(self.path)
         self._clock = perf_counter_ns()
@@ -349,7 +351,7 @@ def _recorded_on(device: str) -> Any:
 
 
 def path_for(wanted: str, rank: int) -> str:
-    """The file of a rank: with its number for `{rank}`, or before the suffix.
+    """The file of a rank: with its number for `{rank}`, or before the suffix; `AxesError` for a folder.
 
     >>> path_for("/tmp/trace.jsonl", 3), path_for("{rank}/trace", 3), path_for("trace", 12)
     ('/tmp/trace.3.jsonl', '3/trace', 'trace.12')
@@ -357,6 +359,8 @@ def path_for(wanted: str, rank: int) -> str:
     if "{rank}" in wanted:
         return wanted.replace("{rank}", str(rank))
     path = Path(wanted)
+    if path.name in ("", ".."):
+        raise AxesError(f"the trace can't be written: {shown(wanted)} is a folder; write the path of a file")
     return str(path.with_name(f"{path.stem}.{rank}{path.suffix}"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from axes.algebra.errors import MeshError, pointed, suggestion, unknown_axis
+from axes.algebra.errors import MeshError, ShardingError, pointed, suggestion, unknown_axis
 from axes.algebra.flow.reading import Reading, Slot, Term
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
@@ -98,7 +98,8 @@ def _check_once(reading: Reading, mesh: Mesh, uses: Sequence[tuple[str, str]]) -
             if axis == other or mesh.namespace[axis].overlaps(mesh.namespace[other]):
                 both = f"'{axis}' is used twice" if axis == other else f"'{other}' and '{axis}' share ranks"
                 places = f"by '{before}' and by '{what}'" if before != what else f"by '{what}'"
-                reading.fail(f"{both}: {places}; an axis splits one dim or is pending", _second(reading, axis, other))
+                shown = pointed(reading.text, *_second(reading, axis, other))
+                raise ShardingError(f"{both}: {places}; an axis splits one dim or is pending\n{shown}")
 
 
 def _second(reading: Reading, axis: str, other: str) -> tuple[int, int]:
