@@ -333,6 +333,14 @@ class KeepsBuffers(KeepsParameters):
     keeps = staticmethod(lambda params: {"buffers": [torch.zeros_like(p) for p in params]})
 
 
+class Wraps(Each):
+    """Has another optimizer do it."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.own = torch.optim.SGD(self.param_groups, lr=lr)
+
+
 class Everywhere(Lion):
     def step(self, closure=None):
         self.state["steps"] = self.state.get("steps", 0) + 1

@@ -383,7 +383,7 @@ def test_a_rank_that_doesnt_come_is_named_with_what_it_did_last(world):
 # --- several threads, several limits
 
 
-def on_lanes() -> list[Any]:
+def on_lanes(daemons: bool) -> list[Any]:
     """Each thread has a lane of its own; each rank is late in another one, so that each waits for the other's lane."""
     quick_looks()
     meshes = [
@@ -404,7 +404,7 @@ def on_lanes() -> list[Any]:
             found[lane] = str(error)
 
     for _ in range(2):
-        threads = [threading.Thread(target=work, args=(lane,)) for lane in (0, 1)]
+        threads = [threading.Thread(target=work, args=(lane,), daemon=daemons) for lane in (0, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -412,8 +412,9 @@ def on_lanes() -> list[Any]:
     return [found[0], found[1]]
 
 
-def test_ranks_that_wait_with_several_threads_are_no_circle(world):
-    assert world(on_lanes, 2) == [[2.0, 2.0]] * 2
+@pytest.mark.parametrize("daemons", [False, True])
+def test_ranks_that_wait_with_several_threads_are_no_circle(world, daemons):
+    assert world(on_lanes, 2, daemons) == [[2.0, 2.0]] * 2
 
 
 def said_last(first: float, second: float, late: float, dtensors: bool) -> Any:
@@ -457,17 +458,17 @@ def clipped(what: str) -> Any:
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu", timeout=2)
     axes.debug(check=True)
     rank, parameters = mesh.rank, []
-    for shape in ((4, 4), (4, 2)):
-        parameter = torch.nn.Parameter(axes.shard(torch.ones(shape), "a@dp b@tp", mesh=mesh))
-        parameter.grad = axes.shard(torch.full(shape, 2.0), "a@dp b@tp", mesh=mesh)
+    for shape, spec in (((4, 4), "a@dp b@tp"), ((4, 2), "a@dp b@tp"), ((4,), "a")):
+        parameter = torch.nn.Parameter(axes.shard(torch.ones(shape), spec, mesh=mesh))
+        parameter.grad = axes.shard(torch.full(shape, 2.0), spec, mesh=mesh)
         parameters.append(parameter)
     most, order = 1.0, 2.0
     if what == "order":
         order = 2.0 if rank < 2 else 3.0
     elif what == "limit":
         most = 1.0 if rank % 2 else 2.0
-    elif what == "fewer" and rank == 1:
-        parameters.pop()
+    elif what in ("fewer", "fewer replicated") and rank == 1:
+        parameters.pop(1 if what == "fewer" else 2)
     elif what == "late" and rank == 0:
         time.sleep(4)
         return "", 0.0
@@ -480,9 +481,10 @@ def clipped(what: str) -> Any:
 
 NORM = "the norm of gradients, sum of 1 parts of"
 CLIPPED = {
-    "order": (f"{NORM} 2 tensors (", ", of order 2, clipped to 1, at", ", of order 3, clipped to 1, at"),
-    "limit": (", of order 2, clipped to 1, at", ", of order 2, clipped to 2, at"),
-    "fewer": (f"{NORM} 2 tensors (", f"{NORM} 1 tensors ("),
+    "order": (f"{NORM} 3 tensors (", ", of order 2.0, clipped to 1.0, at", ", of order 3.0, clipped to 1.0, at"),
+    "limit": (", of order 2.0, clipped to 1.0, at", ", of order 2.0, clipped to 2.0, at"),
+    "fewer": (f"{NORM} 3 tensors (", f"{NORM} 2 tensors ("),
+    "fewer replicated": (f"{NORM} 3 tensors (", f"{NORM} 2 tensors ("),
 }
 
 
@@ -500,7 +502,7 @@ def test_clipping_waits_for_a_rank_as_long_as_its_mesh_says(world):
 
 
 def test_equal_clipping_raises_no_alarm(world):
-    assert {text for text, _ in world(clipped, 4, "")} == {str(torch.tensor(96.0).sqrt().item())}
+    assert {text for text, _ in world(clipped, 4, "")} == {str(torch.tensor(112.0).sqrt().item())}
 
 
 def many_resharded() -> str:

@@ -293,12 +293,13 @@ def _norm(
     """The norm of all parts, to be clipped to `limit`; the same collectives on every rank that has the same tensors."""
     # Parts that are reduced over the same axes are one sum: of powers, or for an infinite order a maximum.
     sums: dict[tuple[tuple[_SplitAxis, ...], bool], list[torch.Tensor]] = {}
-    tensors: dict[tuple[tuple[_SplitAxis, ...], bool], list[torch.Tensor]] = {}
+    placed: list[tuple[torch.Tensor, _Place]] = []
     for part in parts:
         place = _place(torch_private.spec_of(part.tensor)) if isinstance(part.tensor, DTensor) else None
         key = (() if place is None else place.split, _is_of_one_stage(place, stages))
         locals_ = sums.setdefault(key, [])
-        tensors.setdefault(key, []).append(part.tensor)
+        if place is not None:
+            placed.append((part.tensor, place))
         if part.local is not None:
             locals_.append(part.local)
     axes = _ordered({axis for split, _ in sums for axis in split})
@@ -306,14 +307,14 @@ def _norm(
     values = {key: _sum(locals_, order, device) for key, locals_ in sums.items()}
     for axis in axes:
         here = [key for key in values if axis in key[0]]
-        how = _compared(order, limit, [tensors[key] for key in here]) if flags.check else ""
+        how = _compared(order, limit, placed, axis) if flags.check else ""
         values.update(zip(here, _reduced([values[key] for key in here], order, axis, how), strict=True))
     mine, everyones = (
         _combined([value for (_, staged), value in values.items() if staged is wanted], order, device)
         for wanted in (True, False)
     )
     for axis in stages:
-        (mine,) = _reduced([mine], order, axis, _compared(order, limit, []) if flags.check else "")
+        (mine,) = _reduced([mine], order, axis, _compared(order, limit, (), axis) if flags.check else "")
     total = _combined([mine, everyones], order, device)
     total = total if order == math.inf else total.pow(1 / order)
     wide = any(part.tensor.dtype in (torch.float64, torch.complex128) for part in parts)
@@ -354,13 +355,17 @@ def _combined(values: Sequence[torch.Tensor], order: float, device: torch.device
     return every.amax() if order == math.inf else every.sum()
 
 
-def _compared(order: float, limit: float | None, tensors: Sequence[Sequence[torch.Tensor]]) -> str:
-    """What ranks compare of a norm: its order, what it is clipped to, and of each sum how many tensors it is of, with a
-    digest of their shapes."""
-    shapes = [[tuple(each.shape) for each in every] for every in tensors]
-    counts = ", ".join(str(len(every)) for every in shapes)
-    of = f" of {counts} tensors ({hashlib.sha256(str(shapes).encode()).hexdigest()[:8]})" if tensors else ""
-    return f"{of}, of order {order:g}{'' if limit is None else f', clipped to {limit:g}'}"
+def _compared(
+    order: float, limit: float | None, placed: Sequence[tuple[torch.Tensor, _Place]], axis: _SplitAxis
+) -> str:
+    """What the ranks along an axis compare of a norm: its order, the limit, and the tensors on meshes with the axis."""
+    have = [
+        (tuple(tensor.shape), axis in place.split)
+        for tensor, place in placed
+        if place.universe == axis.universe and place.extent.contains(axis.layout)
+    ]
+    of = f" of {len(have)} tensors ({hashlib.sha256(str(have).encode()).hexdigest()[:8]})" if placed else ""
+    return f"{of}, of order {order}{'' if limit is None else f', clipped to {limit}'}"
 
 
 def _reduced(values: Sequence[torch.Tensor], order: float, axis: _SplitAxis, how: str) -> Sequence[torch.Tensor]:

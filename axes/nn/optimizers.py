@@ -215,8 +215,15 @@ class LocalSteps(torch.optim.Optimizer):
             self._check_state()
             self._check_attributes()
             view = _View.of(self.param_groups, self.state)
-        gradients = view.take_gradients()
         dressed = None if self.plain_steps else view.dress()
+        try:
+            gradients = view.take_gradients()
+        except BaseException:
+            for local in view.shards:
+                local.grad = None
+            if dressed is not None:
+                view.undress(dressed)
+            raise
         idle = [at for at, gradient in enumerate(gradients) if gradient is None]
         versions = [(at, torch_private.versions(view.memory_of[at])) for at in idle]
         groups = list(self.param_groups)
@@ -505,16 +512,20 @@ class _View:
 
         The attributes are the parameter's own while the step lasts; the result is what the local tensors had.
         """
-        before = []
-        for parameter, local in zip(self.sharded, self.shards, strict=True):
-            before.append((local.__dict__, local.requires_grad))
-            local.__dict__ = parameter.__dict__
-            local.requires_grad = parameter.requires_grad
+        before: Dress = []
+        try:
+            for parameter, local in zip(self.sharded, self.shards, strict=True):
+                before.append((local.__dict__, local.requires_grad))
+                local.__dict__ = parameter.__dict__
+                local.requires_grad = parameter.requires_grad
+        except BaseException:
+            self.undress(before)
+            raise
         return before
 
     def undress(self, before: Dress) -> None:
-        """Make the local tensors again what they were before `dress`."""
-        for local, (attributes, requires_grad) in zip(self.shards, before, strict=True):
+        """Make the local tensors again what they were before `dress`, as far as it has come."""
+        for local, (attributes, requires_grad) in zip(self.shards, before, strict=False):
             local.__dict__ = attributes
             local.requires_grad = requires_grad
 
@@ -547,8 +558,8 @@ _OF_ALL = {*vars(torch.optim.SGD([torch.zeros(1)])), "options", "tried", "kinds"
 
 
 def _holds_parameters(value: Any, ids: set[int]) -> bool:
-    """Whether a list, dict or set, however deep, has a DTensor or the id of a parameter."""
-    if isinstance(value, DTensor):
+    """Whether a list, dict or set, however deep, has a DTensor, an optimizer of its own, or the id of a parameter."""
+    if isinstance(value, DTensor | torch.optim.Optimizer):
         return True
     if isinstance(value, int) and not isinstance(value, bool):
         return value in ids

@@ -394,7 +394,7 @@ def _wait_for_end(member: Member, barrier: Barrier, key: str, deadline: float, t
         elif now - started >= look:
             look *= 2
             _end_with_who_stays_away(member, barrier, key)
-            if alone != presence.is_alone(member.rank):
+            if alone != presence.is_alone(member.rank, now - started):
                 alone = not alone
                 _leave_note(member, {"key": key, "subject": barrier.seen, "alone": alone})
             if alone:

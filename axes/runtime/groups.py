@@ -201,8 +201,8 @@ _current: World | None = None
 times_destroyed = 0
 """How often groups were ended. A compiled graph is of those that were there when it was made: this is a guard of it."""
 
-_ended_by: dict[str, None] = {}
-"""The functions that have ended groups in this process."""
+_ended_by = ""
+"""The functions that have ended groups in this process, in words."""
 
 
 def current_world() -> World:
@@ -263,7 +263,7 @@ def wrong_with_groups(device_mesh: Any) -> str:
     if not torch_private.groups_are_gone(device_mesh):
         return ""
     return (
-        f"the process groups of this DeviceMesh have been ended, by {' or '.join(_ended_by) or 'torch.distributed'}: "
+        f"the process groups of this DeviceMesh have been ended, by {_ended_by or 'torch.distributed'}: "
         "tensors on it are of no use any more. Make them anew on a mesh of axes, which makes its groups when they are "
         "used"
     )
@@ -271,9 +271,10 @@ def wrong_with_groups(device_mesh: Any) -> str:
 
 def _note_end(function: str) -> None:
     """Notes that a function ends groups."""
-    global times_destroyed
+    global times_destroyed, _ended_by
     times_destroyed += 1
-    _ended_by.setdefault(function)
+    if function not in _ended_by:
+        _ended_by = f"{_ended_by} or {function}" if _ended_by else function
 
 
 def forget_groups() -> None:
@@ -307,12 +308,16 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
     Every rank of the mesh calls it; a rank outside the mesh has nothing to make. Where a name isn't one of the mesh,
     the other members of the first group hear so at once.
     """
-    names = tuple(names)
-    try:
-        named = [(mesh.layout(name), name) for name in names]
-    except MeshError as error:
-        _refuse(mesh, [(layout, name) for name, layout in mesh.namespace.items() if name in names], error)
-        raise
+    named: list[tuple[Layout, str]] = []
+    wrong: MeshError | None = None
+    for name in names:
+        try:
+            named.append((mesh.layout(name), name))
+        except MeshError as error:
+            wrong = wrong or error
+    if wrong is not None:
+        _refuse(mesh, named, wrong)
+        raise wrong
     groups_of(mesh, named)
 
 

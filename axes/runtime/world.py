@@ -264,15 +264,17 @@ def _own_world() -> None:
     """Notes that `init_mesh` has started the world, which ends with the program at the latest."""
     current_world().started_here = True
     atexit.unregister(_end_at_exit)
-    atexit.register(_end_at_exit)
+    atexit.register(_end_at_exit, os.getpid())
 
 
-def _end_at_exit() -> None:
+def _end_at_exit(process: int) -> None:
     """Ends a world of CPUs alone that the program has left open: else gloo's threads abort some processes at their end.
 
-    On GPUs torch does it. To wait there for ranks that may be gone could hang.
+    In the process alone that started it. On GPUs torch does it: to wait there for ranks that may be gone could hang.
     """
-    if dist.group.WORLD is not None and current_world().started_here and current_world().backend in _OF_CPUS:
+    if process != os.getpid() or dist.group.WORLD is None:
+        return
+    if current_world().started_here and current_world().backend in _OF_CPUS:
         with contextlib.suppress(RuntimeError):  # groups that have failed are closed by that
             destroy_process_groups()
 
