@@ -123,6 +123,11 @@ def test_what_needs_more_than_an_element_is_refused_when_it_is_made(name, text):
         axes.nn.local_optimizer(getattr(own_optimizers, name), weights)
 
 
+def test_parameters_of_very_many_dims_are_tried_as_those_of_eight():
+    for ndim in (9, 20, 64):
+        axes.nn.local_optimizer(torch.optim.AdamW, [torch.zeros((1,) * ndim, requires_grad=True)])
+
+
 def test_parameters_are_tried_in_their_own_dtype():
     make = axes.nn.local_optimizer
     make(own_optimizers.NormalizesDoubles, [torch.ones(4, requires_grad=True)])

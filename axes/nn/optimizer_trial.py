@@ -71,7 +71,7 @@ def tried_state(
     trial = _Trial(optimizer, options, group, device, dtype)
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         found = trial.of((6, 4, 2, 4, 2, 2, 2, 2)[:ndim] if ndim > 1 else (40,), _SCALES)
-        trial.of((2,) * ndim, _SMALL, found)  # halves of which have a dim of size 1
+        trial.of((2, 2, 2, 2, 2, 2, 2, 2)[:ndim], _SMALL, found)  # halves of which have a dim of size 1
         if ndim == 2:
             trial.of(_LARGE, _LONG, found)
     return found
