@@ -90,7 +90,7 @@ from axes.runtime.places import within
 from axes.runtime.routes import settled
 from axes.runtime.sharded import from_local, strides_like, to_local
 from axes.runtime.shards import shard_of
-from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole
+from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole, is_dense
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -251,7 +251,8 @@ def _run_region(
         _check_number(read_region(expression), tensors, args, kwargs)
     if plain:
         for place, x in enumerate(tensors):
-            check_dense(x, f"shard_map '{expression}', as tensor {place},")
+            if not is_dense(x):
+                check_dense(x, f"shard_map '{expression}', as tensor {place},")
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
         if not (check or torch_private.transforms_are_on()):
             region = _region_of_shards(expression, home, tuple([tuple(x.shape) for x in tensors]))
@@ -412,7 +413,8 @@ def _results(result: Any, expression: str, passed: Sequence[object]) -> list[tor
         if any(isinstance(x, DTensor) for x in results):
             raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
         for place, x in enumerate(results):
-            check_dense(x, f"as result {place} a region")
+            if not is_dense(x):
+                check_dense(x, f"as result {place} a region")
     except ShardingError as error:
         raise _in_region(error, expression) from None
     except RecursionError:
