@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 import axes
 from axes.algebra.errors import AxesError, DesyncError, MeshError
-from axes.runtime import agreement
+from axes.runtime import agreement, flags
 
 Step = tuple[Any, ...]
 Program = tuple[Step, ...]
@@ -544,6 +546,27 @@ def test_no_key_is_left_where_one_rank_tells_its_sizes_and_another_none(world):
 def test_debug_takes_a_bool():
     with pytest.raises(AxesError, match=r"True or False; found .*yes"):
         axes.debug(check="yes")
+
+
+@pytest.mark.parametrize(("word", "is_on"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
+def test_the_environment_asks_for_checks_in_the_usual_words(monkeypatch, word, is_on):
+    with monkeypatch.context() as environment:
+        environment.setenv("AXES_CHECK", word)
+        flags.read_environment()
+        assert flags.check is is_on
+    flags.read_environment()
+
+
+def test_a_word_that_asks_for_checks_or_not_is_an_error_where_it_says_neither():
+    environment = os.environ | {"AXES_CHECK": "2"}
+    run = subprocess.run(
+        [sys.executable, "-c", "import axes; axes.init_mesh"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "AXES_CHECK is 1 (true, yes, on) or 0 (false, no, off); found '2'" in run.stderr
 
 
 # --- a rank that dies

@@ -279,7 +279,7 @@ def test_options_are_equal_if_and_only_if_their_content_is(one, other):
     assert left != right or hash(left) == hash(right)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "5", float("nan"), float("inf"), [], timedelta(0)])
+@pytest.mark.parametrize("timeout", [0, -1, True, "5", float("nan"), float("inf"), [], timedelta(0)])
 def test_a_timeout_is_a_positive_time(timeout):
     with pytest.raises(MeshError, match="positive timedelta or number of seconds"):
         GroupOptions(timeout=timeout)

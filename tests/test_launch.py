@@ -742,6 +742,7 @@ def test_a_fork_server_that_is_late_is_named():
         ((total, 2), {"timeout": 0}, "positive number of seconds, or None; not 0"),
         ((total, 2), {"timeout": float("nan")}, "not nan"),
         ((total, 2), {"timeout": "5"}, "not '5'"),
+        ((total, 2), {"timeout": True}, "not True"),
         ((lambda: 0, 2), {}, r"<lambda> can't be sent .* Define it with `def` at the top level"),
         ((total, 2, threading.Lock()), {}, "argument 0 of total, a lock, can't be sent"),
         ((total, 2, 1, lambda: 0), {}, "argument 1 of total, a function, can't be sent"),

@@ -345,6 +345,15 @@ def test_where_the_disk_is_full_the_trace_ends_and_the_job_goes_on(mesh, tmp_pat
     assert len(found) < 200
 
 
+def test_lines_are_told_where_the_working_directory_is_gone(mesh, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with axes.debug(trace=tmp_path / "t"):
+        sums(mesh, 1)
+    assert "test_trace.py:" in timeline.read_log(tmp_path / "t.0").events[0].place
+
+
 def test_groups_that_are_ended_are_let_go(mesh, tmp_path):
     with axes.debug(trace=tmp_path / "t"):
         sums(mesh, 1)
@@ -472,6 +481,8 @@ WRONG = {
     "a list": ("[1]\n", "line 1: this isn't a trace of axes"),
     "empty": ("", "is empty: a trace of axes begins"),
     "another version": ('{"axes_trace": 2}\n', "of version 2; this reads version 1"),
+    "a rank without a field": ('{"axes_trace": 1}\n', r"line 1: this isn't a trace of axes \(KeyError: 'rank'\)"),
+    "an operation without a field": (log(0, [("psum", (0, 1), 0, 5)]).replace('"axis"', '"x"'), "line 2.*'axis'"),
     "broken in the middle": (log(0, [("psum", (0, 1), 0, 5)]).replace('"t"', "t"), "line 3: this isn't a trace"),
 }
 

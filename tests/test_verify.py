@@ -457,6 +457,8 @@ def test_axes_are_shrunk_to_two_or_three(mesh, small, call):
             lambda: axes.verify(program, mesh="tp=2", rtol=-1.0),
             "rtol is a number that isn't negative, or None; found -1.0",
         ),
+        (lambda: axes.verify(program, mesh="tp=2", atol=True), "atol is a number that isn't negative, or None; found"),
+        (lambda: axes.verify(program, mesh="tp=2", timeout=-1), "the timeout is a positive number of seconds, or None"),
         (lambda: axes.verify(nn.Linear(2, 2), torch.ones(2, 2), mesh="tp=2"), "no pattern or annotation is about"),
         (lambda: axes.verify(program, mesh="tp=2", reference=3), "found as reference 3"),
         (lambda: axes.verify(str.title, "a", mesh="tp=2"), "has nothing to compare: the program returned no tensor"),

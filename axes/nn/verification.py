@@ -169,8 +169,6 @@ def verify(
     _check(program, inputs, reference, specs, rtol, atol)
     if rules is not None:
         checked_rules(rules, "axes.verify")
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        raise AxesError(f"timeout is a positive number of seconds, or None; found {shown(timeout)}")
     wanted = _mesh_of(mesh)
     sizes_of_specs = dict(written_sizes(keywords, sizes))
     job = _job(program, inputs, specs, rules, sizes_of_specs)
@@ -213,7 +211,8 @@ def _check(
     if any(isinstance(x, DTensor) for x in tensors):
         raise ShardingError("axes.verify takes whole, plain tensors as inputs and shards them itself; found a DTensor")
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+        is_flag = isinstance(value, bool)
+        if value is not None and (is_flag or not isinstance(value, int | float) or not 0 <= value < math.inf):
             raise AxesError(f"{name} is a number that isn't negative, or None; found {shown(value)}")
 
 

@@ -10,6 +10,21 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from axes.algebra.errors import AxesError, shown
+
+_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "": False,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+"""What `AXES_CHECK` may be, in any case."""
+
 
 class Said(NamedTuple):
     """What the program has said; None where it has said nothing, and the environment counts."""
@@ -44,9 +59,15 @@ def say(wanted: Said) -> None:
 
 
 def read_environment() -> None:
-    """Takes the environment for what it is now, where the program has said nothing."""
+    """Take the environment for what it is now, where the program has said nothing.
+
+    Raises `AxesError` for an `AXES_CHECK` that is no word for yes or no: a job that hangs would be believed compared.
+    """
     global check, trace, watched
-    check = os.environ.get("AXES_CHECK") == "1" if _said.check is None else _said.check
+    word = os.environ.get("AXES_CHECK", "")
+    if word.lower() not in _WORDS:
+        raise AxesError(f"AXES_CHECK is 1 (true, yes, on) or 0 (false, no, off); found {shown(word)}")
+    check = _WORDS[word.lower()] if _said.check is None else _said.check
     trace = os.environ.get("AXES_TRACE", "") if _said.trace is None else _said.trace
     watched = check or trace != "" or _listeners > 0
 

@@ -52,7 +52,7 @@ def as_timeout(timeout: object, what: str) -> timedelta | None:
     if timeout is None:
         return None
     found = timeout
-    if isinstance(timeout, (int, float)) and 0 < timeout < timedelta.max.total_seconds():
+    if isinstance(timeout, (int, float)) and timeout is not True and 0 < timeout < timedelta.max.total_seconds():
         found = timedelta(seconds=timeout)
     if not isinstance(found, timedelta) or found <= timedelta(0):
         raise MeshError(f"{what} is a positive timedelta or number of seconds; found {shown(timeout)}")

@@ -89,7 +89,8 @@ def _check(fn: object, world_size: object, device_type: object, timeout: object)
             f"launch starts 1 to {MOST} processes on this machine, not {shown(ranks)}; "
             f"axes.simulate makes a world of any size in one process"
         )
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+    is_flag = isinstance(timeout, bool)
+    if timeout is not None and (is_flag or not isinstance(timeout, int | float) or not 0 < timeout < math.inf):
         raise AxesError(f"the timeout is a positive number of seconds, or None; not {shown(timeout)}")
     if not isinstance(device_type, str) or device_type not in BACKENDS:
         known = " or ".join(repr(name) for name in BACKENDS)

@@ -198,9 +198,10 @@ class Recorder:
 
     def _read_streams(self) -> None:
         """Writes the times on the device that are known by now."""
-        while self._ends and self._ends[0][1].query():
-            first, last, window, at = self._ends.popleft()
-            window[at : at + _WIDTH] = b"%13d" % int(first.elapsed_time(last) * 1e6)
+        with self._lock:
+            while self._ends and self._ends[0][1].query():
+                first, last, window, at = self._ends.popleft()
+                window[at : at + _WIDTH] = b"%13d" % int(first.elapsed_time(last) * 1e6)
 
     # what repeats
 

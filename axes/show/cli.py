@@ -127,12 +127,12 @@ def main() -> None:
     """
 
 
-def _mesh(text: str, world: int | None, rank: int | None, first: int = 0) -> Mesh:
+def _mesh(text: str, world: int | None, rank: int | None, first: int = 0, advice: str = "add --world N") -> Mesh:
     """The mesh of `dp=* tp=8; fsdp = dp tp`, seen from a rank. first: the number of its first rank."""
     declaration, *equations = (part.strip() for part in text.split(";"))
     ranks = None if world is None else range(world)
     if ranks is None and (open_one := re.search(r"(\w+)\s*=\s*\*", declaration)):
-        raise SizeError(f"how large '{open_one[1]}' is follows from the number of ranks: add --world N")
+        raise SizeError(f"how large '{open_one[1]}' is follows from the number of ranks: {advice}")
     # In a declaration an axis whose size follows has none.
     found = Mesh(re.sub(r"=\s*\*", "", declaration), *filter(None, equations), ranks=ranks)
     if first:
@@ -280,7 +280,9 @@ def _lines_of_groups(found: Mesh, lists: Mapping[str, Sequence[Sequence[int]]], 
 @in_world
 @by_rank
 @click.option("--dtype", default="float32", show_default=True, help="The dtype of the tensors.")
-@click.option("--op", default="sum", show_default=True, help="By what a reduction reduces: sum, mean, max, min.")
+@click.option(
+    "--op", default="sum", show_default=True, help="By what a reduction reduces: sum, mean, max, min, prod, any, all."
+)
 @click.option("--kind", metavar="KIND", help="reshard or shard_map, where the expression is meant as one.")
 @to_svg
 @to_html
@@ -410,8 +412,9 @@ def transfer_command(
 
     Example: python -m axes transfer "f@fsdp d" "f d@tp" f=8192 d=4096 --source-mesh "fsdp=4" --target-mesh "dp=2 tp=2"
     """
-    there, given = _mesh(source_mesh, None, None), _sizes(sizes)
-    here = _mesh(target_mesh, None, None, there.size if first is None else first)
+    advice, given = "write it, as in dp=2", _sizes(sizes)
+    there = _mesh(source_mesh, None, None, advice=advice)
+    here = _mesh(target_mesh, None, None, there.size if first is None else first, advice)
     like = Like(_shape(source, given), dtype)
     wanted = {name: size for name, size in given.items() if name in names_in_spec(source) | names_in_spec(target)}
     moved = transfer(
@@ -449,6 +452,8 @@ def _shape(spec: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
     for dim in parse_spec(spec).dims:
         known = [factor.size or sizes.get(factor.name or "") for factor in dim.factors]
         missing = [factor.name for factor, size in zip(dim.factors, known, strict=True) if size is None]
+        if "..." in missing:
+            raise SizeError(f"'...' in '{spec}' has no name for a size: name each dim, as in 'b s d'")
         if missing:
             raise SizeError(f"how large is '{missing[0]}'? Add its size, like {missing[0]}=8")
         shape.append(math.prod(size for size in known if size is not None))

@@ -176,7 +176,9 @@ def _extent(tree: TensorExpression, dim: Dim, sizes: Mapping[str, int]) -> int:
         return math.prod(sum(_extent(tree, Dim(block), sizes) for block in each) for each in blocks)
     unknown = [f.name for f in dim.factors if f.size is None and f.name is not None and f.name not in sizes]
     if any(name in ("...", "_") for name in unknown):
-        raise SizeError(f"'{dim}' in '{tree.text}' has no name for a size: give the whole shape of each operand")
+        raise SizeError(
+            f"'{dim}' in '{tree.text}' has no name for a size: name the dim, or give the whole shape of each operand"
+        )
     if unknown:
         raise SizeError(
             f"the size of {shortened(unknown[0])} is open in '{tree.text}': give it, like explain(..., "

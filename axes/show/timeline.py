@@ -150,11 +150,13 @@ def read_log(path: Path) -> Log:
             if "axes_trace" in said:
                 if said["axes_trace"] != VERSION:
                     raise AxesError(f"{path} is a trace of version {said['axes_trace']}; this reads version {VERSION}")
-                header = said
+                header = {name: said[name] for name in _OF_RANK}
             elif not header:
                 raise KeyError("axes_trace")
             elif "what" in said:
-                ops[said["op"]] = said | {"ranks": _listed(said["ranks"])}
+                ops[said["op"]] = (
+                    said | {name: said[name] for name in _OF_OPERATION} | {"ranks": _listed(said["ranks"])}
+                )
             elif "place" in said:
                 places[said["at"]] = said["place"]
             elif "parts" in said:
@@ -175,6 +177,11 @@ def read_log(path: Path) -> Log:
         raise AxesError(f"{path} is empty: a trace of axes begins with a line that says of which rank it is")
     place = header["rank"], header["world"], header["host"], str(header["clock"])
     return Log(*place, header["wall"] - header["start"], tuple(events))
+
+
+_OF_RANK = ("rank", "world", "host", "clock", "start", "wall")
+_OF_OPERATION = ("kind", "axis", "group", "dtype", "step", "in", "out")
+"""The fields that the line of a rank has at least, and that of an operation."""
 
 
 def _listed(ranks: Any) -> Sequence[int]:
