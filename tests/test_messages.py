@@ -52,6 +52,14 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         RefusedByTorch,
         "'a' is 3, and 2 in operand 2 of 'b a, a c -> b c'",
     ),
+    "a region inside a region": (
+        lambda mesh: axes.shard_map(axes.shard_map(plain, "a@tp -> a@tp"), "a@tp -> a@tp", mesh=mesh)(
+            made("a@tp", mesh, a=4)
+        ),
+        ShardingError,
+        "tensor 0 among the arguments is a plain one; what goes into a region is a DTensor, made by axes.shard or "
+        "axes.from_local. Inside a region tensors are shards already: there, call the function itself\n  in  shard_map",
+    ),
     "a result of a region that holds itself": (
         lambda mesh: axes.shard_map(lambda x: CYCLE, "a@tp -> a@tp", mesh=mesh)(made("a@tp", mesh, a=4)),
         ShardingError,

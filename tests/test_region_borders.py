@@ -167,6 +167,13 @@ def test_what_a_region_cannot_look_into_is_an_error_that_names_its_type(pool):
 # closing over
 
 
+class Making(torch.nn.Module):
+    """Makes a leaf of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.ones((), dtype=torch.float64, requires_grad=True)
+
+
 def closures() -> None:
     with mesh():
         x = sharded().requires_grad_()
@@ -191,7 +198,7 @@ def closures() -> None:
         assert "'i@tp d, j k -> i@tp e'" in error_of(lambda: shard_map(closes, "i@tp d -> i@tp e")(x))
         wrong: dict[str, Callable[[torch.Tensor], Any]] = {
             "scale, []": lambda x: x * scale,
-            "w, [3, 3]": lambda x: x @ derived,  # what it was made from isn't seen from here
+            "one of [3, 3]": lambda x: x @ derived,  # what it was made from isn't seen from here
             "layer.weight": lambda x: layer(x),
             "weight, [3, 3]": lambda x: (x, weight)[1],
             "table, [3, 3]": lambda x: x @ table.to_local(),
@@ -203,10 +210,14 @@ def closures() -> None:
         assert "isn't an argument: weight" in error_of(lambda: shard_map(copy.copy(layer), SAME)(x))
         assert "axes.shard_module(module, {'weight': " in error_of(lambda: shard_map(copy.copy(layer), SAME)(x))
         assert "isn't an argument: weight" in error_of(lambda: shard_map(layer.forward, SAME)(x))
-        # a leaf that the function makes looks the same
-        assert "isn't an argument" in error_of(
-            lambda: shard_map(lambda x: x * scale.clone().detach().requires_grad_(), SAME)(x)
-        )
+        # a leaf that the function or the module makes has no name
+        for who, made in (("function", lambda x: Making()(x)), ("module", Making())):
+            assert error_of(lambda made=made: shard_map(made, SAME)(x)) == (
+                f"ShardingError: the {who} uses a tensor that needs a gradient and isn't an argument: one of [] "
+                "torch.float64, under no name that is seen from here; what came would be this rank's summand of its "
+                "gradient\nif the function makes it, leave out requires_grad=True, or detach the result; else pass "
+                f"it, with its spec on the left: 'n@tp d,  -> n@tp d'\n  in  shard_map '{SAME}'"
+            )
 
 
 def test_a_tensor_that_needs_a_gradient_and_is_closed_over_is_an_error(pool):

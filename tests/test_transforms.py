@@ -359,6 +359,24 @@ def test_transforms_of_torch_func_are_right_or_refused_before_anything_is_sent(p
     assert pool.run(check_transforms) == [[]] * 8
 
 
+def check_functional_calls() -> None:
+    """torch's counter of collectives doesn't take wrapped parameters, so what is sent isn't counted here."""
+    with mesh():
+        layer = axes.shard_module(torch.nn.Linear(4, 4, bias=False), {"weight": "a@tp b"})
+        region = axes.shard_map(layer, "n b -> n a@tp")
+        weight, x = axes.shard(ONES, "a@tp b"), axes.shard(ONES, "n b")
+        for how in OF_DTENSORS:
+            for inputs in (x, x.to_local()):
+                call = lambda w, x=inputs: torch.func.functional_call(region, {"weight": w}, (x,))  # noqa: E731
+                with pytest.raises(ShardingError, match=f"shard_map 'n b -> n a@tp' was called {TRANSFORM}"):
+                    TRANSFORMS[how](call, weight)
+        assert axes.spec_of(torch.func.functional_call(region, {"weight": weight}, (x,))) == "_ _@tp"
+
+
+def test_a_functional_call_of_a_region_in_a_transform_is_refused(pool):
+    pool.run(check_functional_calls)
+
+
 def check_closed_over() -> list[str]:
     """Tensors that a transform hasn't wrapped are what they are, unless they need a gradient."""
     with mesh():

@@ -67,27 +67,30 @@ def _closed_over(leaf: torch.Tensor, expression: str, fn: Function | None) -> Sh
     spec = " ".join([letter for letter in "ijklmnopqrstuvwxyzabcdefgh" if letter not in taken][: leaf.ndim])
     name = _name_in(fn, leaf)
     passing = f"{left.strip()}, {spec} -> {right.strip()}" if left.strip() else f"{spec} -> {right.strip()}"
-    if isinstance(fn, ModuleFunction):
-        return ShardingError(
-            f"the module uses a tensor that needs a gradient and isn't an argument: {name}, {list(leaf.shape)} "
-            f"{leaf.dtype}; what came would be this rank's summand of its gradient\n"
-            f"make its parameters DTensors before: axes.shard_module(module, {{'{name}': '{spec}', ...}}, mesh=mesh)\n"
-            f"  in  shard_map '{expression}'"
+    which, with_spec = f"{list(leaf.shape)} {leaf.dtype}", f"with its spec on the left: '{passing}'"
+    if name is None:
+        which = f"one of {which}, under no name that is seen from here"
+        advice = (
+            f"if the function makes it, leave out requires_grad=True, or detach the result; else pass it, {with_spec}"
         )
-    made = (
-        "pass it as an argument"
-        if isinstance(leaf, DTensor)
-        else f'pass it as an argument, axes.from_local({name}, "{spec}", grad="summed") or axes.shard({name}, "{spec}")'
-    )
+    elif isinstance(fn, ModuleFunction):
+        advice = (
+            f"make its parameters DTensors before: axes.shard_module(module, {{'{name}': '{spec}', ...}}, mesh=mesh)"
+        )
+    else:
+        made = f', axes.from_local({name}, "{spec}", grad="summed") or axes.shard({name}, "{spec}")'
+        made = "" if isinstance(leaf, DTensor) else made
+        advice = f"pass it as an argument{made}, {with_spec}; or use {name}.detach()"
+    which = which if name is None else f"{name}, {which}"
+    who = "module" if isinstance(fn, ModuleFunction) else "function"
     return ShardingError(
-        f"the function uses a tensor that needs a gradient and isn't an argument: {name}, {list(leaf.shape)} "
-        f"{leaf.dtype}; what came would be this rank's summand of its gradient\n"
-        f"{made}, with its spec on the left: '{passing}'; or use {name}.detach()\n  in  shard_map '{expression}'"
+        f"the {who} uses a tensor that needs a gradient and isn't an argument: {which}; what came would be this rank's "
+        f"summand of its gradient\n{advice}\n  in  shard_map '{expression}'"
     )
 
 
-def _name_in(fn: Function | None, leaf: torch.Tensor) -> str:
-    """What the function calls a tensor that it closes over; `w` where that can't be seen."""
+def _name_in(fn: Function | None, leaf: torch.Tensor) -> str | None:
+    """What the function calls a tensor that it closes over; None if it makes the tensor, or reaches it another way."""
     if isinstance(fn, ModuleFunction):
         fn = fn.module
     known = [("", fn), ("", getattr(fn, "__self__", None))]
@@ -103,4 +106,4 @@ def _name_in(fn: Function | None, leaf: torch.Tensor) -> str:
             for inner, parameter in value.named_parameters(prefix=name):
                 if parameter is leaf:
                     return inner
-    return "w"
+    return None

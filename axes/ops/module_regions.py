@@ -43,6 +43,7 @@ from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global, leave_together
 from axes.runtime.leaves import leave_pending, resolve_at_leaf
 from axes.runtime.sharded import sharding_of, to_local
+from axes.runtime.transforms import check_shards
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -209,6 +210,8 @@ class _Region(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own `forward` on this rank's shards."""
         run: InRegion = self.__dict__[_REGION]
+        if torch_private.functorch_is_active():
+            check_shards(f"shard_map '{run.expression}'", self.parameters())
         used = Used()
         inside = ModuleFunction(self, super().forward, run, used)
         plain = _plain_tensors(args, kwargs)

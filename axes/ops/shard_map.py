@@ -395,7 +395,8 @@ def _check_input(x: torch.Tensor, place: int, expression: str) -> None:
         check_not_wrapped(f"shard_map '{expression}'", x)
         raise ShardingError(
             f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
-            f"axes.shard or axes.from_local\n  in  shard_map '{expression}'"
+            "axes.shard or axes.from_local. Inside a region tensors are shards already: there, call the function itself"
+            f"\n  in  shard_map '{expression}'"
         )
 
 
