@@ -840,7 +840,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         # models
         "annotate": Door(axes.annotate, Fresh(lambda: nn.Parameter(_whole(8, 8))), "d f"),
         "annotate a module": Door(axes.annotate, Fresh(model), {"up.weight": "f d", "norm.weight": "f"}),
-        "shard_module": Door(axes.shard_module, Fresh(model), {"up.*": "f@tp d", "*": "..."}, mesh, rules=None, activations={"up": "b d -> b f@tp"}, dry_run=False, sizes=None, sized=True),
+        "shard_module": Door(axes.shard_module, Fresh(model), {"up.*": "f@tp d", "*": "..."}, mesh, rules=None, dry_run=False, sizes=None, sized=True),
         "shard_module by rules": Door(axes.shard_module, Fresh(model), {"up.*": "(d h) b", "*": "d"}, {"*": mesh}, rules=rules, h=4, sized=True),
         "softmax": Door(axes.softmax, x, "b@dp d@tp", over="d", **ends),
         "softmax of a shard": Door(axes.softmax, plain, "b@dp d@tp", over="d", **ends),

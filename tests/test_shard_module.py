@@ -256,26 +256,6 @@ def test_a_constraint_is_where_the_rules_put_its_names(world):
     assert world(constrained, 4) == [["_@dp _@tp", "_@dp _@tp", "_@dp _", "_@(tp dp) _", "_@dp _@tp", "_@dp _@tp"]] * 4
 
 
-def around() -> list[str]:
-    mesh = axes.init_mesh("tp=2", device_type="cpu")
-    seen: list[str] = []
-
-    class Sees(nn.Module):
-        def forward(self, x):
-            seen.append(axes.spec_of(x))
-            return x * 2
-
-    model = nn.Sequential(Sees(), Sees())
-    shard_module(model, mesh=mesh, activations={"0": "b s@tp -> b s", "1": "b@tp s -> b@tp s"})
-    y = model(axes.shard(torch.ones(2, 4), "b s", mesh=mesh))
-    assert torch.equal(axes.unshard(y), torch.full((2, 4), 4.0))
-    return [*seen, axes.spec_of(y)]
-
-
-def test_activations_are_resharded_around_the_modules_that_match(world):
-    assert world(around, 2) == [["_ _@tp", "_@tp _", "_@tp _"]] * 2
-
-
 def said(call: Callable[[], object]) -> str:
     try:
         call()
@@ -331,6 +311,7 @@ def mistakes() -> dict[str, str]:
         "no rule": said(lambda: shard_module(linear, {"weight": "mlp embd", "*": "..."}, mesh, rules)),
         "dims": said(lambda: shard_module(linear, {"weight": "mlp", "*": "..."}, mesh, rules)),
         "tied": said(tied),
+        "too wide": said(lambda: shard_module(Model(), {"*.weight": "a@tp b", "*": "..."}, mesh)),
         "twice": said(twice),
         "never made": said(never),
         "drawn otherwise": said(drawn),
@@ -338,12 +319,9 @@ def mistakes() -> dict[str, str]:
         "no mesh for a name": said(lambda: shard_module(linear, {"*": "..."}, {"wei*": mesh["tp"]})),
         "no name for a mesh": said(lambda: shard_module(linear, {"*": "..."}, {"wieght": mesh["tp"], "*": mesh})),
         "no meshes": said(lambda: shard_module(linear, {"*": "..."}, {})),
-        "activations": said(lambda: shard_module(linear, {"*": "..."}, {"*": mesh}, activations={"": "a -> a"})),
         "another's mesh": said(lambda: shard_module(linear, {"*": "..."}, {"*": mesh.device_mesh})),
         "no module": said(lambda: shard_module(linear.weight, {"*": "..."}, mesh)),
         "pending": said(lambda: shard_module(linear, {"bias": "a | sum@tp", "*": "..."}, mesh)),
-        "no such module": said(lambda: shard_module(linear, {"*": "..."}, mesh, activations={"mlp": "a -> a"})),
-        "no arrow": said(lambda: shard_module(linear, {"*": "..."}, mesh, activations={"": "a"})),
         "no rules": said(lambda: constrain(axes.zeros("a", mesh=mesh, a=4), "a")),
         "plain": said(lambda: constrain(torch.zeros(4), "a", rules=rules)),
         "annotated": said(lambda: annotate(linear, {"wait": "a b"})),
@@ -363,6 +341,8 @@ SAYS = {
     "no rule": r"weight \[6, 4\], 'mlp embd': no rule is about 'embd'; did you mean 'embed'",
     "dims": r"weight \[6, 4\], 'mlp': the spec 'mlp' has 1 dims, the tensor 2",
     "tied": r"one tensor under 2 names, tied, has two specs:\n  embedding.weight  v@tp e .*\n  head.weight  v e@tp",
+    "too wide": r"blocks.0.norm.weight \[8\], 'a@tp b': the spec 'a@tp b' has 2 dims, the tensor 1: \[8\]\nblocks.0.norm."
+    r"weight is of LayerNorm, and '\*.weight' is about it; if that is too wide, put 'blocks.0.norm.weight' before it",
     "twice": r"weight is sharded already",
     "never made": r"no initializer makes  gain\n",
     "drawn otherwise": r"exponential_ of gain: random values",
@@ -370,17 +350,29 @@ SAYS = {
     "no mesh for a name": r"no pattern of mesh= is about\n  bias  \[6\]\n.*'\*': mesh",
     "no name for a mesh": r"no parameter or buffer matches\n  'wieght', did you mean 'weight'|; did you mean",
     "no meshes": r"mesh={} names no mesh",
-    "activations": r"MeshError: axes.shard_module\(activations=...\) needs a mesh; pass mesh=... or write it inside",
     "another's mesh": r"MeshError: a mesh is an axes mesh",
     "no module": r"axes.shard_module takes a module; found Parameter",
     "pending": r"bias \[6\].*a parameter has nothing pending",
-    "no such module": r"no module matches 'mlp'",
-    "no arrow": r"activations of '' are 'inputs -> outputs'; found 'a'",
     "no rules": r"needs rules",
     "plain": r"axes.constrain takes a DTensor; found Tensor",
     "annotated": r"Linear has no parameter or buffer 'wait'",
     "annotated dims": r"the tensor has 2 dims, \[6, 4\]; the annotation 'a' has 1",
 }
+
+
+def test_names_of_a_tied_tensor_may_say_the_same_in_other_words(capsys):
+    rules = Rules(vocab=("tp", "dp"), v="tp", words="tp", embed=None, e=None)
+    other = {"embedding.weight": "vocab embed", "head.weight": "v e", "*": "..."}
+    for specs, given in (
+        ({"embedding.weight": "v@tp embed", "head.weight": "vocab@tp _", "*": "..."}, None),
+        ({"embedding.weight": "(v k)@tp e", "head.weight": "v@tp e", "*": "..."}, None),
+        ({"embedding.weight": "v embed", "head.weight": "words e", "*": "..."}, rules),
+    ):
+        for mesh in (axes.Mesh("dp=2 tp=2"), {"embed*": axes.Mesh("dp=2 tp=2"), "*": axes.Mesh("dp=2 tp=2")}):
+            shard_module(Model(), specs, mesh, given, dry_run=True)
+            assert "  8x8  " in capsys.readouterr().out.splitlines()[1]
+    with pytest.raises(ShardingError, match="tied, has two specs"):
+        shard_module(Model(), other, axes.Mesh("dp=2 tp=2"), rules, dry_run=True)
 
 
 def test_each_mistake_gets_one_clear_message_and_changes_nothing(world):

@@ -23,7 +23,6 @@ from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, checked_texts, written_sizes
-from axes.nn.activations import reshard_around
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
 from axes.runtime.factories import agreed_seeds
@@ -66,7 +65,6 @@ def shard_module(
     specs: Mapping[str, str] | None = None,
     mesh: Mesh | Mapping[str, Mesh] | None = None,
     rules: Rules | None = None,
-    activations: Mapping[str, str] | None = None,
     dry_run: bool = False,
     *,
     sizes: Mapping[str, int] | None = None,
@@ -81,16 +79,12 @@ def shard_module(
     a parameter that the module has registered as None: a bias that it lacks, or what is on another pipeline stage.
 
     `mesh` is the ambient mesh by default. A model on several meshes, such as experts beside dense layers, gives
-    patterns of names here as well, the first that matches applies: `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`;
-    `activations` are looked up in the ambient mesh then.
+    patterns of names here as well, the first that matches applies: `{"*.experts.*": mesh["ep"], "*": mesh["tp"]}`.
 
     Parameters with values: every rank has the whole module, and keeps a copy of its shards. Parameters on the device
     `meta`: each rank makes its shards, by the modules' `reset_parameters()` or the root's `init_weights()`; what
     these draw at random follows from torch's seed on the first rank, the parameter's name and the place in it, and so
     is the same on every mesh.
-
-    `activations` maps patterns of modules' names to `"inputs -> outputs"`, between which the module's DTensors are
-    resharded: `{"*.mlp": "b s@tp d -> b s@tp d"}`.
 
     With `dry_run` nothing changes: a table is printed of parameters, specs, shapes and bytes on this rank.
 
@@ -110,19 +104,11 @@ def shard_module(
     given = dict(written_sizes(keywords, sizes))
     if specs is not None:
         checked_texts("specs map patterns of names to specs", specs, "{'*.weight': 'f d'}")
-    if activations is not None:
-        checked_texts(
-            "activations map patterns of names to 'inputs -> outputs'", activations, "{'*.mlp': 'b d -> b d'}"
-        )
     dry_run = checked_flag("dry_run", dry_run)
     if not dry_run:
         for each in meshes.values():
             each._bound("axes.shard_module")
     entries = _entries(module, specs or {}, meshes, rules, given)
-    hooks = []
-    if activations:
-        around = required_mesh(None if isinstance(mesh, Mapping) else mesh, "axes.shard_module(activations=...)")
-        hooks = reshard_around(module, activations, around, rules, given)
     if dry_run:
         print(_table(entries, meshes, rules))
         return module
@@ -139,8 +125,6 @@ def shard_module(
         seeds = agreed_seeds(meshes.values())
         by_name = {entry.names[0]: seeds[entry.sharding.mesh] for entry in entries}
         made_by_initializers(module, deferred, others, by_name)
-    for hook in hooks:
-        hook()
     return module
 
 
@@ -180,16 +164,9 @@ def _entries(
             )
         said = _said(names, specs, tables[0], own)
         used.update(pattern for _, pattern in said.values())
-        texts = dict.fromkeys(spec for spec, _ in said.values())
-        if len(texts) > 1:
-            each = "\n".join(f"  {name}  {spec}    ({who})" for name, (spec, who) in said.items())
-            raise ShardingError(f"one tensor under {len(names)} names, tied, has two specs:\n{each}\ngive it one")
-        if not texts and id(tensor) in parameters:
+        if not said and id(tensor) in parameters:
             uncovered.append(f"  {' = '.join(names)}  {list(tensor.shape)}")
             continue
-        spec, who = next(iter(said.values()), (_WHOLE, ""))
-        mine = {name: size for name, size in sizes.items() if name in _names(spec)}
-        needed |= set(mine)
         homes = {name: pattern for name in names if (pattern := tables[1].first(name)) is not None}
         used.update(homes.values())
         if len({meshes[pattern] for pattern in homes.values()}) > 1:
@@ -199,7 +176,16 @@ def _entries(
         if mesh is None:
             without_mesh.append(f"  {' = '.join(names)}  {list(tensor.shape)}")
             continue
-        found.append(_Placed(tuple(names), tensor, spec, who, _sharding(names[0], tensor, spec, mesh, rules, mine)))
+        ways = []
+        for name, (spec, who) in (said or {names[0]: (_WHOLE, "")}).items():
+            mine = {each: size for each, size in sizes.items() if each in _names(spec)}
+            needed |= set(mine)
+            sharding = _sharding(module, name, tensor, (spec, who), mesh, rules, mine)
+            ways.append(_Placed(tuple(names), tensor, spec, who, sharding))
+        if not all(way.sharding.is_equivalent(ways[0].sharding, tuple(tensor.shape)) for way in ways):
+            each = "\n".join(f"  {name}  {spec}    ({who})" for name, (spec, who) in said.items())
+            raise ShardingError(f"one tensor under {len(names)} names, tied, has two specs:\n{each}\ngive it one")
+        found.append(ways[0])
     if without_mesh:
         raise ShardingError(
             "no pattern of mesh= is about\n" + "\n".join(without_mesh) + "\n"
@@ -279,16 +265,29 @@ def _names(spec: str) -> set[str]:
 
 
 def _sharding(
-    name: str, tensor: torch.Tensor, spec: str, mesh: Mesh, rules: Rules | None, sizes: dict[str, int]
+    module: torch.nn.Module,
+    name: str,
+    tensor: torch.Tensor,
+    said: tuple[str, str],
+    mesh: Mesh,
+    rules: Rules | None,
+    sizes: dict[str, int],
 ) -> Sharding:
-    shape = tuple(tensor.shape)
+    """The sharding by what is `said` of a tensor: its spec, and which pattern it is of."""
+    shape, (spec, pattern) = tuple(tensor.shape), said
     try:
         text = spec if rules is None else rules.spec(spec, mesh, shape, sizes=sizes)
         sharding = sharding_in_torch(mesh, text, shape, tuple(sorted(sizes.items())))
         if sharding.pending:
             raise ShardingError(f"a parameter has nothing pending; found '{sharding}'")
     except AxesError as error:
-        raise type(error)(f"{name} {list(shape)}, '{spec}': {error}") from None if len(error.args) == 1 else error
+        if len(error.args) != 1:
+            raise
+        wide = ""
+        if any(mark in pattern for mark in "*?["):
+            owner = type(_holder(module, name)[0]).__name__
+            wide = f"\n{name} is of {owner}, and '{pattern}' is about it; if that is too wide, put '{name}' before it"
+        raise type(error)(f"{name} {list(shape)}, '{spec}': {error}{wide}") from None
     return sharding
 
 
