@@ -658,10 +658,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
             raise OfTheClass(str(error)) from None
         return len(made.param_groups)
 
-    def scaled(**options: Any) -> Any:
-        scaler = axes.nn.GradScaler(mesh=mesh, **options)
-        return scaler.scale(plain), scaler.get_scale()
-
     def mapped(expression: Any, *inputs: Any, **keywords: Any) -> Any:
         return axes.shard_map(lambda *x: x[0] * 2, expression, **keywords)(*inputs)
 
@@ -869,7 +865,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "total_norm": Door(axes.nn.total_norm, [plain, plain], 2.0, stages=(), **ends),
         "total_norm of DTensors": Door(axes.nn.total_norm, [x, rows, pending], 3.0),
         "local_optimizer": Door(stepped, torch.optim.SGD, Fresh(with_gradients), lr=0.1),
-        "GradScaler": Door(scaled, device="cpu", init_scale=8.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=100, enabled=True),
         "load_safetensors": Door(axes.nn.load_safetensors, Fresh(model), weights(), names={"up.weight": "up.weight"}, ignore=("*.inv",)),
     }  # fmt: skip
 

@@ -327,11 +327,6 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         ShardingError,
         "over names dims, like 'd' or 'h d'; found Buffer(",
     ),
-    "a scale that float32 doesn't have": (
-        lambda mesh: axes.nn.GradScaler(device="cpu", init_scale=1e300, mesh=mesh),
-        ShardingError,
-        "axes.nn.GradScaler: init_scale is a number between 0.0 and 3.4028234663852886e+38; found 1e+300",
-    ),
     "names of weights as a list": (
         lambda mesh: axes.nn.load_safetensors(layer(), "weights", names=["a"]),
         ShardingError,

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from axes.nn.layers import Reduce as Reduce
     from axes.nn.layers import RMSNorm as RMSNorm
     from axes.nn.optimizers import local_optimizer as local_optimizer
-    from axes.nn.scaler import GradScaler as GradScaler
     from axes.nn.verification import verify as verify
     from axes.nn.weight_files import load_safetensors as load_safetensors
 
@@ -41,7 +40,6 @@ _HOME = {
     "axes.nn.functions": ("cross_entropy", "embedding", "layer_norm", "logsumexp", "rms_norm", "softmax"),
     "axes.nn.layers": ("CrossEntropy", "Einsum", "Embedding", "LayerNorm", "RMSNorm", "Rearrange", "Reduce"),
     "axes.nn.optimizers": ("local_optimizer",),
-    "axes.nn.scaler": ("GradScaler",),
     "axes.nn.verification": ("verify",),
     "axes.nn.weight_files": ("load_safetensors",),
 }

@@ -345,7 +345,7 @@ def _parameter(
     for dim in spec.dims:
         numbers = [f.size or 1 if f.name is None else _size(f.name, sizes, spec, text) for f in dim.factors]
         shape.append(math.prod(numbers))
-    return torch.nn.Parameter(torch.empty(shape, device=checked_place(device), dtype=_checked_dtype(dtype)))
+    return torch.nn.Parameter(torch.empty(shape, device=_checked_place(device), dtype=_checked_dtype(dtype)))
 
 
 def _checked_dtype(dtype: object) -> torch.dtype | None:
@@ -355,7 +355,7 @@ def _checked_dtype(dtype: object) -> torch.dtype | None:
     return dtype
 
 
-def checked_place(device: Any) -> Any:
+def _checked_place(device: Any) -> Any:
     """`device`, as torch writes it; `ShardingError` for what is none."""
     if device is None:
         return None

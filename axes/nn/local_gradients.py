@@ -1,4 +1,4 @@
-"""The gradients of parameters as plain local tensors, which clipping, scaling and optimizers work on.
+"""The gradients of parameters as plain local tensors, which clipping and optimizers work on.
 
 for parameter in distinct(model.parameters()):
     gradient = settled_gradient(parameter)     # sharded as the parameter, nothing pending

@@ -976,7 +976,7 @@ TO_LOCAL = node_of(_ToTorchTensor)
 """The type of the nodes of torch's `DTensor.to_local`, whose function is private."""
 
 
-# Operations on lists of tensors, and the scaler
+# Operations on lists of tensors
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
@@ -992,37 +992,6 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Te
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one dtype and device in place. As `norms_of`."""
     torch._foreach_mul_(list(tensors), factor)
-
-
-def unscale_all(tensors: Sequence[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Multiply tensors of one dtype and device in place; `found` becomes 1 where one isn't finite.
-
-    Would be replaced by a public name for what `torch.amp.GradScaler` uses.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, inverse_scale)
-
-
-class UnscalingByMethod(torch.amp.GradScaler):
-    """torch's scaler, whose look at the gradients of an optimizer is a method that subclasses define.
-
-    `unscale_` and `step` of the scaler call `_unscale_grads_` (2.11 to 2.13), which torch's own
-    `ShardedGradScaler` overrides as well. Would be replaced by a public method.
-    """
-
-    def unscaled(
-        self, optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients by `inverse_scale`; by device 1 where one isn't finite, else 0."""
-        raise NotImplementedError
-
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        return self.unscaled(optimizer, inv_scale, allow_fp16)
 
 
 # Trees: `torch.utils._pytree`, of which only registering is public (`torch.export.register_dataclass`)
