@@ -162,6 +162,7 @@ def test_values_are_drawn_within_the_bounds_of_linear():
         (lambda: axes.nn.Einsum("b d, d f -> b f", d=2), "'f' needs a size, like f=8"),
         (lambda: axes.nn.Einsum("b d, d f -> b f", d=2, f=-3), "the size of 'f' is a whole number from 1"),
         (lambda: axes.nn.Einsum("b d, d f -> b f", d=2, f=4, bias="g", g=3), "has a name that the result hasn't"),
+        (lambda: axes.nn.Einsum("b f@tp, d f@tp -> b d | sum@tp", bias="d", d=2, f=4), "add the bias where the sum is"),
         (lambda: axes.nn.Embedding("b, v d -> b d", d=2), "'v' needs a size"),
         (lambda: axes.nn.RMSNorm("b d", over="d"), "'d' needs a size"),
         (lambda: axes.nn.Rearrange("b [d] -> d b"), "is reserved"),

@@ -49,7 +49,8 @@ class Einsum(torch.nn.Module):
     which are dims of the result: `bias="h k"`. Values are initialized as by `torch.nn.Linear`: uniform, within the root
     of 1 / the number of products that are added up.
 
-    Raises `ExpressionError` for text that isn't `input, weight -> result`, `SizeError` for a missing size.
+    Raises `ExpressionError` for text that isn't `input, weight -> result` and for a bias of a result that stays pending
+    (`| sum@tp`), `SizeError` for a missing size.
     """
 
     def __init__(
@@ -78,6 +79,14 @@ class Einsum(torch.nn.Module):
                 raise ExpressionError(
                     f"the bias '{bias}' has a name that the result hasn't", expression, 0, len(expression)
                 )
+            for pending in result.pending or ():
+                if pending.op != "same":
+                    raise ExpressionError(
+                        f"the result stays pending, '| {pending}', and each rank would add the bias to its summand; "
+                        "leave bias= out, and add the bias where the sum is made",
+                        expression,
+                        *pending.span,
+                    )
             self.bias = _parameter(spec, self.sizes, expression, device, dtype)
             annotate(self, {"bias": _without_places(spec, self.sizes)})
             behind = [str(dim) for dim in result.dims]
