@@ -47,9 +47,8 @@ def on_mesh(model: LlamaForCausalLM, mesh: axes.Mesh, expression: str = TOKENS_T
     """The model itself, sharded in place, a region of this expression."""
     config = model.config
     h, g = config.num_attention_heads, config.num_key_value_heads
-    rows = axes.nn.Embedding("b s, v@tp d -> b s d", v=config.vocab_size, d=config.hidden_size, device="meta")
-    rows.weight = model.get_input_embeddings().weight  # still the head's as well, where they are tied
-    model.set_input_embeddings(rows)
+    rows = model.get_input_embeddings()
+    model.set_input_embeddings(axes.nn.Embedding.from_module(rows, "b s, v@tp d -> b s d"))  # tied, where they are
     axes.shard_module(model, SPECS, mesh, h=h, g=g, k=config.head_dim)
     for layer in model.model.layers:
         layer.self_attn.num_key_value_groups = (h // mesh.names["tp"]) // (g // mesh.names["kv"])

@@ -235,6 +235,12 @@ def embeddings(place: str) -> None:
             lambda i, t: F.embedding(i, t.mT),
             columns,
         )
+        for row in (0, 9, -1):
+            agree(
+                lambda i, t, row=row: embedding(i, t, f"{left} -> b{b} s d", padding_idx=row),
+                lambda i, t, row=row: F.embedding(i, t, row),
+                both,
+            )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -247,6 +253,11 @@ def odd_embeddings() -> None:
         for size in (5, 1):
             both = {"b": integers(size, 4), "v@tp d": numbers(size, 3)}
             agree(lambda i, t: embedding(i, t, "b, v@tp d -> d b"), lambda i, t: F.embedding(i, t).mT, both)
+            agree(
+                lambda i, t: embedding(i, t, "b, v@tp d -> d b", padding_idx=-1),
+                lambda i, t: F.embedding(i, t, -1).mT,
+                both,
+            )
         ids, table = axes.shard(torch.tensor([0, 5, -1]), "b"), axes.shard(numbers(5, 2), "v@tp d")
         found = axes.unshard(embedding(ids, table, "b, v@tp d -> b d"))
         assert found.isnan().all(1).tolist() == [False, True, True]
@@ -405,6 +416,8 @@ MISTAKES = [
     ),
     (lambda: embedding(Y, X, "a, v d -> a b"), ExpressionError, "the result has the names of the ids and of the table"),
     (lambda: embedding(Y, X, "a, v d -> a d", v=7), SizeError, "'v' is 7 in whole and so 7 on this rank; found 3"),
+    (lambda: embedding(Y, X, "a, v d -> a d", padding_idx=3), SizeError, "a row of the table, which has 3; found 3"),
+    (lambda: embedding(Y, X, "a, v d -> a d", padding_idx=1.0), ShardingError, "padding_idx is the number of a row"),
 ]
 
 

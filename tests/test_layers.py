@@ -164,6 +164,13 @@ def test_values_are_drawn_within_the_bounds_of_linear():
         (lambda: axes.nn.Einsum("b d, d f -> b f", d=2, f=4, bias="g", g=3), "has a name that the result hasn't"),
         (lambda: axes.nn.Einsum("b f@tp, d f@tp -> b d | sum@tp", bias="d", d=2, f=4), "add the bias where the sum is"),
         (lambda: axes.nn.Embedding("b, v d -> b d", d=2), "'v' needs a size"),
+        (lambda: axes.nn.Embedding("b, v d -> b d", padding_idx=4, v=4, d=2), "a row of the table, which has 4"),
+        (
+            lambda: axes.nn.Embedding.from_module(Scaled(4, 2), "b, v d -> b d"),
+            "found Scaled, whose forward may do more",
+        ),
+        (lambda: axes.nn.Embedding.from_module(nn.Embedding(4, 2, sparse=True), "b, v d -> b d"), "has no sparse"),
+        (lambda: axes.nn.Embedding.from_module(nn.Embedding(4, 2), "b, v -> b"), "is [4], the module's [4, 2]"),
         (lambda: axes.nn.RMSNorm("b d", over="d"), "'d' needs a size"),
         (lambda: axes.nn.Rearrange("b [d] -> d b"), "is reserved"),
     ],
@@ -171,6 +178,49 @@ def test_values_are_drawn_within_the_bounds_of_linear():
 def test_what_is_wrong_with_a_layer_is_said_when_it_is_made(make, says):
     with pytest.raises(AxesError, match=says.replace("[", r"\[")):
         make()
+
+
+class Scaled(nn.Embedding):
+    """What transformers' Gemma has: rows times a number."""
+
+    def forward(self, ids):
+        return super().forward(ids) * self.embedding_dim**0.5
+
+
+def embedded(kind: type[nn.Embedding]) -> list[str]:
+    """A padded embedding of a module of torch's, in a region: taken over, or left in place with its hook."""
+    torch.manual_seed(0)
+    whole = kind(13, 8, padding_idx=5).double()
+    many = copy.deepcopy(whole)
+    weights = torch.randn(4, 4, 8, dtype=torch.float64)
+    (whole(TOKENS) * weights).sum().backward()
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        spec = "v@tp d"
+        if kind is nn.Embedding:
+            many = axes.nn.Embedding.from_module(many, "b s, v@tp d -> b s d")
+        else:
+            spec = "v d@tp"
+            many.register_forward_hook(lambda module, _, y: axes.all_gather(y, "tp", dim=-1))
+        model = nn.Sequential(many)
+        axes.shard_map(axes.shard_module(model, {"0.weight": spec}), "b@dp s -> b@dp s d")
+        y = model(axes.shard(TOKENS, "b@dp s"))
+        (axes.unshard(y) * weights).sum().backward()
+        far = {"value": axes.unshard(y) - whole(TOKENS), "gradient": axes.unshard(many.weight.grad) - whole.weight.grad}
+    return [name for name, distance in far.items() if distance.abs().max() > 1e-12]
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+def test_an_embedding_of_torch_keeps_its_padding_and_its_scale(world, kind):
+    assert world(embedded, 4, kind) == [[]] * 4
+
+
+def test_the_row_of_padding_starts_as_zeros_in_a_deferred_table_as_well():
+    assert axes.nn.Embedding("b, v d -> b d", padding_idx=-2, v=4, d=2).weight[2].tolist() == [0, 0]
+    with axes.simulate(2, rank=1), axes.init_mesh("tp=2", device_type="cpu"):
+        layer = axes.nn.Embedding("b, d v@tp -> b d", padding_idx=3, v=4, d=2, device="meta")
+        axes.shard_module(layer, {"weight": "d v@tp"})
+        assert layer.weight.to_local()[:, 1].tolist() == [0, 0]
+        assert layer.weight.to_local()[:, 0].count_nonzero() == 2
 
 
 def test_a_copy_of_a_layer_keeps_its_names_and_a_bias_is_broadcast_over_dots():

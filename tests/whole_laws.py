@@ -949,8 +949,13 @@ def _embedding(d, grid, g, m, shape, spec, dims, over, said, local):
     )
     put(d, "t", grid, g, names, local, False)
     right = " ".join(dims[i] for i in [*ids, *[i for i in table if i != rows]])
-    p.do(f"y = axes.embedding(t, x, {f'{names}, {left} -> {right}'!r}, mesh={m}{said})")
+    padding = d.random.choice((None, d.random.randrange(-shape[rows], shape[rows]))) if shape[rows] else None
+    p.do(f"y = axes.embedding(t, x, {f'{names}, {left} -> {right}'!r}, mesh={m}, padding_idx={padding}{said})")
     p.do(f"Y = X.movedim({table.index(rows)}, 0)[T]")
+    if padding is not None:
+        p.do(
+            f"Y = torch.where((T == {padding % shape[rows]}).view([*T.shape, *[1] * {len(table) - 1}]), Y.detach(), Y)"
+        )
     compare(d, grid, g, right, {"x": left}, f"{names}, {left} -> {right}", local)
 
 

@@ -178,13 +178,16 @@ def checked_loss(reduction: object, ignore_index: object) -> int:
     return ignored
 
 
-def embedding(ids: T, table: T, expression: str, /, mesh: Mesh | None = None, **sizes: int) -> T:
+def embedding(
+    ids: T, table: T, expression: str, /, mesh: Mesh | None = None, padding_idx: int | None = None, **sizes: int
+) -> T:
     """Rows of a table: `"b s, v@tp d -> b s d"`.
 
     Each rank looks up the rows that it has; what it doesn't have is zero, and the sum over the axes
     of the rows goes where the right side says: summed (`b s d`), summed and scattered (`b s@tp d`),
     or kept (`| sum@tp`). An index outside of the table gives a row of NaN, and makes the gradient of the
-    table's nearest row NaN. Otherwise as `torch.nn.functional.embedding`.
+    table's nearest row NaN. Otherwise as `torch.nn.functional.embedding`; the row of `padding_idx` of the whole table,
+    which counts from the end where it is negative, gets no gradient.
 
     >>> embedding(torch.tensor([2, 0]), torch.eye(3), "s, v d -> s d").tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
@@ -192,9 +195,22 @@ def embedding(ids: T, table: T, expression: str, /, mesh: Mesh | None = None, **
     form = _table_form(expression)
     _check_integers("embedding", "ids", ids)
     (whole,) = _wholes((form.rows,), table, sizes)
-    local = functools.partial(_embedding, form.rows, whole)
+    padding_idx = checked_padding(padding_idx)
+    local = functools.partial(_embedding, form.rows, whole, padding_idx)
     found = _applied("embedding", local, f"{form.left} -> {form.middle}", (ids, table), mesh)
     return found if form.middle == form.right else rearrange(found, f"{form.middle} -> {form.right}", mesh=mesh)
+
+
+def checked_padding(padding_idx: object, rows: int | None = None) -> int | None:
+    """`padding_idx` as a plain `int`; an error where it is none, or not one of so many rows."""
+    if padding_idx is None:
+        return None
+    found = whole_number(padding_idx)
+    if found is None:
+        raise ShardingError(f"embedding's padding_idx is the number of a row; found {shown(padding_idx)}")
+    if rows is not None and not -rows <= found < rows:
+        raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {found}")
+    return found
 
 
 # expressions
@@ -344,6 +360,11 @@ class _Table:
     middle: str
     right: str
     rows: _Where
+
+
+def rows_of_table(expression: str) -> int:
+    """The dim of the table that is looked up in, of the expression of an embedding."""
+    return _table_form(expression).rows.dim
 
 
 @read_once
@@ -594,7 +615,9 @@ def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.where((index >= 0) & (index < size), found, 0.0)
 
 
-def _embedding(rows: _Where, whole: int | None, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _embedding(
+    rows: _Where, whole: int | None, padding: int | None, ids: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
     if not table.is_floating_point() or table.dtype.itemsize < 2:
         raise ShardingError(
             f"embedding: a row outside of a table of {table.dtype} can't be made NaN; use floats of 16 bits or more"
@@ -610,6 +633,11 @@ def _embedding(rows: _Where, whole: int | None, ids: torch.Tensor, table: torch.
         found = table.sum(0).expand([*ids.shape, *table.shape[1:]])
     else:
         found = torch.where(here, table[index.clamp(0, size - 1)], 0.0)
+    if padding is not None:
+        if not isinstance(every, torch.Tensor):
+            checked_padding(padding, every)
+        is_padding = ids == (padding if padding >= 0 else padding + every)
+        found = torch.where(is_padding.view(here.shape), found.detach(), found)
     return found * _nan_where(outside, table.dtype)
 
 

@@ -32,11 +32,13 @@ from axes.nn.annotations import annotate
 from axes.nn.functions import (
     checked_eps,
     checked_loss,
+    checked_padding,
     cross_entropy,
     dims_to_work_over,
     embedding,
     layer_norm,
     rms_norm,
+    rows_of_table,
 )
 from axes.ops.einops_ops import rearrange, reduce
 from axes.ops.einsum import einsum
@@ -117,31 +119,76 @@ class Einsum(torch.nn.Module):
 
 
 class Embedding(torch.nn.Module):
-    """Rows of a table: `Embedding("b s, v d -> b s d", v=32_000, d=2048)`. As `axes.embedding`; standard normal."""
+    """Rows of a table: `Embedding("b s, v d -> b s d", v=32_000, d=2048)`. As `axes.embedding`.
+
+    Values are standard normal, and zero in the row of `padding_idx`, which also gets no gradient.
+    """
 
     def __init__(
-        self, expression: str, /, *, device: Any = None, dtype: torch.dtype | None = None, **sizes: int
+        self,
+        expression: str,
+        /,
+        *,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **sizes: int,
     ) -> None:
         super().__init__()
         _, table, _ = _two(expression, "Embedding")
         self.expression, self.sizes = expression, sizes
         self.weight = _parameter(table, sizes, expression, device, dtype)
+        self.rows = rows_of_table(expression)
+        self.padding_idx = checked_padding(padding_idx, self.weight.shape[self.rows])
         annotate(self, {"weight": _without_places(table, sizes)})
         self.split = {name: sizes[name] for name in _split_names(table) if name in sizes}
         if not self.weight.is_meta:
             self.reset_parameters()
 
+    @classmethod
+    def from_module(cls, module: torch.nn.Embedding, expression: str, /) -> Embedding:
+        """The layer that does the same as torch's, with its `weight` and its `padding_idx`.
+
+        Raises `ShardingError` for a subclass, which may do more than look up rows, and for options that
+        `axes.embedding` doesn't have.
+        """
+        kind = type(module)
+        if kind is not torch.nn.Embedding:
+            raise ShardingError(
+                f"Embedding.from_module takes a torch.nn.Embedding; found {kind.__name__}, whose forward may do more "
+                "than look up rows. Leave it in place: split its table along the other dim, like 'v d@tp', and gather "
+                'what it gives: register_forward_hook(lambda module, _, y: axes.all_gather(y, "tp", dim=-1))'
+            )
+        for option, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(module, option) != off:
+                raise ShardingError(f"axes.nn.Embedding has no {option}; found {option}={getattr(module, option)}")
+        rows_of_table(expression)  # each dim of the table has a name, or this is an error
+        _, table, _ = _two(expression, "Embedding")
+        weight, names = module.weight, [str(dim.factors[0].name) for dim in table.dims]
+        sizes = dict(zip(names, weight.shape, strict=False))
+        made = cls(expression, padding_idx=module.padding_idx, device="meta", dtype=weight.dtype, **sizes)
+        if made.weight.shape != weight.shape:
+            raise SizeError(
+                f"the table of '{expression}' is {list(made.weight.shape)}, the module's {list(weight.shape)}"
+            )
+        made.weight = weight
+        return made.train(module.training)
+
     def reset_parameters(self) -> None:
         """Draw the values anew."""
         torch.nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight.select(self.rows, self.padding_idx).zero_()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of these indices."""
-        return embedding(ids, self.weight, self.expression, None, **self.split)
+        return embedding(ids, self.weight, self.expression, None, self.padding_idx, **self.split)
 
     def extra_repr(self) -> str:
-        """The expression and the sizes."""
-        return _shown(self.expression, self.sizes)
+        """The expression, the padding and the sizes."""
+        padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
+        return f"{self.expression!r}, {padding}{_shown('', self.sizes)}"
 
 
 class _Norm(torch.nn.Module):
