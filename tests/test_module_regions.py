@@ -489,6 +489,38 @@ def test_a_module_takes_keywords_and_returns_what_it_was_given(world):
             assert "has 3 dims, the tensor 2" in flat
 
 
+class Own(nn.Module):
+    """Returns what it has: a parameter, a part of it, a buffer, one that it assigns, and one that nobody has sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+        self.register_buffer("table", torch.ones(4, 2))
+        self.register_buffer("last", torch.ones(4, 2))
+
+    def forward(self, x):
+        self.last = x * 2
+        return self.weight, self.weight[:1], self.table.mT, self.last, self.plain
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_a_module_has_and_returns_is_copied(grad, plain):
+    with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
+        model = shard_module(Own(), {"*": "a@tp b"})
+        model.register_buffer("plain", torch.ones(2, 2))
+        axes.shard_map(model, "a@tp b -> a@tp b, r b, b a@tp, a@tp b, a@tp b")
+        x = axes.ones("a@tp b", a=4, b=2)
+        with torch.set_grad_enabled(grad):
+            results = model(x.to_local() if plain else x)
+        assert [type(y) for y in results] == [torch.Tensor if plain else DTensor] * 5
+        with torch.no_grad():
+            for y in results:
+                y.zero_()
+        for held in (*model.parameters(), *model.buffers()):
+            assert (held.to_local() if isinstance(held, DTensor) else held).all()
+
+
 def generating() -> list[str]:
     """Without gradients no hook is needed; what comes after, in a checkpoint or by fully_shard, has them."""
     wrong: list[str] = []

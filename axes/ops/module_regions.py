@@ -263,6 +263,12 @@ class ModuleFunction:
                 _stack.regions.pop()
                 _restore(places)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """This rank's shards of the module's parameters and buffers, as they are now."""
+        places = [there for each in self.module.modules() for there in (each._parameters, each._buffers)]
+        found = [x for there in places for x in there.values() if x is not None]
+        return [torch_private.local_of(x) if isinstance(x, DTensor) else x for x in found]
+
 
 def _check_made(module: torch.nn.Module, expression: str) -> None:
     """Refuses parameters that nobody has made, once for each region."""

@@ -43,7 +43,8 @@ which says how to pass it; `axes.to_local` inside says itself what its gradient 
 **Memory.** Shards are the tensors' own memory. A function that writes to one writes to its DTensor, and
 autograd knows it; where the shard needs a gradient, torch refuses. A DTensor that is changed in place
 before the backward pass, argument or result, is refused there where the function needs its old value. A
-result shares no memory with an argument or with another result: where it would, it is copied.
+result shares no memory with an argument, with another result, or with a parameter or buffer of the module: where it
+would, it is copied.
 
 In `torch.compile` both borders are nodes of the graph, which serves all sizes that divide evenly.
 """
@@ -65,7 +66,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.closures import Function, check_closed
 from axes.ops.memory import unshared
-from axes.ops.module_regions import Used, region_of_module, without_same
+from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
 from axes.ops.region_checks import Check, check_gradients, check_outputs
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
@@ -283,7 +284,7 @@ def _run_region(
     if changes is not None and any(x.requires_grad for x in results):
         for x, shard in (*zip(tensors, shards, strict=True), *used.shards):
             changes.watch(x, shard)
-    outputs = _entered(region, unshared(results, shards), changes)
+    outputs = _entered(region, _unshared(fn, results, shards), changes)
     if check:
         check_outputs(region, outputs, check)
     if plain:
@@ -338,10 +339,14 @@ def _run_on_shards(
     found = placed(region, tuple([tuple(x.shape) for x in results]))
     for x, shard in used.shards:
         changes.watch(x, shard)
-    outside = [
-        _left_as_plain(x, own, p, changes) for x, own, p in zip(results, unshared(results, shards), found, strict=False)
-    ]
+    owned = _unshared(fn, results, shards)
+    outside = [_left_as_plain(x, own, p, changes) for x, own, p in zip(results, owned, found, strict=False)]
     return with_tensors(result, iter(outside))
+
+
+def _unshared(fn: Function, results: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, copied where they share memory with an argument, with one another, or with what a module has."""
+    return unshared(results, [*shards, *fn.tensors()] if isinstance(fn, ModuleFunction) else shards)
 
 
 def _left_as_plain(x: torch.Tensor, own: torch.Tensor, p: Placed, changes: Changes) -> torch.Tensor:
