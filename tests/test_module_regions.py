@@ -337,14 +337,16 @@ class Loss(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
         self.bias = nn.Parameter(torch.linspace(-1, 1, 8))
+        self.reentrant = None
 
     def forward(self, x):
-        h = axes.rearrange(self.norm(x), "b d | same@tp -> b d")
+        h = self.norm(x) if self.reentrant is None else checkpoint(self.norm, x, use_reentrant=self.reentrant)
+        h = axes.rearrange(h, "b d | same@tp -> b d")
         y = axes.rearrange(self.down(F.gelu(self.up(h))), "b d | sum@tp -> b d | same@tp")
         return x + y + self.bias
 
 
-def the_same() -> list[str]:
+def the_same(reentrant: bool | None) -> list[str]:
     wrong = []
     torch.manual_seed(1)
     whole = Loss().double()
@@ -353,6 +355,7 @@ def the_same() -> list[str]:
     (y * weights(y.shape)).sum().backward()
     with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
         model = shard_module(copy.deepcopy(whole), {"up.*": "f@tp ...", "down.weight": "e f@tp", "*": "..."})
+        model.reentrant = reentrant
         axes.shard_map(model, "b@dp d | same@tp -> b@dp d | same@tp", check=True)
         sharded = axes.shard(x.detach().requires_grad_(), "b@dp d")
         z = model(sharded)
@@ -367,8 +370,9 @@ def the_same() -> list[str]:
     return wrong
 
 
-def test_parameters_of_a_region_that_is_the_same_over_an_axis_are_so_as_well(world):
-    assert world(the_same, 4) == [[]] * 4
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_parameters_of_a_region_that_is_the_same_over_an_axis_are_so_as_well(world, reentrant):
+    assert world(the_same, 4, reentrant) == [[]] * 4
 
 
 class Within(nn.Module):

@@ -33,7 +33,7 @@ from axes.ops.local_view import ALONE
 from axes.runtime import torch_private
 from axes.runtime.graphs import node_of_graph, read_once
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import leave_pending, resolve_at_leaf
+from axes.runtime.leaves import leave_pending, resolve_at_leaf, settles
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints
@@ -294,7 +294,7 @@ def _taken_apart(x: DTensor, dim: int, counts: tuple[int, ...], text: str, grad:
     if is_leaf and grad == "pending":
         leave_pending(x)
     if torch.compiler.is_compiling():
-        return _apart_node(dim, int(is_leaf and grad == "resolved"), *counts, x)
+        return _apart_node(dim, int(grad == "resolved" and settles(x)), *counts, x)
     if is_leaf and grad == "resolved":
         resolve_at_leaf(x)
     return _run_apart(x, dim, counts, text)

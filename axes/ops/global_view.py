@@ -39,7 +39,7 @@ from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import leave_pending, resolve_at_leaf
+from axes.runtime.leaves import leave_pending, resolve_at_leaf, settles
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
@@ -174,12 +174,11 @@ def apply_global(
         check_whole(f"axes.{kind}, '{text}',", operands)
     ambient = ambient_mesh() if mesh is None else mesh
     if torch.compiler.is_compiling():
-        leaves = tuple([x.is_leaf and x.requires_grad for x in operands])
+        leaves = tuple([grad == "resolved" and settles(x) for x in operands])
         if grad == "pending":
-            for x, leaf in zip(operands, leaves, strict=True):
-                if leaf:
+            for x in operands:
+                if x.is_leaf and x.requires_grad:
                     leave_pending(x)
-            leaves = (False,) * len(leaves)
         number = number_of(kind, text, op, ambient, mesh is not None, tuple([name for name, _ in sizes]), comm_dtype)
         home = device_mesh_input(ambient, *operands)
         return _node(number, home, leaves, tuple([size for _, size in sizes]), *operands)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -41,7 +41,7 @@ from axes.ops.regions import read_region
 from axes.ops.trees import tensors_of_tree
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global, leave_together
-from axes.runtime.leaves import leave_pending, resolve_at_leaf
+from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.sharded import sharding_of, to_local
 from axes.runtime.transforms import check_shards
 
@@ -88,12 +88,13 @@ class _Regions(threading.local):
 
 
 class _Home:
-    """What the modules of a region share: the mesh that it ran on last, and a lock, since one thread at a time has
-    its shards in the parameters' places. A copy of the modules has one of its own.
+    """What the modules of a region share: the mesh that it ran on last, the axes that were `same`, and a lock, since
+    one thread at a time has its shards in the parameters' places. A copy of the modules has one of its own.
     """
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
+        self.same: tuple[NamedLayout, ...] = ()
         self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
@@ -140,7 +141,8 @@ def _hook(module: torch.nn.Module) -> None:
     module five microseconds. A hook stands before those of others, which see shards, but behind that of `fully_shard`.
     """
     for inner in module.modules():
-        if inner is not module and _HOOKED not in inner.__dict__ and _HOME in inner.__dict__:
+        inner.__dict__.setdefault(_HOME, module.__dict__[_HOME])  # one that was put in since, as a checkpoint's wrapper
+        if inner is not module and _HOOKED not in inner.__dict__:
             first = not isinstance(inner, FSDPModule)
             with _one_number_for_all():
                 inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first)
@@ -254,7 +256,8 @@ class ModuleFunction:
             _check_made(self.module, self.run.expression)
             if torch.is_grad_enabled() and _HOOKS not in self.module.__dict__:
                 _hook(self.module)
-            running = _Running(_same_on_the_left(self.run.expression, mesh), self.used)
+            home.same = _same_on_the_left(self.run.expression, mesh)
+            running = _Running(home.same, self.used)
             _stack.regions.append(running)
             places = _enter(self.module, running)
             try:
@@ -321,19 +324,14 @@ _Places = list[tuple[dict[str, Any], str, DTensor, torch.Tensor]]
 def _enter(module: torch.nn.Module, running: _Running) -> _Places:
     """Put shards in the places of DTensors; returns what was there. A tied parameter has one shard."""
     found: list[tuple[dict[str, Any], str, DTensor]] = []
-    gathered = isinstance(module, FSDPModule)
     for holder in _held(module):
         for there in (holder._parameters, holder._buffers):
             for name, x in there.items():
                 if isinstance(x, DTensor):
                     found.append((there, name, x))
-                elif gathered and x is not None and x.requires_grad:
+                elif x is not None and x.requires_grad and torch_private.reduced_by_fsdp(x):
                     running.used.own.append(x)
-    distinct = list({id(x): x for _, _, x in found}.values())
-    made = _shards(distinct, running.same, _settling(module) if gathered else resolve_at_leaf, gathered)
-    if not gathered:
-        running.used.shards.extend([(x, shard) for x, shard in zip(distinct, made, strict=True) if shard.requires_grad])
-    shards = dict(zip(map(id, distinct), made, strict=True))
+    shards = _shards({id(x): x for _, _, x in found}.values(), running)
     places = [(there, name, x, shards[id(x)]) for there, name, x in found]
     for there, name, _, shard in places:
         there[name] = shard
@@ -381,44 +379,41 @@ def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _settling(module: FSDPModule) -> Callable[[DTensor], None]:
-    """What resolves the gradients of parameters that `fully_shard` has gathered.
+def _shards(xs: Iterable[DTensor], running: _Running) -> dict[int, torch.Tensor]:
+    """This rank's shards of parameters, by their ids; a gradient is a summand, or whole along axes that are `same`.
 
-    It does so by itself, but with an operation on DTensors for each parameter that is replicated. That one is resolved
-    here before, unless it is reduced over axes of its own.
-    """
-    return leave_pending if torch_private.reduces_over_own_axes(module) else _resolve_copies
-
-
-def _resolve_copies(x: DTensor) -> None:
-    is_copied = any(placement.is_replicate() for placement in torch_private.spec_of(x).placements)
-    (resolve_at_leaf if is_copied else leave_pending)(x)
-
-
-def _shards(
-    xs: Sequence[DTensor], same: Sequence[NamedLayout], settle: Callable[[DTensor], None], gathered: bool
-) -> list[torch.Tensor]:
-    """This rank's shards of parameters; a gradient is a summand, or whole along axes that are `same`.
-
-    `settle` says to a leaf how its gradient is resolved. Gradients of what `fully_shard` has `gathered` go on
-    together, as it reduces them; others one by one, so that one is sent while the next is computed.
+    Gradients of what `fully_shard` has gathered go on together, as it reduces them; others one by one, so that one is
+    sent while the next is computed.
     """
     if not torch.is_grad_enabled():
-        return list(map(torch_private.local_of, xs))
+        return {id(x): torch_private.local_of(x) for x in xs}
     if torch.compiler.is_compiling():
-        return [to_local(x, grad="summed") if x.requires_grad else torch_private.local_of(x) for x in xs]
-    needing = [x for x in xs if x.requires_grad]
-    for x in needing:
-        if x.is_leaf:
-            settle(x)
-    counted = [_counted_same(x, same) if same else None for x in needing]
-    left = leave_together(needing, counted) if gathered and needing else list(map(leave_global, needing, counted))
-    shards = dict(zip(map(id, needing), left, strict=True))
-    return [shards[id(x)] if x.requires_grad else torch_private.local_of(x) for x in xs]
+        return {id(x): to_local(x, grad="summed") if x.requires_grad else torch_private.local_of(x) for x in xs}
+    shards: dict[int, torch.Tensor] = {}
+    gathered: list[DTensor] = []
+    for x in xs:
+        if not x.requires_grad:
+            shards[id(x)] = torch_private.local_of(x)
+        elif torch_private.reduced_by_fsdp(x) is None:
+            if x.is_leaf:
+                resolve_at_leaf(x)
+            shards[id(x)] = leave_global(x, _counted_same(x, running.same))
+            running.used.shards.append((x, shards[id(x)]))
+        else:
+            gathered.append(x)
+            # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
+            if any(placement.is_replicate() for placement in torch_private.spec_of(x).placements):
+                resolve_at_leaf(x)
+    if gathered:
+        left = leave_together(gathered, [_counted_same(x, running.same) for x in gathered])
+        shards.update(zip(map(id, gathered), left, strict=True))
+    return shards
 
 
-def _counted_same(x: DTensor, same: Sequence[NamedLayout]) -> tuple[Placement, ...]:
-    """The placements by which a parameter's gradient is whole along these axes."""
+def _counted_same(x: DTensor, same: Sequence[NamedLayout]) -> tuple[Placement, ...] | None:
+    """The placements by which a parameter's gradient is whole along these axes; None without axes."""
+    if not same:
+        return None
     held = sharding_of(x)
     whole = [axis for axis in same if axis.layout in held.mesh.layouts and axis.layout not in held.used]
     return counted_as_same(held.mesh, x.placements, tuple(whole))
@@ -454,7 +449,7 @@ def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if again:
         home.lock.acquire()
     if again or isinstance(module, FSDPModule):
-        places = _enter(module, running or _Running(()))
+        places = _enter(module, running or _Running(home.same))
     mesh = home.mesh if again else None
     if mesh is not None:
         ambient.push(mesh)

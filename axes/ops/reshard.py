@@ -31,7 +31,7 @@ from axes.ops.reshard_many import check_named, reshard_many
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import device_mesh_input, known, node_of_graph, number_of, read_once
-from axes.runtime.leaves import leave_pending, resolve_at_leaf
+from axes.runtime.leaves import leave_pending, resolve_at_leaf, settles
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import ALL, Route, of_sizes, route, routed, same_axes, settled
@@ -125,9 +125,8 @@ def reshard(
         check_whole("axes.reshard", (x,))
     where = ambient_mesh() if mesh is None else None
     if torch.compiler.is_compiling():
-        leaf = x.is_leaf and x.requires_grad
-        settle = leaf and grad == "resolved"
-        if leaf and not settle:
+        settle = grad == "resolved" and settles(x)
+        if grad == "pending" and x.is_leaf and x.requires_grad:
             leave_pending(x)
         names = tuple([name for name, _ in given])
         home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else mesh or where, x)

@@ -85,7 +85,7 @@ from axes.runtime import flags, torch_private
 from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
 from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
 from axes.runtime.groups import current_world, of_world
-from axes.runtime.leaves import resolve_at_leaf
+from axes.runtime.leaves import resolve_at_leaf, settles
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.routes import settled
@@ -469,7 +469,7 @@ def _run_in_graph(
     if check:
         raise ShardingError(f"check=True compares ranks in each call; not in a graph\n  in  shard_map '{asked[0]}'")
     number = number_of(*asked)
-    leaves = tuple([x.is_leaf and x.requires_grad for x in tensors])
+    leaves = tuple([settles(x) for x in tensors])
     shards = _leave_node(number, leaves, *tensors) if tensors else ()
     mesh = getattr(kept, _keep_mesh(number, tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, args, kwargs, shards)

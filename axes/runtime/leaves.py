@@ -31,8 +31,11 @@ Spec = Any
 
 
 def resolve_at_leaf(leaf: DTensor) -> None:
-    """Have the gradient of a leaf resolved to the leaf's own sharding, once, when it is accumulated."""
-    if not _has_hook(leaf):
+    """Have the gradient of a leaf resolved to the leaf's own sharding, once, when it is accumulated.
+
+    One that `fully_shard` sums over axes of the leaf's own mesh is left to it, summands and all.
+    """
+    if not _has_hook(leaf) and not _is_left_to_fsdp(leaf):
         torch_private.add_hook(leaf, _resolve(leaf))
 
 
@@ -56,6 +59,20 @@ def leave_pending(leaf: DTensor) -> None:
         torch_private.remove_hooks(leaf, _Resolve)
     elif _has_hook_outside(leaf):
         _leave_pending_outside(leaf)
+
+
+def settles(x: DTensor) -> bool:
+    """Whether a graph, which reaches no hooks, resolves the gradient of one of its inputs: as `resolve_at_leaf`."""
+    return x.is_leaf and x.requires_grad and not _is_left_to_fsdp_outside(x)
+
+
+def _is_left_to_fsdp(leaf: DTensor) -> bool:
+    return getattr(torch_private.reduced_by_fsdp(leaf), "is_spmd_mesh", False)
+
+
+@torch.compiler.assume_constant_result
+def _is_left_to_fsdp_outside(leaf: DTensor) -> bool:
+    return _is_left_to_fsdp(leaf)
 
 
 def _has_hook(leaf: DTensor) -> bool:

@@ -43,7 +43,7 @@ from axes.runtime.border import (
 )
 from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import resolving, used
+from axes.runtime.leaves import resolving, settles, used
 from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import resharded, route, routed, settled, unsharded
@@ -243,7 +243,7 @@ def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> to
     if spec is not None:
         checked_spec(spec)
     if torch.compiler.is_compiling():
-        return _to_local_node(x, number_of(spec, where, grad), x.is_leaf and x.requires_grad)
+        return _to_local_node(x, number_of(spec, where, grad), settles(x))
     return _left(used(x), spec, where, grad)
 
 

@@ -29,8 +29,8 @@ from torch._C import _functorch as functorch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.distributed import _composable_state, _state_dict_utils, device_mesh
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed import _state_dict_utils, device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -41,6 +41,7 @@ from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from axes.algebra.errors import ShardingError
 
@@ -558,15 +559,28 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def reduces_over_own_axes(module: Any) -> bool:
-    """Whether `fully_shard` reduces the gradients of a module's parameters over axes of the parameters' own mesh.
+def reduced_by_fsdp(parameter: torch.Tensor) -> Any | None:
+    """How FSDP2 reduces the gradient of a parameter that it has gathered: its `mesh_info`. None of any other tensor.
 
-    It does where it was given `dp_mesh_dims` (2.13). Otherwise it stores DTensors over axes that they don't have, and
-    brings a gradient to the sharding of the parameter before. Would be replaced by a public question of `FSDPModule`.
+    `.mesh` are the axes over which it reduces, the copies of HSDP among them. `.is_spmd_mesh` (2.13): they are axes of
+    the parameter's own mesh, as `dp_mesh_dims` says, and it takes what a gradient is along them for this rank's
+    summand. Otherwise it brings a gradient to the sharding of the parameter before. A gathered parameter stays one
+    object, so each is looked for once. Would be replaced by a public way from a parameter to its `FSDPModule`.
     """
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return any(group is not None and getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups)
+    if not _composable_state._module_state_mapping:
+        return None
+    try:
+        return _reductions[parameter]
+    except KeyError:
+        states = [state() for state in _composable_state._module_state_mapping.values()]
+        groups: list[Any] = []
+        for state in states:  # 2.11 has one group
+            groups += getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        found = (g for g in groups if g for p in g.fsdp_params if getattr(p, "_unsharded_param", None) is parameter)
+        return _reductions.setdefault(parameter, getattr(next(found, None), "mesh_info", None))
+
+
+_reductions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 # A simulated world
