@@ -381,7 +381,7 @@ def _operation(axis: _SplitAxis, wire: torch.Tensor, op: str, how: str) -> Opera
     ranks = Universe.of(dist.get_process_group_ranks(axis.group)).ranks
     said = f"the norm of gradients, {op} of {len(wire)} parts{how}"
     waits = patience_of(axis.mesh, axis.group) if axis.mesh else torch_private.default_timeout(axis.device_type)
-    lane = lane_of(axis.mesh) if axis.mesh else axis.device_type
+    lane = lane_of(axis.mesh, axis.group) if axis.mesh else axis.device_type
     moved = 2 * wire.numel() * wire.element_size() * (len(ranks) - 1) // len(ranks)
     named = said, "the norm of gradients", "all_reduce", axis.name, str(axis.group.group_name), ranks
     traced = Traced(*named, str(wire.dtype).removeprefix("torch."), axis.device_type, bytes_in=moved, bytes_out=moved)

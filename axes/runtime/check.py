@@ -34,7 +34,15 @@ from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.algebra.mesh import Mesh
 from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import Barrier, agree_and_forget, ranks_text, stay_away
-from axes.runtime.groups import OF_ONE_RANK, World, current_world, options_known, who_else_failed
+from axes.runtime.groups import (
+    OF_ONE_RANK,
+    GroupOptions,
+    World,
+    backend_for,
+    current_world,
+    options_known,
+    who_else_failed,
+)
 from axes.runtime.places import announce, user_place, whole_text
 from axes.runtime.trace import Event, Traced
 
@@ -148,10 +156,20 @@ def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subj
     raise failed(describe(*subject), error) from error
 
 
-def lane_of(mesh: Mesh) -> str:
-    """What tells operations on a mesh from those on another one of the same ranks, whose groups are others."""
-    given = "".join(f"{each} {options.text}\n" for each, options in (*mesh.binding.options, *mesh.binding.lanes))
-    return mesh.binding.device_type + (f"-{hashlib.sha256(given.encode()).hexdigest()[:8]}" if given else "")
+def lane_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> str:
+    """What tells operations on a group, or on the groups of a mesh's axes, from those on others of the same ranks.
+
+    Threads that use different groups may do so in any order, so that each lane counts its own operations.
+    """
+    binding = mesh.binding
+    if group is None:
+        lanes = [(name, options) for name, options in binding.lanes if name in mesh.axis_names]
+        given = "".join(f"{each} {options.text}\n" for each, options in (*binding.options, *lanes))
+    else:
+        options = options_known(current_world(), group) or GroupOptions()
+        usual = options.backend in (None, backend_for(current_world(), binding.device_type))
+        given = replace(options, backend=None if usual else options.backend).text
+    return binding.device_type + (f"-{hashlib.sha256(given.encode()).hexdigest()[:8]}" if given else "")
 
 
 def patience_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> timedelta:

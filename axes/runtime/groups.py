@@ -177,6 +177,7 @@ class World:
         self.started_here = False
         self.lock = threading.RLock()
         self.attempts: Counter[str] = Counter()
+        self.counting = threading.Lock()
         self.groups: dict[_Key, _Entry] = {}
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
@@ -191,8 +192,9 @@ class World:
     def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Barrier:
         """The next barrier of a kind among these ranks: each call is one attempt."""
         barrier = Barrier(subject, members, kind, 0, advice)
-        attempt = self.attempts[barrier.topic]
-        self.attempts[barrier.topic] += 1
+        with self.counting:  # threads count at the same time, and `lock` is held while a group is made
+            attempt = self.attempts[barrier.topic]
+            self.attempts[barrier.topic] += 1
         return replace(barrier, attempt=attempt) if attempt else barrier
 
 

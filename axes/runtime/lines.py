@@ -343,7 +343,7 @@ def _on_group(what: str, by: str, bytes_in: int, bytes_out: int, group: dist.Pro
         *(what, by, by, axis, str(group.group_name), ranks, "", device_of(mesh)), bytes_in=bytes_in, bytes_out=bytes_out
     )
     compared = f"{what} in {[*ranks]}"
-    return Operation(ranks, what, compared, lane_of(mesh), patience_of(mesh, group), traced=traced)
+    return Operation(ranks, what, compared, lane_of(mesh, group), patience_of(mesh, group), traced=traced)
 
 
 def device_of(mesh: Mesh) -> str:
@@ -372,7 +372,7 @@ def _operation(
         ranks,
         said,
         f"{what} in {[*ranks]} of {tensor}{along}",
-        lane_of(group.mesh),
+        lane_of(group.mesh, group.group),
         patience_of(group.mesh, group.group),
         None,
         sends,

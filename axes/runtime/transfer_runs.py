@@ -635,7 +635,7 @@ class TransferRun:
             self.ranks,
             self.said,
             f"{self.said} {self.planned.fingerprint}",
-            lane_of(self.mesh),
+            lane_of(self.mesh, group),
             patience_of(self.mesh, group),
             traced=traced,
         )
