@@ -66,6 +66,13 @@ class CountingStore:
         self.ranks: dict[int, int] = {}
         """By thread the rank whose note it left last: each question to the store has a thread of its own."""
 
+    def calls_by_rank(self) -> Counter[int]:
+        """By thread how often it asked, but for polls, which become ever slower, and for what removes keys at the end."""
+        found: Counter[int] = Counter()
+        for (thread, name), count in self.calls.items():
+            found[thread] += count if name not in ("check", "delete_key") else 0
+        return found
+
     def __getattr__(self, name):
         method = getattr(self.store, name)
 
@@ -108,16 +115,31 @@ def test_a_rank_makes_few_store_operations_however_many_ranks_there_are(size):
     store = CountingStore()
     ended = on_threads(size, lambda member: agree(member, mesh_barrier(range(size)), "same", PATIENCE), store)
     assert ended == [None] * size
-    per_rank = Counter()
-    for (thread, name), count in store.calls.items():
-        per_rank[thread] += count if name != "check" else 0  # `check` polls, ever more slowly
-    assert max(per_rank.values()) <= 5
+    assert max(store.calls_by_rank().values()) <= 7  # the last one also ends it
+    assert store.store.num_keys() == size, "the notes of where each rank is"
+
+
+@pytest.mark.parametrize("size", [4, 32])
+def test_a_rank_that_is_waited_for_costs_each_of_the_others_no_more_where_they_are_many(size, monkeypatch):
+    monkeypatch.setattr(agreement, "_STALLED_SECONDS", 0.1)
+    store, barrier = CountingStore(), mesh_barrier(range(size))
+
+    def meet(member: Member) -> None:
+        while member.rank == 0 and not store.store.check([f"{agreement._key(barrier)}/warner"]):
+            time.sleep(0.01)
+        agree(member, barrier, "same", PATIENCE)
+
+    with pytest.warns(
+        UserWarning, match=r"rank 0 didn't come to init_mesh for \d s so far:\n  rank 0 hasn't been seen"
+    ):
+        assert on_threads(size, meet, store) == [None] * size
+    assert sum(store.calls_by_rank().values()) <= 8 * size
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_barriers_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data):
-    """Overlapping groups, used first in orders that the ranks choose: a circle is told at once."""
+    """Overlapping groups, used first in orders that the ranks choose."""
     pairs = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3)]
     groups = data.draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=4, unique=True))
     orders = [data.draw(st.permutations(groups)) for _ in range(4)]
@@ -128,7 +150,7 @@ def test_barriers_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data)
         for ranks in orders[member.rank]:
             if member.rank in ranks:
                 subject = f"the group of {ranks_text(ranks)}"
-                agree(member, Barrier(subject, ranks, "group", 0), "same", 2 * SECOND)
+                agree(member, Barrier(subject, ranks, "group", 0), "same", PATIENCE if same_order else SECOND)
                 passed[ranks] += 1
 
     ended = on_threads(4, use)
@@ -137,21 +159,27 @@ def test_barriers_in_any_orders_pass_or_fail_on_their_ranks_and_never_hang(data)
     # A barrier passes on all of its members or on none.
     assert all(count == len(ranks) for ranks, count in passed.items())
     for error in filter(None, ended):
-        assert "wait for one another" in error or "didn't come" in error or "last seen" in error
+        assert "didn't come" in error
 
 
-def test_two_ranks_in_opposite_orders_learn_both_waits_before_the_time_is_up():
+def test_two_ranks_in_opposite_orders_are_told_both_waits_before_the_time_is_up(monkeypatch):
+    monkeypatch.setattr(agreement, "_STALLED_SECONDS", 0.5)
+
     def use(member: Member) -> None:
         orders = [[(0, 1), (0, 1, 2)], [(0, 1, 2), (0, 1)], [(0, 1, 2)]]
         for ranks in orders[member.rank]:
             advice = "Use mesh.create_groups(...)"
             barrier = Barrier(f"the group of {ranks_text(ranks)}", ranks, "group", 0, advice)
-            agree(member, barrier, "same", PATIENCE)
+            agree(member, barrier, "same", 2 * SECOND)
 
-    for error in on_threads(3, use):
-        assert error.startswith("ranks wait for one another")  # where the time is up, it says who didn't come
-        assert "rank 0 waits for the group of ranks 0, 1" in error
-        assert "waits for the group of ranks 0, 1, 2" in error
+    with pytest.warns(UserWarning, match="so far") as warned:
+        ended = on_threads(3, use)
+    said = "\n".join(str(each.message) for each in warned)
+    assert "rank 1 waits for the group of ranks 0, 1, 2" in said
+    assert "rank 0 waits for the group of ranks 0, 1" in said
+    assert "mesh.create_groups" in said
+    for error in ended:
+        assert "didn't come to the group of ranks 0, 1" in error
         assert "mesh.create_groups" in error
 
 
@@ -211,11 +239,31 @@ def test_members_that_report_no_failure_are_named_with_where_they_were_last_seen
         assert "rank 1 was last seen passing in init_mesh" in error
 
 
-def test_where_all_report_their_failure_none_is_named():
-    def fail(member: Member) -> None:
-        assert without_report(member, Barrier("the sum", range(3), "failure", 0)) == ""
+def test_where_all_report_their_failure_none_is_named_whatever_a_rank_reported_before():
+    barrier = Barrier("the sum", range(3), "failure", 0)
 
-    assert on_threads(3, fail) == [None] * 3
+    def fail(member: Member) -> None:
+        agree(member, mesh_barrier(range(3)), "x", PATIENCE)
+        assert without_report(member, barrier) == ""
+
+    store = dist.HashStore()
+    assert "no report of it by ranks 1, 2" in without_report(Member(store, 0), barrier)
+    assert on_threads(3, fail, store) == [None] * 3
+
+
+def test_a_rank_that_reported_an_earlier_failure_alone_is_named_where_it_reports_no_other(monkeypatch):
+    barrier, store = Barrier("the sum", range(3), "failure", 0), dist.HashStore()
+    without_report(Member(store, 0), barrier)
+    monkeypatch.setattr(agreement, "_REPORT_HOLDS_SECONDS", 1.0)  # which are over: it waited as long for the others
+
+    def fail(member: Member) -> None:
+        if member.rank:
+            raise DesyncError(without_report(member, barrier))
+
+    ended = on_threads(3, fail, store)
+    for error in ended[1:]:
+        assert "no report of it by rank 0, which ended, is stopped, or failed elsewhere" in error
+        assert "rank 0 was last seen failing in the sum" in error
 
 
 def test_a_rank_that_comes_after_the_time_was_up_gets_the_same_error_at_once():
@@ -292,14 +340,12 @@ def test_a_digest_stands_for_ranks_in_their_order(ranks):
     assert digest(tuple(ranks)) == digest(list(ranks))
     others = itertools.islice(itertools.permutations(ranks), 1, 24)
     assert all(digest(other) != digest(ranks) for other in others)
-    assert agreement._unpacked(agreement._packed(tuple(ranks))) == tuple(ranks)
 
 
 @given(st.integers(0, 9), st.integers(1, 9), st.integers(1, 5))
 def test_a_range_has_the_digest_of_its_ranks(start, count, step):
     ranks = range(start, start + count * step, step)
     assert digest(ranks) == digest(tuple(ranks))
-    assert list(agreement._unpacked(agreement._packed(ranks))) == list(ranks)
 
 
 # ------------------------------------------------------------------------------ real processes
@@ -390,12 +436,11 @@ def opposite_orders(timeout):
 
 
 def test_first_uses_in_opposite_orders_name_the_waits_and_create_groups(world):
-    for text in world(opposite_orders, 4, 15.0):
-        assert "ranks wait for one another" in text
-        assert "waits for the group of ranks 0, 1 ('tp')" in text
-        assert "waits for the group of ranks 1, 3 ('dp')" in text
+    for rank, text in enumerate(world(opposite_orders, 4, 3.0)):
+        waits, held = ("tp", "dp") if rank in (0, 3) else ("dp", "tp")
+        assert re.search(rf"rank \d didn't come to the group of ranks \d, \d \('{waits}'\) within 3 s", text), text
+        assert re.search(rf"  rank \d .* the group of ranks \d, \d \('{held}'\)", text), text
         assert "mesh.create_groups" in text
-        assert "within" not in text
 
 
 def groups_made_beforehand():
@@ -438,10 +483,9 @@ def overlapping_universes(timeout):
 
 
 def test_ranks_of_different_universes_that_wait_for_one_another_are_told(world):
-    for text in world(overlapping_universes, 4, 15.0):
+    for text in world(overlapping_universes, 4, 3.0):
         assert "init_mesh over ranks 0..3" in text
         assert "init_mesh over ranks 1..3" in text
-        assert "within" not in text
 
 
 def one_declares_itself_outside(timeout):

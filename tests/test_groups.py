@@ -409,6 +409,24 @@ def test_a_mesh_is_bound_to_the_accelerator_where_the_running_world_serves_it(wo
     assert world(devices_chosen, 2) == [("cpu", "cuda")] * 2
 
 
+def a_collective_of_torch_to_which_a_rank_doesnt_come():
+    store = dist.group.WORLD.get_group_store()
+    axes.init_mesh("dp", device_type="cpu", timeout=3)
+    if dist.get_rank() == 1:
+        store.wait(["ended"], timedelta(seconds=60))
+        return ""
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        store.set("ended", "")
+
+
+def test_the_limit_of_a_mesh_is_that_of_the_default_group_whoever_made_it(world):
+    assert "Timed out waiting 3000ms" in world(a_collective_of_torch_to_which_a_rank_doesnt_come, 2)[0]
+
+
 def started_from_the_environment():
     """As under torchrun: no world yet, but its environment."""
     dist.destroy_process_group()

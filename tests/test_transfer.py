@@ -8,6 +8,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -602,11 +603,18 @@ LIMIT = 2.0
 """Seconds that ranks of these meshes wait for one another."""
 
 
+def impatient(ranks: range) -> axes.Mesh:
+    """A mesh whose ranks wait no longer, in a pool whose default group does."""
+    mesh = axes.init_mesh("a=8", ranks=ranks, device_type="cpu", timeout=LIMIT)
+    torch.distributed.group.WORLD.set_timeout(timedelta(minutes=2))
+    return mesh
+
+
 def transfers_without(absent: frozenset[int], many: bool) -> list[tuple[str, float]]:
     """A transfer that some ranks don't call, between two that all call; what each rank was told, and after how long."""
     rank = torch.distributed.get_rank()
-    mesh = axes.init_mesh("a=8", device_type="cpu", timeout=LIMIT)
-    turned = axes.init_mesh("a=8", ranks=range(7, -1, -1), device_type="cpu", timeout=LIMIT)
+    mesh = impatient(range(8))
+    turned = impatient(range(7, -1, -1))
     whole = torch.arange(64.0).view(8, 8)
     x = axes.shard(whole, "f@a d", mesh=mesh)
     move = axes.transfer({"w": "f@a d"}, {"w": "f d@a"}, mesh, turned, {"w": (8, 8)})
@@ -649,8 +657,8 @@ def test_a_rank_that_never_calls_is_an_error_that_names_it_within_the_limit(pool
 def after_a_skipped_call(absent: int) -> list[bool]:
     """Of transfers in step with all ranks, of which one leaves the first out: which are right."""
     rank, found = torch.distributed.get_rank(), []
-    mesh = axes.init_mesh("a=8", device_type="cpu", timeout=LIMIT)
-    turned = axes.init_mesh("a=8", ranks=range(7, -1, -1), device_type="cpu", timeout=LIMIT)
+    mesh = impatient(range(8))
+    turned = impatient(range(7, -1, -1))
     move = axes.transfer({"w": "f@a d"}, {"w": "f d@a"}, mesh, turned, {"w": (8, 8)})
     whole = torch.arange(64.0).view(8, 8)
     held, wanted = (axes.to_local(axes.shard(whole, s, mesh=m)) for s, m in (("f@a d", mesh), ("f d@a", turned)))

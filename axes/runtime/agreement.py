@@ -7,17 +7,18 @@ line of text, and the barrier *ends* well when all members have stated the same:
 
     store.compare_set(statement)         the first statement stays; another one ends the barrier
     store.add(count)                     the last rank to come ends the barrier
-    store.set(note)                      this rank is at this barrier
+    store.append(came)                   this rank has come
+    store.set(note)                      where this rank is
     wait for the end
+    store.add(done)                      the last rank to read the end removes the barrier's keys
 
-That is five store operations for each rank, whatever their number, and a poll now and then while it
+That is six store operations for each rank, whatever their number, and a poll now and then while it
 waits. A barrier ends once, for all: whoever comes later reads the same end. It ends badly when
 
 - a rank states something else: at once, with both statements;
 - a rank raised an error of its own before it came (`refuse`): at once, with that error;
-- members wait for one another in a circle, each at another barrier and with one thread: within a
-  second or so, with all that they wait for (the notes of the ranks tell);
-- the time is up: with the ranks that didn't come, and what each was last seen waiting for.
+- the time is up: with the ranks that didn't come, and what each was last seen waiting for. One of the
+  ranks that wait says the same in a warning after half a minute.
 
 Rank 0 hosts the store of a job, so it leaves a failed barrier last, or the others would see a
 broken connection in place of the error. A store whose host is stopped, or behind a link that is cut,
@@ -35,9 +36,11 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import operator
 import threading
 import time
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -50,7 +53,6 @@ import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError
 from axes.algebra.universe import Universe
-from axes.runtime import presence
 
 T = TypeVar("T")
 
@@ -61,10 +63,10 @@ _SILENCE_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
-_FIRST_LOOK_SECONDS = 0.5
-_NOTES_READ_AT_ONCE = 256
+_STALLED_SECONDS = 30.0
+_REPORT_HOLDS_SECONDS = 60.0
+_REPORTS_READ = 256
 _RANKS_SHOWN = 16
-_MEMBERS_STORED = 4096
 
 
 class MissedError(DesyncError):
@@ -108,22 +110,12 @@ class Barrier:
         return f"{self.kind}/{digest(self.members if ascending else sorted(self.members))}"
 
 
-def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta) -> None:
-    """Returns when every member of the barrier has stated the same; `DesyncError` on all otherwise.
+def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, told: Any = None) -> list[Any]:
+    """Return when every member of the barrier has stated the same; `DesyncError` on all otherwise.
 
-    Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails.
-    """
-    if len(barrier.members) > 1:
-        with store_errors(barrier.subject), _staying(member, barrier):
-            ask_in_time(member, barrier.subject, timeout, lambda asking: _meet(asking, barrier, statement, timeout))
-
-
-def agree_and_forget(
-    member: Member, barrier: Barrier, statement: str, timeout: timedelta, told: Any = None
-) -> list[Any]:
-    """`agree`, and no key of the barrier stays in the store when all members have read how it ended.
-
-    Gives what each member has `told` the others, as JSON can say it, in the order of the members.
+    Waits `timeout` at most, and on rank 0 up to five seconds more where the barrier fails. No key of the barrier stays
+    in the store when all members have read how it ended. Gives what each member has `told` the others, as JSON can say
+    it, in the order of the members.
     """
     key, every = _key(barrier), [f"told/{rank}" for rank in barrier.members]
     tells = [] if told is None else every
@@ -134,8 +126,7 @@ def agree_and_forget(
         if tells:
             store.set(f"{key}/told/{member.rank}", json.dumps(told))
         try:
-            if len(barrier.members) > 1:
-                _meet(asking, barrier, statement, timeout)
+            _meet(asking, barrier, statement, timeout)
             left = []
             found.extend(map(json.loads, store.multi_get([f"{key}/{each}" for each in tells]) if tells else ()))
         finally:
@@ -143,21 +134,24 @@ def agree_and_forget(
             with contextlib.suppress(dist.DistError):
                 if store.add(f"{key}/done", 1) == len(barrier.members):
                     # First what says that the barrier has begun: nobody waits at one that hasn't (see `_is_open`).
-                    for part in ("stated", "count", "end", "left", "reporter", "done", *(tells or left)):
+                    for part in (
+                        "stated",
+                        "count",
+                        "came",
+                        "end",
+                        "left",
+                        "reporter",
+                        "warner",
+                        "done",
+                        *(tells or left),
+                    ):
                         store.delete_key(f"{key}/{part}")
 
-    with store_errors(barrier.subject), _staying(member, barrier):
+    if len(barrier.members) == 1:
+        return [told]
+    with store_errors(barrier.subject):
         ask_in_time(member, barrier.subject, timeout, meet)
     return found
-
-
-def _staying(member: Member, barrier: Barrier) -> contextlib.AbstractContextManager[None]:
-    return presence.staying(member.rank, _key(barrier), barrier.seen, _packed(barrier.members))
-
-
-def stay_away(member: Member, kind: str, why: str) -> None:
-    """Notes that this rank comes to no more barriers of a kind, so that who waits for it there hears it soon."""
-    _note_in_time(member, {"subject": why, "away": kind})
 
 
 def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
@@ -168,7 +162,7 @@ def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
 
     def end(asking: Member) -> None:
         key = _key(barrier)
-        _leave_note(asking, {"key": key, "subject": barrier.subject, "raised": said})
+        _leave_note(asking, f"raised in {barrier.subject}: {_indented(said)}")
         text = f"rank {member.rank} can't take part in {barrier.subject}, it raised {_indented(said)}"
         _end(asking.store, key, text, len(barrier.members))
         _leave(asking, key, len(barrier.members))
@@ -178,15 +172,11 @@ def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
         ask_in_time(member, barrier.subject, timedelta(seconds=_LINGER_SECONDS), end)
 
 
-def pass_by(member: Member, subject: str) -> None:
-    """Notes that this rank isn't a member of what it declares, for members that expect it."""
-    _note_in_time(member, {"subject": subject, "outside": True})
-
-
-def _note_in_time(member: Member, note: dict[str, Any]) -> None:
-    limit = timedelta(seconds=_LINGER_SECONDS)
+def leave_word(member: Member, text: str) -> None:
+    """Note why this rank doesn't come, for members that expect it: they read it behind "rank 3"."""
     with contextlib.suppress(dist.DistError, DesyncError):
-        ask_in_time(member, note["subject"], limit, lambda asking: _leave_note(asking, note))
+        limit = timedelta(seconds=_LINGER_SECONDS)
+        ask_in_time(member, "a note of where a rank is", limit, lambda asking: _leave_note(asking, text))
 
 
 def digest(ranks: Sequence[int]) -> str:
@@ -231,19 +221,20 @@ def store_errors(subject: str) -> Iterator[None]:
 
 
 def without_report(member: Member, barrier: Barrier) -> str:
-    """Reports that what the members of a barrier do fails on this rank; says which of them report nothing.
+    """Report that what the members of a barrier do fails on this rank; say which of them report nothing.
 
     The others have a second for it. One that has ended, is stopped, or failed somewhere else reports nothing: each is
-    shown with where it was last seen. Returns "" where all report.
+    shown with where it was last seen. Returns "" where all report. A report holds for a minute, so that one of an
+    earlier failure, which this rank had alone, isn't taken for one of the next.
     """
     key, found = _key(barrier), list[str]()
 
     def ask(asking: Member) -> None:
-        _leave_note(asking, {"key": key, "subject": barrier.subject, "failed": True})
-        asking.store.set(f"{key}/failed/{member.rank}", "")
-        silent = [rank for rank in itertools.islice(barrier.members, _NOTES_READ_AT_ONCE) if rank != member.rank]
+        _leave_note(asking, f"was last seen failing in {barrier.subject}")
+        asking.store.set(f"{key}/{member.rank}", json.dumps(time.time()))
+        silent = [rank for rank in itertools.islice(barrier.members, _REPORTS_READ) if rank != member.rank]
         end = time.monotonic() + _REPORT_SECONDS
-        while silent := [rank for rank in silent if not asking.store.check([f"{key}/failed/{rank}"])]:
+        while silent := [rank for rank in silent if not _has_reported(asking.store, f"{key}/{rank}")]:
             if time.monotonic() > end:
                 break
             time.sleep(_SLOWEST_POLL_SECONDS)
@@ -257,6 +248,11 @@ def without_report(member: Member, barrier: Barrier) -> str:
     except DesyncError as error:  # that it failed matters more
         return f"\n  {str(error).splitlines()[0]}"
     return "".join(found)
+
+
+def _has_reported(store: dist.Store, key: str) -> bool:
+    at = _read(store, key)
+    return at is not None and abs(time.time() - at) < _REPORT_HOLDS_SECONDS
 
 
 # Questions to the store
@@ -335,7 +331,7 @@ def _on_a_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=f"{presence.OWN}a question to the store", daemon=True).start()
+    threading.Thread(target=run, name="axes: a question to the store", daemon=True).start()
     return outcome
 
 
@@ -349,7 +345,7 @@ def _host_of(store: dist.Store) -> str:
 
 
 def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) -> None:
-    """States the text at the barrier and waits for its end."""
+    """State the text at the barrier and wait for its end."""
     key = _key(barrier)
     mine = {"rank": member.rank, "text": statement, "shown": barrier.doing or statement}
     first = json.loads(member.store.compare_set(f"{key}/stated", "", json.dumps(mine)))
@@ -359,10 +355,11 @@ def _meet(member: Member, barrier: Barrier, statement: str, timeout: timedelta) 
     elif member.store.add(f"{key}/count", 1) == len(barrier.members):
         _end(member.store, key, None, len(barrier.members))
     # After the count: a rank that died before it hasn't come, and is named.
-    _leave_note(member, {"key": key, "subject": barrier.seen})
-    end = _wait_for_end(member, barrier, key, time.monotonic() + timeout.total_seconds(), timeout)
+    member.store.append(f"{key}/came", f"{member.rank} ")
+    _leave_note(member, barrier.seen, key)
+    end = _wait_for_end(member, barrier, key, timeout)
     if end["error"] is not None:
-        _leave_note(member, {"key": key, "subject": barrier.seen, "failed": True})
+        _leave_note(member, f"was last seen failing in {barrier.seen}")
         _raise(member, key, end, barrier.doing or statement)
 
 
@@ -378,50 +375,61 @@ def _ended(store: dist.Store, key: str) -> dict[str, Any] | None:
     return _read(store, f"{key}/end")
 
 
-def _read(store: dist.Store, key: str) -> dict[str, Any] | None:
+def _read(store: dist.Store, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
-def _wait_for_end(member: Member, barrier: Barrier, key: str, deadline: float, timeout: timedelta) -> dict[str, Any]:
-    """Polls, ever more slowly, since a blocking wait that times out writes warnings of its own."""
-    started, alone = time.monotonic(), False
-    look = _FIRST_LOOK_SECONDS
+def _wait_for_end(member: Member, barrier: Barrier, key: str, timeout: timedelta) -> dict[str, Any]:
+    """Poll, ever more slowly, since a blocking wait that times out writes warnings of its own."""
+    started, stalled, limit = time.monotonic(), _STALLED_SECONDS, timeout.total_seconds()
     slowest = max(_SLOWEST_POLL_SECONDS, len(barrier.members) / 20_000)
     while (end := _ended(member.store, key)) is None:
-        now = time.monotonic()
-        if now >= deadline:
-            _time_is_up(member, barrier, key, timeout)
-        elif now - started >= look:
-            look *= 2
-            _end_with_who_stays_away(member, barrier, key)
-            if alone != presence.is_alone(member.rank, now - started):
-                alone = not alone
-                _leave_note(member, {"key": key, "subject": barrier.seen, "alone": alone})
-            if alone:
-                _end_circles(member, barrier, key)
-        pause = min(max(_FIRST_POLL_SECONDS, (now - started) / 8), slowest)
-        time.sleep(max(0.0, min(pause, deadline - now)))
+        waited = time.monotonic() - started
+        if waited >= limit:
+            _time_is_up(member, barrier, key, limit)
+        elif waited >= stalled:
+            stalled = math.inf
+            _warn(member, barrier, key, waited)
+        time.sleep(max(0.0, min(max(_FIRST_POLL_SECONDS, waited / 8), slowest, limit - waited)))
     return end
 
 
-def _time_is_up(member: Member, barrier: Barrier, key: str, timeout: timedelta) -> None:
-    """Ends a barrier with who is missing. One rank looks, the others wait for what it finds."""
+def _is_first(member: Member, key: str) -> bool:
+    """Whether this rank is the first that asks for a key: one rank looks for those that are missing."""
+    return member.store.compare_set(key, "", str(member.rank)) == str(member.rank).encode()
+
+
+def _warn(member: Member, barrier: Barrier, key: str, waited: float) -> None:
+    """Say for whom ranks wait, long before their time is up. Of ranks in a circle each barrier says its part."""
+    if _is_first(member, f"{key}/warner"):
+        _, lines = _missing(member, barrier, key, f"for {waited:.0f} s so far")
+        if _ended(member.store, key) is None:
+            warnings.warn("\n".join(lines), stacklevel=2)
+
+
+def _time_is_up(member: Member, barrier: Barrier, key: str, limit: float) -> None:
+    """End a barrier with who is missing. One rank looks, the others wait for what it finds."""
     store = member.store
-    if store.compare_set(f"{key}/reporter", "", str(member.rank)) != str(member.rank).encode():
+    if not _is_first(member, f"{key}/reporter"):
         patience = time.monotonic() + _LINGER_SECONDS + len(barrier.members) / 5_000
         while time.monotonic() < patience:
             if _ended(store, key) is not None:
                 return
             time.sleep(_SLOWEST_POLL_SECONDS)
-    missing = [rank for rank in barrier.members if not _has_come(_note(member, rank), key)]
-    seconds = f"{timeout.total_seconds():g} s"
-    lines = [f"{barrier.subject} isn't complete after {seconds}, though all have been seen there"]
-    if missing:
-        lines = [f"{ranks_text(missing)} didn't come to {barrier.subject} within {seconds}:"]
+    missing, lines = _missing(member, barrier, key, f"within {limit:g} s")
+    _end(store, key, "\n".join(lines), len(barrier.members) - len(missing), missing=missing)
+
+
+def _missing(member: Member, barrier: Barrier, key: str, how_long: str) -> tuple[list[int], list[str]]:
+    """The members that haven't come, and lines that say so, with where each was last seen."""
+    came = set(map(int, member.store.get(f"{key}/came").split()))
+    missing, present = ([rank for rank in barrier.members if (rank in came) == there] for there in (False, True))
+    lines = [f"{ranks_text(missing)} didn't come to {barrier.subject} {how_long}:"]
+    if not missing:
+        lines = [f"{barrier.subject} isn't complete {how_long}, though all have been seen there"]
     lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
-    present = [rank for rank in barrier.members if rank not in set(missing)]
     lines += [f"  {ranks_text(present)} waited for {barrier.seen}", barrier.advice]
-    _end(store, key, "\n".join(filter(None, lines)), len(present), missing=missing)
+    return missing, [*filter(None, lines)]
 
 
 def _raise(member: Member, key: str, end: dict[str, Any], statement: str) -> NoReturn:
@@ -446,34 +454,19 @@ def _leave(member: Member, key: str, present: int) -> None:
 # Notes: where each rank was last seen
 
 
-def _leave_note(member: Member, note: dict[str, Any]) -> None:
-    """Notes where a rank is: of a barrier its key and subject; where its threads wait; whether it has one alone."""
-    note = note | {"waits": presence.stays(member.rank)}
-    member.store.set(f"axes/rank/{member.rank}", json.dumps(note))
-
-
-def _note(member: Member, rank: int) -> dict[str, Any]:
-    return _read(member.store, f"axes/rank/{rank}") or {}
-
-
-def _has_come(note: dict[str, Any], key: str) -> bool:
-    return note.get("key") == key or key in note.get("waits", ())
+def _leave_note(member: Member, text: str, key: str = "") -> None:
+    """Note where a rank is: a barrier that it has come to, by subject and key; or any text that follows "rank 3"."""
+    member.store.set(f"axes/rank/{member.rank}", json.dumps([text, key]))
 
 
 def _last_seen(member: Member, rank: int) -> str:
-    note = _note(member, rank)
-    if not note:
-        return f"rank {rank} hasn't been seen: it is still starting, has ended, is stopped, or makes no mesh"
-    if "outside" in note:
-        return f"rank {rank} isn't a member of what it declared last, {note['subject']}"
-    if "raised" in note:
-        return f"rank {rank} raised in {note['subject']}: {_indented(note['raised'])}"
-    if "away" in note:
-        return f"rank {rank} {note['subject']}"
-    for key, (subject, _) in note["waits"].items():
-        if _is_open(member.store, key):
-            return f"rank {rank} waits for {subject}"
-    return f"rank {rank} was last seen {'failing' if 'failed' in note else 'passing'} in {note['subject']}"
+    text, key = _read(member.store, f"axes/rank/{rank}") or ("", "")
+    if key:
+        text = f"{'waits for' if _is_open(member.store, key) else 'was last seen passing in'} {text}"
+    return f"rank {rank} {text or _UNSEEN}"
+
+
+_UNSEEN = "hasn't been seen: it is still starting, has ended, is stopped, or makes no mesh"
 
 
 def _is_open(store: dist.Store, key: str) -> bool:
@@ -482,58 +475,6 @@ def _is_open(store: dist.Store, key: str) -> bool:
     Of one that is forgotten the beginning is removed first. Nothing is read, which would wait for what is removed.
     """
     return not store.check([f"{key}/end"]) and store.check([f"{key}/stated"])
-
-
-def _end_with_who_stays_away(member: Member, barrier: Barrier, key: str) -> None:
-    """Ends a barrier to which some member has said it won't come."""
-    for rank in itertools.islice(barrier.members, _NOTES_READ_AT_ONCE):
-        note = _note(member, rank)
-        if note.get("away") == barrier.kind.partition("-")[0]:
-            error = f"rank {rank} doesn't come to {barrier.seen}: it {note['subject']}\n{barrier.advice}"
-            _end(member.store, key, error, member.store.add(f"{key}/count", 0))
-
-
-def _end_circles(member: Member, barrier: Barrier, key: str) -> None:
-    """Ends the barriers of ranks that wait for one another, this one among them, if there are any.
-
-    From a barrier, the notes of the members that are missing lead to other barriers. A way back to
-    a barrier that misses this rank is a circle: no barrier on it can end, since each misses a rank
-    that is held at the next, and none of these ranks has a thread that may still come. That the
-    barriers are still open is checked once the circle is found.
-    """
-    budget = iter(range(_NOTES_READ_AT_ONCE))
-    circle = _way_back(member, key, barrier.members, [(member.rank, key, barrier.seen)], budget)
-    if circle is None or not all(_is_open(member.store, held) for _, held, _ in circle):
-        return
-    waits = "".join(f"\n  rank {rank} waits for {subject}" for rank, _, subject in circle)
-    error = f"ranks wait for one another:{waits}\n{barrier.advice}"
-    for _, held, _ in circle:
-        _end(member.store, held, error, member.store.add(f"{held}/count", 0))
-
-
-_Wait = tuple[int, str, str]
-"""A rank, the key of the barrier at which it is held, and that barrier's subject."""
-
-
-def _way_back(
-    member: Member, key: str, members: Sequence[int], way: list[_Wait], budget: Iterator[int]
-) -> list[_Wait] | None:
-    for rank in members:
-        if rank == member.rank and len(way) > 1:
-            return way
-        if rank in {passed for passed, _, _ in way} or next(budget, None) is None:
-            continue
-        note = _note(member, rank)
-        if not note.get("alone") or len(note["waits"]) != 1:
-            continue
-        ((held, (subject, others)),) = note["waits"].items()
-        if held == key or not _is_open(member.store, held):
-            continue
-        onward = [*way, (rank, held, subject)]
-        found = _way_back(member, held, _unpacked(others), onward, budget)
-        if found is not None:
-            return found
-    return None
 
 
 # Text
@@ -551,16 +492,3 @@ def _mismatch(barrier: Barrier, first: dict[str, Any], mine: dict[str, Any]) -> 
 
 def _indented(text: str) -> str:
     return text.replace("\n", "\n    ")
-
-
-def _packed(ranks: Sequence[int]) -> str:
-    """Ranks as short text; none where it would be long, and circles through them aren't seen."""
-    if isinstance(ranks, range):
-        return f"{ranks.start}:{ranks.stop}:{ranks.step}"
-    return ",".join(map(str, ranks)) if len(ranks) <= _MEMBERS_STORED else ""
-
-
-def _unpacked(text: str) -> Sequence[int]:
-    if ":" in text:
-        return range(*map(int, text.split(":")))
-    return tuple(map(int, text.split(","))) if text else ()

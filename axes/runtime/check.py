@@ -33,7 +33,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.algebra.mesh import Mesh
 from axes.runtime import flags, torch_private, trace
-from axes.runtime.agreement import Barrier, agree_and_forget, ranks_text, stay_away
+from axes.runtime.agreement import Barrier, agree, leave_word, ranks_text
 from axes.runtime.groups import (
     OF_ONE_RANK,
     GroupOptions,
@@ -193,7 +193,7 @@ def compare_operation(operation: Operation) -> None:
     subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
     barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{_at(user_place())}")
     told = [*map(list, (operation.sends, operation.receives))] if operation.sends else None
-    every = agree_and_forget(world.member, barrier, f"{whole}{operation.compared}", operation.waits, told)
+    every = agree(world.member, barrier, f"{whole}{operation.compared}", operation.waits, told)
     if told:
         _compare_sizes(barrier, operation, every)
 
@@ -309,7 +309,7 @@ class Debugging:
             if not world.fake:
                 why = "has left the block of axes.debug(check=True)"
                 why = why if error is None else f"raised {type(error).__name__}: {error}".replace("\n", "\n    ")
-                stay_away(world.member, _KIND, f"{why}{_at(user_place()) if error is None else ''}")
+                leave_word(world.member, f"{why}{_at(user_place()) if error is None else ''}")
 
 
 def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None) -> Debugging:
@@ -377,4 +377,4 @@ def _agree_on(check: bool) -> None:
             found = world.barrier(_DEBUG, range(world.size), subject, "Ask for the same on all ranks")
             barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
             waits = torch_private.default_timeout("cpu")
-            agree_and_forget(world.member, barrier, f"check={check}", waits)
+            agree(world.member, barrier, f"check={check}", waits)

@@ -640,7 +640,8 @@ def who_else_failed(ranks: Sequence[int], what: str) -> str:
     world = current_world()
     if world.fake or len(ranks) == 1 or world.rank not in ranks:
         return ""
-    return without_report(world.member, world.barrier("failure", ranks, what, ""))
+    made = world.attempts[Barrier("", ranks, "group", 0).topic]  # a group that has failed is made anew
+    return without_report(world.member, Barrier(what, ranks, "failure", made))
 
 
 def _default_timeout(world: World, device_type: str) -> timedelta:

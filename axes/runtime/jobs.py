@@ -51,7 +51,7 @@ from axes.algebra.specs import parsed_sharding
 from axes.algebra.transfer_ends import on_own_ranks
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
-from axes.runtime.agreement import agree_and_forget
+from axes.runtime.agreement import agree
 from axes.runtime.check import in_trace
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
@@ -318,7 +318,7 @@ class JobLink:
             return [json.loads(json.dumps(told))]
         world = current_world()
         barrier = world.barrier("link", self.ranks, f"{subject}, in '{self.name}'", _ADVICE)
-        return agree_and_forget(world.member, barrier, statement, self.meeting.timeout, told)
+        return agree(world.member, barrier, statement, self.meeting.timeout, told)
 
     def _carried_out(self, pair: Pair, own: OwnTensors, text: str, said: str) -> None:
         other = pair.other

@@ -35,7 +35,7 @@ from axes.runtime.agreement import (
     Member,
     agree,
     in_time,
-    pass_by,
+    leave_word,
     ranks_text,
     refuse,
     store_errors,
@@ -116,7 +116,8 @@ def init_mesh(
     doesn't serve it. `options` gives axes, by name, groups that aren't like the default group; a
     product of axes that has no name of its own has the options that all of them share.
     `timeout` (a `timedelta` or seconds, by default that of the default group) bounds how long ranks
-    wait for one another: here, when groups are made, and in transfers between CPUs.
+    wait for one another: here, when groups are made, in transfers between CPUs, and in what the
+    default group does from here on, torch's own collectives included.
 
     Raises what `axes.Mesh` raises, `MeshError` for ranks, options or an environment that can't be,
     and `DesyncError` on every rank where ranks disagree or one doesn't come.
@@ -155,6 +156,9 @@ def init_mesh(
     _agree(world, mesh)
     mesh = _known(world, mesh)
     mesh.binding.waits.timeout = waits
+    if waits is not None and not world.fake and (default := dist.group.WORLD) is not None:
+        with contextlib.suppress(RuntimeError):  # a backend without limits, as mpi
+            default.set_timeout(waits)
     return mesh
 
 
@@ -364,7 +368,7 @@ def _agree(world: World, mesh: Mesh) -> None:
     if world.fake:
         return
     if universe.position(world.rank) is None:
-        pass_by(world.member, _subject(universe))
+        leave_word(world.member, f"isn't a member of what it declared last, {_subject(universe)}")
         return
     names = {layout: name for name, layout in mesh.namespace.items()}
     given = [(names[layout], each) for layout, each in binding.options]
