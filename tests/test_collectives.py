@@ -296,6 +296,27 @@ def test_gradients_of_gradients_are_those_of_one_process(pool):
     pool.run(second_derivatives)
 
 
+def means_of_large_numbers(compiled: bool) -> list[set[float]]:
+    """Each way to a mean of float16 whose sum is infinite."""
+    here = mesh()
+    x = torch.full((8,), 32768.0, dtype=torch.float16)
+    pending = axes.from_local(x, "a | mean@(dp cp tp)", mesh=here)
+    split = axes.from_local(x, "b@(dp cp tp)", mesh=here, b=64)
+
+    def every() -> list[torch.Tensor]:
+        moved = [axes.reshard(pending, "a").to_local(), axes.reshard(pending, "a@(dp cp tp)").to_local()]
+        reduced = axes.reduce(split, "b@(dp cp tp) ->", "mean").to_local()
+        return [*moved, reduced, named.pmean(x, ("dp", "cp", "tp"), mesh=here), named.pmean(x, "rest", mesh=here)]
+
+    found = torch.compile(every)() if compiled else every()
+    return [set(each.view(-1).tolist()) for each in found]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mean_of_float16_is_finite_where_the_sum_is_not(pool, compiled):
+    assert pool.run(means_of_large_numbers, compiled) == [[{32768.0}] * 5] * 8
+
+
 # mistakes
 
 X = torch.ones(6, 4)

@@ -81,7 +81,7 @@ def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.
 
 
 def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """The mean over the axis, elementwise, on every rank: an all-reduce, divided once.
+    """The mean over the axis, elementwise, on every rank: an all-reduce, divided once; in float16 before.
 
         coordinate 0   a         (a + b) / 2
         coordinate 1   b    ->   (a + b) / 2

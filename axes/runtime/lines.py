@@ -36,7 +36,7 @@ from axes.runtime import torch_private
 from axes.runtime.check import Operation, lane_of, patience_of, together, waited
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
-from axes.runtime.links import ordered, unordered
+from axes.runtime.links import SUMS_OVERFLOW, ordered, unordered
 from axes.runtime.trace import Traced
 from axes.runtime.transforms import as_plain
 
@@ -163,10 +163,12 @@ def reducible(dtype: torch.dtype, op: str) -> bool:
 def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
     """`op` over the axis, elementwise, in the dtype of `x`: every rank gets the same tensor.
 
-    `op` is "sum", "max", "min", or "mean", which divides before it rounds to the dtype of `x`.
+    `op` is "sum", "max", "min", or "mean", which divides before it rounds to the dtype of `x`: in float16 the summands.
     """
     reduction = "sum" if op == "mean" else op
     wire = _reducible(x, reduction, copy=True)
+    if op == "mean" and x.dtype in SUMS_OVERFLOW:
+        return _reduced(_all_reduced(x, wire / line.size, reduction, op, line), x.dtype)
     if reduction in ("max", "min") and wire.is_floating_point():
         return unordered(_all_reduced(x, ordered(wire, reduction), reduction, op, line), x.dtype)
     wire = _all_reduced(x, wire, reduction, op, line)

@@ -41,6 +41,9 @@ MOVED = {
 REDUCED = MOVED - {torch.bool}
 """The dtypes that every backend reduces; complex ones are summed as pairs."""
 
+SUMS_OVERFLOW = (torch.float16, torch.complex32)
+"""Dtypes in which the sum of a mean may be infinite where the mean isn't: summands are divided before."""
+
 _CARRIER = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """What carries the bytes of an element of so many bytes; nothing is computed in it."""
 

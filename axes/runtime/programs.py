@@ -19,7 +19,7 @@ What differs between backends is decided when a program is made:
   as its own reduce-scatter, and sums 16-bit floats in 32 bits;
 - gloo permutes large tiles by sending and receiving, without the ranks that keep what they have (for NCCL an exchange
   is the same, and needs no communicator for each pair of ranks);
-- a mean is a sum and a division, in the dtype in which the values were summed.
+- a mean is a sum and a division, in the dtype in which the values were summed; in float16 the division comes first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import in_part
-from axes.runtime.links import REDUCED, Link, link_of, recorded_link_of
+from axes.runtime.links import REDUCED, SUMS_OVERFLOW, Link, link_of, recorded_link_of
 from axes.runtime.packing import (
     Boxes,
     Lattice,
@@ -575,7 +575,10 @@ def _all_reduce(step: Step, link: Link, owned: bool) -> Run:
 
 
 def _divided(run: Run, divisor: int) -> Run:
-    return run if divisor == 1 else lambda x: run(x).div_(divisor)
+    """A mean by a sum. In float16 the summands are divided: the sum may be infinite where the mean isn't."""
+    if divisor == 1:
+        return run
+    return lambda x: run(x / divisor) if x.dtype in SUMS_OVERFLOW else run(x).div_(divisor)
 
 
 def _all_gather(task: Task, link: Link) -> Run:
