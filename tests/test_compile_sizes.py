@@ -5,7 +5,12 @@ What comes after a size is one of which some ranks have an equal shard: eight ro
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 import axes
 from axes.runtime import torch_private
+
+ROOT = Path(__file__).parent.parent
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -130,6 +137,30 @@ def test_a_size_of_one_has_a_graph_of_its_own(warm):
 
 def test_plain_shards_with_the_size_of_the_whole_have_one(warm):
     assert check(warm, 2, list(LOCAL), (8, 7, 8), None) == [[1, 2, 2]] * len(LOCAL)
+
+
+OPTIMIZED = """
+import json, sys, axes
+from tests.test_compile_sizes import optimized
+if __name__ == "__main__":
+    print(json.dumps(axes.launch(optimized, 2, ["nothing", "gather", "scatter", "mean", "sum", "reshard"], timeout=300)))
+"""
+
+
+def optimized(names: Sequence[str]) -> tuple[int, list[str], list[list[int]]]:
+    """Whether this rank runs without `assert`, and what `differences` says."""
+    return sys.flags.optimize, *differences(names, (5, 7, 8, 6, 5), None)
+
+
+def test_graphs_are_guarded_without_assert():
+    """`python -O` drops every `assert`: a graph of five rows isn't taken for seven."""
+    command, said = [sys.executable, "-c", OPTIMIZED], {**os.environ, "PYTHONOPTIMIZE": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=said, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stderr
+    for flag, wrong, graphs in json.loads(ran.stdout.splitlines()[-1]):
+        assert flag == 1
+        assert wrong == []
+        assert graphs == [[1, 2, 3, 3, 3]] * 6
 
 
 def summed_and_split(x: DTensor, y: DTensor) -> DTensor:

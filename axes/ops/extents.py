@@ -29,7 +29,7 @@ from axes.algebra.errors import AxesError
 from axes.algebra.flow import Recipe, unmoved
 from axes.algebra.flow.recipe import Shape
 from axes.algebra.sharding import ShardedDim, Sharding
-from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic
+from axes.runtime.symbols import are_equal, fixed, guard, hint, hints, is_symbolic
 
 Sizes = Mapping[str, int]
 Given = tuple[tuple[str, int], ...]
@@ -218,4 +218,4 @@ def sizes_of_atoms(found: Recipe, shapes: Sequence[Shape], given: Given) -> dict
 def _check_same(one: int, other: int) -> None:
     """Guards the graph on two sizes being the same, as they are in the call that is traced."""
     alike = (type(one) is int) == (type(other) is int)
-    assert one == other if alike else are_equal(one, other)
+    guard(one == other if alike else are_equal(one, other))

@@ -65,7 +65,7 @@ from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.packing import slices_of
 from axes.runtime.places import announce
 from axes.runtime.programs import Program, check_dtypes, name_of, part_text
-from axes.runtime.symbols import is_symbolic, settled_sizes, stages_of
+from axes.runtime.symbols import guard, is_symbolic, settled_sizes, stages_of
 from axes.runtime.transforms import PLAIN, check_one, has_tangent, with_tangent
 from axes.runtime.writes import writable
 
@@ -467,7 +467,7 @@ class Frame:
         ends = [end for boxes in self.boxes for box in boxes for end in box[dim]]
         if mine and all(size % mine == 0 for size in (self.shape[dim], *ends)):
             return mine, found
-        assert found == mine, f"dim {dim} of {self} has one size"
+        guard(found == mine)  # this dim has one size
         return 1, 1
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from axes.algebra.errors import AxesError
+from axes.algebra.errors import AxesError, SizeError
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
@@ -52,10 +52,19 @@ def fixed(size: int) -> int:
     that the graph returns before, as many as symbols. In the backward pass itself it is too late for that.
     """
     number = hint(size)
-    assert size % _MORE_THAN_ANY_SIZE == number
+    guard(size % _MORE_THAN_ANY_SIZE == number)
     if torch_private.backward_pass() == torch_private.NO_BACKWARD:
-        assert size == number
+        guard(size == number)
     return number
+
+
+def guard(holds: Any) -> None:
+    """Guard the graph on a condition of symbols, which holds in the call that is traced.
+
+    Asking a symbolic condition for its truth makes the guard. So would an `assert`, but not under `python -O`.
+    """
+    if not holds:
+        raise SizeError(f"sizes that are equal in this call are not equal in its graph: {holds}")
 
 
 def are_equal(one: int, other: int) -> bool:
