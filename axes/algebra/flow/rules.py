@@ -120,10 +120,14 @@ class _Result:
         stars = [axis for atom in self._contracted() for axis in self.has.stars.get(atom, ())]
         return self.has.mentioned | frozenset(self.digits.of(stars))
 
-    def _counted(self) -> list[tuple[str, NamedLayout]]:
-        """`(atom, axis)` of what is reduced, split, and of which a plain shard doesn't show the whole size."""
-        atoms = [atom for atom in self._contracted() if atom in self.has.assumed]
-        return [(atom, axis) for atom in atoms for axis in self.states[atom].axes if axis.size > 1]
+    def _unknown(self) -> list[str]:
+        """The atoms that are reduced, split, and of which a plain shard doesn't show the whole size."""
+        return [a for a in self._contracted() if a in self.has.assumed and any(x.size > 1 for x in self.states[a].axes)]
+
+    def _counted(self) -> tuple[NamedLayout, ...]:
+        """The axes along which ranks count what they reduce together, all of it, where one size of it is unknown."""
+        axes = [axis for atom in self._contracted() for axis in self.states[atom].axes if axis.size > 1]
+        return tuple(dict.fromkeys(axes)) if self._unknown() else ()
 
     def _arising(self) -> list[NamedLayout]:
         """The axes over which the local computation leaves the result pending."""
@@ -214,12 +218,12 @@ class _Result:
 
         That depends on how much they have, which each knows of itself alone.
         """
-        result, arising = self.reading.result, [axis for _, axis in self._counted()]
+        result, arising = self.reading.result, self._counted()
         pending = [p for p in result.pending or () if p.op != "same"]
         named = [axis for p in pending if p.place is not None for axis in self.mesh.named(p.place.names)]
         kept = set(self.digits.of(arising if result.keeps_any else named))
         if not kept.isdisjoint(self.digits.of(arising)):
-            self._ask_size("stays pending", [atom for atom, _ in self._counted()])
+            self._ask_size("stays pending", self._unknown())
         for slot in self.has.operands[0].term.slots:
             gone = set(slot.atoms) - set(result.atoms)
             if slot.axes and len(slot.atoms) > 1 and gone and self.has.assumed & {*slot.atoms}:
@@ -321,7 +325,7 @@ class _Result:
         reading, atoms = self.reading, self.reading.result.atoms
         inherited, arising = self._derived_pending()
         pending, same = self._target_pending(inherited, arising)
-        counted = tuple(dict.fromkeys(axis for _, axis in self._counted()))
+        counted = self._counted()
         mean = reading.kind == "reduce" and self.op == "mean"
         target, odd = self._target()
         self._check_target(target, odd, pending, same)
