@@ -2,6 +2,7 @@
 
     python examples/hf_llama.py --mesh "dp=2 tp=2"              # four local processes, compared with one device
     python examples/hf_llama.py --mesh "dp tp=4" --key-heads 2  # fewer key heads than ranks: each on two of them
+    python examples/hf_llama.py --words 257 --batch 5           # neither the vocabulary nor the batch divides
 
 `SPECS` says what `tp` splits of the parameters, and the whole model is one region: its forward sees this rank's
 tensors, and computes with this rank's heads because the weights have no others. Three things are said beside it: two
@@ -67,7 +68,7 @@ def plain(options: Options) -> LlamaForCausalLM:
     """The model of transformers, the same on every rank."""
     torch.manual_seed(options.seed)
     config = LlamaConfig(
-        vocab_size=256,
+        vocab_size=options.words,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -117,9 +118,9 @@ def greedy(model: nn.Module, prompt: Tensor, tokens: int, whole: Callable[[Tenso
 class RowsByHand(nn.Module):
     """The embedding of this rank's words, summed over ranks."""
 
-    def __init__(self, weight: nn.Parameter, group: dist.ProcessGroup):
+    def __init__(self, weight: nn.Parameter, words: int, group: dist.ProcessGroup):
         super().__init__()
-        self.weight, self.group, self.first = weight, group, dist.get_rank(group) * len(weight)
+        self.weight, self.group, self.first = weight, group, dist.get_rank(group) * -(-words // group.size())
 
     def forward(self, ids: Tensor) -> Tensor:
         here = ids - self.first
@@ -135,7 +136,7 @@ def by_hand(one: LlamaForCausalLM, many: nn.Module, group: dist.ProcessGroup) ->
     for name in shards:
         path, _, own = name.rpartition(".")
         setattr(one.get_submodule(path), own, shards[name])
-    one.set_input_embeddings(RowsByHand(shards["model.embed_tokens.weight"], group))
+    one.set_input_embeddings(RowsByHand(shards["model.embed_tokens.weight"], one.config.vocab_size, group))
 
     def summed(module: nn.Module, _: object, y: Tensor) -> Tensor:
         dist.all_reduce(y, group=group)
@@ -159,12 +160,14 @@ def generate(options: Options) -> tuple[list[bool], dict[str, list[float]]]:
     rows = mesh.sharding("b@dp s").local_indices(tuple(prompt.shape))
 
     def gathered(logits: Tensor) -> Tensor:
-        parts = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(parts, logits, group=group)
-        return torch.cat(parts, -1)
+        most = -(-options.words // group.size())
+        mine = F.pad(logits, (0, most - logits.shape[-1]))
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+        return torch.cat(parts, -1)[:, : options.words]
 
     def rearranged(logits: Tensor) -> Tensor:
-        return axes.rearrange(logits, "b v@tp -> b v", mesh=mesh)
+        return axes.rearrange(logits, "b v@tp -> b v", mesh=mesh, v=options.words)
 
     wanted = torch.cat(list(greedy(one, prompt[rows], options.tokens, lambda logits: logits)), 1)
     right, seconds = [], {"by hand": [], "axes": []}
@@ -202,6 +205,7 @@ class Options:
     tied: int = flag(1, "1: the embedding's weight is the head's", least=0)
     dtype: str = flag("float32", "of the model", choices=["float32", "float64"])
     batch: int = flag(4, "samples, over all ranks")
+    words: int = flag(256, "in the vocabulary")
     tokens: int = flag(24, "tokens to generate")
     rounds: int = flag(6, "how often to generate them; the first is left out of the times")
     seed: int = flag(0, "of the weights and the samples", least=0)
@@ -216,8 +220,8 @@ def what_is_wrong(options: Options) -> str | None:
     if set(mesh.axis_names) != {"dp", "tp"}:
         return f"--mesh has the axes dp and tp; found {options.mesh!r}"
     tp, g = mesh.names["tp"], options.key_heads
-    if 8 % tp or 8 % g or options.batch % mesh.names["dp"]:
-        return f"--mesh {options.mesh}: tp and --key-heads {g} divide 8 heads, dp --batch {options.batch}"
+    if 8 % tp or 8 % g:
+        return f"--mesh {options.mesh}: tp and --key-heads {g} divide 8 heads"
     return too_many(mesh.size)
 
 

@@ -289,6 +289,37 @@ def test_a_graph_without_dtensors_makes_them(warm):
     warm(plain_inputs, 2, timeout=120)
 
 
+def told_sizes(backend: str) -> dict[str, str]:
+    """What comes of graphs that make DTensors without whole sizes, of even parts and of others."""
+    mesh, found = axes.init_mesh("tp=2", device_type="cpu"), {}
+    ones = axes.ones("d", mesh=mesh, d=3)
+    doors = {
+        "border": lambda x: axes.from_local(x.sin(), "n@tp d", mesh=mesh),
+        "region": lambda x: shard_map(lambda one: (x > 0) & (one > 0), "d -> n@tp d", mesh=mesh)(ones),
+        "region of 5": lambda x: shard_map(lambda one: x.sin() + one, "d -> n=5@tp d", mesh=mesh)(ones),
+    }
+    for name, door in doors.items():
+        for sizes in ((3, 2),) if name == "region of 5" else ((3, 3), (3, 2)):
+            x = numbers(sizes[mesh.rank], 3)
+            torch._dynamo.reset()
+            try:
+                y = torch.compile(door, backend=backend, fullgraph=True)(x)
+                found[f"{name}, {sizes}"] = str(torch.equal(axes.unshard(y), axes.unshard(door(x))))
+            except Exception as error:
+                found[f"{name}, {sizes}"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_ranks_tell_each_other_in_a_graph_that_their_parts_are_even(warm, backend: str):
+    for found in warm(told_sizes, 2, backend, timeout=240):
+        assert [found[f"{door}, (3, 3)"] for door in ("border", "region")] == ["True"] * 2
+        for door in ("border", "region"):
+            assert found[f"{door}, (3, 2)"].startswith("SizeError")
+            assert "found the sizes [[3], [2]]. Give the whole size" in found[f"{door}, (3, 2)"]
+        assert found["region of 5, (3, 2)"] == "True"
+
+
 def lifting() -> int:
     with axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
         small = mesh["tp"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import axes
-from axes import DesyncError, MeshError, ShardingError, SizeError
+from axes import DesyncError, MeshError, ShardingError
 from tests.test_checkpoint_any_sharding import SHAPES, drawn_case, drawn_grid, possible
 
 WHOLE = torch.linspace(1, 2, 6 * 8 * 12).view(6, 8, 12)
@@ -264,7 +264,7 @@ def test_tensors_and_specs_that_do_not_fit_are_refused():
             axes.nn.dropout(x, 0.1, "b s@dp d")
         with pytest.raises(ShardingError, match="the spec 'b s' has 2 dims, the tensor 3"):
             axes.nn.dropout(WHOLE, 0.1, "b s")
-        with pytest.raises(SizeError, match=r"the shard of \[5\] on this rank is \[3\] by 's@tp'; found \[2\]"):
+        with pytest.raises(ShardingError, match=r"the shard of \[5\] on this rank is \[3\] by 's@tp'; found \[2\]"):
             axes.nn.dropout(torch.ones(2), 0.1, "s@tp", s=5)
         with pytest.raises(ShardingError, match="pending max or min"):
             axes.nn.dropout(axes.from_local(WHOLE, "b s d | max@tp", mesh=mesh), 0.1)

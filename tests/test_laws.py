@@ -36,6 +36,7 @@ CASES: dict[str, dict[int, int]] = {
     "doors": {1: 5, 2: 40, 3: 20, 4: 60, 6: 20, 8: 25},
     "compiled": {2: 3, 4: 3},
     "autocast": {2: 6, 4: 10, 8: 10},
+    "told": {2: 30, 3: 15, 4: 40, 6: 15, 8: 25},
 }
 
 TESTED = [(law, ranks, count) for law, counts in CASES.items() for ranks, count in counts.items()]
@@ -89,6 +90,14 @@ FEATURES = {
     "two leaves": 200,
     "in place": 300,
     "made as a leaf": 400,
+    "no size given": 300,
+    "some sizes given": 100,
+    "told from_local": 60,
+    "told region": 60,
+    "told dropout": 60,
+    "unequal parts": 60,
+    "mean of some sizes given": 20,
+    "region renamed": 20,
     "compiled": 18,
     "autocast": 30,
     "groups of its own": 60,

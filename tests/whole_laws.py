@@ -107,7 +107,7 @@ def whole(d: Draw) -> None:
     made = (
         f"axes.shard({laid_text('W', layout)}, {spec!r}, mesh={m})"
         if door == "shard"
-        else f"axes.from_local({laid_text(f'part(W, {g}, {spec!r}, {seed})', layout)}, {spec!r}, mesh={m}, shape={shape})"
+        else f"axes.from_local({laid_text(f'part(W, {g}, {spec!r}, {seed})', layout)}, {spec!r}, mesh={m}{sized(d, grid, spec, shape)})"
     )
     if reason is not None:
         d.features.add("refused")
@@ -261,6 +261,17 @@ def chain(d: Draw) -> None:
         p.do(f"same(axes.unshard({name}), W)")
 
 
+def sized(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> str:
+    """What says the whole size of a shard: its shape, the sizes of some names, or nothing, so that ranks tell each other."""
+    if grid.here is None or d.chance(0.4):
+        return f", shape={tuple(shape)}"
+    dims = read(without_pending(spec), tuple(shape))[0]
+    names = {name: size for dim in dims for name, size, _ in dim if name and name.isidentifier() and size}
+    given = {name: size for name, size in names.items() if d.chance(0.3)}
+    d.features.add("some sizes given" if given else "no size given")
+    return f", sizes={given}" if given else ""
+
+
 def with_stars(d: Draw, spec: str, target: str) -> str:
     """The target as text in which a `*` may stand for what the spec has as well."""
     (had, _, waits), (wanted, bar, pending) = (text.partition("|") for text in (spec, target))
@@ -286,7 +297,7 @@ def make_door(
         d.program.do(f"{x} = axes.from_local({local}, {spec!r}, mesh={m}, shape={shape}){tail}")
     else:
         local = laid_text(f"part({value}, {g}, {spec!r}, {seed})", layout)
-        d.program.do(f"{x} = axes.from_local({local}, {spec!r}, mesh={m}, shape={shape}){tail}")
+        d.program.do(f"{x} = axes.from_local({local}, {spec!r}, mesh={m}{sized(d, grid, spec, shape)}){tail}")
 
 
 def shards(d: Draw) -> None:
@@ -775,6 +786,13 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
     output = spec_of_case(found, found.result, found.goals, left)
     # The summands of the result are whatever they are; together they are the whole.
     p.do(f"same(resolved(y, {g}, {output!r}, {result_shape(found)}), Y)")
+    kept = {name for slot in found.result for name in slot}
+    alone = {slot[0] for slots in found.operands for slot in slots if len(slot) == 1} - kept
+    if found.op == "mean" and alone:
+        d.features.add("mean of some sizes given")
+        some = {name: size for name, size in found.given.items() if name not in alone or d.chance(0.5)}
+        few = line.replace(f"sizes={found.given}", f"sizes={some}")
+        p.do(f"either(lambda: resolved({few}, {g}, {output!r}, {result_shape(found)}), Y, 'needs the whole size')")
     if found.op in ("max", "min") and "|" in "".join([output, *specs]):
         return
     duals = [dual(grid, spec, found.text) for spec in (output, *specs)]
@@ -1006,6 +1024,7 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
             "ppermute",
             "same",
             "roll",
+            "renamed",
         )
     )
     d.features.add(f"region {kind}")
@@ -1044,6 +1063,9 @@ def region_of(d: Draw, grid: Grid, spec: str, shape: Sequence[int]) -> Region | 
     rest = [i for i in range(len(dims)) if i != k]
     over = tuple(axes_)
     line, without, bare = " ".join(left), " ".join(left[i] for i in rest), " ".join(texts[i] for i in rest)
+    if kind == "renamed":  # the whole size of the new name follows from nothing: ranks tell each other
+        right = " ".join([*left[:k], f"new{place(axes_)}" if axes_ else "new", *left[k + 1 :]])
+        return None if waiting else Region(f"{line} -> {right}", "torch.tanh", "torch.tanh(X)", spec)
     if kind in ("sum", "mean"):
         if waiting or (kind == "mean" and (size % count or not size)):
             return None
@@ -1504,6 +1526,48 @@ def lift(d: Draw, grid: Grid, g: str, spec: str, shape: Sequence[int]) -> None:
     check_gradient(d, "a", g, spec)
 
 
+# ---------------------------------------------------------------------------- sizes that ranks tell each other
+
+
+def told(d: Draw) -> None:
+    """Parts of any sizes are one tensor where they are the shards of one; else they are one error on every rank."""
+    p = d.program
+    grid, g = d.grid(elsewhere=0.1)
+    m, names = mesh_of(g), d.family(grid)
+    count = math.prod(grid.sizes[name] for name in names)
+    if count == 1:
+        return
+    shape = (d.random.choice((0, 1, 3, 5, 7, 10)), 2)
+    spec = f"new{place(names)} d"
+    shares = [len(grid.pieces(spec, shape, position)[0]) for position in range(len(grid.ranks))]
+    at = [int(coordinate) for coordinate in grid.joint(names)]
+    rows = [shares[at.index(coordinate)] for coordinate in range(count)]
+    right = list(rows)
+    if d.chance(0.5):
+        cuts = sorted(d.random.randrange(shape[0] + 1) for _ in range(count - 1))
+        rows = [stop - start for start, stop in zip([0, *cuts], [*cuts, shape[0]], strict=True)]
+    make_whole(d, "W", shape, torch.float64, g)
+    door = d.random.choice(("from_local", "region", "dropout"))
+    d.features |= {f"told {door}", "unequal parts" if rows != right else "parts"}
+    here = None if grid.here is None else at[grid.here]
+    part_ = "W[:0]" if here is None else f"W[{sum(rows[:here])}:{sum(rows[:here]) + rows[here]}]"
+    p.do(f"a = {part_}.clone()")
+    line = {
+        "from_local": f"axes.from_local(a, {spec!r}, mesh={m})",
+        "region": f"axes.shard_map(lambda t: a, 'one -> {spec}', mesh={m})(axes.ones('one', mesh={m}, one=1))",
+        "dropout": f"axes.nn.dropout(a, 0.5, {spec!r}, mesh={m}, seed=3)",
+    }[door]
+    reason = "isn't one of the ranks of" if here is None else "don't have the shards of one tensor"
+    reason = reason if here is None or rows != right else refusal(grid, spec, shape) if door != "dropout" else None
+    if reason is not None:
+        p.refuse(line, reason)
+    elif door == "dropout":
+        p.do(f"same({line}, axes.nn.dropout(W, 0.5, 'new d', seed=3)[{sum(rows[:here])}:][: {rows[here]}])")
+    else:
+        p.do(f"x = {line}")
+        p.do(f"check(x, W, {g}, {spec!r})")
+
+
 LAWS: dict[str, Law] = {
     "whole": whole,
     "chain": chain,
@@ -1518,6 +1582,7 @@ LAWS: dict[str, Law] = {
     "autocast": autocast,
     "after_torch": after_torch,
     "doors": doors,
+    "told": told,
 }
 
 

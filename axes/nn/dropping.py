@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.cost import float_of
-from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
+from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
@@ -39,7 +39,7 @@ from axes.runtime.factories import draw_into, kept_at
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import used
 from axes.runtime.sharded import strides_like
-from axes.runtime.shards import shape_of_whole
+from axes.runtime.shards import Given, LocalPart, check_share, read_shard, told_shape
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_dense, check_one, check_shards, check_whole
 
@@ -72,11 +72,12 @@ def dropout(
         `torch.utils.checkpoint` (with `preserve_rng_state`, its default) the same again. The generators of all ranks
         have to go together: seed them alike (`torch.manual_seed(0)`), and draw what ranks draw differently from
         generators of their own.
-    sizes, keywords: the whole sizes of names in the spec, where shards are uneven or factors don't follow.
+    sizes, keywords: the whole sizes of names in the spec. Of a split dim of a plain tensor without one, ranks tell each
+        other how much they have, in one small all-gather at each call, for which the host waits.
 
-    The result is sharded as `x` is, nothing is sent, and the gradient is dropped where `x` was, however it arrives.
-    One device drops the same elements as any mesh does; the generator is of integers, on any kind of device. In
-    `torch.compile` it breaks the graph.
+    The result is sharded as `x` is, nothing else is sent, and the gradient is dropped where `x` was, however it
+    arrives. One device drops the same elements as any mesh does; the generator is of integers, on any kind of device.
+    In `torch.compile` it breaks the graph.
 
     Raises `ShardingError` for a `p` that isn't from 0 to 1, a tensor that isn't of floats, a plain tensor in a region
     without a spec, and a spec that the tensor doesn't fit; `DesyncError` on all ranks of a mesh whose generators
@@ -102,13 +103,16 @@ def dropout(
         raise ShardingError(f"axes.nn.dropout: seed is a whole number of at most 64 bits; found {shown(seed)}")
     if torch_private.transforms_are_on():
         (check_whole if isinstance(x, DTensor) else check_shards)("axes.nn.dropout", (x,))
-    sharding, whole = _held(x, spec, mesh, written_sizes(keywords, sizes))
+    part = _held(x, spec, mesh, written_sizes(keywords, sizes))
     if not checked_flag("axes.nn.dropout: training", training) or p == 0:
         return x
-    bits = _seed(sharding, seed)
+    bits = _seed(None if part is None else part.sharding, seed)
     if isinstance(x, DTensor):
         return _Dropped.apply(used(x), bits, float(p))
-    return _without(x, _kept(x, sharding, whole, bits, p), p)
+    if part is None:
+        return _without(x, _kept(x, None, tuple(x.shape), bits, p), p)
+    whole = told_shape(f"axes.nn.dropout '{part.sharding}'", part, x.device)
+    return _without(x, _kept(x, part.sharding.sized(whole), whole, bits, p), p)
 
 
 class Dropout(torch.nn.Module):
@@ -142,10 +146,8 @@ def _check_probability(p: object) -> None:
 # --- where a tensor lies
 
 
-def _held(
-    x: torch.Tensor, spec: str | None, mesh: Mesh | None, sizes: tuple[tuple[str, int], ...]
-) -> tuple[Sharding | None, tuple[int, ...]]:
-    """How a tensor is sharded, None where every element is here, and its whole shape."""
+def _held(x: torch.Tensor, spec: str | None, mesh: Mesh | None, sizes: Given) -> LocalPart | None:
+    """Which part of a tensor is here; None where every element is."""
     if isinstance(x, DTensor):
         held = torch_private.spec_of(x)
         sharding, whole = sharding_of_spec(held), tuple(held.shape)
@@ -153,7 +155,7 @@ def _held(
             names = mesh if mesh is not None else ambient_mesh()
             names = names if names is not None and names.universe == sharding.universe else sharding.mesh
             _check_said(spec, marked_sharding(names, spec, sizes, x.ndim)[0], sharding, whole)
-        return sharding, whole
+        return LocalPart(sharding, tuple(torch_private.local_of(x).shape), whole)
     if spec is None:
         around = ambient_mesh() if mesh is None else checked_mesh(mesh)
         if around is not None and around.size > 1:
@@ -161,32 +163,22 @@ def _held(
                 f"axes.nn.dropout of a plain tensor on {around!r} needs to know which part of the whole it is; write "
                 "a spec, as in axes.nn.dropout(x, 0.1, 'b@dp s d')"
             )
-        return None, tuple(x.shape)
+        return None
     around = mesh if mesh is not None else ambient_mesh()
     if around is None and "@" not in spec:
         around = ALONE
     return _shard(tuple(x.shape), spec, required_mesh(around, "axes.nn.dropout"), sizes)
 
 
-def _shard(
-    local: tuple[int, ...], spec: str, mesh: Mesh, sizes: tuple[tuple[str, int], ...]
-) -> tuple[Sharding, tuple[int, ...]]:
+def _shard(local: tuple[int, ...], spec: str, mesh: Mesh, sizes: Given) -> LocalPart:
     if mesh.size > 1 and mesh.binding is None:
         raise MeshError(f"{mesh!r} is algebra alone; axes.nn.dropout needs one made with axes.init_mesh(...)")
     if mesh.coordinate is None:
         raise MeshError(f"rank {mesh.rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {spec}")
-    sharding, _ = marked_sharding(mesh, spec, sizes, len(local))
-    if sharding.ndim != len(local):
-        raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {len(local)}: {list(local)}")
-    _check_linear(sharding)
-    whole = tuple(shape_of_whole(sharding, local))
-    sharding = sharding.sized(whole)
-    if sharding.local_shape(whole) != local:
-        raise SizeError(
-            f"the shard of {list(whole)} on this rank is {list(sharding.local_shape(whole))} by '{spec}'; found "
-            f"{list(local)}. Give the whole sizes of uneven dims by name, like s=10"
-        )
-    return sharding, whole
+    part, _ = read_shard(mesh, spec, local, sizes)
+    _check_linear(part.sharding)
+    check_share(part, spec, part.even)
+    return part
 
 
 def _check_said(spec: str, said: Sharding, sharding: Sharding, whole: tuple[int, ...]) -> None:

@@ -32,6 +32,7 @@ from axes.ops.regions import (
     result_sharding,
     whole_size,
 )
+from axes.runtime.shards import LocalPart
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, spec_at, stand_in
 from axes.runtime.torch_placements import sharding_of_spec
 
@@ -51,8 +52,12 @@ def traced_region(asked: Asked, specs: Sequence[Held]) -> Region:
         return _region(asked, specs, every=True)[0]
 
 
-def traced_results(asked: Asked, specs: Sequence[Held], shapes: Sequence[Shape]) -> tuple[Placed, ...]:
-    """What the results are outside that have these shapes on this rank; where it is symbolic, so is that there."""
+def traced_results(
+    asked: Asked, specs: Sequence[Held], shapes: Sequence[Shape]
+) -> tuple[tuple[Placed, ...], tuple[LocalPart, ...]]:
+    """What the results are outside that have these shapes on this rank; where it is symbolic, so is that there. And the
+    results as parts, of which some may have to be told even.
+    """
     try:
         return _results(*_region(asked, specs, every=False), shapes, every=False)
     except AxesError:
@@ -114,26 +119,31 @@ def _unvarying(reading: RegionExpression, dims: Sequence[_SizedDim]) -> set[str 
     return found
 
 
-def _results(region: Region, sizes: Sizes, shapes: Sequence[Shape], every: bool) -> tuple[Placed, ...]:
+def _results(
+    region: Region, sizes: Sizes, shapes: Sequence[Shape], every: bool
+) -> tuple[tuple[Placed, ...], tuple[LocalPart, ...]]:
     reading, named = region.reading, replace(region, sizes=sizes)
     check_count("the function returned", len(shapes), reading.outputs, "right")
-    numbers, wholes = [], []
+    parts, numbers, wholes = [], [], []
     for place, (spec, shape) in enumerate(zip(reading.outputs, shapes, strict=False)):
         dims = expanded(spec, len(shape), f"result {place}")
         sharding = result_sharding(region, spec, dims)
         each = list(zip(dims, sharding.dims, shape, strict=True))
-        wholes.append(tuple([whole_size(named, *one) for one in each]))
-        numbers.append(
-            tuple([_number(region, *one, whole, every) for one, whole in zip(each, wholes[-1], strict=True)])
-        )
-    found = placed(region, tuple(numbers))
-    return tuple(replace(one, shape=whole) for one, whole in zip(found, wholes, strict=True))
+        parts.append(LocalPart(sharding, shape, tuple([whole_size(named, *one) for one in each])))
+        wholes.append(parts[-1].even)
+        pairs = [_numbers(region, *one, whole, every) for one, whole in zip(each, wholes[-1], strict=True)]
+        here, there = zip(*pairs, strict=True) if pairs else ((), ())
+        numbers.append((LocalPart(sharding, here, there), there))
+    found = placed(region, *(tuple(each) for each in zip(*numbers, strict=True))) if numbers else ()
+    return tuple([replace(one, shape=whole) for one, whole in zip(found, wholes, strict=True)]), tuple(parts)
 
 
-def _number(region: Region, dim: Dim, split: ShardedDim, local: Any, whole: Any, every: bool) -> int:
-    """What stands for a size of a result on this rank, of which `whole` is the size outside."""
+def _numbers(region: Region, dim: Dim, split: ShardedDim, local: Any, whole: Any, every: bool) -> tuple[int, int]:
+    """What stands for a size of a result on this rank, and for `whole`, its size outside."""
     count = split.pieces
     if every or len(split.factors) != 1 or whole % count or not are_equal(whole, local * count):
-        fixed(whole)
-        return fixed(local)
-    return whole_size(region, dim, split, stand_in((local,), region.home.size)[0]) // count
+        return fixed(local), fixed(whole)
+    (here,) = stand_in((local,), region.home.size)
+    there = whole_size(region, dim, split, here)
+    there = here * count if there is None else there
+    return there // count, there

@@ -4,7 +4,7 @@ With what the tensors that go in know of themselves it is a `Region`, and with t
 function has returned on this rank it says how the results lie:
 
     region = region_of("b@dp s d, d f@tp -> b@dp s f@tp", mesh, False, specs)
-    placed(region, ((2, 8, 16),))                      # placements, global shape
+    parts, found = results_of(region, ((2, 8, 16),))   # how results lie, their placements and global shapes
 
 All of it is found from a few values that can be hashed, and remembered. Nothing here runs anything.
 """
@@ -32,6 +32,7 @@ from axes.algebra.specs import parsed_sharding
 from axes.runtime.border import Copies, copies_of
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.groups import of_world
+from axes.runtime.shards import LocalPart
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
 Axes = tuple[NamedLayout, ...]
@@ -274,8 +275,7 @@ def _check_names(reading: RegionExpression, names: Mesh) -> None:
 
 def _sizes(reading: RegionExpression, inputs: Sequence[RegionInput]) -> dict[str, int]:
     """The global size of every name that is a dim of a tensor, or whose size is written."""
-    specs = (*reading.inputs, *reading.outputs)
-    seen = [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
+    seen = _written(reading)
     for each in inputs:
         for dim, extent in zip(each.dims, each.shape, strict=True):
             seen.append((key_of(dim), extent))
@@ -286,6 +286,12 @@ def _sizes(reading: RegionExpression, inputs: Sequence[RegionInput]) -> dict[str
         if name is not None and size is not None and found.setdefault(name, size) != size:
             raise SizeError(f"'{name}' has two sizes, {found[name]} and {size}")
     return found
+
+
+def _written(reading: RegionExpression) -> list[tuple[str | None, int]]:
+    """Names, and the sizes that are written at them."""
+    specs = (*reading.inputs, *reading.outputs)
+    return [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
 
 
 def _is_as_written(reading: RegionExpression, names: Mesh, each: RegionInput, sizes: Mapping[str, int]) -> bool:
@@ -385,27 +391,84 @@ class Placed:
 
 
 @of_world(1024)
-def placed(region: Region, shapes: tuple[Shape, ...]) -> tuple[Placed, ...]:
-    """What the results are outside that have these shapes on this rank."""
+def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPart, ...], tuple[Placed, ...] | None]:
+    """The results that have these shapes on this rank, and what they are outside; None where their whole shapes have to
+    be told by the ranks.
+    """
+    parts = _parts(region, shapes)
+    is_open = any(part.open for part in parts)
+    return parts, None if is_open else placed(region, parts, tuple([part.even for part in parts]))
+
+
+@of_world(1024)
+def placed_shards(region: Region, shapes: tuple[Shape, ...]) -> tuple[Placed, ...]:
+    """What plain results are outside that have these shapes on this rank. Of the others' sizes it knows nothing: a dim
+    that is split as on the left has the size of the left.
+    """
+    here = {
+        (key_of(dim), split): size
+        for each in region.inputs
+        for dim, split, size in zip(each.dims, each.sharding.dims, each.sharding.local_shape(each.shape), strict=True)
+    }
+    parts = _parts(region, shapes)
+    for place, (part, spec) in enumerate(zip(parts, region.reading.outputs, strict=False)):
+        keys = map(key_of, expanded(spec, len(part.local), f"result {place}"))
+        pairs = zip(keys, part.sharding.dims, part.local, part.known, strict=True)
+        expected = tuple([here.get((key, split), size) if whole is None else size for key, split, size, whole in pairs])
+        if expected != part.local:
+            raise located(_other_shape(place, spec, expected, part.local), region.reading)
+    return placed(region, parts, tuple([part.even for part in parts]))
+
+
+def _parts(region: Region, shapes: tuple[Shape, ...]) -> tuple[LocalPart, ...]:
+    """The results that have these shapes on this rank."""
     reading = region.reading
     try:
         check_count("the function returned", len(shapes), reading.outputs, "right")
-        return tuple(_result(region, place, shape) for place, shape in enumerate(shapes))
+        found = []
+        for place, (spec, local) in enumerate(zip(reading.outputs, shapes, strict=False)):
+            dims = expanded(spec, len(local), f"result {place}")
+            sharding = result_sharding(region, spec, dims)
+            known = tuple([whole_size(region, *each) for each in zip(dims, sharding.dims, local, strict=True)])
+            found.append(LocalPart(sharding, local, known))
     except (ShardingError, SizeError, MeshError) as error:
         raise located(error, reading) from None
+    return tuple(found)
 
 
-def _result(region: Region, place: int, local: Shape) -> Placed:
-    spec = region.reading.outputs[place]
-    dims = expanded(spec, len(local), f"result {place}")
-    sharding = result_sharding(region, spec, dims)
-    whole = tuple(whole_size(region, *each) for each in zip(dims, sharding.dims, local, strict=True))
-    expected = sharding.local_shape(whole)
-    if expected != local:
-        raise ShardingError(
-            f"result {place}, '{spec}', is {list(whole)} in whole and so {list(expected)} on this rank; the function "
-            f"returned {list(local)}"
+def _other_shape(place: int, spec: Spec, expected: Shape, found: Shape, whole: str = "") -> ShardingError:
+    return ShardingError(
+        f"result {place}, '{spec}', is {whole}{list(expected)} on this rank; the function returned {list(found)}"
+    )
+
+
+def without_open_sizes(region: Region) -> Region:
+    """A region of plain shards, of which each rank knows its own: it has the sizes of dims that aren't split, and those
+    that are written.
+    """
+    sizes = {name: size for name, size in _written(region.reading) if name is not None}
+    for each in region.inputs:
+        pairs = zip(each.dims, each.sharding.dims, each.shape, strict=True)
+        sizes.update(
+            (key, size) for dim, split, size in pairs if split.pieces == 1 and (key := key_of(dim)) is not None
         )
+    return replace(region, sizes=sizes)
+
+
+@of_world(1024)
+def placed(region: Region, parts: tuple[LocalPart, ...], wholes: tuple[Shape, ...]) -> tuple[Placed, ...]:
+    """What the results are outside, of these whole shapes."""
+    try:
+        return tuple([_placed(region, place, *each) for place, each in enumerate(zip(parts, wholes, strict=True))])
+    except (ShardingError, SizeError, MeshError) as error:
+        raise located(error, region.reading) from None
+
+
+def _placed(region: Region, place: int, part: LocalPart, whole: Shape) -> Placed:
+    spec, sharding = region.reading.outputs[place], part.sharding
+    expected = sharding.local_shape(whole)
+    if expected != part.local:
+        raise _other_shape(place, spec, expected, part.local, f"{list(whole)} in whole and so ")
     sharding = sharding.sized(whole)
     check_torch_can(sharding, whole)
     placements = torch_placements(sharding)
@@ -455,11 +518,11 @@ def _check_new(region: Region, dim: Dim) -> None:
             )
 
 
-def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int:
-    """The global size of a dim of a result: that of its name, else even shards."""
+def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int | None:
+    """The global size of a dim of a result: that of its name, or its own where it isn't split; else nobody knows it."""
     key, sizes = key_of(dim), region.sizes
     if key is not None and key in sizes:
         return sizes[key]
     if key is not None and all(factor.name is None or factor.name in sizes for factor in dim.factors):
         return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])  # type: ignore[misc]
-    return local * split.pieces
+    return local if split.pieces == 1 else None

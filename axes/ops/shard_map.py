@@ -46,7 +46,8 @@ before the backward pass, argument or result, is refused there where the functio
 result shares no memory with an argument, with another result, or with a parameter or buffer of the module: where it
 would, it is copied.
 
-In `torch.compile` both borders are nodes of the graph, which serves all sizes that divide evenly.
+In `torch.compile` both borders are nodes of the graph, which serves all sizes that divide. There a new name on the
+right has to divide as well, which ranks tell each other in the graph, or to have its size in the text.
 """
 
 from __future__ import annotations
@@ -77,8 +78,11 @@ from axes.ops.regions import (
     located,
     mesh_of_names,
     placed,
+    placed_shards,
     read_region,
     region_of,
+    results_of,
+    without_open_sizes,
 )
 from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_tensors
 from axes.runtime import flags, torch_private
@@ -90,7 +94,7 @@ from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.routes import settled
 from axes.runtime.sharded import from_local, strides_like, to_local
-from axes.runtime.shards import shard_of
+from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole, is_dense
 
 P = ParamSpec("P")
@@ -151,11 +155,11 @@ def shard_map(
     are equal bit by bit (so 0.0 isn't -0.0, but NaN is NaN), or with a tolerance, `check=1e-6`, as far as
     that times the largest value.
 
-    A split dim of a result has the global size that its name has on the left, or inline (`f=8@tp`);
-    that of a new name is taken to divide evenly. Raises `ExpressionError` for text that doesn't
-    parse, as soon as it is given; at the call `ShardingError` for tensors that aren't sharded as the
-    left side says and for results that can't be what the right side says, and `MeshError` for names
-    that the mesh doesn't have.
+    A split dim of a result has the global size that its name has on the left, or inline (`f=8@tp`). That of a
+    new name the ranks tell each other, in one small all-gather at each call, for which the host waits. Raises
+    `ExpressionError` for text that doesn't parse, as soon as it is given; at the call `ShardingError` for tensors that
+    aren't sharded as the left side says and for results that can't be what the right side says, `SizeError` on all
+    ranks for results that together aren't one tensor, and `MeshError` for names that the mesh doesn't have.
 
     >>> import axes
     >>> with axes.simulate(8), axes.init_mesh("dp=2 tp=4"):
@@ -336,7 +340,7 @@ def _run_on_shards(
     result = _inside(fn, region.mesh, args, kwargs, inside)
     results = _results(result, expression, passed)
     check_closed(results, expression, fn, used.own)
-    found = placed(region, tuple([tuple(x.shape) for x in results]))
+    found = placed_shards(region, tuple([tuple(x.shape) for x in results]))
     for x, shard in used.shards:
         changes.watch(x, shard)
     owned = _unshared(fn, results, shards)
@@ -377,12 +381,13 @@ def _region_of_shards(expression: str, mesh: Mesh, shapes: tuple[tuple[int, ...]
     specs, dtype = [], torch.get_default_dtype()  # any dtype: a region doesn't look at it
     for shape, spec in zip(shapes, map(without_same, read_region(expression).inputs), strict=False):
         try:
-            placements, whole, _ = shard_of(mesh, spec, shape, None, ())
+            part, _ = read_shard(mesh, spec, shape, ())
+            whole = part.even  # any that this rank's shard is of
+            placements = placements_of(part, spec, whole)
         except ShardingError as error:
             raise _in_region(error, expression) from None
-        whole = tuple(whole)
         specs.append(torch_private.dtensor_spec(mesh.device_mesh, placements, whole, strides_of(whole), dtype))
-    return region_of(expression, mesh, True, tuple(specs))
+    return without_open_sizes(region_of(expression, mesh, True, tuple(specs)))
 
 
 def _inside(fn: Function, mesh: Mesh, args: Any, kwargs: Any, shards: Sequence[torch.Tensor]) -> Any:
@@ -444,9 +449,16 @@ def _left(region: Region, tensors: Sequence[DTensor], changes: Changes | None) -
 
 
 def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes | None) -> list[DTensor]:
-    """What the function has returned, as DTensors."""
-    found = placed(region, tuple([tuple(x.shape) for x in results]))
+    """What the function has returned, as DTensors. Ranks tell each other the sizes that follow from nothing."""
+    parts, found = results_of(region, tuple([tuple(x.shape) for x in results]))
+    if found is None:
+        what = _results_text(region.reading.text)
+        found = placed(region, parts, tuple(told_shapes(what, region.home, parts, results[0].device)))
     return [_entered_one(x, p, changes) for x, p in zip(results, found, strict=False)]
+
+
+def _results_text(expression: str) -> str:
+    return f"the results of shard_map '{expression}'"
 
 
 def _entered_one(x: torch.Tensor, p: Placed, changes: Changes | None) -> DTensor:
@@ -499,7 +511,10 @@ def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor
     if all(type(x.grad_fn) in ENTERING for x in tensors[count : 2 * count] if x.requires_grad):
         check_closed(results, known(number)[0])
     results = tuple(unshared(results, [torch_private.local_of(x) for x in tensors[:count]]))
-    found = traced_results(known(number), specs, [tuple(x.shape) for x in results])
+    found, parts = traced_results(known(number), specs, [tuple(x.shape) for x in results])
+    if any(part.open for part in parts):
+        what = _results_text(known(number)[0])
+        results = (told_even(results[0], what, parts[0].sharding.mesh, parts), *results[1:])
     return tuple(
         [
             enter_global(x.contiguous(), p.device_mesh, p.placements, p.shape, strides_of(p.shape), p.counted)

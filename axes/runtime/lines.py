@@ -325,6 +325,33 @@ def _of_every_rank(value: Any, line: Line) -> list[Any]:
     return found
 
 
+def gathered_numbers(numbers: Sequence[int], what: str, group: Methods, device: torch.device) -> list[list[int]]:
+    """The whole numbers of every rank of a group, as many on each, in its order. `what` are they?
+
+    The host waits for them.
+    """
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    size = dist.get_world_size(group.group)
+    every = mine.new_empty(size * len(numbers))
+    sent = mine.numel() * mine.element_size()
+    described = (
+        f"{what}, {len(numbers)} numbers",
+        "all_gather",
+        sent * (size - 1),
+        sent * (size - 1),
+        group.group,
+        group.mesh,
+    )
+    together(_on_group, described, group.gather, every, mine)
+    return every.view(size, -1).tolist()
+
+
+def traced_numbers(numbers: Sequence[Any], size: int, group: Methods, device: torch.device) -> torch.Tensor:
+    """The same in a graph, where numbers may be symbols: a tensor, flat."""
+    mine = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
+    return torch_private.functional_gather(mine, size, group.name)
+
+
 _COMPARISON = "a comparison of what is the same on all ranks"
 
 

@@ -25,6 +25,7 @@ from axes.algebra import seam
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.grammar import checked_spec
+from axes.algebra.layout import NamedLayout
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -35,6 +36,7 @@ from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.border import (
+    Placements,
     check_grad,
     contiguous_strides,
     counted_alone,
@@ -47,7 +49,14 @@ from axes.runtime.leaves import resolving, settles, used
 from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import resharded, route, routed, settled, unsharded
-from axes.runtime.shards import Described, Given, shard_of, traced_shard_of
+from axes.runtime.shards import (
+    Given,
+    placements_of,
+    read_shard,
+    told_even,
+    told_shape,
+    traced_placements_of,
+)
 from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole, refuse_transform
@@ -156,11 +165,15 @@ def from_local(
     sizes: Sizes | None = None,
     **keywords: int,
 ) -> DTensor:
-    """The DTensor whose shard on this rank is `local`. Nothing is sent or copied.
+    """The DTensor whose shard on this rank is `local`, which isn't copied.
 
-    `shape` is the whole shape; without it, split dims are taken to divide evenly, or have the whole
-    sizes that `sizes` and keywords give to names. What isn't split must be equal on every rank of
-    the mesh.
+    Every rank has to know the whole shape. Give it as `shape`, or give the whole sizes of split dims by name, as
+    keywords or in `sizes`: then nothing is sent. Otherwise the ranks tell each other how much they have, in one small
+    all-gather over the axes of these dims, at each call, and the host waits for it: in a loop, give the sizes. Parts
+    that aren't the shards of one tensor (rows 3, 1, 2, 4 of four ranks aren't `torch.chunk`'s) are a `SizeError` on
+    all these ranks. A compiled graph takes split dims without a size to be even, and compares that when it runs.
+
+    What isn't split must be equal on every rank of the mesh.
 
     Differentiable. Over a split axis the gradient of `local` is this rank's shard of it, over a pending
     one the whole. Where `local` needs a gradient and is replicated over an axis, `grad` says how ranks
@@ -172,7 +185,7 @@ def from_local(
     `| same@tp` in the spec says "whole" of some axes, and `grad` is for the others.
 
     Raises `ShardingError` where `local` isn't the shard that the spec and the shape say, or where it
-    isn't said what gradient it gets; before anything is sent.
+    isn't said what gradient it gets.
 
         h = axes.from_local(torch.randn(4, 8), "batch@dp embed | sum@tp", mesh=mesh)
         h = axes.from_local(h.to_local().tanh(), "batch@dp embed", mesh=mesh, grad="whole")
@@ -185,21 +198,26 @@ def from_local(
     if torch.compiler.is_compiling():
         number = number_of(mesh, spec, tuple([name for name, _ in given]), shape is not None, grad)
         return _from_local_node(local, device_mesh_input(mesh), number, shape or (), tuple([size for _, size in given]))
-    whole = None if shape is None else checked_tensor_shape(shape)
-    described = shard_of(mesh, spec, tuple(local.shape), whole, given)
-    made = _entered(local, mesh, spec, described, grad, strides_like(local, described[1]))
+    part, same = read_shard(
+        mesh, spec, tuple(local.shape), given, None if shape is None else checked_tensor_shape(shape)
+    )
+    if part.open:  # a gradient of which nothing is said is refused before anything is sent
+        _counted(local, mesh, spec, torch_placements(part.sharding.sized(part.even)), same, grad)
+    whole = told_shape(f"axes.from_local '{spec}'", part, local.device)
+    placements = placements_of(part, spec, whole)
+    counted = _counted(local, mesh, spec, placements, same, grad)
+    strides = strides_like(local, whole)
+    made = enter_global(local, mesh.device_mesh, placements, torch.Size(whole), strides, counted)
     return made if made.requires_grad else resolving(made)
 
 
-def _entered(
-    local: torch.Tensor, mesh: Mesh, spec: str, described: Described, grad: str | None, strides: tuple[int, ...]
-) -> DTensor:
-    placements, whole, same = described
-    counted = None
-    if local.requires_grad and torch.is_grad_enabled():
-        call = f"axes.from_local(local, {spec!r}"
-        counted = counted_alone(mesh, placements, same, grad, call, spec)
-    return enter_global(local, mesh.device_mesh, placements, whole, strides, counted)
+def _counted(
+    local: torch.Tensor, mesh: Mesh, spec: str, placements: Placements, same: tuple[NamedLayout, ...], grad: Use | None
+) -> Placements | None:
+    """The placements by which the gradient of a tensor goes that enters alone; None where it needs none."""
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return None
+    return counted_alone(mesh, placements, same, grad, f"axes.from_local(local, {spec!r}", spec)
 
 
 def unshard(x: DTensor) -> torch.Tensor:
@@ -380,9 +398,14 @@ def _from_local_node(
     local: torch.Tensor, _: Any, number: int, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> DTensor:
     mesh, spec, names, is_given, grad = known(number)
-    given = tuple(zip(names, sizes, strict=True))
-    described = traced_shard_of(mesh, spec, tuple(local.shape), shape if is_given else None, given)
-    return _entered(local.contiguous(), mesh, spec, described, grad, strides_of(tuple(described[1])))
+    given = tuple([(name, fixed(size)) for name, size in zip(names, sizes, strict=True)])
+    part, same = read_shard(mesh, spec, tuple(local.shape), given, shape if is_given else None)
+    whole = part.even
+    placements = traced_placements_of(part, spec, whole)
+    if part.open:
+        local = told_even(local, f"axes.from_local '{spec}'", mesh, (part,))
+    counted = _counted(local, mesh, spec, placements, same, grad)
+    return enter_global(local.contiguous(), mesh.device_mesh, placements, whole, strides_of(whole), counted)
 
 
 @node_of_graph

@@ -1,69 +1,202 @@
 """What a plain tensor is the shard of: placements and the whole shape, by its spec.
 
->>> from axes.algebra.mesh import Mesh
->>> shard_of(Mesh("dp=2 tp=4"), "b@dp d", (3, 8), None, ())
-((Shard(dim=0), Replicate()), torch.Size([6, 8]), ())
+The whole size of a dim is known where no axis splits it, where its names have sizes, or where the caller gives it. Any
+other size the ranks tell each other, in one small all-gather over the axes that split such dims, each time: ranks meet
+new shapes at different times, so no rank could rely on an earlier answer. The parts are compared with the shards of the
+whole, so that rows which aren't `torch.chunk`'s are one `SizeError` on all these ranks.
+
+A simulated world has no other ranks to tell anything: there every rank counts as having as much as this one. A compiled
+graph needs its sizes before it runs: it takes the parts to be even, and its ranks tell each other in the graph.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from axes.algebra.errors import AxesError, ShardingError
-from axes.algebra.layout import NamedLayout
+from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
+from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.specs import marked_sharding
+from axes.runtime.agreement import ranks_text
+from axes.runtime.groups import current_world, group_of, of_world
+from axes.runtime.lines import Methods, gathered_numbers, traced_numbers
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, stand_in
 from axes.runtime.torch_placements import torch_placements
 
 Given = tuple[tuple[str, int], ...]
-Described = tuple[tuple[Any, ...], Sequence[int], tuple[NamedLayout, ...]]
-"""Placements, the whole shape, and the axes that the spec says are `same`."""
+Shape = tuple[int, ...]
+Known = tuple[int | None, ...]
+"""A whole shape, with None for each size that this rank can't know by itself."""
+
+_RANKS_SHOWN = 16
 
 
-def shard_of(mesh: Mesh, spec: str, local: Sequence[int], shape: Sequence[int] | None, given: Given) -> Described:
-    """What a shard of this shape is; `shape` is that of the whole where it is given, `given` are sizes of names."""
-    sharding, same = _described(mesh, spec, local, given)
-    whole = torch.Size(shape) if shape is not None else shape_of_whole(sharding, local)
-    sharding = sharding.sized(whole)
-    check_torch_can(sharding, whole)
-    if mesh.coordinate is not None and (expected := sharding.local_shape(whole)) != tuple(local):
-        raise ShardingError(
-            f"the shard of {list(whole)} on this rank is {list(expected)} by '{spec}'; found {list(local)}"
-            + ("" if shape is not None else ". Uneven shards need shape=...")
-        )
-    return torch_placements(sharding), whole, same
+class LocalPart(NamedTuple):
+    """What this rank has of a tensor: how that is sharded, the local shape, and what is known of the whole one."""
+
+    sharding: Sharding
+    local: Shape
+    known: Known
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """The dims of which the whole size isn't known."""
+        return tuple([dim for dim, size in enumerate(self.known) if size is None])
+
+    @property
+    def even(self) -> Shape:
+        """The whole shape, if each rank has as much as this one."""
+        if None not in self.known:
+            return self.known  # type: ignore[return-value]
+        sizes = zip(self.known, self.local, self.sharding.dims, strict=True)
+        return tuple([here * dim.pieces if size is None else size for size, here, dim in sizes])
 
 
-def _described(mesh: Mesh, spec: str, local: Sequence[int], given: Given) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+def read_shard(
+    mesh: Mesh, spec: str, local: Shape, given: Given, shape: Sequence[int] | None = None
+) -> tuple[LocalPart, tuple[NamedLayout, ...]]:
+    """What a shard of this shape is a part of, by its spec, and the axes that the spec says are `same`.
+
+    The whole size of a dim is known where it isn't split, by the `given` sizes of names, or by the whole `shape`.
+
+    >>> part, _ = read_shard(Mesh("dp=2 tp=4"), "b@dp d", (3, 8), ())
+    >>> part.known, part.even
+    ((None, 8), (6, 8))
+    """
     sharding, same = marked_sharding(mesh, spec, given, len(local))
     if sharding.ndim != len(local):
         raise ShardingError(f"the spec '{spec}' has {sharding.ndim} dims, the tensor {len(local)}: {list(local)}")
-    return sharding, same
+    if shape is not None:
+        return LocalPart(sharding, local, tuple(shape)), same
+    known: list[int | None] = []
+    for dim, extent in zip(sharding.dims, local, strict=True):
+        sizes = [factor.size for factor in dim.factors]
+        written = math.prod([size for size in sizes if size is not None]) if sizes and None not in sizes else None
+        known.append(extent if written is None and dim.pieces == 1 else written)
+    return LocalPart(sharding, local, tuple(known)), same
 
 
-def traced_shard_of(
-    mesh: Mesh, spec: str, local: Sequence[int], shape: Sequence[int] | None, given: Given
-) -> Described:
-    """The same for symbolic sizes, which may vary where they are multiples of their parts."""
-    if not is_symbolic((*local, *(shape or ()), *(size for _, size in given))):
-        return shard_of(mesh, spec, local, shape, given)
-    numbers = tuple([(name, fixed(size)) for name, size in given])
-    sharding, same = _described(mesh, spec, local, numbers)
-    whole = tuple(shape) if shape is not None else tuple(shape_of_whole(sharding, local))
+def placements_of(part: LocalPart, spec: str, whole: Shape) -> tuple[Any, ...]:
+    """The placements of a part; `ShardingError` where it isn't this rank's shard of a tensor of the `whole` shape."""
+    check_torch_can(part.sharding.sized(whole), whole)
+    check_share(part, spec, whole)
+    return torch_placements(part.sharding.sized(whole))
+
+
+def check_share(part: LocalPart, spec: str, whole: Shape) -> None:
+    """Refuses a part that isn't this rank's shard of a tensor of the `whole` shape."""
+    sharding = part.sharding.sized(whole)
+    expected = part.local if sharding.mesh.coordinate is None else sharding.local_shape(whole)
+    if expected != part.local:
+        raise ShardingError(
+            f"the shard of {list(whole)} on this rank is {list(expected)} by '{spec}'; found {list(part.local)}"
+        )
+
+
+# --- sizes that ranks tell each other
+
+
+def told_shape(what: str, part: LocalPart, device: torch.device) -> Shape:
+    """The whole shape of one part; nothing is sent where all sizes are known."""
+    if not part.open:
+        return part.even
+    mesh = part.sharding.mesh
+    if mesh.coordinate is None:
+        raise MeshError(
+            f"{what}: rank {mesh.rank} isn't one of the ranks of {mesh!r}, which tell each other the whole shape; give "
+            "it as shape=..."
+        )
+    return told_shapes(what, mesh, (part,), device)[0]
+
+
+def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch.device) -> list[Shape]:
+    """The whole shapes of tensors of which each rank has a part, some of them of unknown size.
+
+    `what` says in errors and traces who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
+    the shards of whole tensors. The host waits for the answer.
+    """
+    tellers = _tellers(mesh, tuple([part.sharding.dims[dim] for part in parts for dim in part.open]))
+    if tellers.group.fake:
+        return [part.even for part in parts]
+    mine = [size for part in parts for size in part.local]
+    rows = gathered_numbers(mine, f"the sizes of {what}", tellers.group, device)
+    totals = list(map(sum, zip(*rows, strict=True)))
+    found, at = [], 0
+    for part in parts:
+        stop = at + len(part.local)
+        sizes = zip(part.known, totals[at:stop], part.sharding.dims, strict=True)
+        whole = tuple([total * dim.pieces // len(rows) if size is None else size for size, total, dim in sizes])
+        told = [tuple(row[at:stop]) for row in rows]
+        if told != _shares(part.sharding, whole, tellers.ranks):
+            raise SizeError(_unequal(what, part, whole, told, tellers.ranks))
+        found.append(whole)
+        at = stop
+    return found
+
+
+class _Tellers(NamedTuple):
+    """The ranks that tell each other sizes, this one among them, and their group."""
+
+    ranks: tuple[int, ...]
+    group: Methods
+
+
+@of_world(1024)
+def _tellers(mesh: Mesh, dims: tuple[ShardedDim, ...]) -> _Tellers:
+    """The ranks along all axes that split one of these dims."""
+    axes = [axis for dim in dims for axis in dim.axes]
+    modes = {mode for each in digits(*(axis.layout for axis in axes)) for mode in each}
+    layout = Layout.of(sorted(modes, key=lambda mode: mode[1], reverse=True))
+    ranks = mesh.ranks_of(layout, current_world().rank)
+    name = " ".join(dict.fromkeys(axis.name for axis in axes))
+    return _Tellers(tuple(ranks or ()), Methods(group_of(mesh, layout, name), mesh))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shares(sharding: Sharding, whole: Shape, ranks: tuple[int, ...]) -> list[Shape]:
+    """The shape of the shard of each rank."""
+    sized = sharding.sized(whole)
+    return [sized.local_shape(whole, rank) for rank in ranks]
+
+
+def _unequal(what: str, part: LocalPart, whole: Shape, told: Sequence[Shape], ranks: Sequence[int]) -> str:
+    shares = _shares(part.sharding, whole, tuple(ranks))
+    listed = [
+        f"rank {rank} has {list(found)}, its shard is {list(share)}"
+        for rank, found, share in zip(ranks, told, shares, strict=True)
+    ]
+    rest = [f"and {len(listed) - _RANKS_SHOWN} ranks more"] if len(listed) > _RANKS_SHOWN else []
+    lines = "".join(f"\n  {line}" for line in listed[:_RANKS_SHOWN] + rest)
+    return (
+        f"{what}: {ranks_text(ranks)} don't have the shards of one tensor. Their parts of '{part.sharding}' together "
+        f"are {list(whole)}, which is cut as torch.chunk does it:{lines}\n"
+        "pad the parts, so that all ranks have as much; or pass them as plain shards into a region of a module, "
+        "axes.shard_map(module, ...), where each rank may have a size of its own; or send them where they belong, by "
+        "axes.all_to_all with send_sizes= and recv_sizes="
+    )
+
+
+# --- in torch.compile
+
+
+def traced_placements_of(part: LocalPart, spec: str, whole: Sequence[Any]) -> tuple[Any, ...]:
+    """`placements_of` in a graph, where sizes may be symbolic, and may vary where they are multiples of their parts."""
+    sharding, local = part.sharding, part.local
+    if not is_symbolic((*local, *whole)):
+        return placements_of(part, spec, tuple(whole))
     try:
-        found = [_stand_ins(sharding.mesh, *each) for each in zip(sharding.dims, local, whole, strict=True)]
-        placements, _, _ = shard_of(mesh, spec, [here for here, _ in found], [there for _, there in found], numbers)
+        pairs = [_stand_ins(sharding.mesh, *each) for each in zip(sharding.dims, local, whole, strict=True)]
+        here, there = (tuple(sizes) for sizes in zip(*pairs, strict=True))
+        return placements_of(part._replace(local=here), spec, there)
     except (AxesError, ValueError):  # also where the shape has another number of dims, which is said below
-        number = None if shape is None else tuple(map(fixed, shape))
-        placements, _, _ = shard_of(mesh, spec, tuple(map(fixed, local)), number, numbers)
-    return placements, whole, same
+        return placements_of(part._replace(local=tuple(map(fixed, local))), spec, tuple(map(fixed, whole)))
 
 
 def _stand_ins(mesh: Mesh, dim: ShardedDim, local: int, whole: int) -> tuple[int, int]:
@@ -75,11 +208,34 @@ def _stand_ins(mesh: Mesh, dim: ShardedDim, local: int, whole: int) -> tuple[int
     return here, here * count
 
 
-def shape_of_whole(sharding: Sharding, local: Sequence[int]) -> torch.Size:
-    """The whole shape of even shards, or of the sizes that the spec's names are given."""
-    found = []
-    for dim, extent in zip(sharding.dims, local, strict=True):
-        sizes = [factor.size for factor in dim.factors]
-        known = math.prod(size for size in sizes if size is not None)
-        found.append(known if sizes and None not in sizes else extent * dim.pieces)
-    return torch.Size(found)
+def told_even(x: torch.Tensor, what: str, mesh: Mesh, parts: Sequence[LocalPart]) -> torch.Tensor:
+    """`x` in a graph in which the ranks tell each other that all have as much of these parts; else it is a `SizeError`.
+
+    The result depends on the answer: a graph drops what nobody uses.
+    """
+    dims = [(part.sharding.dims[dim], part.local[dim]) for part in parts for dim in part.open]
+    tellers = _tellers(mesh, tuple([dim for dim, _ in dims]))
+    if tellers.group.fake:
+        return x
+    every = traced_numbers([size for _, size in dims], len(tellers.ranks), tellers.group, x.device)
+    zero = _check_even(every, len(tellers.ranks), f"{what} on {ranks_text(tellers.ranks)}")
+    if x.dtype.itemsize == 1:  # torch subtracts neither booleans nor floats of 8 bits
+        return (x.view(torch.uint8) - zero.to(torch.uint8)).view(x.dtype)
+    return x - zero.to(x.dtype)
+
+
+@torch.library.custom_op("axes::check_even", mutates_args=())
+def _check_even(every: torch.Tensor, ranks: int, what: str) -> torch.Tensor:
+    """Zero, where all ranks have told the same sizes."""
+    rows = every.view(ranks, -1).tolist()
+    if any(row != rows[0] for row in rows):
+        raise SizeError(
+            f"{what}: in a compiled graph each rank has as much as the others of a split dim whose whole size follows "
+            f"from nothing; found the sizes {rows}. Give the whole size, in the spec (v=257@tp) or as shape=..."
+        )
+    return every.new_zeros(())
+
+
+@_check_even.register_fake
+def _(every: torch.Tensor, ranks: int, what: str) -> torch.Tensor:
+    return every.new_empty(())
