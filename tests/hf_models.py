@@ -115,7 +115,7 @@ def on_mesh(
     k = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     axes.shard_module(model, which.specs, mesh if of_mesh else mesh["tp"], k=k)
     more = ", b@dp s" if which.specs is BERT else ""
-    axes.shard_map(model, f"b@dp s, b@dp s{more} -> b@dp s v={config.vocab_size}@tp", mesh)
+    axes.shard_map(model, f"b@dp s, b@dp s{more} -> b@dp s v@tp", mesh)
     if recompute == "transformers":
         model.activation_checkpointing_enable()
     if recompute == "torchtitan":
