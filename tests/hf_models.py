@@ -127,7 +127,6 @@ def on_mesh(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # a gradient is a summand of the whole one
-            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
