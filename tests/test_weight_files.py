@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -222,6 +223,34 @@ def by_torch(folder):
 
 def test_torchs_own_reader_of_such_files_fills_factors_too(warm, folder):
     assert warm(by_torch, 4, str(folder)) == [[]] * 4
+
+
+def uneven_under_fsdp(folder: Path) -> list[str]:
+    """What isn't as in the whole tensor, of rows that neither axis divides: `f@(tp fsdp)`, as torch cuts it."""
+    mesh, wrong = axes.init_mesh("fsdp=3 tp=2", device_type="cpu", timeout=60), []
+    for rows in (7, 13):
+        whole = torch.arange(2.0 * rows).view(rows, 2)
+
+        def layer(rows: int = rows) -> nn.Linear:
+            made = axes.shard_module(nn.Linear(2, rows, bias=False), {"weight": "f@tp d"}, mesh["tp"])
+            return fully_shard(made, mesh=mesh["fsdp"].device_mesh)
+
+        filled, resumed, given = layer(), layer(), layer()
+        axes.nn.load_safetensors(filled, folder / f"{rows}.safetensors")
+        dcp.save({"w": filled.weight}, checkpoint_id=folder / f"{rows}")
+        dcp.load({"w": resumed.weight}, checkpoint_id=folder / f"{rows}")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(given, {"weight": whole} if dist.get_rank() == 0 else {}, options=options)
+        found = {"file": filled, "checkpoint": resumed, "state dict": given}
+        wrong += [f"{rows} {how}" for how, it in found.items() if not torch.equal(axes.unshard(it.weight), whole)]
+    return wrong
+
+
+def test_rows_that_fsdp_over_tensor_parallelism_does_not_divide_are_filled(warm, tmp_path):
+    """torch takes the shards of such a dim to begin elsewhere: parts were overwritten or left as they were."""
+    for rows in (7, 13):
+        save_file({"weight": torch.arange(2.0 * rows).view(rows, 2)}, tmp_path / f"{rows}.safetensors")
+    assert warm(uneven_under_fsdp, 6, tmp_path, timeout=120) == [[]] * 6
 
 
 def test_a_plain_module_in_one_process_is_filled(folder):

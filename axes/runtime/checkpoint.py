@@ -55,16 +55,16 @@ class Box:
 
 
 def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
-    """The boxes of this rank's shard; None where it is one, of which torch knows itself.
+    """The boxes of this rank's shard; None where torch knows them itself, which it does of one box of an even dim.
 
     Raises `ShardingError` for strided placements that no spec says.
     """
     spec = torch_private.spec_of(x)
-    if any(placement.is_partial() for placement in spec.placements) or torch_private.is_order_of_axes(spec):
+    if any(placement.is_partial() for placement in spec.placements) or not torch_private.is_strided(spec):
         return None
-    sharding = sharding_of_spec(spec)
-    found = _boxes(sharding, tuple(x.shape), sharding.mesh.rank)
-    return None if len(found) == 1 else found
+    sharding, shape = sharding_of_spec(spec), tuple(x.shape)
+    found = _boxes(sharding, shape, sharding.mesh.rank)
+    return None if len(found) == 1 and sharding.divides(shape) else found
 
 
 def parts_of(x: torch.Tensor) -> tuple[Box, ...]:
@@ -98,7 +98,7 @@ def _boxes(sharding: Sharding, shape: Shape, rank: int) -> tuple[Box, ...]:
         for run in (indices,) if isinstance(indices, slice) else indices:
             runs.append((run.start, run.stop - run.start, start))
             start += run.stop - run.start
-        dims.append(runs)
+        dims.append([run for run in runs if run[1]])
     return tuple(Box(*zip(*chosen, strict=True)) for chosen in product(*dims))
 
 

@@ -520,16 +520,11 @@ def _real_tensors() -> Any:
 # --- strided shards: 2.11 to 2.13 --------------------------------------------------------------
 
 
-def is_order_of_axes(spec: DTensorSpec) -> bool:
-    """Whether the strided shards of a spec are an order of axes, as FSDP2 over tensor parallelism makes them.
-
-    Then each rank's shard is one piece of the tensor, which it isn't where a factor of a dim is split. Would be
-    replaced by a public order of axes in DTensor.
+def is_strided(spec: DTensorSpec) -> bool:
+    """Whether a shard of a spec is strided: for a factor of a dim, or for an order of axes, as FSDP2 over tensor
+    parallelism makes it. Would be replaced by a public order of axes in DTensor.
     """
-    convert = getattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order", None)
-    if not any(isinstance(placement, _StridedShard) for placement in spec.placements):
-        return True
-    return convert is not None and convert(spec.placements, spec.mesh) is not None
+    return any(isinstance(placement, _StridedShard) for placement in spec.placements)
 
 
 def chunks_of(x: DTensor) -> list[Any]:
