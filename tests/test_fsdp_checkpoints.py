@@ -237,3 +237,64 @@ def products(compiled: bool) -> list[str]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_operations_of_axes_leave_gradients_to_fully_shard(warm, compiled):
     assert warm(products, 4, compiled, timeout=120) == [[]] * 4
+
+
+class Squares(nn.Module):
+    """A layer, which a checkpoint may run."""
+
+    def __init__(self, reentrant: bool | None):
+        super().__init__()
+        self.layer, self.reentrant = nn.Linear(4, 4, bias=False), reentrant
+
+    def forward(self, x):
+        y = self.layer(x) if self.reentrant is None else checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return y.square()
+
+
+def summed(lies: str, reduced: str, region: str, reentrant: bool | None) -> str:
+    """The gradient of a parameter on the mesh `lies` that `fully_shard` reduces over `reduced`: times that of one."""
+    mesh = axes.init_mesh("fs=2 cp=2 tp=1", "dp = fs cp", "all = fs cp tp", device_type="cpu")
+    torch.manual_seed(0)
+    model, x = Squares(None).double(), torch.linspace(-1, 1, 64, dtype=torch.float64).view(4, 4, 4)
+    (expected,) = torch.autograd.grad(model(x).sum(), model.layer.weight)
+    model.reentrant = reentrant
+    if lies:
+        axes.shard_module(model, {"*": "..."}, mesh[tuple(lies.split())])
+    axes.shard_map(model, region, mesh)
+    if reduced:
+        fully_shard(model, mesh=mesh[reduced].device_mesh)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    x = axes.shard(x, region.split(" ->")[0].replace(" | same@cp", ""), mesh=mesh).requires_grad_()
+    try:
+        y = model(x)
+        axes.unshard(y).sum().backward()
+    except axes.ShardingError as error:
+        return str(error)
+    found = model.layer.weight.grad
+    return f"{((axes.unshard(found) * expected).sum() / expected.square().sum()).item():.4f}"
+
+
+SPLIT, SAME = "b@fs s@cp d -> b@fs s@cp d", "b@fs s d | same@cp -> b@fs s d | same@cp"
+RIGHT = [("", "dp", SPLIT), ("cp tp", "fs", SPLIT), ("fs cp", "", SPLIT), ("", "fs", SAME)]
+REFUSED = {
+    ("", "fs", SPLIT): "is a plain tensor, and fully_shard adds up over fs\n",
+    ("tp", "fs", SPLIT): "lies on tp, and fully_shard adds up over fs\n",
+    ("fs", "", SPLIT): "lies on fs\n",
+}
+ALONE = "", "", SPLIT
+
+
+def all_summed(reentrant: bool | None) -> list[str]:
+    return [summed(*case, reentrant) for case in (*RIGHT, *REFUSED, ALONE)]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_gradient_that_nobody_adds_up_along_an_axis_is_refused(world, reentrant):
+    for found in world(all_summed, 4, reentrant):
+        assert found[:4] == ["1.0000"] * 4
+        for text, says in zip(found[4:7], REFUSED.values(), strict=True):
+            start = "each rank of cp has a summand of the gradient of 'layer.weight', and nobody adds them up: it "
+            assert text.startswith(f"{start}{says}put it on a mesh that has these axes, axes.shard_module(module, ")
+        # The graph doesn't show what a reentrant checkpoint uses: its second run finds it.
+        assert ("each rank of fs cp has a summand" if reentrant else "isn't an argument: layer.weight") in found[7]

@@ -32,15 +32,17 @@ from torch.utils.hooks import RemovableHandle
 
 from axes.algebra import ambient
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.grammar import Spec
-from axes.algebra.layout import NamedLayout
+from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh, use_mesh
+from axes.algebra.universe import Universe
 from axes.ops.regions import read_region
 from axes.ops.trees import tensors_of_tree
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global, leave_together
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.sharded import sharding_of, to_local
 from axes.runtime.transforms import check_shards
@@ -63,15 +65,17 @@ class InRegion(Protocol):
         """The function's results, as DTensors; `plain` shards of plain shards."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Used:
     """What a region uses that isn't an argument, noted as it is met.
 
     own: leaves that are plain: parameters that `fully_shard` has put in. shards: DTensors, each with its shard.
+    tensors_mesh: where the region's tensors lie; each of its ranks has a summand of a gradient.
     """
 
     own: list[torch.Tensor] = field(default_factory=list)
     shards: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
+    tensors_mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,14 @@ class _Regions(threading.local):
 
 
 class _Home:
-    """What the modules of a region share: the mesh that it ran on last, the axes that were `same`, and a lock, since
-    one thread at a time has its shards in the parameters' places. A copy of the modules has one of its own.
+    """What the modules of a region share: how it ran last (the ambient mesh, that of its tensors, the axes that were
+    `same`), and a lock, since one thread at a time has its shards in the parameters' places. A copy of the modules has
+    one of its own.
     """
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
+        self.tensors_mesh: Mesh | None = None
         self.same: tuple[NamedLayout, ...] = ()
         self.lock = threading.RLock()
 
@@ -214,12 +220,11 @@ class _Region(torch.nn.Module):
         run: InRegion = self.__dict__[_REGION]
         if torch_private.functorch_is_active():
             check_shards(f"shard_map '{run.expression}'", self.parameters())
-        used = Used()
-        inside = ModuleFunction(self, super().forward, run, used)
         plain = _plain_tensors(args, kwargs)
         if plain and _stack.regions:
-            return _within(run, inside, args, kwargs)
-        return run(inside, args, kwargs, used, plain)
+            return _within(run, ModuleFunction(self, super().forward, run, _stack.regions[-1].used), args, kwargs)
+        used = Used()
+        return run(ModuleFunction(self, super().forward, run, used), args, kwargs, used, plain)
 
     def __reduce__(self) -> Any:
         return _unpickled, (getattr(type(self), _KIND),), self.__dict__
@@ -256,11 +261,12 @@ class ModuleFunction:
             _check_made(self.module, self.run.expression)
             if torch.is_grad_enabled() and _HOOKS not in self.module.__dict__:
                 _hook(self.module)
-            home.same = _same_on_the_left(self.run.expression, mesh)
+            home.tensors_mesh, home.same = self.used.tensors_mesh, _same_on_the_left(self.run.expression, mesh)
             running = _Running(home.same, self.used)
             _stack.regions.append(running)
-            places = _enter(self.module, running)
+            places: _Places = []
             try:
+                places = _enter(self.module, running)
                 return self.forward(*args, **kwargs)
             finally:
                 _stack.regions.pop()
@@ -329,13 +335,58 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
             for name, x in there.items():
                 if isinstance(x, DTensor):
                     found.append((there, name, x))
-                elif x is not None and x.requires_grad and torch_private.reduced_by_fsdp(x):
+                elif x is None or not (x.requires_grad and x.is_leaf):
+                    continue
+                elif torch_private.reduced_by_fsdp(x):
                     running.used.own.append(x)
+                elif _stack.regions:
+                    continue  # check_closed refuses it; but a checkpoint's second run isn't in the graph that it sees
+                if x.requires_grad and torch.is_grad_enabled():
+                    _check_summed(module, x, running)
     shards = _shards({id(x): x for _, _, x in found}.values(), running)
     places = [(there, name, x, shards[id(x)]) for there, name, x in found]
     for there, name, _, shard in places:
         there[name] = shard
     return places
+
+
+def _check_summed(module: torch.nn.Module, x: torch.Tensor, running: _Running) -> None:
+    """Refuses a parameter of which nobody adds up the gradients along an axis of the region: copies would drift apart.
+
+    They are added up along the axes of the parameter's own mesh, and of that which `fully_shard` reduces over.
+    """
+    by_fsdp, own = torch_private.reduced_by_fsdp(x), x.device_mesh if isinstance(x, DTensor) else None
+    over = tuple([each for each in (own, by_fsdp and by_fsdp.mesh) if each is not None])
+    mesh = running.used.tensors_mesh
+    missing = mesh and _not_summed(mesh, running.same, over)
+    if not missing:
+        return
+    name = next(name for name, each in (*module.named_parameters(), *module.named_buffers()) if each is x)
+    lies = "is a plain tensor" if own is None else f"lies on {_axes_of(own)}"
+    reduced = f", and fully_shard adds up over {_axes_of(by_fsdp.mesh)}" if by_fsdp else ""
+    raise ShardingError(
+        f"each rank of {' '.join(missing)} has a summand of the gradient of '{name}', and nobody adds them up: it "
+        f"{lies}{reduced}\nput it on a mesh that has these axes, axes.shard_module(module, specs, mesh=...), or have "
+        "fully_shard reduce over them as well"
+    )
+
+
+def _axes_of(device_mesh: Any) -> str:
+    return " ".join(device_mesh.mesh_dim_names or [str(device_mesh)])
+
+
+@of_world(1024)
+def _not_summed(mesh: Mesh, same: tuple[NamedLayout, ...], over: tuple[Any, ...]) -> tuple[str, ...]:
+    """The axes of a mesh that are neither `same` nor in one of these device meshes."""
+    if any(Universe.of(torch_private.root_ranks(each)) != mesh.universe for each in over):
+        return ()  # one of other ranks, of whose axes nothing is known here
+    there = [Layout.of(modes) for each in over for modes in torch_private.dims_of(each)]
+    try:
+        wanted, *summed = digits(mesh.layout_of_all, *there, *(axis.layout for axis in same))
+    except MeshError:  # they cut the ranks in other places
+        wanted, summed = mesh.layout_of_all.modes, []
+    missing = Layout.of(digit for digit in wanted if not any(digit in each for each in summed))
+    return tuple([name for name, layout in mesh.axes.items() if layout.overlaps(missing)])
 
 
 def _restore(places: _Places) -> None:
@@ -445,15 +496,15 @@ def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     running = _stack.regions[-1] if _stack.regions else None
     again = running is None and torch_private.backward_runs() and _plain_tensors(args, kwargs)
     home: _Home = module.__dict__[_HOME]
-    places: _Places = []
     if again:
         home.lock.acquire()
-    if again or isinstance(module, FSDPModule):
-        places = _enter(module, running or _Running(home.same))
     mesh = home.mesh if again else None
     if mesh is not None:
         ambient.push(mesh)
-    module.__dict__.setdefault(_PLACES, []).append((places, mesh, again))
+    places: _Places = []
+    module.__dict__.setdefault(_PLACES, []).append((places, mesh, again))  # before errors: _leave_called follows them
+    if again or isinstance(module, FSDPModule):
+        places += _enter(module, running or _Running(home.same, Used(tensors_mesh=home.tensors_mesh)))
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:

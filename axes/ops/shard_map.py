@@ -272,7 +272,8 @@ def _run_region(
     asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed)
-    region = region_of(*asked, tuple([torch_private.spec_of(x) for x in tensors]))
+    region, used = region_of(*asked, tuple([torch_private.spec_of(x) for x in tensors])), used or Used()
+    used.tensors_mesh = region.home
     changes = Changes() if torch.is_grad_enabled() else None
     shards = _left(region, tensors, changes)
     if check:
@@ -283,7 +284,6 @@ def _run_region(
     finally:
         _note_writes(tensors, shards, versions)
     results = _results(result, expression, passed)
-    used = used or Used()
     check_closed(results, expression, fn, used.own)
     if changes is not None and any(x.requires_grad for x in results):
         for x, shard in (*zip(tensors, shards, strict=True), *used.shards):
@@ -332,7 +332,7 @@ def _run_on_shards(
     """The region of plain shards, none of them pending otherwise than as a sum. No DTensor is made of them, since a
     token of a model, or a small layer, takes less time than that; and ranks needn't know each other's sizes.
     """
-    expression, changes = region.reading.text, Changes()
+    expression, changes, used.tensors_mesh = region.reading.text, Changes(), region.home
     inside = [
         enter_plain(x, each.copies, changes) if _needs_gradient(x) and each.copies is not None else x
         for x, each in zip(shards, region.inputs, strict=True)
