@@ -20,6 +20,7 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes import Mesh, MeshError
@@ -259,6 +260,29 @@ def test_flattened_dims_have_the_group_of_their_ranks_and_are_found_by_name(worl
         assert taken.endswith(": flatten under another name")
 
 
+def sums_over_two_axes(how):
+    """How often DTensor sends something for a sum over two axes, and what it gives."""
+    options = {"loss": axes.GroupOptions(lane="loss")} if how == "lane" else None
+    mesh = axes.init_mesh("dp=2 cp=2 tp=1", "loss = dp cp", device_type="cpu", options=options)
+    if how == "another's name":
+        _ = mesh["loss"].device_mesh
+        patient = dict.fromkeys(("dp", "cp"), axes.GroupOptions(timeout=99))
+        mesh = axes.init_mesh("dp=2 cp=2 tp=1", device_type="cpu", options=patient)
+    elif how != "nothing":
+        _ = (mesh["loss", "tp"] if how == "beside others" else mesh["loss"]).device_mesh
+    pending = DTensor.from_local(torch.ones(3), mesh["dp", "cp"].device_mesh, [Partial(), Partial()])
+    with CommDebugMode() as sent:
+        found = pending.full_tensor()
+    return sent.get_total_counts(), found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "times"), [("name", 1), ("beside others", 1), ("lane", 2), ("another's name", 2), ("nothing", 2)]
+)
+def test_dtensor_reduces_at_once_over_axes_that_a_name_has_flattened(world, how, times):
+    assert world(sums_over_two_axes, 4, how) == [(times, [4.0] * 3)] * 4
+
+
 def flattened_outside():
     mesh = axes.init_mesh("dp=2 tp=2", ranks=[0, 2, 4, 6])
     flat = mesh.device_mesh._flatten("all")
@@ -385,6 +409,60 @@ def test_fsdp_that_flattens_axes_of_a_whole_mesh_communicates_over_the_group_of_
     for difference, doubled in world(stored_over_axes_of_a_whole_mesh, 8, ranks):
         assert difference < 1e-4
         assert doubled == 0
+
+
+class Experts(nn.Module):
+    """A dense layer and two experts, of which a mesh splits the first and has one on each rank of the second axis."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.dense, self.experts = nn.Linear(4, 4, bias=False), nn.Parameter(torch.randn(2, 4, 4))
+        self.mesh = experts
+
+    def forward(self, x):
+        x = x @ self.dense.weight.T
+        if self.mesh is None:
+            return torch.einsum("bd,edf->bf", x, self.experts)
+        return axes.psum(torch.einsum("bd,edf->bf", x, self.experts), "ep")
+
+
+def trained_with_experts(told):
+    """The gradients beside those of one device, and how many groups of parameters FSDP2 makes."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mesh = axes.init_mesh("fsdp=2 tp=2", "(fsdp tp) = efsdp ep", ep=2, device_type="cpu")
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    torch.manual_seed(0)
+    one = Experts(None)
+    one(x).square().sum().backward()
+    torch.manual_seed(0)
+    model = Experts(mesh)
+    axes.shard_module(model, {"dense.weight": "f d", "experts": "e@ep d f"}, {"experts": mesh["ep"], "*": mesh["tp"]})
+    axes.shard_map(model, "b@fsdp d -> b@fsdp f", mesh)
+    stored = FSDPMeshInfo(mesh=mesh["efsdp"].device_mesh, shard_mesh_dim=0)
+    dense = FSDPMeshInfo(mesh=mesh["fsdp"].device_mesh, shard_mesh_dim=0)
+
+    def placed(parameter):
+        if parameter.ndim == 3:
+            return ShardPlacementResult(Shard(1), stored)
+        return ShardPlacementResult(Shard(0), dense) if told else None
+
+    fully_shard(model, mesh=mesh["fsdp"].device_mesh, shard_placement_fn=placed)
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    model(axes.shard(x, "b@fsdp d", mesh=mesh)).square().sum().backward()
+    wrong = []
+    for name, p in one.named_parameters():
+        found = axes.unshard(model.get_parameter(name).grad)
+        if not torch.allclose(found, p.grad, rtol=1e-4, atol=1e-5):
+            wrong.append(f"{name} is {(found.norm() / p.grad.norm()).item():.4f} times")
+    return wrong, [p.device_mesh.mesh_dim_names for p in model.parameters()]
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has one mesh for all")
+@pytest.mark.parametrize("told", [False, True])
+def test_fsdp_with_a_mesh_of_the_same_ranks_for_experts_trains_as_one_process(world, told):
+    assert world(trained_with_experts, 4, told) == [([], [("efsdp", "ep"), ("fsdp", "tp")])] * 4
 
 
 # ---------------------------------------------------------------------------------- adoption

@@ -90,9 +90,10 @@ def mesh_known_for(device_mesh: DeviceMesh) -> Mesh | None:
 
 def _teach_torch() -> None:
     """What torch has to do otherwise for the meshes of axes; each once for a process."""
-    torch_private.allow_any_axis_order()
+    torch_private.look_for_flattened_dims()
     torch_private.keep_uneven_gradients()
     torch_private.tell_groups_apart()
+    torch_private.gather_by_communicator()
     torch_private.replace_slicing(_flattened, _sliced)
     checkpoint.install()
 
@@ -103,8 +104,9 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
     if coordinate is None and mesh.size < mesh.universe.size:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
     groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
+    root = _root(world, mesh.universe, mesh.binding.device_type)
     made = torch_private.device_mesh_over(
-        _root(world, mesh.universe, mesh.binding.device_type),
+        root,
         [layout.modes for layout in mesh.layouts],
         mesh.axis_names,
         None if coordinate is None else tuple(coordinate.values()),
@@ -112,7 +114,11 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         [mark_of(world, mesh, layout, name) for layout, name in zip(mesh.layouts, mesh.axis_names, strict=True)],
     )
     for name, layout in mesh.axes.items():
-        if torch_private.forget_flattened(torch_private.root_of(made), name, layout.modes):
+        if layout.size > 1 and groups and options_of(mesh, layout, name).lane is None:
+            here, group = (coordinate[name],), groups[name]  # type: ignore[index]
+            flat = torch_private.device_mesh_over(root, [layout.modes], (name,), here, [group], ("",))
+            torch_private.know_flattened(flat)
+        if torch_private.forget_flattened(root, name, layout.modes):
             world.flattened.pop(_key(mesh, name), None)
     _, known = world.meshes.get(made, (None, mesh))
     if _content(known) != _content(mesh):

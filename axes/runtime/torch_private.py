@@ -34,6 +34,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -307,14 +308,14 @@ def constructed_device_mesh(
     return mesh
 
 
-def allow_any_axis_order() -> None:
-    """Lets DTensor redistribute over several dims of a mesh whose strides don't descend.
+def look_for_flattened_dims() -> None:
+    """Lets DTensor redistribute over several dims of a mesh at once, or whose strides don't descend.
 
     DTensor looks whether somebody has flattened these dims before, and the look itself raises
     `KeyError` (2.11 also `NotImplementedError`) where a later dim has the larger stride: in
     `mesh["tp", "dp"]`, and in what FSDP2 concatenates where `tp` is the slower axis. Nothing of
-    that order can have been flattened, so the answer is none. A torch that answers so itself
-    replaces this.
+    that order can have been flattened, so the answer is none. And so it is where the dims were flattened for groups
+    with other options. A torch that answers so itself replaces this.
     """
     # 2.13 looks in a function of its own, which 2.11 doesn't have.
     names = ("_get_flattened_mesh_by_layout_impl", "_get_flattened_mesh_by_layout")
@@ -326,9 +327,12 @@ def allow_any_axis_order() -> None:
     @functools.wraps(look)
     def found_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
         try:
-            return look(mesh, mesh_dims)
+            found = look(mesh, mesh_dims)
         except (KeyError, NotImplementedError):
             return None
+        names = group_names(mesh)
+        marks = {_mark_in(names[dim]) for dim in mesh_dims if names}
+        return found if found is not None and marks == set(map(_mark_in, group_names(found))) else None
 
     found_or_none.any_axis_order = True  # type: ignore[attr-defined]
     setattr(_redistribute, name, found_or_none)
@@ -411,6 +415,16 @@ def _as_looked_for(flat: DeviceMesh) -> DeviceMesh:
     return found
 
 
+def know_flattened(flat: DeviceMesh) -> None:
+    """Has DTensor reduce over several dims at once where `flat`, of one dim, has the group of their ranks.
+
+    It looks for their layout in what was flattened under the root (2.13; 2.11 too); where nothing is, it reduces over
+    one dim after another, and warns. No name stands for the layout there, since names are looked for first. As
+    `replace_slicing`.
+    """
+    root_of(flat)._flatten_mapping.setdefault(f"of axes: {dims_of(flat)} {group_names(flat)}", _as_looked_for(flat))
+
+
 def forget_flattened(root: DeviceMesh, name: str, modes: Sequence[Mode]) -> bool:
     """Takes a name from what was flattened under a root, where it stands there for something else than `modes`.
 
@@ -457,6 +471,30 @@ def tell_groups_apart() -> None:
         vars(mesh)["_thread_id"] = thread
 
     DeviceMesh._thread_id = property(read, write)  # type: ignore[assignment]
+
+
+def gather_by_communicator() -> None:
+    """Has `fully_shard` gather parameters of two meshes together where one communicator serves both (2.13).
+
+    It keys what it gathers together by process group, and raises where two meshes have the same. Torch makes a group
+    for each mesh, as for fsdp and efsdp, and axes one for the same ranks. Each parameter keeps its own mesh: here
+    only the key is that of the first argument. Would be replaced by a key of meshes.
+    """
+    own = getattr(_fsdp_common, "resolve_shard_placement", None)
+    if own is None or hasattr(own, "by_axes"):
+        return
+
+    @functools.wraps(own)
+    def resolved(result: Any, default_mesh_info: Any) -> Any:
+        found = own(result, default_mesh_info)
+        groups = [
+            (info.shard_process_group, getattr(info, "replicate_process_group", None))
+            for info in (found.mesh_info, default_mesh_info)
+        ]
+        return dataclasses.replace(found, mesh_info=default_mesh_info) if groups[0] == groups[1] else found
+
+    resolved.by_axes = True  # type: ignore[attr-defined]
+    _fsdp_common.resolve_shard_placement = resolved
 
 
 def register_groups(root: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
