@@ -125,6 +125,28 @@ def test_a_checkpoint_that_is_written_meanwhile_is_as_good(world, tmp_path):
     assert world(saved_meanwhile, 4, str(tmp_path)) == [True] * 4
 
 
+def saved_while_training_goes_on(folder):
+    """A save in a group of its own: training goes on over the default group, that of the parameters' gradients."""
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    model = axes.shard_map(axes.shard_module(nn.Linear(64, 64), {"*": "..."}, mesh), "b@dp d -> b@dp f", mesh)
+    x = axes.shard(torch.ones(8, 64), "b@dp d", mesh=mesh)
+    own = dist.new_group(backend="gloo")
+    saved = {name: p.to_local().clone() for name, p in model.state_dict().items()}
+    saving = dcp.async_save(model.state_dict(), checkpoint_id=folder, process_group=own)
+    for _ in range(20):
+        model(x).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad)
+    saving.result()
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+    return all(torch.equal(p.to_local(), saved[name]) for name, p in model.state_dict().items())
+
+
+def test_a_save_in_a_group_of_its_own_lets_training_go_on(world, tmp_path):
+    assert world(saved_while_training_goes_on, 4, str(tmp_path)) == [True] * 4
+
+
 # ------------------------------------------------------------------------------ whole models
 
 
