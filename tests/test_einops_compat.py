@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +14,15 @@ import einops
 import numpy as np
 import pytest
 import torch
-from einops import EinopsError
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 import axes
+from axes import ExpressionError, Mesh, MeshError, ShardingError, SizeError
 from axes.ops.einops_ops import rearrange, reduce, repeat
 from axes.ops.einsum import einsum
 from axes.runtime import torch_private
+from tests.flow_cases import case, stripped
 
 IMAGES = torch.arange(6 * 12 * 8 * 3, dtype=torch.float64).reshape(6, 12, 8, 3)
 LISTED = list(IMAGES)
@@ -165,40 +170,114 @@ def test_gradients_pass_as_through_einops():
 
 
 WRONG = [
-    (rearrange, "b h w c -> b h w", {}),
-    (rearrange, "b h w -> b h w", {}),
-    (rearrange, "b h w c -> b h w c d", {}),
-    (rearrange, "b b w c -> b w c", {}),
-    (rearrange, "b (h (w c)) -> b h w c", {}),
-    (rearrange, "(b1 b2) h w c -> b1 b2 h w c", {}),
-    (rearrange, "(b1 b2) h w c -> b1 b2 h w c", {"b1": 5}),
-    (rearrange, "b h w c -> b h w c", {"q": 5}),
-    (rearrange, "(b ...) c -> b ... c", {}),
-    (rearrange, "b h w 2 -> b h w", {}),
-    (rearrange, "b h w c -> b h w ...", {}),
-    (repeat, "b h w c -> b h w c d", {}),
-    (repeat, "b h w c -> b h w d", {"d": 2}),
-    (rearrange, "b h w c - > b h w c", {}),
-    (rearrange, "b h w c, -> b h w c", {}),
+    (rearrange, "b h w c -> b h w", {}, ExpressionError, "'c' stands on the left only; rearrange keeps"),
+    (rearrange, "b h w -> b h w", {}, SizeError, "'b h w' has 3 dims; the tensor has 4"),
+    (rearrange, "b h w c -> b h w c d", {}, ExpressionError, "'d' stands on the right only; repeat adds names"),
+    (rearrange, "b b w c -> b w c", {}, ExpressionError, "'b' stands twice in one tensor"),
+    (rearrange, "b (h (w c)) -> b h w c", {}, ExpressionError, "groups don't nest"),
+    (rearrange, "(b1 b2) h w c -> b1 b2 h w c", {}, SizeError, "the sizes of 'b1' and 'b2' don't follow from"),
+    (rearrange, "(b1 b2) h w c -> b1 b2 h w c", {"b1": 5}, SizeError, "6 doesn't divide by 5"),
+    (rearrange, "b h w c -> b h w c", {"q": 5}, SizeError, "a size is given for 'q', which isn't in the expression"),
+    (rearrange, "(b ...) c -> b ... c", {}, ExpressionError, "'...' in a group on the left leaves its sizes open"),
+    (rearrange, "b h w 2 -> b h w", {}, ExpressionError, "rearrange takes no number but 1 on the left"),
+    (rearrange, "b h w c -> b h w ...", {}, ExpressionError, "'...' is in the result and in no operand"),
+    (repeat, "b h w c -> b h w c d", {}, SizeError, "the size of 'd' isn't known from any tensor; give it, like d=2"),
+    (repeat, "b h w c -> b h w d", {"d": 2}, ExpressionError, "'c' stands on the left only; repeat adds to what"),
+    (rearrange, "b h w c - > b h w c", {}, ExpressionError, "'-' has no meaning here"),
+    (rearrange, "b h w c, -> b h w c", {}, ExpressionError, "rearrange takes one tensor; found 2 specs"),
 ]
 
 
-@pytest.mark.parametrize(("function", "pattern", "sizes"), WRONG)
-def test_what_einops_refuses_is_refused_by_einops(function, pattern: str, sizes: dict[str, int]):
-    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever einops raises
+@pytest.mark.parametrize(("function", "pattern", "sizes", "kind", "message"), WRONG)
+@pytest.mark.parametrize("whole", [IMAGES, IMAGES.numpy()], ids=["a tensor", "an array of NumPy"])
+def test_what_einops_refuses_is_refused_in_our_words(
+    whole, function, pattern: str, sizes: dict[str, int], kind, message
+):
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whatever einops raises
         getattr(einops, function.__name__)(IMAGES, pattern, **sizes)
-    with pytest.raises(type(theirs.value)) as ours:
-        function(IMAGES, pattern, **sizes)
-    assert str(ours.value) == str(theirs.value)
+    with pytest.raises(kind, match=re.escape(message)):
+        function(whole, pattern, **sizes)
 
 
 def test_reduce_refuses_what_einops_refuses():
-    with pytest.raises(EinopsError):
+    with pytest.raises(ExpressionError, match="'x' stands on the right only"):
         reduce(IMAGES, "b h w c -> b x", "sum")
-    with pytest.raises(EinopsError):
+    with pytest.raises(ShardingError, match=r"reduce knows sum, .* and functions; found 'median'"):
         reduce(IMAGES, "b h w c -> b", "median")
-    with pytest.raises(NotImplementedError):
-        einsum(IMAGES, "(b h) w c k -> b")
+    for found in (3, "b", [], [3]):
+        with pytest.raises(ShardingError, match=r"axes.rearrange takes a (list of )?tensors?; found"):
+            rearrange(found, "b -> b")
+
+
+# One language: a model runs with the same text on one device and sharded.
+
+NAMES = ["_h", "h_", "__", "_1", "β", "größe", "h2", "\u540d", "नाम", "lambda", "sum", "self", "mesh", "a" * 40]
+SPACES = [" ", "  ", "\t", "\n", "\r\n", "\u00a0", " \u3000"]
+SIGNS = [*"@|,=()*+.-><~_2é²\x00", "...", "1", "()", " 3 ", "(2 ", " _ ", "µ", " -> "]
+
+
+def spelled(any_of: random.Random, text: str, sizes: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text with other names and other white space."""
+    names = dict(zip("abcdefg", any_of.sample(NAMES, 7), strict=True))
+
+    def anew(found: re.Match[str]) -> str:
+        return any_of.choice(SPACES) if found[0].isspace() else names.get(found[0], found[0])
+
+    return re.sub(r"@\w+|\b[a-g]\b|\s+", anew, text), {names.get(name, name): size for name, size in sizes.items()}
+
+
+def mistaken(
+    any_of: random.Random, text: str, sizes: dict[str, Any], xs: list[torch.Tensor]
+) -> tuple[str, dict[str, Any], list[torch.Tensor]]:
+    """A call with a mistake, as people make them."""
+    what, at = any_of.randrange(6), any_of.randrange(len(text))
+    if what == 0:
+        text = text.replace("->", any_of.choice([" ", "- >", f"-> {text} ->", "-> h"]))
+    elif what == 1:
+        text = text[:at] + any_of.choice(["", *SIGNS]) + text[at + any_of.randrange(2) :]
+    elif what == 2:
+        text = re.sub(r"\b[a-g]\b", any_of.choice("abcdefgh"), text, count=1)
+    elif what == 3:
+        sizes = {name: size for name, size in sizes.items() if any_of.random() < 0.7}
+    elif what == 4:
+        sizes = {**sizes, any_of.choice([*sizes, "h"]): any_of.choice([0, 1, 2, 3, 7, -1, -3, 1.5, True, "x", None])}
+    else:
+        xs = [xs[0][None], *xs[1:]] if any_of.random() < 0.5 or not xs[0].ndim else [torch.cat([xs[0]] * 2), *xs[1:]]
+    return text, sizes, xs
+
+
+def outcome(kind: str, *arguments: Any, **options: Any) -> str | torch.Tensor:
+    try:
+        found = getattr(axes, kind)(*arguments, **options)
+    except axes.AxesError as error:
+        kinds = (ExpressionError, SizeError, MeshError, ShardingError)
+        return next(kind.__name__ for kind in kinds if isinstance(error, kind))
+    return axes.unshard(found) if isinstance(found, DTensor) else found
+
+
+def agree(one: str | torch.Tensor, other: str | torch.Tensor) -> bool:
+    return one == other if isinstance(one, str) or isinstance(other, str) else one.equal(other)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_text_is_the_same_or_the_same_mistake_on_plain_tensors_shards_and_dtensors(seed: int):
+    any_of = random.Random(seed)
+    with axes.simulate(1), axes.init_mesh("tp=1", device_type="cpu") as mesh:
+        for _ in range(150):
+            found = case(any_of, mesh=Mesh("tp=1"))
+            text, sizes, xs, right = stripped(found.text), found.given, [*found.wholes], any_of.random() < 0.4
+            if not right:
+                text, sizes, xs = mistaken(any_of, text, sizes, xs)
+            named = re.sub(rf"\b{any_of.choice('abcdefg')}\b", r"\g<0>@tp", text)
+            names = any_of.random()
+            op = (found.op,) if found.kind == "reduce" else ()
+            whole = [axes.shard(x, " ".join("_" * x.ndim), mesh=mesh) for x in xs]
+            for written in (text, named):
+                said, given = spelled(random.Random(names), written, sizes)
+                here, there = (outcome(found.kind, *each, said, *op, mesh=mesh, sizes=given) for each in (xs, whole))
+                assert agree(here, there), (found.kind, said, op, given, [x.shape for x in xs], here, there)
+                if right and written == text:
+                    assert agree(here, found.expected()), (found, here)
 
 
 INLINE = [
@@ -327,3 +406,51 @@ def test_a_function_that_reduces_gives_the_tensor_without_its_dims(kind: str, fu
         with pytest.raises(axes.ShardingError, match=rf"of \[2, 3\] without dims \(1,\) that is \[2\]; found {found}"):
             axes.reduce(x, text, function)
         assert axes.reduce(x, text, lambda x, dims: x.logsumexp(dims)).shape[-1] == (4 if kind == "DTensors" else 2)
+
+
+class Captured:
+    """What a function holds on to."""
+
+
+def collected(kind: str, text: str, gradient: bool) -> bool:
+    """Whether what a function captures is gone after it was called, and its gradient computed."""
+    x = torch.ones(2, 3)
+    whole = {"plain": x, "array": x.numpy(), "shards": x, "DTensors": None}[kind]
+    x = axes.shard(torch.ones(4, 3), "a@tp b") if whole is None else whole
+    x = x.requires_grad_() if gradient else x
+
+    def call(captured: Captured) -> None:
+        y = axes.reduce(x, text, lambda x, dims: (captured, x.sum(dims))[1])
+        if gradient:
+            y.sum().backward()
+
+    captured = Captured()
+    alive = weakref.ref(captured)
+    call(captured)
+    del captured
+    gc.collect()
+    return alive() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("plain", "a b -> a"),
+        ("array", "a b -> b"),
+        *(
+            (kind, text)
+            for kind in ("shards", "DTensors")
+            for text in ("a@tp b -> a@tp", "a@tp b -> a", "a@tp b -> a@tp 1")
+        ),
+    ],
+)
+def test_a_function_that_reduces_is_not_kept_and_each_gives_its_own(kind: str, text: str):
+    with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
+        for gradient in (False, True)[: 1 + (kind != "array")]:
+            assert collected(kind, text, gradient)
+        for scale in (1, 2):
+            x = axes.shard(torch.ones(4, 3), "a@tp b") if kind == "DTensors" else torch.ones(2, 3)
+            found = axes.reduce(
+                x.numpy() if kind == "array" else x, text, lambda x, dims, scale=scale: scale * x.sum(dims)
+            )
+            assert float(found.flatten()[0]) == scale * (2 if kind == "array" else 3)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import axes
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import Recipe, recipe
+from axes.algebra.flow.recipe import name_of
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import plan
 from axes.algebra.sharding import Sharding
@@ -214,7 +215,13 @@ TABLE = [
         collectives=["all_reduce cp"],
     ),
     row(
-        29, "b s@cp -> b", "b s@cp", shapes=[(8, 16)], kind="reduce", op=max, error="'max' doesn't reduce across ranks"
+        29,
+        "b s@cp -> b",
+        "b s@cp",
+        shapes=[(8, 16)],
+        kind="reduce",
+        op=max,
+        error=r"'max\(\)' doesn't reduce across ranks",
     ),
     row(30, "b (h 2) -> b h", "b h2", shapes=[(8, 6)], kind="reduce", op="mean", result="b h"),
     row(31, "b d -> b n@tp d", "b d", shapes=[(8, 32)], sizes=[("n", 4)], kind="repeat", result="b n@tp d"),
@@ -308,9 +315,11 @@ TABLE = [
 def solved(line: Row, view: str) -> Recipe:
     wholes = [line.mesh.sharding(spec, **_sizes_of(spec, line.sizes)) for spec in line.specs]
     if view == "D":
-        return recipe(line.kind, line.text, line.op, tuple(wholes), tuple(line.shapes), line.mesh, tuple(line.sizes))
+        return recipe(
+            line.kind, line.text, name_of(line.op), tuple(wholes), tuple(line.shapes), line.mesh, tuple(line.sizes)
+        )
     shapes = tuple(whole.local_shape(shape) for whole, shape in zip(wholes, line.shapes, strict=True))
-    return recipe(line.kind, line.text, line.op, (None,) * len(shapes), shapes, line.mesh, tuple(line.sizes))
+    return recipe(line.kind, line.text, name_of(line.op), (None,) * len(shapes), shapes, line.mesh, tuple(line.sizes))
 
 
 def _sizes_of(spec: str, sizes: Sequence[tuple[str, int]]) -> dict[str, int]:

@@ -387,7 +387,11 @@ MISTAKES = [
         SizeError,
         "a weight or bias of 'k@()' is [4] here; found [3]",
     ),
-    (lambda: rms_norm(X, "q k", over="k", q=3), SizeError, "a size is given for 'q'; it is for k"),
+    (
+        lambda: rms_norm(X, "q k", over="k", q=3),
+        SizeError,
+        "a size is given for 'q', which isn't in the expression; known: k",
+    ),
     (lambda: cross_entropy(X, Y, "b v, b"), ExpressionError, "cross_entropy is 'logits, labels -> loss'"),
     (
         lambda: cross_entropy(X, Y, "b v, s -> "),

@@ -496,7 +496,7 @@ MISTAKES = [
         lambda m: reduce(D(m, "b s@cp", 8, 16), "b s@cp -> b", torch.logsumexp),
         ShardingError,
         """
-        'logsumexp' doesn't reduce across ranks, and cp splits 's'
+        'logsumexp()' doesn't reduce across ranks, and cp splits 's'
           has   b s@cp
         in  b s@cp -> b
         gather it first: 's@cp' on the left of a rearrange

@@ -7,6 +7,7 @@ True
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -85,8 +86,19 @@ def _fitting(message: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with everything that a terminal would not show as one column escaped."""
-    return "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text)
+    """`text` with everything that a terminal would not show as one column escaped.
+
+    >>> printable("h\\tw"), printable("β"), printable("\u540d")
+    ('h\\\\tw', 'β', '\\\\u540d')
+    """
+    return "".join(c if _is_one_column(c) else ascii(c)[1:-1] for c in text)
+
+
+def _is_one_column(c: str) -> bool:
+    if c.isascii():  # all that dynamo can follow
+        return c.isprintable()
+    wide = unicodedata.east_asian_width(c) in ("W", "F") or unicodedata.category(c).startswith("M")
+    return c.isprintable() and not wide
 
 
 def pointed(text: str, start: int, stop: int) -> str:

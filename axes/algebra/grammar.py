@@ -6,6 +6,7 @@ equation     product "=" product                     "fsdp = dp_shard cp"
 mesh         side "->" side                          "(dp cp) tp -> dp cp tp"
 tensor       spec { "," spec } [ "->" spec { "," spec } ]    "b s@cp d, d f@tp -> b s@cp f@tp"
 
+NAME     what Python calls an identifier, but "_"        white space is what Python calls so, line breaks included
 item     NAME [ "=" INT ]
 product  item... | "(" item... ")"
 side     { item | [ NAME "=" ] "(" item... ")" | "..." }
@@ -37,6 +38,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, TypeVar
@@ -233,8 +235,9 @@ class _Token(NamedTuple):
         return self.start, self.stop
 
 
+_NO_NAME = r"\s\x00-/:-@[-^`{-\x7f"
 _TOKEN = re.compile(
-    r"(?P<space>[ \t\r\n]+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<int>-?[0-9]+)"
+    rf"(?P<space>\s+)|(?P<name>[^{_NO_NAME}0-9][^{_NO_NAME}]*)|(?P<int>-?[0-9]+)"
     r"|(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<sign>[()@|,=*+])"
 )
 _RESERVED = "~<>[]:;"
@@ -257,6 +260,13 @@ def _tokens(text: str) -> list[_Token]:
                 raise ExpressionError("a name doesn't start with a digit", text, found[-1].start, stop)
             if len(word) > _LONGEST_NAME:
                 raise ExpressionError(f"a name has at most {_LONGEST_NAME} characters", text, start, stop)
+            if not word.isidentifier():
+                raise ExpressionError(
+                    "a name is an identifier of Python: letters, digits and underscores", text, start, stop
+                )
+            if not unicodedata.is_normalized("NFKC", word):
+                same = unicodedata.normalize("NFKC", word)
+                raise ExpressionError(f"Python reads this name as '{same}'; write it so", text, start, stop)
         found.append(_Token(word if kind == "sign" else kind, word, start, stop))
     if at < len(text):
         why = "is reserved" if text[at] in _RESERVED else "has no meaning here"

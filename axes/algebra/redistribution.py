@@ -25,9 +25,6 @@ from axes.algebra.errors import (
     ExpressionError,
     MeshError,
     ShardingError,
-    SizeError,
-    shortened,
-    suggestion,
 )
 from axes.algebra.grammar import Dim, Factor, Place, Spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
@@ -36,7 +33,7 @@ from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import ShardedDim, Sharding
-from axes.algebra.sizes import checked_tensor_shape, written_sizes
+from axes.algebra.sizes import checked_tensor_shape, unknown_size, written_sizes
 from axes.algebra.specs import check_same_dims, parsed_sharding
 
 Shape = tuple[int, ...]
@@ -108,7 +105,7 @@ def _check_names(given: Mapping[str, int], *ends: End) -> None:
     known = dict.fromkeys(name for end in ends if isinstance(end, str) for name in _factors(end))
     for name in given:
         if name not in known:
-            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the specs{suggestion(name, known)}")
+            raise unknown_size(name, 1, known, "the specs")
 
 
 # --- reshard --------------------------------------------------------------------------------------

@@ -25,6 +25,47 @@ from typing import Any
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
+OPTIONS = (
+    "async_op",
+    "atol",
+    "bias",
+    "bucket_mb",
+    "codec",
+    "comm_dtype",
+    "cost_model",
+    "device",
+    "device_type",
+    "dry_run",
+    "dtype",
+    "eps",
+    "grad",
+    "ignore_index",
+    "mesh",
+    "options",
+    "over",
+    "pages",
+    "ranks",
+    "ranks_per_node",
+    "reduction",
+    "reference",
+    "requires_grad",
+    "rtol",
+    "rules",
+    "seed",
+    "shape",
+    "shapes",
+    "sizes",
+    "source_mesh",
+    "source_rank",
+    "spec",
+    "specs",
+    "target_mesh",
+    "timeout",
+    "training",
+    "weight",
+)
+"""The options of the functions that take sizes as keywords: a misspelled one looks like a size."""
+
 _SHOWN = 12
 _PLAIN = frozenset({int})
 
@@ -153,9 +194,7 @@ def given_sizes(
     written = [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]
     for name, value in written:
         if name not in names:
-            raise SizeError(
-                f"a size is given for {shortened(name)}, which isn't in the expression{suggestion(str(name), names)}"
-            )
+            raise unknown_size(name, value, names)
         size = checked_size(str(name), value)
         if size is not None and found.setdefault(name, size) != size:
             raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
@@ -185,12 +224,36 @@ def written_sizes(
             return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
     check_mapping(sizes)
     found: dict[str, int] = {}
+    for name, value in keywords.items():
+        if value is not None and whole_number(value) is None:
+            raise unknown_size(name, value, ())
     for name, value in [*keywords.items(), *(sizes or {}).items()]:
         size = checked_size(str(name), value)
         number = -1 if size is None else size
         if found.setdefault(str(name), number) != number:
             raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {number}")
     return tuple([(name, found[name]) for name in sorted(found)])
+
+
+def unknown_size(name: object, value: object, known: Iterable[str], where: str = "the expression") -> SizeError:
+    """The error for a keyword that is no size: what isn't a whole number is taken for an option.
+
+    >>> unknown_size("async", True, ["b"])
+    SizeError("there is no option 'async'; did you mean 'async_op'? The size of a dim is a whole number; found True")
+    >>> unknown_size("src_rank", 0, ["b"])
+    SizeError("a size is given for 'src_rank', which isn't in the expression; did you mean 'source_rank'?")
+    """
+    names = list(known)
+    near = suggestion(str(name), [each for each in (*names, *OPTIONS) if each != name])
+    near = near if near.startswith("; did you mean") else ""
+    if value is not None and whole_number(value) is None:
+        hint = near or "."
+        return SizeError(
+            f"there is no option {shortened(name)}{hint} The size of a dim is a whole number; found {shown(value)}"
+        )
+    return SizeError(
+        f"a size is given for {shortened(name)}, which isn't in {where}{near or suggestion(str(name), names)}"
+    )
 
 
 def check_mapping(sizes: object) -> None:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, suggestion, unknown_axis
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, unknown_axis
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
-from axes.algebra.sizes import checked_size
+from axes.algebra.sizes import checked_size, unknown_size
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
@@ -110,8 +110,7 @@ def _given(tree: grammar.Spec, sizes: Mapping[str, Any]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, value in [*sizes.items(), *((f.name, f.size) for f in names.values())]:
         if name not in names:
-            hint = suggestion(str(name), [n for n in names if n])
-            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the spec{hint}")
+            raise unknown_size(name, value, filter(None, names), "the spec")
         size = checked_size(str(name), value)
         if size is not None and found.setdefault(name, size) != size:
             raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")

@@ -20,7 +20,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
-from axes.algebra.sizes import whole_number
+from axes.algebra.sizes import unknown_size, whole_number
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -62,9 +62,7 @@ class EndsOfSpecs:
         """`SizeError` for a size of a name that no spec has."""
         for name in self.sizes:
             if name not in self.used:
-                raise SizeError(
-                    f"a size is given for {shortened(name)}, which isn't in the specs{suggestion(name, self.used)}"
-                )
+                raise unknown_size(name, 1, sorted(self.used), "the specs")
 
 
 def on_own_ranks(sharding: Sharding) -> Sharding:

@@ -38,7 +38,7 @@ from axes.algebra.errors import ExpressionError, ShardingError, SizeError, short
 from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import use_mesh
-from axes.algebra.sizes import checked_size, whole_number
+from axes.algebra.sizes import given_sizes, whole_number
 from axes.ops.autocast import is_cast, of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
@@ -508,10 +508,7 @@ def _normed(
 def _wholes(places: Sequence[_Where], x: torch.Tensor, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
     """The whole sizes of dims, None where a plain tensor leaves them open."""
     names = [where.name for where in places]
-    given = {name: checked_size(name, size) for name, size in sizes.items()}
-    for name in given:
-        if name not in names:
-            raise SizeError(f"a size is given for {shortened(name)}; it is for {', '.join(names)}")
+    given = given_sizes(sizes, None, (), names) if sizes else {}
     if isinstance(x, DTensor):
         if any(not -x.ndim <= where.dim < x.ndim for where in places):
             raise ShardingError(f"the spec has a dim {max(names)!r}, the tensor {x.ndim} dims: {list(x.shape)}")

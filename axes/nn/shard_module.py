@@ -15,14 +15,14 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.errors import AxesError, ShardingError, shown, suggestion
 from axes.algebra.grammar import parse_spec
 from axes.algebra.logical import Rules, ambient_rules, checked_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, checked_texts, written_sizes
+from axes.algebra.sizes import checked_flag, checked_texts, unknown_size, written_sizes
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
 from axes.runtime.factories import agreed_seeds
@@ -217,7 +217,7 @@ def _entries(
         _check_rules(rules, {name for each in found for name in _names(each.logical)})
     loose = [name for name in sizes if name not in needed]
     if loose:
-        raise SizeError(f"a size is given for {shortened(loose[0])}, which is in no spec{suggestion(loose[0], needed)}")
+        raise unknown_size(loose[0], 1, sorted(needed), "any spec")
     return found
 
 

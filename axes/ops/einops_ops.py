@@ -20,25 +20,27 @@ this rank's shard (the local view) it declares it. What an expression means is t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import einops
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ExpressionError, ShardingError, shown
-from axes.algebra.flow.reading import check_no_blocks
-from axes.algebra.flow.recipe import Op
+from axes.algebra.errors import ShardingError, shown
+from axes.algebra.flow import recipe
+from axes.algebra.flow.reading import read
+from axes.algebra.flow.recipe import Op, name_of
 from axes.algebra.flow.rules import REDUCTIONS
-from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
-from axes.algebra.scopes import checked_mesh
-from axes.algebra.sizes import checked_size, written_sizes
+from axes.algebra.sizes import checked_size, given_sizes, written_sizes
 from axes.ops import fused, global_view, local_view
+from axes.ops.extents import extents_of
 from axes.ops.global_view import Grad, check_options
+from axes.ops.recipes import bind, by_function, pattern_of
 from axes.ops.typed import T
 from axes.runtime import torch_private
+from axes.runtime.graphs import read_once
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, is_dense
 
@@ -95,10 +97,8 @@ def rearrange(
         x = _stacked("rearrange", x, expression)
     if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif "@" not in expression and is_einops(expression, mesh) and sizes is None:
-        if torch_private.functorch_is_active():
-            check_not_wrapped("axes.rearrange", x)
-        return by_einops(einops.rearrange, (x, expression), given)
+    elif is_plain(expression):
+        return _by_einops("rearrange", x, expression, given)
     else:
         view = local_view.apply_local
     return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
@@ -152,16 +152,11 @@ def reduce(
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if type(x) is list:
         x = _stacked("reduce", x, expression)
-    plainly = not isinstance(x, DTensor) and sizes is None and is_einops(expression, mesh)
-    if not plainly or not isinstance(op, str) or op in REDUCTIONS:
-        _check_op(op, x)
+    _check_op(op, x)
     if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif plainly:
-        check_no_blocks("reduce", expression)
-        if torch_private.functorch_is_active():
-            check_not_wrapped("axes.reduce", x)
-        return by_einops(einops.reduce, (x, expression, op), given)
+    elif is_plain(expression):
+        return _by_einops("reduce", x, expression, given, op)
     else:
         view = local_view.apply_local
     return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op, grad)
@@ -192,64 +187,90 @@ def repeat(
         x = _stacked("repeat", x, expression)
     if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif "@" not in expression and is_einops(expression, mesh) and sizes is None:
-        check_no_blocks("repeat", expression)
-        if torch_private.functorch_is_active():
-            check_not_wrapped("axes.repeat", x)
-        return by_einops(einops.repeat, (x, expression), given)
+    elif is_plain(expression):
+        return _by_einops("repeat", x, expression, given)
     else:
         view = local_view.apply_local
     return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
-
-
-class WrongForEinops(ExpressionError, einops.EinopsError):
-    """What einops doesn't take; einops' own error too, for who catches that."""
-
-
-class NotInEinops(ExpressionError, NotImplementedError):
-    """What einops can't do; einops' own error too."""
 
 
 class RefusedByTorch(ShardingError, RuntimeError):
     """What torch can't compute: dtypes, devices or shapes that don't go together; torch's own error too."""
 
 
-class NotForEinops(ExpressionError, ValueError):
-    """What isn't one of einops' expressions; Python's own error too, as einops raises it."""
+def is_plain(expression: str) -> bool:
+    """Whether an expression has nothing that einops doesn't know."""
+    return not ("@" in expression or "|" in expression or "=" in expression)
 
 
-def by_einops(function: Callable[..., Any], arguments: tuple[Any, ...], given: tuple[tuple[str, int], ...] = ()) -> Any:
-    """What einops gives for these arguments, the last but one of which may be a reduction."""
-    for x in arguments[0] if type(arguments[0]) is list else arguments:
-        if type(x) is not str and not is_dense(x) and isinstance(x, torch.Tensor):
-            check_dense(x, f"axes.{function.__name__}")
+_Pattern = tuple[str, str, str, int, tuple[str, ...], tuple[tuple[str, int], ...]]
+
+
+@read_once
+def _pattern(kind: str, text: str, rank: int, given: tuple[str, ...]) -> _Pattern:
+    """An expression for a tensor of this rank in einops' own characters, whatever its names are.
+
+    einops' reader takes other names and other white space than ours, and what it says of a mistake is about itself.
+    Returns the pattern; for a function that reduces, the pattern before it, the one behind it, and how many dims it
+    leaves; the letters of the names that are `given` a size; and the sizes of the numbers in the text.
+    """
+    reading = read(kind, text, (rank,))
+    given_sizes(dict.fromkeys(given), None, (), reading.names)
+    opened = {whole: inner for whole, inner in reading.wholes if not {*given}.isdisjoint(inner)}
+    left, right = (
+        [[each for atom in slot.atoms for each in opened.get(atom, (atom,))] for slot in term.slots]
+        for term in reading.terms
+    )
+    atoms = dict.fromkeys(atom for group in (*left, *right) for atom in group)
+    letters = {atom: f"x{number}" for number, atom in enumerate(atoms)}
+    one, other = pattern_of(left, letters), pattern_of(right, letters)
+    has, wants = ([letters[atom] for group in side for atom in group] for side in (left, right))
+    kept = [letter for letter in wants if letter in has]
+    ordered = " ".join([*kept, *(letter for letter in has if letter not in wants)])
+    return (
+        f"{one} -> {other}",
+        f"{one} -> {ordered}",
+        "" if " ".join(kept) == other else f"{' '.join(kept)} -> {other}",
+        len(kept),
+        tuple(letters[name] for name in given),
+        tuple((letters[atom], int(atom.split("#")[0])) for atom in atoms if "#" in atom),
+    )
+
+
+def _by_einops(kind: str, x: Any, text: str, given: tuple[tuple[str, int], ...], op: Op = "") -> Any:
+    """What einops gives for a tensor of any library, or a list of arrays."""
+    if torch_private.functorch_is_active():
+        check_not_wrapped(f"axes.{kind}", x)
+    if not is_dense(x) and isinstance(x, torch.Tensor):
+        check_dense(x, f"axes.{kind}")
+    shape = getattr(x[0] if type(x) is list else x, "shape", None)
+    if shape is None:
+        raise ShardingError(f"axes.{kind} takes a tensor; found {shown(x)}")
+    shape = (len(x), *shape) if type(x) is list else shape
+    names = tuple([name for name, _ in given]) if given else ()
+    pattern, before, behind, first, letters, numbers = _pattern(kind, text, len(shape), names)
+    sizes = dict(numbers)
+    for letter, (name, size) in zip(letters, given, strict=True):
+        if size != -1:
+            sizes[letter] = checked_size(name, size)  # type: ignore[assignment]
     try:
-        return function(*arguments, **{name: checked_size(name, size) for name, size in given if size != -1})
-    except einops.EinopsError as error:
-        raise WrongForEinops(str(error)) from None
-    except NotImplementedError as error:
-        raise NotInEinops(str(error)) from None
-    except ValueError as error:
-        raise NotForEinops(str(error)) from None
-    except RuntimeError as error:
-        if "unknown to einops" in str(error):
-            raise ShardingError(f"axes.{function.__name__} takes a tensor; found {shown(arguments[0])}") from None
+        if isinstance(op, str):
+            return getattr(einops, kind)(x, pattern, *((op,) if op else ()), **sizes)
+        x = einops.rearrange(x, before, **sizes)
+    except (einops.EinopsError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
-        raise RefusedByTorch(f"axes.{function.__name__}: {error}") from None
-
-
-def is_einops(expression: object, mesh: Mesh | None = None) -> bool:
-    """Whether an expression has nothing that einops doesn't know; errors for what is no text, or no mesh."""
-    text = checked_text(expression)
-    if mesh is not None:
-        checked_mesh(mesh)
-    return not ("@" in text or "|" in text or "=" in text)
+        # What is wrong with names and sizes is said as it is of shards and DTensors.
+        bind(extents_of(recipe(kind, text, name_of(op), (None,), (tuple(shape),), local_view.ALONE, given)), "local")
+        raise RefusedByTorch(f"axes.{kind}: {error}") from None
+    value = by_function(op, text, first, x) if first < len(x.shape) else x
+    return einops.rearrange(value, behind) if behind else value
 
 
 def _check_op(op: Op, x: Any) -> None:
     if not callable(op) and not (isinstance(op, str) and op in REDUCTIONS):
-        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {shown(op)}")
+        hint = "; the expression comes before it" if isinstance(op, str) and "->" in op else ""
+        raise ShardingError(f"reduce knows {', '.join(REDUCTIONS)} and functions; found {shown(op)}{hint}")
     if not isinstance(x, torch.Tensor):
         return
     if isinstance(op, str) and x.dtype in _RARE and not _is_reduced(x.dtype, op):
@@ -275,19 +296,18 @@ def _is_reduced(dtype: torch.dtype, op: str) -> bool:
 
 
 def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
-    """A list of tensors as one with a new first dim, as einops takes it."""
-    distributed = [isinstance(x, DTensor) for x in tensors]
-    if any(distributed) or not is_einops(expression):
-        if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
-            found = ", ".join(sorted({type(x).__name__ for x in tensors})) or "none"
-            raise ShardingError(f"axes.{kind} takes a list of tensors; found {found}")
-        for x in tensors:
-            check_dense(x, f"axes.{kind}")
-        if len({(x.shape, x.dtype) for x in tensors}) > 1:
-            found = ", ".join(f"{list(x.shape)} {x.dtype}" for x in tensors)
-            raise ShardingError(f"the tensors of a list have one shape and dtype; found {found}")
-    if is_einops(expression) and not any(distributed):
+    """A list of tensors as one with a new first dim, as einops takes it; einops itself stacks arrays of others."""
+    if tensors and is_plain(expression) and not any(isinstance(x, torch.Tensor) for x in tensors):
         return tensors
+    if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
+        found = ", ".join(sorted({type(x).__name__ for x in tensors})) or "none"
+        raise ShardingError(f"axes.{kind} takes a list of tensors; found {found}")
+    for x in tensors:
+        check_dense(x, f"axes.{kind}")
+    if len({(x.shape, x.dtype) for x in tensors}) > 1:
+        found = ", ".join(f"{list(x.shape)} {x.dtype}" for x in tensors)
+        raise ShardingError(f"the tensors of a list have one shape and dtype; found {found}")
+    distributed = [isinstance(x, DTensor) for x in tensors]
     if any(distributed) and not all(distributed):
         raise ShardingError(f"axes.{kind} takes DTensors or plain tensors, not both; found a list of both")
     if any(distributed) and len({(x.device_mesh, x.placements) for x in tensors}) > 1:

@@ -20,20 +20,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import einops
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import AxesError, ExpressionError, ShardingError, shortened
-from axes.algebra.flow.reading import check_no_blocks, spaced
-from axes.algebra.grammar import parse_tensor
+from axes.algebra.errors import ExpressionError, ShardingError
+from axes.algebra.flow.reading import read
+from axes.algebra.flow.rules import units_of
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
-from axes.ops.einops_ops import RefusedByTorch, WrongForEinops, by_einops, is_einops
+from axes.ops.contraction import equation
+from axes.ops.einops_ops import is_plain
 from axes.ops.global_view import Grad, check_options
 from axes.ops.typed import T
 from axes.runtime import torch_private
+from axes.runtime.graphs import read_once
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.transforms import check_dense, check_not_wrapped
 
@@ -75,40 +76,44 @@ def einsum(
     if not isinstance(expression, str) or not tensors:
         raise _wrong_arguments(tensors_and_expression)
     distributed = [isinstance(x, DTensor) for x in tensors]
-    if not any(distributed) and sizes is None and not keywords and is_einops(expression, mesh):
-        check_no_blocks("einsum", expression)
-        if torch_private.functorch_is_active():
-            for x in tensors:
-                check_not_wrapped("axes.einsum", x)
-        _check_plain(tensors, distributed)
-        try:
-            return by_einops(einops.einsum, tensors_and_expression)
-        except (WrongForEinops, RefusedByTorch) as error:
-            raise _by_names(error, expression, tensors) from None
     if all(distributed):
         _check_dtypes(tensors)
         return global_view.apply_global("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
+    if torch_private.functorch_is_active():
+        for x in tensors:
+            check_not_wrapped("axes.einsum", x)
     _check_plain(tensors, distributed)
     _check_dtypes(tensors)
+    if is_plain(expression) and not given:
+        shapes = [x.shape for x in tensors]
+        units = tuple(units_of("einsum", expression, shapes)) if "..." in expression else ()
+        terms, letters = _in_letters(expression, tuple(map(len, shapes)), units)
+        if letters and _agree(terms, shapes):
+            return torch.einsum(letters, *tensors)
     return local_view.apply_local("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
 
 
-def _by_names(error: AxesError, expression: str, tensors: Sequence[Any]) -> AxesError:
-    """einops' or torch's error in the names of the expression, where it is that names aren't apart, or sizes differ."""
-    try:
-        operands = parse_tensor(expression).operands
-    except ExpressionError:
-        return error
-    found: dict[str, int] = {}
-    for at, (spec, x) in enumerate(zip(operands, tensors, strict=False), 1):
-        if len(spec.dims) != x.ndim:
-            hint = spaced(expression, str(spec), x.ndim)
-            return type(error)(f"{error}{hint}") if hint else error
-        for dim, size in zip(spec.dims, x.shape, strict=True):
-            name = str(dim)
-            if found.setdefault(name, size) != size:
-                return type(error)(f"{shortened(name)} is {found[name]}, and {size} in operand {at} of '{expression}'")
-    return error
+@read_once
+def _in_letters(text: str, ranks: tuple[int, ...], units: tuple[tuple[int, int], ...]) -> tuple[Any, str]:
+    """The names of the operands' dims, and the einsum in letters, as torch takes it; no letters if torch has none.
+
+    torch has no groups and no diagonals in the result. units: as in `read`.
+    """
+    reading = read("einsum", text, ranks, frozenset(units))
+    slots = [slot for term in reading.terms for slot in term.slots]
+    terms, result = tuple([term.atoms for term in reading.operands]), reading.result.atoms
+    fits = all(len(slot.atoms) == 1 for slot in slots) and len({*result}) == len(result)
+    return terms, equation(terms, result) if fits else ""
+
+
+def _agree(terms: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether every name has one size: torch repeats a dim of size 1."""
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        for name, size in zip(term, shape, strict=True):
+            if sizes.setdefault(name, size) != size:
+                return False
+    return True
 
 
 def _wrong_arguments(found: tuple[object, ...]) -> ExpressionError:

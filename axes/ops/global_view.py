@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
-from axes.algebra.flow.recipe import Op, Shape
+from axes.algebra.flow.recipe import Op, Shape, name_of
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
@@ -72,6 +72,10 @@ class Global:
     def recipe(self) -> Recipe:
         """What the program was made from."""
         return self.program.extents.recipe
+
+    def calling(self, function: Callable[..., Any]) -> Global:
+        """The same, with the caller's function for the reduction, for one call."""
+        return Global(self.program.calling(function), self.device_mesh, self.placements)
 
     def run(self, operands: Sequence[DTensor], owned: bool = True) -> DTensor:
         """The program on DTensors, outside of autograd.
@@ -147,7 +151,7 @@ def check_grad_of_leaves(grad: object) -> None:
 def check_options(text: object, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: object) -> None:
     """Refuse what the text and the options of an operation can't be, before they are looked up anywhere."""
     if type(text) is not str:
-        checked_text(text)
+        checked_text(text, ". The tensor comes first, and the expression behind it")
     if type(grad) is not str or grad != "resolved":
         check_grad_of_leaves(grad)
     if mesh is not None and type(mesh) is not Mesh:
@@ -183,7 +187,9 @@ def apply_global(
         home = device_mesh_input(ambient, *operands)
         return _node(number, home, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple(map(torch_private.spec_of, operands))
-    made = _made(kind, text, op, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    name = op if type(op) is str else name_of(op)
+    made = _made(kind, text, name, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
+    made = made if isinstance(op, str) else made.calling(op)
     if flags.watched:
         return within(f"axes.{kind}", text, _applied, made, operands, grad)
     return _applied(made, operands, grad)
@@ -199,11 +205,12 @@ def _node(number: int, _: Any, leaves: tuple[bool, ...], given: tuple[int, ...],
     kind, text, op, mesh, is_given, names, comm_dtype = known(number)
     specs, sizes = tuple([torch_private.spec_of(x) for x in operands]), tuple(zip(names, given, strict=True))
     if not any(is_symbolic(spec.shape) for spec in specs) and not is_symbolic(given):
-        made = _made(kind, text, op, specs, mesh, is_given, sizes, comm_dtype, False)
+        made = _made(kind, text, name_of(op), specs, mesh, is_given, sizes, comm_dtype, False)
     else:
-        find = functools.partial(_recipe, kind, text, op, specs, mesh, is_given)
+        find = functools.partial(_recipe, kind, text, name_of(op), specs, mesh, is_given)
         extents = traced_extents(find, [tuple(spec.shape) for spec in specs], sizes)
         made = _global(extents, specs[0].mesh, comm_dtype)
+    made = made if isinstance(op, str) else made.calling(op)
     settling = [settled(x) if leaf else x for x, leaf in zip(operands, leaves, strict=True)]
     return _applied(made, settling, "pending")
 
@@ -232,7 +239,7 @@ def _run(made: Global, *operands: DTensor) -> DTensor:
 def _made(
     kind: str,
     text: str,
-    op: Op,
+    op: str,
     specs: tuple[Spec, ...],
     mesh: Mesh | None,
     given: bool,
@@ -251,7 +258,7 @@ def _made(
 def _recipe(
     kind: str,
     text: str,
-    op: Op,
+    op: str,
     specs: tuple[Spec, ...],
     mesh: Mesh | None,
     given: bool,

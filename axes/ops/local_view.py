@@ -17,7 +17,7 @@ import torch
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, recipe
-from axes.algebra.flow.recipe import Op, Shape
+from axes.algebra.flow.recipe import Op, Shape, name_of
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
 from axes.ops import autocast
@@ -72,12 +72,12 @@ def apply_local(
     first = operands[0]
     shapes = (first.shape,) if len(operands) == 1 else tuple([x.shape for x in operands])
     make = _made_alone if mesh.binding is None else _made
-    made = make(kind, text, op, shapes, mesh, sizes, comm_dtype, async_op)
+    made = make(kind, text, op if type(op) is str else name_of(op), shapes, mesh, sizes, comm_dtype, async_op)
     if first.requires_grad and first.is_leaf and made.may_be_view and torch.is_grad_enabled():
         operands = (_own(first),)
     if flags.watched:
-        return within(f"axes.{function}", text, _run, made, operands)
-    return _run(made, operands) if made.may_be_cast else made.run(*operands)
+        return within(f"axes.{function}", text, _run, made, operands, op)
+    return _run(made, operands, op) if made.may_be_cast else made.run(*operands)
 
 
 class _Owning(torch.autograd.Function):
@@ -111,16 +111,18 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     shapes = tuple([x.shape for x in operands])
     if not any(map(is_symbolic, (*shapes, given))):
         make = _made_alone if mesh.binding is None else _made
-        return _run(make(kind, text, op, shapes, mesh, sizes, comm_dtype, False), operands)
+        return _run(make(kind, text, name_of(op), shapes, mesh, sizes, comm_dtype, False), operands, op)
     _check_mesh(mesh, text)
 
     def find(shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
-        return recipe(kind, text, op, (None,) * len(shapes), shapes, mesh, sizes)
+        return recipe(kind, text, name_of(op), (None,) * len(shapes), shapes, mesh, sizes)
 
-    return _run(bind(traced_extents(find, shapes, sizes), "local", comm_dtype), operands)
+    return _run(bind(traced_extents(find, shapes, sizes), "local", comm_dtype), operands, op)
 
 
-def _run(made: BoundRecipe, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def _run(made: BoundRecipe, operands: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
+    if not isinstance(op, str):
+        made = made.calling(op)
     if torch_private.autocast_may_be_on():
         dtype = autocast.wanted(made.extents, operands)
         if dtype is not None:
@@ -146,7 +148,7 @@ def _mesh_for(function: str, text: str) -> Mesh:
 def _made(
     kind: str,
     text: str,
-    op: Op,
+    op: str,
     shapes: tuple[torch.Size, ...],
     mesh: Mesh,
     sizes: Sizes,

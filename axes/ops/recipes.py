@@ -23,6 +23,7 @@ import torch
 from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
+from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
@@ -50,12 +51,17 @@ class BoundRecipe:
     run: Run
     view: View
     comm_dtype: Dtypes
+    async_op: bool
+
+    def calling(self, function: Callable[..., Any]) -> BoundRecipe:
+        """The program with the caller's function for its reduction, made for one call: what is kept has no function."""
+        return bind(_with(self.extents, op=function), self.view, self.comm_dtype, self.async_op)
 
     @functools.cached_property
     def may_be_view(self) -> bool:
         """Whether the result may be a view of the operand: nothing is sent, and nothing reduced but by the caller."""
         found = self.extents.recipe
-        if callable(found.op):
+        if found.kind == "reduce" and found.op not in REDUCTIONS:
             return True
         kept = {*found.result.atoms}
         return len(found.inputs) == 1 and not found.moves and kept.issuperset(found.inputs[0].atoms)
@@ -76,17 +82,17 @@ def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool
     """The program of a recipe at these extents, on the rank that its mesh is seen from."""
     found = extents.recipe
     if found.mesh.coordinate is None:
-        return BoundRecipe(extents, _nothing, view, comm_dtype)
+        return BoundRecipe(extents, _nothing, view, comm_dtype, async_op)
     last = _last(extents, view, comm_dtype, async_op)
     feeds = [_feed(extents, i, view, comm_dtype) for i in found.inputs]
     compute = local_computation(extents)
     if view == "local" and last is not None and is_extreme_across_ranks(found):
         whole = extreme(extents, compute, last, feeds[0] is None, comm_dtype)
-        return BoundRecipe(extents, _chained(feeds, whole, None), view, comm_dtype)
+        return BoundRecipe(extents, _chained(feeds, whole, None), view, comm_dtype, async_op)
     run = _chained(feeds, compute, last)
     if comm_dtype is not None and last is not None and _is_sum(found):
         run = _summed_as_sent(extents, feeds, view, comm_dtype, async_op, run)
-    return BoundRecipe(extents, run, view, comm_dtype)
+    return BoundRecipe(extents, run, view, comm_dtype, async_op)
 
 
 def _is_sum(found: Recipe) -> bool:
@@ -322,10 +328,15 @@ def _single(extents: Extents, term: Groups, goal: Groups, dtype: torch.dtype | N
     if not reduced:
         scaling = [] if extents.recipe.divisor == 1 else [lambda x: x / divisor]
         return _joined([*scaling, *_views(term, goal, local)]) or _same
+    if callable(extents.recipe.op):
+        kept, gone = [a for group in goal for a in group], [a for group in term for a in group if a not in want]
+        before = _joined(_views(term, _singles([*kept, *gone]), local))
+        function = functools.partial(by_function, extents.recipe.op, extents.recipe.text, len(kept))
+        return _joined([before, function, *_views(_singles(kept), goal, local)]) or _same
     letters = {atom: f"x{number}" for number, atom in enumerate(have)}
     grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
     sizes = {letters[a]: local[a] for a in local if a in grouped}
-    pattern = f"{_pattern(term, letters)} -> {_pattern(goal, letters)}"
+    pattern = f"{pattern_of(term, letters)} -> {pattern_of(goal, letters)}"
     return _reduction(extents, pattern, sizes, reduced, dtype)
 
 
@@ -467,7 +478,8 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _pattern(groups: Groups, letters: Mapping[str, str]) -> str:
+def pattern_of(groups: Sequence[Sequence[str]], letters: Mapping[str, str]) -> str:
+    """One side of einops' pattern: dims, which are groups of atoms, in letters."""
     texts = (" ".join(letters[atom] for atom in group) for group in groups)
     return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
 
@@ -489,8 +501,7 @@ def _reduction(
     count = math.prod(numbers[a] for a in atoms)
 
     def reduced_by(op: Op) -> Run:
-        # einops knows no mean of complex numbers.
-        how = torch.mean if op == "mean" else functools.partial(_by_function, op, found.text) if callable(op) else op
+        how = torch.mean if op == "mean" else op  # einops knows no mean of complex numbers
         how = how if dtype is None else functools.partial(_IN_DTYPE[op], dtype=dtype)
         return lambda x: einops.reduce(x, pattern, how, **sizes)
 
@@ -515,15 +526,16 @@ def _reduction(
     return lambda x: total(x) / divisor
 
 
-def _by_function(function: Callable[..., Any], text: str, x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """What a user's function makes of `x` without these dims; `ShardingError` for anything else."""
+def by_function(function: Callable[..., Any], text: str, first: int, x: Any) -> Any:
+    """What the caller's function makes of `x` over its dims from the `first` on; `ShardingError` if it keeps these."""
+    dims, wanted = tuple(range(first, len(x.shape))), list(x.shape[:first])
     found = function(x, dims)
-    wanted = [size for dim, size in enumerate(x.shape) if dim not in dims]
-    if not isinstance(found, torch.Tensor) or list(found.shape) != wanted:
-        what = f"a tensor of {list(found.shape)}" if isinstance(found, torch.Tensor) else shown(found)
+    shape = getattr(found, "shape", None)
+    if shape is None or list(shape) != wanted:
+        what = shown(found) if shape is None else f"a tensor of {list(shape)}"
         raise ShardingError(
             f"a function that reduces gives the tensor without the dims that it is handed: of {list(x.shape)} without "
-            f"dims {tuple(dims)} that is {wanted}; found {what}\nin  {text}"
+            f"dims {dims} that is {wanted}; found {what}\nin  {text}"
         )
     return found
 

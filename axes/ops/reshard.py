@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened, shown
 from axes.algebra.flow.reading import check_no_blocks, read
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
@@ -23,7 +23,7 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.redistribution import retargeted
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import written_sizes
+from axes.algebra.sizes import unknown_size, written_sizes
 from axes.algebra.transfer_ends import names_in_spec
 from axes.ops import local_view
 from axes.ops.global_view import Grad, check_options
@@ -153,7 +153,7 @@ def _many(
     for name, _ in sizes:
         if not any(name in own for own in names.values()):
             known = {each for own in names.values() for each in own}
-            raise SizeError(f"a size is given for {shortened(name)}, which isn't in the specs{suggestion(name, known)}")
+            raise unknown_size(name, 1, sorted(known), "the specs")
     given = {name: tuple([each for each in sizes if each[0] in own]) for name, own in names.items()}
     if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
         return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}

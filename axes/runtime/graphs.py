@@ -88,9 +88,6 @@ def number_of(*thing: Hashable) -> int:
     return held.by_graph()
 
 
-_READ = frozenset({str, tuple, int, Mesh, type(None)})
-
-
 def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
     """A function of texts, shapes and meshes, cached; to `torch.compile` what it gives is a constant."""
     cached = functools.lru_cache(maxsize=4096)(read)
@@ -98,11 +95,13 @@ def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
     @torch.compiler.assume_constant_result
     @functools.wraps(read)
     def reading(*texts: Hashable) -> Read:
-        if not _READ.issuperset(map(type, texts)):
+        try:
+            return cached(*texts)
+        except TypeError:  # what can't be in a cache
             for text in texts:
                 if not isinstance(text, str | tuple | int | Mesh | None):
                     checked_text(text)
-        return cached(*texts)
+            raise
 
     return reading
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError, shortened, shown
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.flow import Recipe, recipe, unmoved
 from axes.algebra.flow.blocks import Fused, has_blocks, leaves_of, read_blocks, sizes_of_blocks
@@ -31,7 +31,7 @@ from axes.algebra.plan import bytes_text, itemsize_of, plan, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_tensor_shape
+from axes.algebra.sizes import checked_tensor_shape, unknown_size
 from axes.algebra.specs import marked_sharding
 from axes.algebra.universe import Universe
 from axes.ops.extents import extents_of
@@ -783,9 +783,7 @@ def _check_used(tree: TensorExpression, sizes: Mapping[str, int]) -> None:
     names = {factor.name for factor in _factors(tree) if factor.name}
     for name in sizes:
         if name not in names:
-            raise SizeError(
-                f"a size is given for {shortened(name)}, which isn't in '{tree.text}'{suggestion(name, names)}"
-            )
+            raise unknown_size(name, 1, sorted(names), f"'{tree.text}'")
 
 
 def _result(region: Region, number: int, spec: Spec, dtype: str, sizes: Mapping[str, int]) -> dict[str, Any]:

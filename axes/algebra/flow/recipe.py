@@ -19,6 +19,7 @@ names in it.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,19 @@ from axes.algebra.sharding import Sharding
 Shape = tuple[int, ...]
 Groups = tuple[tuple[str, ...], ...]
 Op = str | Callable[..., Any]
+"""How atoms are reduced: a reduction by name, or a function of a tensor and its dims, which the caller has."""
+
+
+def name_of(op: Op) -> str:
+    """The name of a reduction. Caches know the caller's function by it, so that none keeps what the function captures.
+
+    >>> name_of("max"), name_of(max)
+    ('max', 'max()')
+    """
+    if isinstance(op, str):
+        return op
+    is_function = isinstance(op, types.FunctionType | types.BuiltinFunctionType)
+    return f"{op.__name__ if is_function else type(op).__name__}()"
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,8 @@ class Recipe:
     """What an operation does. Made by `axes.algebra.flow.recipe`; printable.
 
     mesh: where it happens. text: the expression.
-    op: how atoms that the result lacks are reduced; "sum" in an einsum.
+    op: how atoms that the result lacks are reduced; "sum" in an einsum. The caller's function is here while it is
+    called; a recipe that is kept has its name (`name_of`).
     sizes: the whole size of every atom.
     divisor: the local sum is divided by it: a mean's count (also in the gradient of a mean).
     multiplier: and multiplied by this: the ranks over which a mean is left pending as a mean.

@@ -22,7 +22,7 @@ from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.flow.carrier import carrier_of, check_axes
 from axes.algebra.flow.operands import Named, Operand, Operands, closed, group_text, place_of
 from axes.algebra.flow.reading import KINDS, Axes, Reading, is_name, read
-from axes.algebra.flow.recipe import Input, Op, Output, Recipe, Shape
+from axes.algebra.flow.recipe import Input, Output, Recipe, Shape
 from axes.algebra.flow.scaling import scaled, standing_for
 from axes.algebra.flow.states import Entry, is_even, land, pending_of, split
 from axes.algebra.grammar import place_text
@@ -40,7 +40,7 @@ _ACROSS = ("sum", "mean", "max", "min")
 def recipe(
     kind: str,
     text: str,
-    op: Op,
+    op: str,
     shardings: tuple[Sharding | None, ...],
     shapes: tuple[Shape, ...],
     mesh: Mesh,
@@ -59,11 +59,11 @@ def recipe(
       result     b s@cp h d  ->  b s h@cp d    [4, 16, 6, 2]
     """
     assert kind in KINDS
-    reading = read(kind, text, tuple(map(len, shapes)), _units(kind, text, shapes))
+    reading = read(kind, text, tuple(map(len, shapes)), units_of(kind, text, shapes))
     carrier = carrier_of(reading, mesh, shardings)
     actual = tuple([None if s is None else s.on(carrier).sized(n) for s, n in zip(shardings, shapes, strict=True)])
     standing, wholes = standing_for(reading, carrier, actual, shapes, dict(sizes))
-    if wholes and isinstance(op, str):
+    if wholes:
         # By the texts of specs too: two shardings are equal that call their dims otherwise.
         seen = carrier._view, carrier.rank, tuple([None if s is None else s.spec for s in actual])
         with contextlib.suppress(AxesError):
@@ -77,7 +77,7 @@ def recipe_at(
     shardings: tuple[Sharding | None, ...],
     shapes: tuple[Shape, ...],
     sizes: tuple[tuple[str, Any], ...],
-    op: Op,
+    op: str,
 ) -> Recipe:
     """The recipe for tensors of these shapes, found from the start; an error is about these."""
     check_axes(reading, carrier)
@@ -90,7 +90,7 @@ def _kept(reading: Reading, carrier: Mesh, seen: tuple[Any, ...], *rest: Any) ->
     return recipe_at(reading, carrier, *rest)
 
 
-def _units(kind: str, text: str, shapes: tuple[Shape, ...]) -> frozenset[tuple[int, int]]:
+def units_of(kind: str, text: str, shapes: Sequence[Shape]) -> frozenset[tuple[int, int]]:
     """The dims of size one, which `...` in an einsum broadcasts."""
     if kind != "einsum" or "..." not in text:
         return frozenset()
@@ -100,7 +100,7 @@ def _units(kind: str, text: str, shapes: tuple[Shape, ...]) -> frozenset[tuple[i
 class _Result:
     """What the expression makes of its operands: what is left pending, what the right side wants, and the recipe."""
 
-    def __init__(self, has: Operands, op: Op):
+    def __init__(self, has: Operands, op: str):
         self.has, self.op = has, op
         self.reading, self.mesh, self.digits = has.reading, has.mesh, has.digits
         self.states, self.sizes = has.states, has.sizes
@@ -135,9 +135,8 @@ class _Result:
         for atom in self._contracted():
             axes = [axis for axis in self.states[atom].axes if axis.size > 1]
             if axes and self.op not in _ACROSS:
-                name = self.op if isinstance(self.op, str) else getattr(self.op, "__name__", "a function")
                 raise ShardingError(
-                    f"'{name}' doesn't reduce across ranks, and {place_text(axes)} splits '{atom}'\n"
+                    f"'{self.op}' doesn't reduce across ranks, and {place_text(axes)} splits '{atom}'\n"
                     f"{self.has.lines()}\n"
                     f"in  {self.reading.text}\ngather it first: '{atom}@{place_text(axes)}' on the left of a rearrange"
                 )
@@ -151,9 +150,8 @@ class _Result:
         for op, axis in self.has.operands[0].pending:
             passes = (op in LINEAR and self.op in LINEAR) or (op == self.op)
             if not passes:
-                name = self.op if isinstance(self.op, str) else getattr(self.op, "__name__", "a function")
                 raise ShardingError(
-                    f"'{name}' doesn't pass a pending {op}\n{self.has.lines()}\n"
+                    f"'{self.op}' doesn't pass a pending {op}\n{self.has.lines()}\n"
                     f"in  {self.reading.text}\nresolve it first: '| {op}@{axis}' on the left of a rearrange"
                 )
 
@@ -168,7 +166,7 @@ class _Result:
             return inherited, [("sum", axis) for axis in axes]
         if self.op == "mean":
             return inherited, [(self._mean_as(axis), axis) for axis in axes]
-        return inherited, [(str(self.op), axis) for axis in axes]
+        return inherited, [(self.op, axis) for axis in axes]
 
     def _even(self) -> bool:
         return all(is_even(self.states[atom], self.sizes[atom]) for atom in self._contracted())
