@@ -59,6 +59,16 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         "tensor 0 among the arguments is a plain one; what goes into a region is a DTensor, made by axes.shard or "
         "axes.from_local. Inside a region tensors are shards already: there, call the function itself\n  in  shard_map",
     ),
+    "an axis twice": (
+        lambda mesh: axes.psum(plain(2), ("tp", "tp"), mesh=mesh),
+        MeshError,
+        "an axis stands once in a product; found 'tp' twice in ('tp', 'tp')",
+    ),
+    "several axes in one text": (
+        lambda mesh: axes.psum(plain(2), "dp tp", mesh=mesh),
+        MeshError,
+        "several axes are a tuple: write ('dp', 'tp') for 'dp tp'",
+    ),
     "no arrow": (
         lambda mesh: axes.rearrange(plain(2, 3), "a b"),
         ExpressionError,
@@ -529,8 +539,8 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], object], type[axes.AxesError], str]] 
         lambda mesh: axes.shard(plain(16, 8), "(h@tp k) d", h=2),
         ShardingError,
         "2 doesn't divide into 4 parts: h=2@tp is split inside a group:  (h=2@tp k) = 16    (dim of [16, 8] in "
-        "'(h=2@tp k) d')\nsplit the axis first, (tp) = kv=2 rep in the declaration of the mesh, and then h over kv "
-        "alone: ranks along rep have the same",
+        "'(h=2@tp k) d')\nsplit the axis first, in two steps: declare the mesh with \"(tp) = kv=2 rep\", and shard on "
+        "mesh['dp', 'kv', 'rep'], h over kv alone: ranks along rep have the same",
     ),
 }
 UNKNOWN_AXES: dict[str, Callable[[Mesh], object]] = {

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import axes
-from axes.algebra.errors import AxesError, ShardingError
+from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.logical import Rules, use_rules
 from axes.nn.annotations import annotate, annotated
 from axes.nn.constrain import constrain
@@ -373,6 +373,28 @@ def test_names_of_a_tied_tensor_may_say_the_same_in_other_words(capsys):
             assert "  8x8  " in capsys.readouterr().out.splitlines()[1]
     with pytest.raises(ShardingError, match="tied, has two specs"):
         shard_module(Model(), other, axes.Mesh("dp=2 tp=2"), rules, dry_run=True)
+
+
+def test_a_strict_rule_that_does_not_divide_names_the_parameter_its_dim_and_the_axes(capsys):
+    mesh, specs = axes.Mesh("dp=2 tp=4"), {"weight": "heads embed", "bias": "heads"}
+    table = [("heads", ("dp", "tp")), ("heads", "dp"), ("embed", None)]
+    strict, loose = Rules(table, strict=True), Rules(table)
+    assert strict != loose
+    assert repr(strict) == f"{repr(loose)[:-1]}, strict=True)"
+    assert eval(repr(strict), {"Rules": Rules}) == strict
+    shard_module(nn.Linear(4, 6), specs, mesh, loose, dry_run=True)
+    assert "heads@dp embed" in capsys.readouterr().out
+    with pytest.raises(SizeError) as caught:
+        shard_module(nn.Linear(4, 6), specs, mesh, strict, dry_run=True)
+    assert str(caught.value).startswith(
+        "weight [6, 4], 'heads embed': the rule heads=(dp tp) is strict: 6 doesn't divide into 8 parts\n  heads embed\n"
+        "  ^^^^^\nwrite a size that divides, other axes, or heads=None; rules that aren't strict leave it whole"
+    )
+    assert strict.spec("heads embed", mesh, (16, 4)) == loose.spec("heads embed", mesh, (16, 4))
+    assert strict.spec("heads embed", mesh) == "heads@(dp tp) embed"
+    assert "error" in strict.explain("heads embed", mesh, (6, 4))
+    with pytest.raises(ShardingError, match="strict is True or False; found 'yes'"):
+        Rules(table, strict="yes")
 
 
 def test_each_mistake_gets_one_clear_message_and_changes_nothing(world):

@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from axes.algebra import ambient
-from axes.algebra.errors import MeshError, ShardingError, pointed, shortened, shown, suggestion
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
 from axes.algebra.grammar import Dim, Place, Spec, checked_spec, parse_spec, place_text, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sizes import Product, checked_tensor_shape, given_sizes, solve, tuple_of, written_sizes
+from axes.algebra.sizes import Product, checked_flag, checked_tensor_shape, given_sizes, solve, tuple_of, written_sizes
 
 Axes: TypeAlias = str | Sequence[str] | None
 """Where a rule puts a dim: an axis, several axes, major first, or None for a dim that stays whole."""
@@ -76,17 +76,23 @@ class Rules:
     several rules (in a list of pairs). None says that a dim stays whole; a name without a rule is an error, unless
     the table ends with `...` = None.
 
+    With `strict` a rule whose axes don't divide the dim is a `SizeError` instead of being passed over, also where a
+    later rule of the name would apply. An axis that another dim uses is passed over all the same.
+
     Raises `ShardingError` for what isn't such a table.
 
     >>> Rules([("mlp", "tp"), ("embed", ("dp", "tp")), ("embed", "dp"), ("...", None)])
     Rules([('mlp', 'tp'), ('embed', ('dp', 'tp')), ('embed', 'dp'), ('...', None)])
     """
 
-    def __init__(self, table: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = (), /, **more: Axes):
+    def __init__(
+        self, table: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = (), /, *, strict: bool = False, **more: Axes
+    ):
         pairs = tuple_of(table.items() if isinstance(table, Mapping) else table)
         if pairs is None:
             raise ShardingError(f"rules are a mapping from logical names to axes, or pairs; found {shown(table)}")
         self.rules = tuple([_rule(pair) for pair in (*pairs, *more.items())])
+        self.strict = checked_flag("strict", strict)
 
     def spec(
         self,
@@ -100,12 +106,18 @@ class Rules:
         """The spec on a mesh (the ambient one by default) of a tensor whose dims have these logical names.
 
         A dim with an `@` keeps what it says. Without a `shape`, and the sizes of the names in groups, every dim counts
-        as divisible. Raises `ShardingError` for a name without a rule and `MeshError` for an axis that the mesh
-        doesn't have.
+        as divisible. Raises `ShardingError` for a name without a rule, `MeshError` for an axis that the mesh doesn't
+        have, and of strict rules `SizeError` for a dim that doesn't divide.
         """
         where, tree = required_mesh(mesh, "Rules.spec"), parse_spec(spec)
         found = _choices(self, spec, where, _shape(shape), written_sizes(keywords, sizes))
         wrong = next((each for each in found if each.error), None)
+        if wrong is not None and wrong.name in self.names:
+            factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
+            raise SizeError(
+                f"{wrong.error}\n{pointed(spec, *factor.span)}\n"
+                f"write a size that divides, other axes, or {wrong.name}=None; rules that aren't strict leave it whole"
+            )
         if wrong is not None:
             factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
             raise ShardingError(
@@ -140,14 +152,16 @@ class Rules:
         return tuple(dict.fromkeys(rule.name for rule in self.rules))
 
     def __eq__(self, other: object) -> bool:
-        return self.rules == other.rules if isinstance(other, Rules) else NotImplemented
+        if not isinstance(other, Rules):
+            return NotImplemented
+        return (self.rules, self.strict) == (other.rules, other.strict)
 
     def __hash__(self) -> int:
-        return hash(self.rules)
+        return hash((self.rules, self.strict))
 
     def __repr__(self) -> str:
         pairs = [(r.name, None if not r.axes else r.axes[0] if len(r.axes) == 1 else r.axes) for r in self.rules]
-        return f"Rules({pairs!r})"
+        return f"Rules({pairs!r}{', strict=True' if self.strict else ''})"
 
 
 def _rule(pair: object) -> Rule:
@@ -188,6 +202,7 @@ def _choices(
     used = [(name, mesh.layout(name)) for name in _placed_axes(tree)]
     chosen: dict[str, Rule] = {}
     passed: dict[str, list[str]] = {str(name): [] for name in logical}
+    errors: dict[str, str] = {}
     for rule in rules.rules:
         _check_axes(rule, mesh)
         for name in passed:
@@ -196,13 +211,15 @@ def _choices(
             why = _passes_over(rule, mesh, used, extents.get(name))
             if why:
                 passed[name].append(f"{rule}: {why}")
+                if rules.strict and why.endswith(" parts"):
+                    errors.setdefault(name, f"the rule {rule} is strict: {why}")
             else:
                 chosen[name] = rule
                 used += [(axis, mesh.layout(axis)) for axis in rule.axes]
     known, rest = set(rules.names), EVERYTHING in rules.names
     found = []
     for name, reasons in passed.items():
-        error = ""
+        error = errors.get(name, "")
         if name not in known and not rest:
             there = f"; rules: {', '.join(rules.names) or 'none'}"
             error = f"no rule is about {shortened(name)}{suggestion(name, known) or there}"

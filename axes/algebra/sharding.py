@@ -491,19 +491,20 @@ def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape
             if size % count:
                 raise ShardingError(
                     f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled()}"
-                    f"{_fewer(factor, size)}"
+                    f"{_fewer(sharding.mesh, factor, size)}"
                 )
     return sizes
 
 
-def _fewer(factor: ShardedFactor, size: int) -> str:
+def _fewer(mesh: Mesh, factor: ShardedFactor, size: int) -> str:
     """What to write where an axis has more ranks than a factor has parts."""
     if len(factor.axes) != 1 or factor.pieces % size or size == 1:
         return ""
-    axis = factor.axes[0]
+    axis = str(factor.axes[0])
+    parts = [part for name in mesh.axis_names for part in (("kv", "rep") if name == axis else (name,))]
     return (
-        f"\nsplit the axis first, ({axis}) = kv={size} rep in the declaration of the mesh, and then "
-        f"{factor.name or 'the factor'} over kv alone: ranks along rep have the same"
+        f'\nsplit the axis first, in two steps: declare the mesh with "({axis}) = kv={size} rep", and shard on '
+        f"mesh{parts}, {factor.name or 'the factor'} over kv alone: ranks along rep have the same"
     )
 
 

@@ -189,7 +189,8 @@ class _Trial:
         return ShardingError(
             f"axes.nn.local_optimizer: {self.optimizer.__name__} doesn't step each element by its own history: "
             f"{reason} (in {str(self.dtype).removeprefix('torch.')}). Steps on shards would differ from one device; "
-            "use the optimizer itself on DTensors, or on whole tensors"
+            "use the optimizer itself on whole tensors, or on DTensors where torch has all that it does: in 2.13 that "
+            "isn't so of Adafactor"
         )
 
 

@@ -146,8 +146,14 @@ def check_axis(mesh: Mesh, axis: AxisName) -> None:
 def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
     """The layout of an axis or of a product of axes, and what to call it."""
     if isinstance(axis, str):
+        names = tuple(axis.split())
+        if len(names) > 1 and {*names} <= {*mesh.namespace}:
+            raise MeshError(f"several axes are a tuple: write {names} for {axis!r}")
         return mesh.layout(axis), axis
     name = " ".join(axis)
+    twice = next((each for at, each in enumerate(axis) if each in axis[:at]), None)
+    if twice is not None:
+        raise MeshError(f"an axis stands once in a product; found '{twice}' twice in {axis}")
     layouts = [mesh.layout(each) for each in axis]
     try:
         return Layout.product(*layouts), name

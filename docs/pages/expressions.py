@@ -268,6 +268,10 @@ of `tp` holds a summand. Without `@` and `|`, `axes.rearrange`, `reduce`, `repea
 DTensors (the *global view*: one tensor, wherever it lies) or plain tensors that hold this rank's shard (the *local
 view*), and the expression means the same.
 
+One text is read the same everywhere. A name is what Python calls an identifier (`h`, `_h`, `β`, but not `_` alone,
+and written as Python normalizes it); white space is what Python calls so, tabs and line breaks included. einops
+itself is stricter: it refuses `_h`, `h_` and tabs. Without an `@` it still does the work, and the text is read before.
+
 ## Four rules
 
 **1. What you annotate is explicit, what you don't flows.** A name that carries an `@` anywhere is explicit
