@@ -42,6 +42,11 @@ RIGHT = {
     "parallelize_module with the sequence split": ("tp=2", programs.torch_sequence_parallel, ()),
     "data parallelism by hand": ("dp=2", programs.data_parallel, ()),
     "two stages": ("pp=2", programs.stages, ()),
+    **{
+        f"dropout inside of {kind}": ("dp=2", by_hand(programs.dropping, kind=kind), ())
+        for kind in programs.DROPPING
+        if kind != "dropout by hand"
+    },
     "DTensors, one of them pending": ("dp=2 tp=2", programs.dtensors, ()),
     "sizes that don't divide": ("dp=2 tp=2", programs.uneven, ()),
     "a module that torch.compile has wrapped": ("dp=2", programs.compiled, ()),
@@ -73,11 +78,33 @@ RIGHT = {
 }
 
 
+SUMS = "whether gradients are summed over ranks, since the program runs no backward"
+NONE = "gradients, since the program leaves none and backward can't start from what it returns"
+MISSED = {
+    "a pending DTensor, in which each summand has its part of the bias": SUMS,
+    "without a loss": SUMS,
+    "a loss whose graph is gone": NONE,
+    "outputs of its own rows, without backward": SUMS,
+    "outputs of its own rows of FSDP2, without backward": SUMS,
+}
+"""Of right programs whose gradients nobody can judge what isn't compared."""
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_alarm_on_a_right_program(name):
     mesh, fn, inputs = RIGHT[name]
     result = axes.verify(fn, *inputs, mesh=mesh, timeout=60)
-    assert result.ok, result
+    assert (result.differences, result.missed) == ((), (MISSED[name],) if name in MISSED else ()), result
+    assert result.ok is (None if name in MISSED else True)
+
+
+def test_dropout_by_hand_is_said_to_make_programs_that_cant_be_compared():
+    result = axes.verify(by_hand(programs.dropping, kind="dropout by hand"), mesh="dp=2", timeout=60)
+    assert str(result).splitlines()[1] == (
+        "  rand_like in 1 (Noise): random numbers, which axes.verify can't turn off as it does dropout; where another "
+        "mesh draws others, what follows can't be compared. Turn them off, as by module.eval()"
+    )
+    assert result.differences[1].name == "1 (Noise)"
 
 
 def test_no_alarm_on_a_gradient_that_is_zero_but_for_rounding():
@@ -340,9 +367,23 @@ def test_a_module_of_a_narrow_dtype_is_judged_in_double_precision(dtype):
 def test_what_isnt_compared_is_said(kind, text):
     x = torch.linspace(-1, 2, 48).view(6, 8).requires_grad_(kind == "input")
     result = axes.verify(by_hand(programs.unseen, kind=kind), x, mesh="dp=2", timeout=60)
-    assert result.ok, result
+    assert result.ok is None
+    assert not result
     assert result.missed == (text,)
-    assert str(result).endswith(f"\n  not compared: {text}")
+    assert str(result).startswith(f"the same but for {text}, on 'dp=2': ")
+    assert repr(result) == f"<Verification on 'dp=2': the same but for {text}>"
+
+
+def test_a_module_whose_gradients_nobody_can_judge_is_not_ok():
+    result = axes.verify(programs.Unrecorded(), TOKENS, mesh="dp=2", specs={"*": "..."})
+    assert (result.differences, result.missed, result.ok) == ((), (NONE,), None)
+
+
+def test_what_isnt_compared_is_said_beside_what_differs():
+    x = torch.linspace(-1, 2, 48).view(6, 8).requires_grad_()
+    result = axes.verify(by_hand(programs.unseen, kind="input", wrong=True), x, mesh="dp=2", timeout=60)
+    assert result.ok is False
+    assert str(result).endswith("\n  not compared: the gradient of inputs[0]")
 
 
 def test_a_padding_token_that_is_counted_is_found_and_named():

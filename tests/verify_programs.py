@@ -191,6 +191,70 @@ REGION_SPECS = {
 }
 
 
+class Recurrent(nn.Module):
+    """Layers of torch that drop inside; of a packed sequence where it is `packed`."""
+
+    def __init__(self, kind, packed=False, **options):
+        super().__init__()
+        self.layers = getattr(nn, kind)(8, 8, 2, dropout=0.3, batch_first=True, **options)
+        self.head, self.packed = nn.Linear(8, 8), packed
+
+    def forward(self, x):
+        if not self.packed:
+            return self.head(self.layers(x)[0])
+        found, _ = self.layers(nn.utils.rnn.pack_padded_sequence(x, [x.shape[1]] * len(x), batch_first=True))
+        return self.head(nn.utils.rnn.pad_packed_sequence(found, batch_first=True)[0])
+
+
+class Attention(nn.Module):
+    """torch's attention, which drops inside."""
+
+    def __init__(self, need_weights):
+        super().__init__()
+        self.attention, self.need_weights = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True), need_weights
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+class Noise(nn.Module):
+    """Dropout by hand."""
+
+    def forward(self, x):
+        return x * (torch.rand_like(x) > 0.3) / 0.7
+
+
+DROPPING = {
+    "attention": lambda: Attention(need_weights=True),
+    "fused attention": lambda: Attention(need_weights=False),
+    "a transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True), 2),
+    "LSTM": lambda: Recurrent("LSTM"),
+    "LSTM of a packed sequence": lambda: Recurrent("LSTM", packed=True),
+    "GRU": lambda: Recurrent("GRU"),
+    "RNN": lambda: Recurrent("RNN", nonlinearity="relu"),
+    "dropout by hand": lambda: nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8)),
+}
+
+
+def dropping(mesh, kind):
+    """A model with dropout where torch's functions don't see each other, rows of its input over dp."""
+    model = DROPPING[kind]()
+    x = torch.linspace(-1, 2, 96).view(4, 3, 8).sin()
+    loss = model(x.chunk(mesh.size)[mesh.rank]).square().mean()
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = axes.pmean(parameter.grad, "dp", mesh=mesh)
+    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
+
+
+class Unrecorded(Feed):
+    """A model whose output has no gradients."""
+
+    @torch.no_grad()
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
 def region(checkpointed=False, expression="b@dp s@tp -> b@dp s@tp v"):
     torch.manual_seed(5)
     return axes.shard_map(Model(parallel=True, checkpointed=checkpointed), expression)
@@ -596,10 +660,10 @@ class Method(nn.Module):
         return (self.linear(x) * self.scale).square().mean()
 
 
-def unseen(x, mesh, kind):
-    """Right programs of which something can't be compared."""
+def unseen(x, mesh, kind, wrong=False):
+    """Programs of which something can't be compared, right but where they are made `wrong`."""
     if kind == "method":
         return Method().loss(x)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
-    loss = second(first(x)).square().mean()
+    loss = second(first(x)).square().mean() * (mesh.size if wrong else 1)
     return loss, nn.Sequential(first, second) if kind == "input" else first

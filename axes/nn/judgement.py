@@ -42,9 +42,9 @@ class Mismatch:
     """One tensor that isn't the one device's.
 
     name: of the parameter, module or output. what: "module", "gradient", "every gradient", "output", "value",
-    "stepped" (a value that began right) or "order". text: what the tensor is instead. axes, factor: over which mesh
-    axes, and how many times the right one, where that is known. error: the largest difference, relative to the largest
-    value. kind: of the relation, in a word.
+    "stepped" (a value that began right), "order" or "random" (numbers drawn before what differs). text: what the tensor
+    is instead. axes, factor: over which mesh axes, and how many times the right one, where that is known. error: the
+    largest difference, relative to the largest value. kind: of the relation, in a word.
     """
 
     name: str
@@ -130,7 +130,8 @@ def judged(
     values, stepped = ([each for each in wrong if each.what == what] for what in ("value", "stepped"))
     outputs = list(world.outputs())
     gradients = list(world.gradients(cuts, {each.name for each in values}))
-    modules = [each for _, each in world.first_wrong_module()] if outputs and not values else []
+    wrong_modules = list(world.first_wrong_module()) if outputs and not values else []
+    modules = [each for place, module in wrong_modules for each in (*world.drawn(place), module)]
     known = [each for each in gradients if each.kind not in _UNKNOWN]
     unknown = [each for each in gradients if each.kind in _UNKNOWN]
     causes = [each for each in outputs if each.kind not in (*_MULTIPLES, "shape")]  # which make gradients wrong
@@ -323,6 +324,16 @@ class _World:
                 title = f"{name or 'the model'} ({self.one.kinds.get(_module(name), 'module')})"
                 yield place, _difference(title, "module", found)
             return
+
+    def drawn(self, place: int) -> Iterator[Mismatch]:
+        """The random numbers that are drawn last before a wrong output, if there are any."""
+        before = [at for at in self.one.drawn if at <= place]
+        if before:
+            text = (
+                "random numbers, which axes.verify can't turn off as it does dropout; where another mesh draws others, "
+            )
+            text += "what follows can't be compared. Turn them off, as by module.eval()"
+            yield Mismatch(self.one.drawn[max(before)], "random", text, kind="random")
 
     def _added(self, name: str, before: Sequence[tuple[str, Finding]]) -> dict[str, torch.Tensor]:
         """What could have been added to a module's output: its parameters, and what was pending before."""

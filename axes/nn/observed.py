@@ -82,9 +82,10 @@ class Observed:
 
     dropped: the modules' outputs with dropout, where there is any. ties: names of one parameter. kinds: classes of
     modules. trials: the runs with other values. begun: parameters where the model is first called. narrow: a dtype
-    narrower than double precision in which something was computed. started: whether backward was started here from
-    outputs that are no scalars. missed: what can't be compared, in words. noise: how far rounding moves a tensor, under
-    its kind ("outputs", "values", "gradients" or "modules") and name, where that was measured.
+    narrower than double precision in which something was computed. drawn: by the place among `modules` of the output
+    that is done next which random numbers a module draws, other than those of dropout. started: whether backward was
+    started here from outputs that are no scalars. missed: what can't be compared, in words. noise: how far rounding
+    moves a tensor, under its kind ("outputs", "values", "gradients" or "modules") and name, where that was measured.
     """
 
     outputs: dict[str, Piece] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class Observed:
     trials: list[Observed] = field(default_factory=list)
     begun: dict[str, Piece] = field(default_factory=dict)
     narrow: torch.dtype | None = None
+    drawn: dict[int, str] = field(default_factory=dict)
     started: bool = False
     missed: tuple[str, ...] = ()
     noise: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -124,7 +126,7 @@ def observe(job: Job) -> Observed:
 
 def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Tensor] | None = None) -> Observed:
     torch.manual_seed(SEED)
-    watch = _Watch(mesh, values or {})
+    watch = dropout.watch = _Watch(mesh, values or {})
     uses = _Uses(watch) if job.uses else contextlib.nullcontext()
     rounding = _Rounding(job.moved) if job.moved else contextlib.nullcontext()
     module: torch.nn.Module | None = None
@@ -150,12 +152,12 @@ def _run(job: Job, mesh: Mesh, dropout: _Dropout, values: Mapping[str, torch.Ten
             started = _backward(outputs, roots, job.weighted)
     seen = Observed(outputs={name: piece_of(x, mesh) for name, x in outputs.items()}, started=started)
     _note_parameters(seen, roots, mesh)
-    if not isinstance(job.program, torch.nn.Module):
-        seen.missed = tuple(_missed(seen, outputs, inputs, roots, watch.roots))
+    seen.missed = tuple(_missed(job, seen, outputs, inputs, roots, watch.roots))
     for name, leaf in leaves.items():
         seen.values[name] = piece_of(leaf, mesh)
         seen.gradients[name] = None if leaf.grad is None else piece_of(leaf.grad, mesh)
     seen.modules, seen.begun, seen.narrow = watch.named(roots), watch.begun(roots), dropout.narrow
+    seen.drawn = watch.drawn(roots)
     if isinstance(uses, _Uses):
         seen.uses = uses.gradients(roots)
     seen.kinds = {name: type(each).__name__ for name, each in _modules(roots)}
@@ -286,14 +288,19 @@ def _slopes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _missed(
+    job: Job,
     seen: Observed,
     outputs: Mapping[str, torch.Tensor],
     inputs: Any,
     roots: Mapping[str, torch.nn.Module],
     called: Sequence[torch.nn.Module],
 ) -> Iterator[str]:
-    """What of a function can't be compared."""
+    """What of a program can't be compared."""
     parameters = [x for root in roots.values() for x in root.parameters()]
+    if any(x.requires_grad for x in parameters) and not any(x.grad is not None for x in parameters):
+        yield "gradients, since the program leaves none and backward can't start from what it returns"
+    if isinstance(job.program, torch.nn.Module):
+        return
     known = {id(x) for x in parameters}
     given = {id(x): name for name, x in named_tensors(inputs, "inputs") if x.requires_grad}
     if seen.started and any(x.grad is not None for x in parameters):
@@ -308,8 +315,6 @@ def _missed(
     leaves = sum(id(x) not in known and id(x) not in given for x in _leaves_of(outputs.values()))
     if leaves:
         yield f"the gradients of what belongs to no module that is called or returned (tensors: {leaves})"
-    if any(x.requires_grad for x in parameters) and not any(x.grad is not None for x in parameters):
-        yield "gradients, since the program leaves none and backward can't start from what it returns"
 
 
 def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -435,6 +440,7 @@ class _Watch:
         self.mesh, self._values = mesh, values
         self.running: list[torch.nn.Module] = []
         self.roots: list[torch.nn.Module] = []
+        self._draws: list[tuple[int, torch.nn.Module, str]] = []
         self._notes: list[tuple[torch.nn.Module, str, Piece]] = []
         self._handles: dict[int, Any] = {}
         self._begun: dict[int, Piece] = {}
@@ -479,6 +485,19 @@ class _Watch:
                 if is_rounded(x) and not x.is_nested:
                     self._notes.append((module, name, piece_of(x, self.mesh)))
 
+    def note_draw(self, func: Any) -> None:
+        """Note that a function draws random numbers in the module that runs."""
+        self._draws.append((len(self._notes), self.running[-1], getattr(func, "__name__", "a function")))
+
+    def drawn(self, roots: Mapping[str, torch.nn.Module]) -> dict[int, str]:
+        """By the place of the output that is done next which random numbers are drawn before it, in words."""
+        names = {id(module): name for name, module in reversed(list(_modules(roots)))}
+        known = [id(module) in names for module, *_ in self._notes]
+        return {
+            sum(known[:place]): f"{name} in {names.get(id(module)) or 'the model'} ({type(module).__name__})"
+            for place, module, name in self._draws
+        }
+
     def named_roots(self) -> dict[str, torch.nn.Module]:
         """The modules that no other called: one has no name, several are named by their classes."""
         inner = {id(x) for root in self.roots for x in root.modules() if x is not root}
@@ -509,49 +528,62 @@ class _Watch:
         return found
 
 
-_DROPOUTS: tuple[Callable[..., Any], ...] = (
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-)
+_DROPOUTS: dict[Any, tuple[str, int, float]] = {
+    **dict.fromkeys(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
+        ("p", 1, 0.5),
+    ),
+    F.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
+    F.multi_head_attention_forward: ("dropout_p", 10, 0.0),
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), ("dropout", 5, 0.0)),
+}
+"""Functions that drop elements: the name of the probability, its place among the arguments, and its default.
+
+What torch calls inside of its own functions isn't seen, so that one which drops inside stands here itself.
+"""
 
 
 class _Dropout(TorchFunctionMode):
     """Lets dropout pass its input where it is off; `met` tells whether anything would have been dropped.
 
-    narrow: the narrowest dtype of what was computed, where that is narrower than double precision.
+    narrow: the narrowest dtype of what was computed, where that is narrower than double precision. watch: whom to tell
+    of functions that draw random numbers in a module all the same.
     """
 
     def __init__(self, off: bool):
         super().__init__()
         self.off, self.met = off, False
         self.narrow: torch.dtype | None = None
+        self.watch: _Watch | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            if p and training:
-                self.met = True
-                if self.off:
-                    return args[0] if args else kwargs["input"]
-        elif func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or any(args[4:5])):
-            self.met = True
-            if self.off:
-                kwargs.pop("dropout_p", None)
-                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            args, kwargs = self._dropping(func, args, kwargs)
+        watched = not torch.compiler.is_compiling() and self.watch is not None and self.watch.running
+        before = torch.default_generator.get_state() if watched else None
         found = func(*args, **kwargs)
+        # What axes draws, as a seed of its dropout, is integers and the same on every mesh.
+        if before is not None and func is not torch.randint and not before.equal(torch.default_generator.get_state()):
+            self.watch.note_draw(func)  # type: ignore[union-attr]
         if isinstance(found, torch.Tensor) and is_rounded(found):
             dtype = _REAL.get(found.dtype, found.dtype)
             narrower = dtype.itemsize < (8 if self.narrow is None else self.narrow.itemsize)
             if narrower and not _is_exact(found, (args, kwargs)):
                 self.narrow = dtype
         return found
+
+    def _dropping(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a function that drops elements: with probability 0 where dropout is off."""
+        name, place, default = _DROPOUTS[func]
+        if name == "dropout" and not isinstance(args[3], bool):  # of a packed sequence, which has its sizes before it
+            place += 1
+        self.met = self.met or bool(args[place] if len(args) > place else kwargs.get(name, default))
+        if not self.off:
+            return args, kwargs
+        if len(args) > place:
+            return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+        return args, kwargs | {name: 0.0}
 
 
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}

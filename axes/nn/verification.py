@@ -53,10 +53,10 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Verification:
-    """What `axes.verify` found; true where the parallel program is the same function.
+    """What `axes.verify` found; true where everything was compared and the parallel program is the same function.
 
     `differences`: what to look at first comes first. `meshes`: those on which the program ran. `compared`: how many
-    tensors were compared. `missed`: what couldn't be compared, in words.
+    tensors were compared. `missed`: what wasn't compared, in words, such as gradients that nobody can judge.
     """
 
     differences: tuple[Mismatch, ...]
@@ -65,23 +65,23 @@ class Verification:
     missed: tuple[str, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
+    def ok(self) -> bool | None:
+        """False where something differs, True where nothing does; None where nothing does and something is missed."""
+        return False if self.differences else None if self.missed else True
 
     def __bool__(self) -> bool:
-        """Whether nothing differs."""
-        return self.ok
+        """Whether nothing differs and everything was compared."""
+        return self.ok is True
 
     def __str__(self) -> str:
         """A line on the whole, and one for each difference."""
         on = words([f"'{mesh}'" for mesh in self.meshes])
-        missed = [f"  not compared: {each}" for each in self.missed]
-        if self.ok:
-            return "\n".join([f"the same function on {on}: {self.compared} outputs and gradients", *missed])
+        if not self.differences:
+            same = f"the same but for {words(self.missed)}," if self.missed else "the same function"
+            return f"{same} on {on}: {self.compared} outputs and gradients"
         lines = [f"not the same function on {on}: {len(self.differences)} differences, the first to look at first"]
         follow = [each for each in self.differences if each.what == "gradient" and each.kind in ("none", "differs")]
-        if self.differences[0].what not in ("module", "order", "value"):
+        if self.differences[0].what not in ("module", "order", "value", "random"):
             follow = []  # nothing that they could follow from
         shown = [each for each in self.differences if each not in follow]
         lines += [f"  {difference}" for difference in shown[:SHOWN]]
@@ -90,10 +90,12 @@ class Verification:
         if follow:
             names = ", ".join(each.name for each in follow[:3]) + (", ..." if len(follow) > 3 else "")
             lines.append(f"  and {len(follow)} gradients, which a wrong forward makes wrong: {names}")
-        return "\n".join([*lines, *missed])
+        return "\n".join([*lines, *(f"  not compared: {each}" for each in self.missed)])
 
     def __repr__(self) -> str:
-        state = "ok" if self.ok else f"{len(self.differences)} differences, first: {self.differences[0]}"
+        state = f"the same but for {words(self.missed)}" if self.missed else "ok"
+        if self.differences:
+            state = f"{len(self.differences)} differences, first: {self.differences[0]}"
         return f"<Verification on {words(map(repr, self.meshes))}: {state}>"
 
 
@@ -122,9 +124,9 @@ def verify(
     - A function is called with the inputs on every rank. The small mesh is the ambient one, and the argument `mesh` of
       a function that has one. It may use whatever it likes: `parallelize_module`, `fully_shard`, hooks, collectives. It
       returns outputs, a tensor or a tree of tensors and numbers, or `(outputs, module)`. Where it leaves no gradients,
-      backward is run from the scalars that need it, or where there are none, from all outputs; what only returns
-      outputs and isn't to be trained does so under `torch.no_grad()`. One device runs the same function on a mesh whose
-      axes have size one.
+      backward is run from the scalars that need it, or where there are none, from all outputs; a program that isn't to
+      be trained says so by `module.requires_grad_(False)`. One device runs the same function on a mesh whose axes have
+      size one.
 
     `mesh`: a mesh, or its declaration (`"dp=8 tp=4"`), by default the ambient one; nothing has to be running. Its
     axes are shrunk to size 2, or 3 where 2 doesn't divide; axes of size 1 stay. Where more than 8 ranks would be
@@ -141,8 +143,9 @@ def verify(
     what is zero but for their rounding counts as different. Where that run raises, nothing is allowed but `rtol`, and
     the result says so. With an `atol` of yours there is no such run.
 
-    Each rank seeds torch alike before the program starts. Dropout is off while values are compared; where there is any,
-    a second run tells whether ranks that should drop the same elements do.
+    Each rank seeds torch alike before the program starts. torch's dropout is off while values are compared, that inside
+    of its attention and recurrent layers too; where there is any, a second run tells whether ranks that should drop the
+    same elements do. Where outputs differ behind other random numbers that a module draws, the result says so first.
 
     DTensors say how they lie. For plain tensors whatever their shapes allow is tried: replicated, split along
     a dim by any axes; a plain scalar may also be a rank's own share of a loss or of a count. Only a
@@ -151,7 +154,8 @@ def verify(
     Where a program of double precision computes a part in float32 by itself, as the norms of Llama do, 1e-5 may differ.
     One that does so where it can't be seen, like `fully_shard` with a `MixedPrecisionPolicy`, needs an `rtol`. Buffers
     aren't compared, and of plain outputs neither the order of their rows. What else of a function can't be, as the
-    parameters of a module that it doesn't return, the result says.
+    parameters of a module that it doesn't return, is on the first line of the result, "the same but for ...", whose
+    `ok` is None then: it isn't true.
 
     Raises `AxesError` for arguments that can't be checked, before a process starts, and what the program raises on a
     rank.
