@@ -44,8 +44,10 @@ SPECS = {
 TOKENS_TO_LOGITS = "b@dp s -> b@dp t v@tp"
 
 
-def on_mesh(model: LlamaForCausalLM, mesh: axes.Mesh, expression: str = TOKENS_TO_LOGITS) -> LlamaForCausalLM:
-    """The model itself, sharded in place, a region of this expression."""
+def on_mesh(
+    model: LlamaForCausalLM, mesh: axes.Mesh, expression: str = TOKENS_TO_LOGITS, **specs: str
+) -> LlamaForCausalLM:
+    """The model itself, sharded in place, a region of this expression. `specs` of arguments that may be absent."""
     config = model.config
     h, g = config.num_attention_heads, config.num_key_value_heads
     rows = model.get_input_embeddings()
@@ -55,7 +57,7 @@ def on_mesh(model: LlamaForCausalLM, mesh: axes.Mesh, expression: str = TOKENS_T
         layer.self_attn.num_key_value_groups = (h // mesh.names["tp"]) // (g // mesh.names["kv"])
         for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
             product.register_forward_hook(lambda module, _, y: axes.psum(y, "tp"))
-    return axes.shard_map(model, expression, mesh)
+    return axes.shard_map(model, expression, mesh, **specs)
 
 
 def mesh_of(options: Options) -> axes.Mesh:

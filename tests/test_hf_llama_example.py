@@ -49,13 +49,10 @@ def generated() -> list[list[str]]:
     mask = (torch.arange(8) >= torch.tensor([[0], [3], [0], [5]])).long()
     rows = mesh.sharding("b@dp s").local_indices((4, 8))
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    for inputs, expression in (
-        ({}, "b@dp s, b@dp s -> b@dp t v"),
-        ({"attention_mask": mask[rows]}, "b@dp s, b@dp s, b@dp c -> b@dp t v"),
-    ):
-        many = copy.deepcopy(one)
-        many.lm_head.register_forward_hook(lambda module, _, y: axes.all_gather(y, "tp", dim=-1))
-        hf_llama.on_mesh(many, mesh, expression)
+    many = copy.deepcopy(one)
+    many.lm_head.register_forward_hook(lambda module, _, y: axes.all_gather(y, "tp", dim=-1))
+    hf_llama.on_mesh(many, mesh, "b@dp s -> b@dp t v", attention_mask="b@dp c", position_ids="b@dp s")
+    for inputs in ({}, {"attention_mask": mask[rows]}):
         wanted = one.generate(prompt[rows], **inputs, **settings)
         found = many.generate(prompt[rows], **inputs, **settings)
         if wanted.shape[1] <= 8 or not torch.equal(found, wanted):

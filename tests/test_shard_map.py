@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -219,6 +220,125 @@ def without_tensors() -> None:
 
 def test_regions_without_tensors_make_them_and_without_results_return_nothing(pool):
     pool.run(without_tensors)
+
+
+# specs by name
+
+
+def masked(x, w, v, mask=None, *, scale=None, states=0, loss=False):
+    """A product over split names, with what may be absent: a mask, a scale, states, a loss."""
+    total = psum if ambient_mesh() is not None else lambda y, axis: y
+    x = x if mask is None else x * mask[..., None]
+    x = x if scale is None else x * scale
+    y = total(x @ w @ v, "tp")
+    found = {"states": (x,) * states, "y": y}
+    return {"loss": total(y.square().sum(), "dp"), **found} if loss else found
+
+
+class Masked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = torch.nn.Parameter(numbers(4, 6, seed=3)), torch.nn.Parameter(numbers(6, 4, seed=4))
+
+    def forward(self, x, mask=None, *, scale=None, states=0, loss=False):
+        return masked(x, self.w, self.v, mask, scale=scale, states=states, loss=loss)
+
+
+NAMED = {"mask": "b@dp s", "scale": "", "results": {"y": "b s d", "states": "b s d", "loss": ""}}
+GIVEN = {"b@dp s d": numbers(4, 3, 4), "b@dp s": numbers(4, 3, seed=1), "": numbers(1, seed=2)[0]}
+
+
+def calls(function, model: Masked, x, mask, scale) -> list[dict[str, torch.Tensor]]:
+    """What calls return whose tensors are absent, passed by position or by keyword; and the gradients of the weights."""
+    found = []
+    for args, kwargs in (
+        ((x,), {}),
+        ((x, mask), {"states": 2}),
+        ((), {"scale": scale, "mask": mask, "loss": True, "x": x}),
+        ((x, None), {"scale": 0.5}),
+        ((x,), {"mask": None, "loss": True}),
+    ):
+        result = function(*args, **kwargs)
+        y = axes.unshard(result["y"]) if isinstance(x, axes_dtensor()) else result["y"]
+        y.square().sum().backward()
+        states = {f"state {at}": state for at, state in enumerate(result.pop("states"))}
+        found.append({**result, **states, "gradient of w": model.w.grad, "gradient of v": model.v.grad})
+        model.zero_grad()
+    return found
+
+
+def whole_of_shard(x: torch.Tensor) -> torch.Tensor:
+    return whole(x if isinstance(x, axes_dtensor()) else axes.from_local(x.detach(), "b@dp s d" if x.ndim else ""))
+
+
+def named() -> list[str]:
+    one, many = Masked(), Masked()
+    wanted = calls(one, one, *GIVEN.values())
+    with mesh():
+        given = [axes.shard(x, spec) for spec, x in GIVEN.items()]
+        axes.shard_map(axes.shard_module(many, {"w": "d f@tp", "v": "f@tp d"}), "b s d ->", **NAMED)
+        function = shard_map("b s d, d f@tp, f@tp d ->", **NAMED)(masked)
+        found = {
+            "module": calls(many, many, *given),
+            "plain shards": calls(many, many, *[x.to_local() for x in given]),
+            "function": calls(lambda x, *args, **others: function(x, many.w, many.v, *args, **others), many, *given),
+        }
+        return [
+            f"{way}, call {at}: {name}"
+            for way, each in found.items()
+            for at, (got, expected) in enumerate(zip(each, wanted, strict=True))
+            for name in {**got, **expected}
+            if name not in got or not torch.allclose(whole_of_shard(got[name]), expected[name].detach())
+        ]
+
+
+def test_a_spec_by_name_is_of_what_is_there(pool):
+    assert pool.run(named) == [[]] * 8
+
+
+def named_in_a_graph() -> None:
+    x, mask, _ = GIVEN.values()
+    with axes.init_mesh("dp=2 tp", device_type="cpu"):
+        region = shard_map(masked, "b s d, d f@tp, f@tp d ->", **NAMED)
+
+        def function(x, w, mask):
+            y = region(x, w, w.mT, mask)["y"]
+            found = shard_map(masked, "b s d, d f, f d ->", **NAMED)(y, w, w.mT, mask=mask, loss=True, scale=2.0)
+            return found["loss"] + region(y, w, w.mT, None)["y"].sum()
+
+        given = [axes.shard(t, spec) for t, spec in ((x, "b@dp s d"), (numbers(4, 4), "d f"), (mask, "b@dp s"))]
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(whole(compiled(*given)), whole(function(*given)))
+
+
+def test_specs_by_name_are_in_a_graph_what_they_are_outside(warm):
+    warm(named_in_a_graph, 2, timeout=120)
+
+
+def test_a_module_with_specs_by_name_can_be_verified():
+    model = axes.shard_map(Masked(), "b s d ->", **NAMED)
+    given = [x.clone().requires_grad_() for x in list(GIVEN.values())[:2]]
+    assert axes.verify(model, *given, mesh="dp=2 tp=2", specs={"w": "d f@tp", "v": "f@tp d"}, timeout=60).ok
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x: shard_map(masked, "b s d ->", maks="b s"), "no parameter 'maks'; did you mean 'mask'"),
+        (lambda x: shard_map(masked, "b s d ->", mash="b s"), "mash= is no option of shard_map"),
+        (lambda x: shard_map(masked, "b s d ->", chek=True), "keywords of shard_map are specs of arguments, like"),
+        (lambda x: shard_map(masked, "b s d ->", mask="b s, b"), "expected one spec, found 2"),
+        (lambda x: shard_map(masked, "b s d -> b", results={"y": "b"}), "leave the right side empty"),
+        (lambda x: shard_map(masked, "b s d ->", results="b s d"), "results= are specs by name, like"),
+        (lambda x: shard_map(lambda x: x, "b s d ->", results={"y": "b s d"})(x), "the function returned Tensor"),
+        (lambda x: shard_map(lambda x: {"z": x}, "b s d ->", results={"y": "b"})(x), "by the name 'z', which results="),
+        (lambda x: shard_map(masked, "b s d -> b s d", mask="b@tp s")(x), "the mesh has no axis 'tp'"),
+        (lambda x: shard_map(lambda x, m=x: x, "b s d -> b s d")(x, m=x), "has its spec by name, shard_map(..., mask="),
+    ],
+)
+def test_what_is_wrong_with_specs_by_name_is_said(call, says):
+    with axes.simulate(2), axes.init_mesh("dp=2", device_type="cpu"), pytest.raises(AxesError, match=re.escape(says)):
+        call(axes.shard(GIVEN["b@dp s d"], "b@dp s d"))
 
 
 # meshes

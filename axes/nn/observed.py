@@ -29,11 +29,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from axes.algebra.errors import AxesError
+from axes.algebra.grammar import Spec
 from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
 from axes.nn.diagnosis import TRUTH, Piece, Runs, error_of, is_rounded
 from axes.nn.shard_module import shard_module
 from axes.ops.module_regions import without_same
+from axes.ops.named_specs import NamedSpecs
 from axes.ops.regions import read_region
 from axes.ops.shard_map import shard_map
 from axes.runtime import torch_private
@@ -54,7 +56,7 @@ SEED = 1234
 class Job:
     """What a rank runs.
 
-    program: a function, or a module without its regions, whose expressions are `regions`. mesh: the declaration and
+    program: a function, or a module without its regions, which `regions` has by name. mesh: the declaration and
     equations of `init_mesh`. plain: a module stays as it is, on one device. weighted: backward
     starts from all outputs, not from scalars alone. again: values of parameters, by
     rank, to try instead of their own, a set at a time. uses: also note what each use of a parameter adds to its
@@ -64,7 +66,7 @@ class Job:
     program: Any
     inputs: tuple[Any, ...]
     mesh: tuple[str, ...]
-    regions: Mapping[str, str] = field(default_factory=dict)
+    regions: Mapping[str, tuple[str, NamedSpecs]] = field(default_factory=dict)
     specs: Mapping[str, str] | None = None
     rules: Rules | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -206,11 +208,14 @@ def _module_on(job: Job, mesh: Mesh) -> tuple[torch.nn.Module, dict[str, torch.T
     if not job.plain or any(x.is_meta for x in module.parameters()):
         shard_module(module, job.specs, mesh, job.rules, sizes=job.sizes)
     if not job.plain:
-        for name, expression in job.regions.items():
-            shard_map(module.get_submodule(name), expression)
+        for name, (expression, named) in job.regions.items():
+            shard_map(module.get_submodule(name), expression, **named.keywords())
     else:
         _make_plain(module)
-    told = iter(read_region(job.regions[""]).inputs if "" in job.regions else ())
+    told: Iterator[Spec] = iter(())
+    if "" in job.regions:
+        expression, named = job.regions[""]
+        told = iter(read_region(named.of_call(expression, job.inputs, {})).inputs)
     leaves: dict[str, torch.Tensor] = {}
     places = itertools.count()
 

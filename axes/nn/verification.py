@@ -35,6 +35,7 @@ from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitt
 from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
 from axes.nn.observed import Job, Observed, moved_by, named_tensors, observe
 from axes.ops.module_regions import without_regions
+from axes.ops.named_specs import NamedSpecs
 from axes.runtime import torch_private
 from axes.runtime.launch import launch
 
@@ -234,7 +235,7 @@ def _mesh_of(mesh: Mesh | str | None) -> Mesh:
 def _job(
     program: Any, inputs: tuple[Any, ...], specs: Mapping[str, str] | None, rules: Rules | None, sizes: dict[str, int]
 ) -> Job:
-    regions: dict[str, str] = {}
+    regions: dict[str, tuple[str, NamedSpecs]] = {}
     weighted = isinstance(program, torch.nn.Module)
     if isinstance(program, torch.nn.Module):
         specs = dict(specs or {})

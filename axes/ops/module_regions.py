@@ -38,6 +38,7 @@ from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh, use_mesh
 from axes.algebra.universe import Universe
+from axes.ops.named_specs import NamedSpecs
 from axes.ops.regions import read_region
 from axes.ops.trees import tensors_of_tree
 from axes.runtime import torch_private
@@ -60,6 +61,10 @@ class InRegion(Protocol):
     @property
     def mesh(self) -> Mesh | None:
         """Where names are looked up, if not in the ambient mesh."""
+
+    @property
+    def named(self) -> NamedSpecs:
+        """The specs of arguments and results by name."""
 
     def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, used: Used, plain: bool) -> Any:
         """The function's results, as DTensors; `plain` shards of plain shards."""
@@ -189,13 +194,13 @@ def _unpickled(kind: type) -> torch.nn.Module:
     return made.__new__(made)
 
 
-def without_regions(module: M) -> dict[str, str]:
-    """Make the regions in a module, itself among them, plain modules again; returns their expressions, by name."""
+def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
+    """Make the regions in a module, itself among them, plain modules again; returns what they were told, by name."""
     found = {}
     for name, each in module.named_modules():
         run = each.__dict__.pop(_REGION, None)
         if run is not None:
-            found[name] = run.expression
+            found[name] = run.expression, run.named
             each.__class__ = next(kind for kind in type(each).__mro__ if not issubclass(kind, _Region))
     for each in module.modules():
         for hooks, own in ((each._forward_pre_hooks, _enter_inner), (each._forward_hooks, _leave_inner)):

@@ -68,6 +68,7 @@ from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.closures import Function, check_closed
 from axes.ops.memory import unshared
 from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
+from axes.ops.named_specs import NamedSpecs, named_specs, names_of_tensors
 from axes.ops.region_checks import Check, check_gradients, check_outputs
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
@@ -100,6 +101,10 @@ from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole,
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
+Names = Mapping[str, str] | None
+"""Results that are asked for by name, with their specs."""
+
+_NOTHING = NamedSpecs()
 
 
 class Decorator(Protocol):
@@ -116,39 +121,79 @@ class Decorator(Protocol):
 
 
 @overload
-def shard_map(fn: M, expression: str, /, mesh: Mesh | None = None, check: Check = False) -> M: ...
+def shard_map(
+    fn: M, expression: str, /, mesh: Mesh | None = None, check: Check = False, results: Names = None, **specs: str
+) -> M: ...
 
 
 @overload
 def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any to mypy here
-    fn: Callable[P, torch.Tensor], expression: str, /, mesh: Mesh | None = None, check: Check = False
+    fn: Callable[P, torch.Tensor],
+    expression: str,
+    /,
+    mesh: Mesh | None = None,
+    check: Check = False,
+    results: Names = None,
+    **specs: str,
 ) -> Callable[P, DTensor]: ...
 
 
 @overload
 def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any to mypy here
-    fn: Callable[P, tuple[torch.Tensor, ...]], expression: str, /, mesh: Mesh | None = None, check: Check = False
+    fn: Callable[P, tuple[torch.Tensor, ...]],
+    expression: str,
+    /,
+    mesh: Mesh | None = None,
+    check: Check = False,
+    results: Names = None,
+    **specs: str,
 ) -> Callable[P, tuple[DTensor, ...]]: ...
 
 
 @overload
 def shard_map(  # type: ignore[overload-cannot-match]  # torch's modules are Any to mypy here
-    fn: Callable[P, R], expression: str, /, mesh: Mesh | None = None, check: Check = False
+    fn: Callable[P, R],
+    expression: str,
+    /,
+    mesh: Mesh | None = None,
+    check: Check = False,
+    results: Names = None,
+    **specs: str,
 ) -> Callable[P, R]: ...
 
 
 @overload
-def shard_map(fn: str, expression: None = None, /, mesh: Mesh | None = None, check: Check = False) -> Decorator: ...
+def shard_map(
+    fn: str,
+    expression: None = None,
+    /,
+    mesh: Mesh | None = None,
+    check: Check = False,
+    results: Names = None,
+    **specs: str,
+) -> Decorator: ...
 
 
 def shard_map(
-    fn: Function | str, expression: str | None = None, /, mesh: Mesh | None = None, check: Check = False
+    fn: Function | str,
+    expression: str | None = None,
+    /,
+    mesh: Mesh | None = None,
+    check: Check = False,
+    results: Names = None,
+    **specs: str,
 ) -> Any:
     """`fn` on this rank's shards, as a function of DTensors: `shard_map(fn, "b@dp s -> b@dp s")`.
 
     Of a module it makes `forward` a region, in place, and gives the module back: parameters that are DTensors, as
     `axes.shard_module` makes them, enter with their own shardings, and plain tensors that go in are taken for this
     rank's shards, for which plain shards come out (see `module_regions`).
+
+    Keywords are specs of arguments that may be absent, by the names of the function's parameters:
+    `attention_mask="b@dp s"` is used where a call passes that argument, by position or by keyword, and is the spec of
+    each tensor in it. The left side is about all others. `results={"logits": "b@dp s v@tp"}` asks for results by
+    name, as a dict, a named tuple or a dataclass has them, in whatever order and number they come; nothing stands
+    right of `->` then.
 
     Also a decorator, `@axes.shard_map("b@dp s -> b@dp s")`. With `check=True` every call compares,
     over the ranks, the outputs and cotangents that claim to be replicated: costly, for debugging. They
@@ -171,16 +216,16 @@ def shard_map(
     _check_check(check)
     if isinstance(fn, str) and expression is None:
         read_region(fn)
-        return functools.partial(_region_of, expression=fn, mesh=mesh, check=check)
+        return functools.partial(_region_of, expression=fn, mesh=mesh, check=check, results=results, specs=specs)
     if isinstance(fn, torch.nn.Module) and expression is not None:
         read_region(checked_text(expression))
-        return region_of_module(fn, _Run(expression, mesh, check))
+        return region_of_module(fn, _Run(expression, mesh, check, named_specs(fn.forward, expression, specs, results)))
     if expression is None or not callable(fn):
         raise ExpressionError(
             "shard_map takes a function and an expression, shard_map(fn, 'b@dp -> b@dp'), or the expression alone as "
             f"a decorator; found {type(fn).__name__} and {type(expression).__name__}"
         )
-    return _region_of(fn, expression, mesh, check)
+    return _region_of(fn, expression, mesh, check, results, specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +235,10 @@ class _Run:
     expression: str
     mesh: Mesh | None
     check: Check
+    named: NamedSpecs
 
     def __call__(self, fn: Function, args: Any, kwargs: Any, used: Used, plain: bool) -> Any:
-        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, used, plain)
+        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, used, plain, self.named)
 
 
 def _check_check(check: Check) -> None:
@@ -200,12 +246,15 @@ def _check_check(check: Check) -> None:
         raise ShardingError(f"check is True, False, or a tolerance between 0 and 1, like 1e-6; found {shown(check)}")
 
 
-def _region_of(fn: Function, expression: str, mesh: Mesh | None, check: Check) -> Function:
+def _region_of(
+    fn: Function, expression: str, mesh: Mesh | None, check: Check, results: Names, specs: Mapping[str, str]
+) -> Function:
     if not torch.compiler.is_compiling():
         read_region(checked_text(expression))
+    named = named_specs(fn, expression, specs, results)
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        return run_region(fn, expression, args, kwargs, mesh, check)
+        return run_region(fn, expression, args, kwargs, mesh, check, named=named)
 
     if torch.compiler.is_compiling():
         return inside  # nobody sees its name in a graph; and dynamo can't follow that of a builtin (2.11)
@@ -221,16 +270,20 @@ def run_region(
     check: Check = False,
     used: Used | None = None,
     plain: bool = False,
+    named: NamedSpecs = _NOTHING,
 ) -> Any:
     """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`.
 
     `used`: what the function may use though it isn't an argument; it adds to that as it runs.
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
+    `named`: specs of arguments and results by name.
     """
     if not torch.compiler.is_compiling() and flags.watched:
-        return within("shard_map", expression, _run_region, fn, expression, args, kwargs, mesh, check, used, plain)
-    return _run_region(fn, expression, args, kwargs, mesh, check, used, plain)
+        return within(
+            "shard_map", expression, _run_region, fn, expression, args, kwargs, mesh, check, used, plain, named
+        )
+    return _run_region(fn, expression, args, kwargs, mesh, check, used, plain, named)
 
 
 def _run_region(
@@ -242,12 +295,14 @@ def _run_region(
     check: Check,
     used: Used | None,
     plain: bool,
+    named: NamedSpecs,
 ) -> Any:
     if mesh is not None:
         checked_mesh(mesh)
     passed: list[object] = []
     try:
         tensors = tensors_of_tree((args, kwargs), functools.partial(check_argument, passed))
+        expression = named.of_call(expression, args, kwargs)
     except ShardingError as error:
         raise _in_region(error, expression) from None
     except RecursionError:
@@ -263,7 +318,7 @@ def _run_region(
             region = _region_of_shards(expression, home, tuple([tuple(x.shape) for x in tensors]))
             pairs = zip(tensors, region.inputs, strict=True)
             if all(each.copies is not None or not _needs_gradient(x) for x, each in pairs):
-                return _run_on_shards(fn, region, args, kwargs, tensors, passed, used or Used())
+                return _run_on_shards(fn, region, args, kwargs, tensors, passed, used or Used(), named)
         tensors = _declared(tensors, expression, home)
     for place, x in enumerate(tensors):
         _check_input(x, place, expression)
@@ -271,8 +326,9 @@ def _run_region(
         check_whole(f"shard_map '{expression}'", tensors)
     asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
-        return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed)
-    region, used = region_of(*asked, tuple([torch_private.spec_of(x) for x in tensors])), used or Used()
+        return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed, named)
+    held = tuple([torch_private.spec_of(x) for x in tensors])
+    region, used = region_of(*asked, held), used or Used()
     used.tensors_mesh = region.home
     changes = Changes() if torch.is_grad_enabled() else None
     shards = _left(region, tensors, changes)
@@ -284,6 +340,9 @@ def _run_region(
     finally:
         _note_writes(tensors, shards, versions)
     results = _results(result, expression, passed)
+    if named.results is not None:
+        expression = named.of_results(expression, result)
+        region = region_of(expression, *asked[1:], held)
     check_closed(results, expression, fn, used.own)
     if changes is not None and any(x.requires_grad for x in results):
         for x, shard in (*zip(tensors, shards, strict=True), *used.shards):
@@ -310,9 +369,10 @@ def _check_number(
     try:
         check_count("the function is called with", len(tensors), reading.inputs, "left")
     except ShardingError as error:
-        places = [*((f"argument {at}", x) for at, x in enumerate(args)), *kwargs.items()]
-        names = [name for name, part in places for _ in tensors_of_tree(part, lambda part: None)]
+        names = names_of_tensors([*((f"argument {at}", x) for at, x in enumerate(args)), *kwargs.items()])
         listed = f"; found {', '.join(names)}" if kwargs else ""
+        if len(tensors) > len(reading.inputs):
+            listed += "; one that may be absent has its spec by name, shard_map(..., mask='b s')"
         raise located(ShardingError(f"{error}{listed}"), reading) from None
 
 
@@ -328,6 +388,7 @@ def _run_on_shards(
     shards: Sequence[torch.Tensor],
     passed: Sequence[object],
     used: Used,
+    named: NamedSpecs,
 ) -> Any:
     """The region of plain shards, none of them pending otherwise than as a sum. No DTensor is made of them, since a
     token of a model, or a small layer, takes less time than that; and ranks needn't know each other's sizes.
@@ -339,6 +400,9 @@ def _run_on_shards(
     ]
     result = _inside(fn, region.mesh, args, kwargs, inside)
     results = _results(result, expression, passed)
+    if named.results is not None:
+        expression = named.of_results(expression, result)
+        region = _region_of_shards(expression, region.mesh, tuple([tuple(x.shape) for x in shards]))
     check_closed(results, expression, fn, used.own)
     found = placed_shards(region, tuple([tuple(x.shape) for x in results]))
     for x, shard in used.shards:
@@ -476,6 +540,7 @@ def _run_in_graph(
     tensors: list[DTensor],
     check: Check,
     passed: Sequence[object],
+    named: NamedSpecs,
 ) -> Any:
     """The same, traced. `asked` is what `region_of` is asked, beside the tensors."""
     if check:
@@ -486,6 +551,8 @@ def _run_in_graph(
     mesh = getattr(kept, _keep_mesh(number, tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, args, kwargs, shards)
     results = _results(result, asked[0], passed)
+    if named.results is not None:
+        number = number_of(named.of_results(asked[0], result), *asked[1:])
     _check_counts(number, len(results))
     home = device_mesh_input(mesh, *tensors)
     outputs = _enter_node(number, home, len(tensors), *tensors, *shards, *results) if results else ()

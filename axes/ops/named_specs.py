@@ -1,0 +1,156 @@
+"""Specs by name: of a region's arguments that may be absent, and of results that have names.
+
+    model = axes.shard_map(model, "b@dp s ->", attention_mask="b@dp s", results={"logits": "b@dp s v@tp"})
+
+Each call has an expression of its own, with a spec for each tensor that is passed and that comes back. With a mask it
+is `"b@dp s, b@dp s -> b@dp s v@tp"`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from axes.algebra.errors import ExpressionError, ShardingError, shortened, suggestion
+from axes.algebra.grammar import Dim, Place, Spec, parse_spec
+from axes.algebra.sizes import checked_texts
+from axes.ops.regions import read_region
+from axes.ops.trees import tensors_of_tree
+from axes.runtime.graphs import read_once
+
+Texts = tuple[tuple[str, str], ...]
+"""Names, each with its spec."""
+
+
+@dataclass(frozen=True)
+class NamedSpecs:
+    """Specs of arguments, and of results where these are asked for by name. `order`: parameters by position."""
+
+    arguments: Texts = ()
+    results: Texts | None = None
+    order: tuple[str, ...] = ()
+
+    def keywords(self) -> dict[str, Any]:
+        """What `shard_map` was given."""
+        return {**dict(self.arguments), "results": None if self.results is None else dict(self.results)}
+
+    def of_call(self, expression: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """The expression with a spec for each tensor among the arguments, and with all results that may come."""
+        if not self.arguments and self.results is None:
+            return expression
+        parts = [*zip([*self.order, *[""] * len(args)], args, strict=False), *kwargs.items()]
+        known = [name for name, _ in self.arguments]
+        names = tuple([name if name in known else "" for name in names_of_tensors(parts)])
+        return _of_call(expression, self.arguments, self.results, names)
+
+    def of_results(self, expression: str, result: object) -> str:
+        """The expression of a call with a spec for each tensor that has come."""
+        if self.results is None:
+            return expression
+        known, names = [name for name, _ in self.results], names_of_tensors(_fields(result))
+        for name in names:
+            if name not in known:
+                raise ShardingError(
+                    f"the function returned tensors by the name {shortened(name)}, which results= doesn't have"
+                    f"{suggestion(name, known)}; give them a spec\n  in  shard_map '{expression}'"
+                )
+        return _of_results(expression, tuple(known), tuple(names))
+
+
+def named_specs(
+    fn: Callable[..., Any], expression: str, arguments: Mapping[str, str], results: Mapping[str, str] | None
+) -> NamedSpecs:
+    """What `shard_map` is told by name."""
+    if not arguments and results is None:
+        return NamedSpecs()
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # of a builtin nobody knows the names
+        parameters = []
+    if not torch.compiler.is_compiling():
+        _check(parameters, expression, arguments, results)
+    order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return NamedSpecs(tuple(arguments.items()), None if results is None else tuple(results.items()), tuple(order))
+
+
+def _check(
+    parameters: list[inspect.Parameter],
+    expression: str,
+    arguments: Mapping[str, str],
+    results: Mapping[str, str] | None,
+) -> None:
+    checked_texts("keywords of shard_map are specs of arguments", arguments, "attention_mask='b@dp s'")
+    checked_texts("results= are specs by name", results or {}, "{'logits': 'b@dp s v@tp'}")
+    for text in (*arguments.values(), *(results or {}).values()):
+        parse_spec(text)
+    if results is not None and read_region(expression).outputs != (Spec(()),):
+        at = expression.index("->") + 2
+        raise ExpressionError("results= asks for results by name; leave the right side empty", expression, at)
+    known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for name in arguments:
+        if parameters and name not in known and all(p.kind != p.VAR_KEYWORD for p in parameters):
+            raise ShardingError(
+                f"{name}= is no option of shard_map, and the function has no parameter "
+                f"{shortened(name)}{suggestion(name, [*known, 'mesh', 'check', 'results'])}"
+            )
+
+
+def names_of_tensors(parts: Iterable[tuple[str, object]]) -> list[str]:
+    """The name of each tensor in parts with names."""
+    return [name for name, part in parts for _ in tensors_of_tree(part, lambda part: None)]
+
+
+def _fields(result: object) -> Iterable[tuple[str, object]]:
+    """What a function has returned, by name and in order."""
+    if isinstance(result, Mapping):
+        return result.items()
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return zip(result._fields, result, strict=True)
+    if dataclasses.is_dataclass(result):
+        return [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
+    raise ShardingError(
+        f"results= asks for results by name, in a dict, a named tuple or a dataclass; the function returned "
+        f"{type(result).__name__}"
+    )
+
+
+@read_once
+def _of_call(expression: str, arguments: Texts, results: Texts | None, names: tuple[str, ...]) -> str:
+    """`names`: of each tensor that is passed, the name under which its spec is; nothing where it is on the left side.
+
+    A name that a spec of an argument splits is split so where the expression leaves it open, whatever is passed.
+    """
+    left = expression.partition("->")[0]
+    reading = read_region(expression if results is None else f"{left} -> {', '.join(text for _, text in results)}")
+    named = {name: parse_spec(text) for name, text in arguments}
+    factors = [dim.factors[0] for spec in named.values() for dim in spec.dims if not dim.grouped]
+    places = {f.name: f.place for f in factors if f.place is not None and f.name not in reading.explicit}
+    own = iter([] if reading.inputs == (Spec(()),) and "" not in names else reading.inputs)
+    specs = [named[name] if name else next(own, None) for name in names]
+    inputs = [_split_as(spec, places) for spec in (*specs, *own) if spec is not None]
+    outputs = [_split_as(spec, places) for spec in reading.outputs]
+    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+
+
+def _split_as(spec: Spec, places: Mapping[str | None, Place]) -> Spec:
+    """The spec with these places of names that it leaves open."""
+
+    def split(dim: Dim) -> Dim:
+        factor = dim.factors[0]
+        if dim.grouped or factor.place is not None or factor.name not in places:
+            return dim
+        return replace(dim, factors=(replace(factor, place=places[factor.name]),))
+
+    return replace(spec, dims=tuple(map(split, spec.dims)))
+
+
+@read_once
+def _of_results(expression: str, names: tuple[str, ...], found: tuple[str, ...]) -> str:
+    """`names`: of the results right of the arrow. `found`: of each tensor that has come."""
+    specs = dict(zip(names, read_region(expression).outputs, strict=False))
+    return f"{expression.partition('->')[0]}-> {', '.join(str(specs[name]) for name in found)}"
