@@ -61,7 +61,8 @@ def experts_layer(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @axes.shard_map(f"{TOKENS}, {ROUTER}, {UP}, {DOWN} -> {TOKENS}")
     def layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        up, down = (axes.all_gather(matrix, "efsdp", dim=1) for matrix in (up, down))
+        up = axes.rearrange(up, "e d@efsdp f -> e d f", d=WIDTH)
+        down = axes.rearrange(down, "e f@efsdp d -> e f d", f=HIDDEN)
         tokens = x.flatten(0, 1)
         chosen = choose(tokens, router)
         return exchange(tokens, chosen, up, down).view_as(x)
@@ -203,7 +204,7 @@ class Options:
     tp: int = flag(2, "ranks that share it further")
     ep: int = flag(4, "ranks that share the experts")
     experts: int = flag(8, "a multiple of --ep")
-    sequence: int = flag(16, "tokens of a sample, a multiple of cp times tp")
+    sequence: int = flag(16, "tokens of a sample")
     factor: float = flag(1.0, "of the capacity: 1 suits tokens that spread evenly")
 
     @property
@@ -218,14 +219,8 @@ class Options:
 def what_is_wrong(options: Options) -> str | None:
     if wrong := too_many(options.ranks) or undeclared(DECLARATION, None, options.sizes):
         return wrong
-    if BATCH % options.dp_shard:
-        return f"--dp-shard {options.dp_shard} doesn't divide the batch of {BATCH}"
-    if options.sequence % (options.cp * options.tp):
-        return f"--sequence {options.sequence} doesn't divide over --cp {options.cp} times --tp {options.tp}"
     if options.experts < CHOICES or options.experts % options.ep:
         return f"--experts {options.experts} isn't a multiple of --ep {options.ep}, or fewer than {CHOICES}"
-    if WIDTH % (options.ranks // options.ep):
-        return f"the width of {WIDTH} doesn't divide over the {options.ranks // options.ep} ranks of 'efsdp'"
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-from ring_attention import compare  # noqa: E402  (examples aren't a package)
+from ring_attention import compare, read_options  # noqa: E402  (examples aren't a package)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
@@ -30,6 +30,12 @@ def test_so_do_fewer_ranks(world, ranks):
         collectives = found.pop("collectives")
         assert collectives == (ranks + 3 if ranks > 1 else 0)
         assert max(found.values()) < 1e-13, found
+
+
+def test_a_sequence_that_is_not_two_equal_parts_for_each_rank_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        read_options(["--ranks", "4", "--sequence", "36"])
+    assert "--sequence 36 isn't a multiple of twice --ranks 4" in capsys.readouterr().err
 
 
 def test_the_example_runs_as_a_script():
