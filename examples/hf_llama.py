@@ -41,13 +41,11 @@ SPECS = {
 }
 
 
-TOKENS_TO_LOGITS = "b@dp s -> b@dp t v@tp"
+def on_mesh(model: LlamaForCausalLM, mesh: axes.Mesh, expression: str = "", **specs: str) -> LlamaForCausalLM:
+    """The model itself, sharded in place, a region of this expression; from tokens to logits, where it isn't said.
 
-
-def on_mesh(
-    model: LlamaForCausalLM, mesh: axes.Mesh, expression: str = TOKENS_TO_LOGITS, **specs: str
-) -> LlamaForCausalLM:
-    """The model itself, sharded in place, a region of this expression. `specs` of arguments that may be absent."""
+    `specs` are those of arguments that may be absent.
+    """
     config = model.config
     h, g = config.num_attention_heads, config.num_key_value_heads
     rows = model.get_input_embeddings()
@@ -57,7 +55,7 @@ def on_mesh(
         layer.self_attn.num_key_value_groups = (h // mesh.names["tp"]) // (g // mesh.names["kv"])
         for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
             product.register_forward_hook(lambda module, _, y: axes.psum(y, "tp"))
-    return axes.shard_map(model, expression, mesh, **specs)
+    return axes.shard_map(model, expression or f"b@dp s -> b@dp t v={config.vocab_size}@tp", mesh, **specs)
 
 
 def mesh_of(options: Options) -> axes.Mesh:
@@ -223,7 +221,7 @@ def what_is_wrong(options: Options) -> str | None:
         return f"--mesh has the axes dp and tp; found {options.mesh!r}"
     tp, g = mesh.names["tp"], options.key_heads
     if 8 % tp or 8 % g:
-        return f"--mesh {options.mesh}: tp and --key-heads {g} divide 8 heads"
+        return f"--mesh {options.mesh}: tp and --key-heads {g} divide 8 heads, of which ranks share whole ones"
     return too_many(mesh.size)
 
 

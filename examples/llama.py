@@ -166,7 +166,7 @@ class Loss(nn.Module):
 def made(options: Training, mesh: axes.Mesh) -> nn.Module:
     """This rank's stage, its shards made where they belong: no rank ever has a whole parameter."""
     with torch.device("meta"):
-        model = Llama(Size(), tied=bool(options.tied), recompute=bool(options.recompute))
+        model = Llama(Size(v=options.words), tied=bool(options.tied), recompute=bool(options.recompute))
     model = stage_of(model, mesh).to(getattr(torch, options.dtype))
     torch.manual_seed(options.seed)
     axes.shard_module(model, SPECS, mesh["tp"])
@@ -179,14 +179,14 @@ def made(options: Training, mesh: axes.Mesh) -> nn.Module:
     return summed(model)
 
 
-def loss_on(mesh: axes.Mesh) -> nn.Module:
-    return axes.shard_map(Loss(), LOSS, mesh["dp", "cp", "tp"])
+def loss_on(mesh: axes.Mesh, v: int = Size.v) -> nn.Module:
+    return axes.shard_map(Loss(v), LOSS, mesh["dp", "cp", "tp"])
 
 
 def train(options: Options) -> Curves:
     """What each rank does."""
     mesh = mesh_of(options, AXES, "fsdp = dp cp")
-    return trained(options, mesh, made(options, mesh), loss_on(mesh))
+    return trained(options, mesh, made(options, mesh), loss_on(mesh, options.words))
 
 
 def build(mesh: axes.Mesh) -> tuple[nn.Module, Callable[[], None]]:
@@ -220,12 +220,10 @@ def what_is_wrong(options: Training, names: Sequence[str] = AXES, n: Size = Size
     except axes.AxesError as error:
         return f"--mesh {error}"
     sizes = {**mesh.names, "dp": math.prod(size for name, size in mesh.names.items() if name.startswith("dp"))}
-    rows = sizes["dp"] * (options.microbatches if sizes["pp"] > 1 else 1)
-    if n.g % sizes["tp"] or options.sequence % (sizes["cp"] * sizes["tp"]) or options.batch % rows:
-        return (
-            f"--mesh {options.mesh}: tp divides {n.g} key heads, cp * tp the sequence, dp the batch, "
-            "and in a pipeline dp * microbatches"
-        )
+    if n.g % sizes["tp"] or options.sequence % (sizes["cp"] * sizes["tp"]):
+        return f"--mesh {options.mesh}: tp divides {n.g} key heads, and cp * tp the sequence"
+    if sizes["pp"] > 1 and options.batch % (sizes["dp"] * options.microbatches):
+        return f"--mesh {options.mesh}: in a pipeline dp * microbatches divides the batch, for stages expect one shape"
     if n.layers % sizes["pp"] or (sizes["pp"] > 1 and options.microbatches < sizes["pp"]):
         return f"--mesh {options.mesh}: pp divides {n.layers} layers, and there are as many microbatches"
     return None

@@ -111,7 +111,7 @@ class MoEBlock(Block):
 def made(options: Options, mesh: axes.Mesh) -> nn.Module:
     """This rank's stage: dense parameters on the dense names, experts on the sparse ones."""
     with torch.device("meta"):
-        model = Llama(MoESize(), MoEBlock, bool(options.tied), bool(options.recompute))
+        model = Llama(MoESize(v=options.words), MoEBlock, bool(options.tied), bool(options.recompute))
     model = stage_of(model, mesh).to(getattr(torch, options.dtype))
     torch.manual_seed(options.seed)
     axes.shard_module(model, SPECS, {"*.experts.*": mesh["ep", "etp"], "*": mesh["tp"]})
@@ -128,7 +128,7 @@ def train(options: Options) -> Curves:
     """What each rank does."""
     sizes = {"ep": options.ep, "etp": options.etp} if options.mesh else {"ep": 1, "etp": 1}
     mesh = mesh_of(options, AXES, *READINGS, **sizes)
-    return trained(options, mesh, made(options, mesh), loss_on(mesh))
+    return trained(options, mesh, made(options, mesh), loss_on(mesh, options.words))
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -152,8 +152,8 @@ def what_is_wrong(options: Options) -> str | None:
     except axes.AxesError as error:
         return " ".join(str(error).split())
     n = MoESize()
-    if n.experts % options.ep or n.f % options.etp or n.d % mesh.names["efsdp"]:
-        return f"--ep divides {n.experts} experts, --etp their hidden size of {n.f}"
+    if n.experts % options.ep or n.d % mesh.names["efsdp"]:
+        return f"--ep divides {n.experts} experts, and efsdp={mesh.names['efsdp']} their width of {n.d}, for FSDP2"
     return None
 
 

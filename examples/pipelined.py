@@ -45,6 +45,7 @@ class Training:
     steps: int = flag(40, "optimizer steps")
     batch: int = flag(8, "samples per step, over all ranks")
     sequence: int = flag(64, "bytes per sample")
+    words: int = flag(256, "in the vocabulary, which begins with all bytes", least=256)
     microbatches: int = flag(2, "that a rank's samples are cut into where pp isn't 1")
     schedule: str = flag("1f1b", "of the microbatches", choices=list(SCHEDULES))
     tied: int = flag(0, "1: one weight is the embedding and the head", least=0)

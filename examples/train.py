@@ -131,7 +131,7 @@ def train(options: Options, mesh: axes.Mesh | None = None) -> Trained:
     for step in range(options.steps):
         starts = torch.randint(len(text) - options.sequence, (options.batch, 1), generator=generator)
         window = text[starts + torch.arange(options.sequence + 1)][rows].to(options.device)
-        loss = batch_loss(model, window, mesh)
+        loss = batch_loss(model, window, options.batch, mesh)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step)
         optimizer.step()
@@ -141,7 +141,7 @@ def train(options: Options, mesh: axes.Mesh | None = None) -> Trained:
     return Trained(model, losses, time.perf_counter() - started)
 
 
-def batch_loss(model: Transformer, window: Tensor, mesh: axes.Mesh | None) -> Tensor:
+def batch_loss(model: Transformer, window: Tensor, samples: int, mesh: axes.Mesh | None) -> Tensor:
     """The mean loss of all samples, of which this rank has some; and its gradients."""
     tokens, labels = window[:, :-1], window[:, 1:]
     if mesh is None:
@@ -149,7 +149,9 @@ def batch_loss(model: Transformer, window: Tensor, mesh: axes.Mesh | None) -> Te
         loss.backward()
         return loss.detach()
     tokens, labels = (axes.shard(x, "b s", mesh=mesh["tp"]) for x in (tokens, labels))
-    loss = axes.cross_entropy(model(tokens), labels, "b s v@tp, b s -> ")
+    # Ranks may have other numbers of samples. FSDP2 takes the mean over ranks, and so do we.
+    share = mesh.names["batch"] / (samples * labels.shape[1])
+    loss = axes.cross_entropy(model(tokens), labels, "b s v@tp, b s -> ", "sum") * share
     loss.backward()
     return axes.pmean(axes.to_local(loss.detach()), "batch", mesh=mesh)
 

@@ -65,12 +65,8 @@ def what_is_wrong(declaration: Sequence[str], options: Options) -> str | None:
     wrong = undeclared(declaration, ranks_of(options), options.axis_sizes) or too_many(local)
     if wrong:
         return wrong
-    batch = ranks_of(options) // options.tp
-    if options.batch % batch:
-        return f"--batch {options.batch} doesn't divide over the {batch} ranks of axis 'batch'"
-    for name in ("heads", "sequence"):
-        if getattr(options, name) % options.tp:
-            return f"--{name} {getattr(options, name)} doesn't divide over --tp {options.tp}"
+    if options.heads % options.tp:
+        return f"--heads {options.heads} doesn't divide over --tp {options.tp}: ranks share whole heads"
     if options.width % (2 * options.heads):
         return f"--width {options.width} isn't a multiple of 2 * --heads {options.heads}"
     if not options.prompt:

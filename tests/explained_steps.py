@@ -86,7 +86,7 @@ def train_step() -> tuple[Step, axes.Mesh]:
     train.parallelize(model, mesh)
     rows = mesh.sharding("sample@batch byte").local_shape((options.batch, options.sequence + 1))
     window = torch.zeros(rows, dtype=torch.long)
-    return lambda: train.batch_loss(model, window, mesh), mesh
+    return lambda: train.batch_loss(model, window, len(window) * mesh.names["batch"], mesh), mesh
 
 
 def megatron_step(version: str) -> tuple[Step, axes.Mesh]:

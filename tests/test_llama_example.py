@@ -40,11 +40,11 @@ def first_loss(text: str) -> float:
 
 
 def test_it_has_the_losses_of_one_device_and_resumes_on_another_mesh(tmp_path):
-    folder = str(tmp_path / "checkpoint")
-    done = llama("--mesh", "dp=1 cp=2 tp=2", "--steps", "4", "--recompute", "1", "--checkpoint", folder)
+    odd = ("--words", "257", "--batch", "5", "--checkpoint", str(tmp_path / "checkpoint"))
+    done = llama("--mesh", "dp=1 cp=2 tp=2", "--steps", "4", "--recompute", "1", *odd)
     assert done.returncode == 0, done.stdout + done.stderr
     start = first_loss(done.stdout)
-    again = llama("--mesh", "dp=2 cp=1 tp=1", "--steps", "2", "--checkpoint", folder, "--resume", "1")
+    again = llama("--mesh", "dp=2 cp=1 tp=1", "--steps", "2", "--resume", "1", *odd)
     assert again.returncode == 0, again.stdout + again.stderr
     assert first_loss(again.stdout) < start - 0.2
 
@@ -65,6 +65,7 @@ def test_pipeline_stages_have_the_losses_of_one_device_and_their_checkpoint_is_t
         ("pp=4", "pp divides 2 layers"),
         ("pp=2 dp=8", "in a pipeline dp * microbatches"),
         ("dp=2 cp=2 tp=3", "tp divides 4 key heads"),
+        ("cp=3", "cp * tp the sequence"),
         ("dp=2 cp tp", "the size of"),
     ],
 )

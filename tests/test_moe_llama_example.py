@@ -103,7 +103,8 @@ def test_another_mesh_goes_on_with_a_checkpoint_of_stages_and_experts_as_if_it_h
 
 
 def test_the_script_compares_with_one_device(capsys):
-    assert moe_llama.main(["--mesh", "dp_shard=2", "--ep", "2", "--steps", "2", "--sequence", "16"]) == 0
+    odd = ["--batch", "4", "--words", "257", "--sequence", "15"]
+    assert moe_llama.main(["--mesh", "dp_shard=3", "--ep", "1", "--etp", "3", "--steps", "2", *odd]) == 0
     assert "largest relative difference over 2 steps" in capsys.readouterr().out
 
 
@@ -113,7 +114,8 @@ def test_the_script_compares_with_one_device(capsys):
         (["--mesh", "dp=2"], "--mesh has the axes pp, dp_replicate, dp_shard, cp, tp; found 'dp' in 'dp=2'"),
         (["--mesh", "dp_shard=2", "--ep", "4"], "2 doesn't divide by 4"),
         (["--mesh", "tp=3", "--ep", "3"], "tp divides 4 key heads"),
-        (["--mesh", "dp_shard=3", "--ep", "3", "--batch", "9"], "--ep divides 8 experts"),
+        (["--mesh", "dp_shard=3", "--ep", "3"], "--ep divides 8 experts"),
+        (["--mesh", "dp_shard=3", "--ep", "1"], "efsdp=3 their width of 64"),
         (["--mesh", "pp=4", "--ep", "1", "--microbatches", "2"], "as many microbatches"),
     ],
 )

@@ -85,8 +85,7 @@ def test_a_written_line_starts_with_its_prompt_and_is_one_line():
         ("--steps many", "--steps"),
         ("--ranks 6", "6"),
         ("--tp 3", "tp=3"),
-        ("--batch 6", "--batch 6"),
-        ("--heads 3", "--heads 3"),
+        ("--heads 3", "--heads 3 doesn't divide over --tp 2: ranks share whole heads"),
         ("--width 100", "--width 100"),
         ("--lr nan", "--lr"),
         ("--lr 0", "--lr"),
@@ -176,7 +175,7 @@ def test_one_process_learns(capsys):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"dp_replicate": 2, "tp": 2},
+        {"dp_replicate": 2, "tp": 2, "batch": 5, "sequence": 15},
         {"dp_replicate": 1, "tp": 2},
     ],
     ids=str,
