@@ -17,12 +17,16 @@ import einops
 import numpy as np
 import torch
 
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 
 Random = stdlib_random.Random
 
-MESHES = ("tp=1", "tp=2", "tp=3", "dp=2 tp=2", "dp=3 tp=2", "dp=2 tp=4", "dp=2 cp=2 tp=2", "dp=2 cp=1 tp=2", "tp=5")
+MESHES = (
+    *("tp=1", "tp=2", "tp=3", "dp=2 tp=2", "dp=3 tp=2", "dp=2 tp=4", "dp=2 cp=2 tp=2", "dp=2 cp=1 tp=2", "tp=5"),
+    *("dp=3 cp=2 tp=2; both = cp tp", "dp=4 cp=2 tp=2; both = cp tp; ring = dp cp"),
+)
 NAMES = "abcdefg"
 
 Slot = tuple[str, ...]
@@ -97,7 +101,7 @@ def slots_of(spec: str) -> list[Slot]:
 def case(random: Random, kind: str | None = None, everything_explicit: bool = False, mesh: Mesh | None = None) -> Case:
     kind = kind or random.choice(["rearrange", "reduce", "repeat", "einsum", "einsum"])
     op = random.choice(["sum", "mean", "max", "min"]) if kind == "reduce" else "sum"
-    mesh = Mesh(random.choice(MESHES)) if mesh is None else mesh
+    mesh = Mesh(*random.choice(MESHES).split("; ")) if mesh is None else mesh
     names = list(NAMES[: random.randint(1, 5)])
     axes = list(mesh.axis_names)
     random.shuffle(axes)
@@ -117,7 +121,8 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
     for name in names:
         count = math.prod(mesh.names[a] for a in places[name])
         even = name in in_groups or random.random() < 0.6
-        sizes[name] = count * random.randint(1, 3) if even else random.choice((1, 1, 2, 3, 4, 5, 6, 7))
+        larger = (10, 14, 22, 30) if len(places[name]) > 1 else ()
+        sizes[name] = count * random.randint(1, 3) if even else random.choice((1, 1, 2, 3, 4, 5, 6, 7, *larger))
         if name not in in_groups and name not in {*contracted, *added} and random.random() < 0.04:
             sizes[name] = 0
     if kind == "reduce" and random.random() < 0.15:
@@ -135,6 +140,10 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
     random.shuffle(free)
     goals: dict[str, list[str]] = {name: [] for name in names}
     keepers = [n for n in result_names if n in explicit]
+    for name in keepers:
+        if random.random() < 0.2:
+            goals[name] = list(places[name])
+    free = [a for a in free if not any(a in goal for goal in goals.values())]
     arising = {a for n in contracted for a in places[n]}
     keep_any = (bool(hidden) and random.random() < 0.5) or random.random() < 0.1
     for axis in free:
@@ -145,6 +154,7 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
     if hidden - text_axes and not keep_any:
         clause = " |"
         pending = [[] for _ in pending] if random.random() < 0.5 else pending
+    places, goals = ({n: _flattened(random, mesh, by) for n, by in of.items()} for of in (places, goals))
     left = []
     for slots, entries in zip(grouped_operands, pending, strict=True):
         written = [(o, a) for o, a in entries if a in text_axes or random.random() < 0.3]
@@ -197,6 +207,16 @@ def _grouped(random: Random, names: list[str]) -> list[Slot]:
         slots.append(tuple(rest[:count]))
         del rest[:count]
     return slots
+
+
+def _flattened(random: Random, mesh: Mesh, axes: list[str]) -> list[str]:
+    """The axes, of which two neighbours may stand by the one name that the mesh has for both."""
+    for at in range(len(axes) - 1):
+        both = Layout.product(*map(mesh.layout, axes[at : at + 2]))
+        name = next((name for name, layout in mesh.namespace.items() if layout == both), None)
+        if name is not None and random.random() < 0.5:
+            return [*axes[:at], name, *axes[at + 2 :]]
+    return axes
 
 
 def _pending(random: Random, kind: str, op: str, free: list[str], count: int) -> list[list[tuple[str, str]]]:

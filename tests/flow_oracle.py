@@ -1,8 +1,9 @@
-"""Recipes run in one process: every rank's local tensor as a numpy array, communication by definition.
+"""Recipes run in one process: every rank's local tensor as a numpy array.
 
 A dictionary `{rank: array}` is a sharded tensor. `scatter` makes one from a whole array, `gather`
 makes the whole array of one (and checks that replicas agree), `redistribute` turns one sharding into
-another by what shardings mean, and `run` does what a recipe says on every rank.
+another by what shardings mean. `run` does what a recipe says on every rank; where that moves data, it
+carries out the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.layout import digits
+from axes.algebra.plan import plan
 from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
+from tests.plan_oracle import carry_out
 
 Locals = dict[int, np.ndarray]
 
@@ -133,7 +136,11 @@ def run(recipe: Recipe, operands: Sequence[Locals]) -> Locals:
 
 
 def _moved(parts: Locals, source: Sharding, target: Sharding, shape: Sequence[int]) -> Locals:
-    return parts if unmoved(source, target, tuple(shape)) else redistribute(parts, source, target, shape)
+    if unmoved(source, target, tuple(shape)):
+        return parts
+    for step in plan(source, target, shape, "float64").steps:
+        parts = carry_out(step, parts, 8)
+    return parts
 
 
 def _prepared(recipe: Recipe, operand: Input, parts: Locals) -> Locals:

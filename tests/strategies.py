@@ -305,6 +305,39 @@ def sharded(draw: st.DrawFn, groups: bool = True, pending: bool = True) -> tuple
     return case, draw(specs(case, groups, pending))
 
 
+@st.composite
+def regrouped(draw: st.DrawFn) -> tuple[Mesh, str, str, int]:
+    """A mesh, two specs and the size of their one dim, which the same axes split in the same order.
+
+    Each spec has some of them, here and there several flattened into one: `s@(a bc)` and `s@(a b c)` for `bc = b c`.
+    Where `a` splits the dim unevenly, what lies behind it is cut as it is written. The first may have the rest pending.
+    """
+    any_sizes = st.lists(st.sampled_from((2, 2, 3, 4)), min_size=2, max_size=4).filter(lambda s: math.prod(s) <= 16)
+    sizes = draw(st.sampled_from([[3, 2, 2], [4, 2, 2]]) | any_sizes)
+    names = "abcd"[: len(sizes)]
+    order = names if sizes[0] > 2 else "".join(draw(st.permutations(names)))
+    flat = [order[i:j] for i in range(len(order)) for j in range(i + 2, len(order) + 1)]
+    declaration = " ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+    mesh = Mesh(declaration, *(f"{name} = {' '.join(name)}" for name in flat))
+
+    def axes(rest: str) -> list[str]:
+        found = []
+        while rest:
+            count = draw(st.integers(1, len(rest)))
+            found.append(rest[:count])
+            rest = rest[count:]
+        return found
+
+    whole = st.just(len(order))
+    split = draw(whole | st.integers(0, len(order))), draw(whole | st.integers(0, len(order)))
+    one, two = (f"s{place(axes(order[:count]))}" for count in split)
+    rest = axes(order[split[0] :])
+    pending = f" | sum{place(rest)}" if rest and draw(st.booleans()) else ""
+    # Short of what all axes divide by a little: the largest piece divides further, and the last one doesn't.
+    nearly = st.builds(lambda times, short: times * mesh.size - short, st.integers(1, 3), st.integers(0, 3))
+    return mesh, one + pending, two, draw(nearly | st.integers(0, 60))
+
+
 def nested(extent: int, sizes: Sequence[int], coordinates: Sequence[int]) -> list[int]:
     """Which of `extent` elements lie at these coordinates: `torch.chunk` after `torch.chunk`."""
     piece = torch.arange(extent)

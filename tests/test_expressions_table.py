@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import axes
 from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import Recipe, recipe
-from axes.algebra.flow.recipe import name_of
+from axes.algebra.flow.recipe import op_name
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import plan
 from axes.algebra.sharding import Sharding
@@ -316,10 +316,10 @@ def solved(line: Row, view: str) -> Recipe:
     wholes = [line.mesh.sharding(spec, **_sizes_of(spec, line.sizes)) for spec in line.specs]
     if view == "D":
         return recipe(
-            line.kind, line.text, name_of(line.op), tuple(wholes), tuple(line.shapes), line.mesh, tuple(line.sizes)
+            line.kind, line.text, op_name(line.op), tuple(wholes), tuple(line.shapes), line.mesh, tuple(line.sizes)
         )
     shapes = tuple(whole.local_shape(shape) for whole, shape in zip(wholes, line.shapes, strict=True))
-    return recipe(line.kind, line.text, name_of(line.op), (None,) * len(shapes), shapes, line.mesh, tuple(line.sizes))
+    return recipe(line.kind, line.text, op_name(line.op), (None,) * len(shapes), shapes, line.mesh, tuple(line.sizes))
 
 
 def _sizes_of(spec: str, sizes: Sequence[tuple[str, int]]) -> dict[str, int]:

@@ -29,6 +29,7 @@ from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
 from axes.runtime.programs import Program, task_of
 from tests import plan_oracle as oracle
+from tests.strategies import regrouped
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAT = CostModel(20.0, 50.0, 50.0, math.inf, ranks_per_node=1 << 40)
@@ -211,6 +212,13 @@ def test_any_state_becomes_any_other_whatever_divides(case, model):
     oracle.run(plan(source, target, shape, "float64", model))
 
 
+@examples(150)
+@given(regrouped(), models)
+def test_axes_that_are_flattened_behind_others_are_cut_as_they_are_written(case, model):
+    mesh, source, target, extent = case
+    oracle.run(plan(mesh.sharding(source), mesh.sharding(target), (extent,), "float64", model))
+
+
 @examples(60)
 @given(redistributions(even=True), models)
 def test_every_plan_that_was_weighed_arrives(case, model):
@@ -279,6 +287,23 @@ def test_the_only_way_at_a_size_is_that_of_all_that_leave_the_same_rests(axes, n
 def test_mixed_reductions_are_resolved_in_their_order(case, model):
     source, target, shape = case
     oracle.run(plan(source, target, shape, "float64", model))
+
+
+def test_of_a_tensor_without_elements_one_plan_is_weighed():
+    mesh = Mesh("dp=2")
+    (found,) = choices(mesh.sharding("b@dp s"), mesh.sharding("b s@dp"), (0, 8))
+    assert found == plan(mesh.sharding("b@dp s"), mesh.sharding("b s@dp"), (0, 8))
+
+
+@pytest.mark.parametrize("kinds", [4, 12])
+def test_reductions_of_kinds_that_take_turns_are_planned_one_after_the_other(kinds):
+    names = "abcdefghijkl"[:kinds]
+    mesh = Mesh(" ".join(f"{name}=2" for name in names))
+    pending = " ".join(f"{('sum', 'max')[at % 2]}@{name}" for at, name in enumerate(names))
+    ends, shape = (mesh.sharding(f"x y | {pending}"), mesh.sharding("x@a y@(d b)")), (mesh.size, 8)
+    assert len(choices(*ends, shape)) < 500  # not a multiple more with each kind
+    if kinds == 4:
+        oracle.run(plan(*ends, shape, "float64"))
 
 
 @examples(60)

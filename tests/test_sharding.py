@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import re
 from collections import Counter
 
 import numpy as np
@@ -14,24 +15,30 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from axes.algebra.chunks import factor_runs, largest_chunk, nested_chunk
+from axes.algebra.chunks import factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import PlacementSpec, check_torch_can, placement_specs
+from axes.algebra.plan import choices, plan
+from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
-from axes.algebra.specs import parsed_sharding
+from axes.algebra.specs import marked_sharding, parsed_sharding
 
 from .strategies import (
     FactorCase,
     MeshCase,
     SpecCase,
+    digit_systems,
     elements,
     listed,
     meshes,
     nested,
     place,
     refusal,
+    regrouped,
     sharded,
+    span,
     specs,
 )
 
@@ -291,6 +298,43 @@ def test_equivalence_of_one_dim_split_over_any_axes_and_aliases_is_the_same_elem
     assert a.is_equivalent(b) == same_data(a, b, (even,)) == b.is_equivalent(a)
 
 
+@given(regrouped())
+def test_equivalence_of_axes_flattened_behind_others_is_the_same_elements(case):
+    mesh, one, other, extent = case
+    a, b = mesh.sharding(one.partition(" |")[0]), mesh.sharding(other)
+    assert a.is_equivalent(b, (extent,)) == same_data(a, b, (extent,)) == b.is_equivalent(a, (extent,))
+
+
+@given(digit_systems(largest=64), st.data())
+def test_chunks_by_any_digits_in_any_order_are_the_same_where_they_are_on_every_rank(system, data):
+    digits = [digit for digit in system if digit[0] > 1]
+    sides = []
+    for _ in range(2):
+        left, chunks = data.draw(st.permutations(digits)) if data.draw(st.booleans()) else digits, []
+        while left:
+            count = data.draw(st.integers(1, len(left)))
+            chunks.append(left[:count])
+            left = left[count:]
+        sides.append(chunks)
+    extent = data.draw(st.integers(0, 6) | st.integers(0, 150))
+
+    def held(chunks: list[list[tuple[int, int]]], position: int) -> list[int]:
+        layouts = [Layout.of(chunk) for chunk in chunks]
+        return nested(extent, [each.size for each in layouts], [each.coordinate(position) for each in layouts])
+
+    expected = all(held(sides[0], at) == held(sides[1], at) for at in range(span(system)))
+    assert same_chunks(extent, *sides) == expected
+
+
+def test_equivalence_at_a_size_that_does_not_divide_looks_at_no_rank():
+    mesh = Mesh("a=1000000 b=1000000", "ab = a b")
+    one, other, all_ = (mesh.sharding(text) for text in ("s@(a b)", "s@(b a)", "s@ab"))
+    assert one.is_equivalent(mesh.sharding("x@(a b)"), (2 * 10**12 + 1,))
+    assert not one.is_equivalent(other, (2 * 10**12 + 1,))
+    assert not one.is_equivalent(all_, (2 * 10**12 + 1,))
+    assert one.is_equivalent(all_, (2 * 10**12 - 1,))
+
+
 @st.composite
 def grouped_pairs(draw) -> tuple[MeshCase, SpecCase, SpecCase, int]:
     """Two ways to write one dim as factors with splits, and an extent that both fit."""
@@ -399,6 +443,39 @@ def test_two_factorizations_without_common_digits_are_equivalent_only_where_noth
     assert not one.is_equivalent(other, (1,))
     assert not one.is_equivalent(other, (6,))
     assert not one.is_equivalent(other)
+
+
+# ---------------------------------------------------------------------------- names and views
+
+
+def test_what_an_equal_sharding_was_asked_before_lends_neither_its_names_nor_its_view():
+    for rank, names in itertools.product((0, 3), ("bsd", "xyz")):
+        check_names_and_view(rank, names)
+
+
+def check_names_and_view(rank: int, names: str) -> None:
+    mesh = Mesh("dp=2 tp=2").at(rank)
+    b, s, d = names
+    grouped, plain = mesh.sharding(f"({b}@dp {s}) {d}", sizes={b: 4}), mesh.sharding(f"{b}@dp {s} {d} | sum@tp")
+    marked, _ = marked_sharding(mesh, f"{b}@dp {s} | same@tp")
+    made = [grouped, plain, marked, grouped.at((8, 8)), retargeted(plain, "... | *", (8, 8, 8))]
+    assert [each.spec for each in made[3:]] == [f"({b} {s})@dp {d}", plain.spec]
+    found = plan(plain, mesh.sharding(f"{b} {s}@dp {d}@tp"), (8, 8, 8))
+    ends = [found.source, found.target, *(end for step in found.steps for end in (step.source, step.target))]
+    ends += [end for each in choices(grouped, mesh.sharding(f"_ {d}@dp"), (8, 8)) for end in (each.source, each.target)]
+    for each in (*made, *ends):
+        assert {*re.findall(r"\b[a-z]\b", each.spec)} <= {*names}
+        assert each.mesh.rank == rank
+    assert mesh.rearrange("dp tp -> tp dp").rank == rank
+
+
+def test_a_rank_is_not_negative():
+    mesh = Mesh("dp=2")
+    for ask in (mesh.sharding("b@dp").local_shape, mesh.sharding("b@dp").tile):
+        with pytest.raises(MeshError, match="a rank is a whole number from 0; found -1"):
+            ask((4,), -1)
+    with pytest.raises(MeshError, match="a position is a whole number from 0; found -1"):
+        mesh.layout("dp").coordinate(-1)
 
 
 # ---------------------------------------------------------------------------- placements

@@ -10,9 +10,12 @@ Five elements over axes of size 2 and 2 are cut into 3 and 2, then each into 2 a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
+
+from axes.algebra.layout import Mode
 
 Runs = tuple[tuple[int, int], ...]
 """Ascending, disjoint `(start, stop)` along one dim; `((start, start),)` where there is nothing."""
@@ -74,6 +77,55 @@ def _piece_sizes(extent: int, size: int) -> set[int]:
     full = extent // piece if piece else size
     rest = {extent - full * piece} if full < size else set()
     return ({piece} if full else set()) | rest | ({0} if full + 1 < size else set())
+
+
+def same_chunks(extent: int, one: Sequence[Sequence[Mode]], two: Sequence[Sequence[Mode]]) -> bool:
+    """Whether two lists of chunks leave the same of `extent` elements on every rank.
+
+    Each chunk is given by its digits, slowest first, in digits that both lists share. The cost doesn't depend on the
+    number of ranks.
+
+    >>> a, b = (2, 2), (2, 1)
+    >>> [same_chunks(extent, [[a], [b]], [[a, b]]) for extent in (4, 5, 7)]
+    [True, False, True]
+    """
+    mine, theirs = _varying(extent, one), _varying(extent, two)
+    alike = [digit for digit, *_ in mine] == [digit for digit, *_ in theirs]
+    return alike and {*chain(*one)} == {*chain(*two)} and _agree(extent, mine, theirs)
+
+
+Varying = list[tuple[Mode, int, int]]
+
+
+def _varying(extent: int, chunks: Iterable[Sequence[Mode]]) -> Varying:
+    """The digits in which ranks that have elements differ; all others of these ranks' digits are 0.
+
+    With each how many pieces its chunk has in all, 0 where that is said at a digit before; and how many of them lie
+    between two neighbours along the digit.
+    """
+    found: Varying = []
+    for digits in chunks:
+        below = pieces = said = math.prod([size for size, _ in digits])
+        for digit in digits:
+            below //= digit[0]
+            if extent > below:
+                found.append((digit, said, below))
+                said = 0
+        extent = -(-extent // pieces)
+    return found
+
+
+def _agree(extent: int, one: Varying, two: Varying, lengths: tuple[int, int] = (0, 0)) -> bool:
+    """Whether two lists of digits cut `extent` elements the same. `lengths` are those of the chunks that have begun."""
+    if extent < 2 or not one:
+        return True
+    (_, my_pieces, my_step), (_, their_pieces, their_step) = one[0], two[0]
+    mine = -(-extent // my_pieces) if my_pieces else lengths[0]
+    theirs = -(-extent // their_pieces) if their_pieces else lengths[1]
+    part = min(extent, mine * my_step)
+    if part != min(extent, theirs * their_step):
+        return False
+    return all(_agree(each, one[1:], two[1:], (mine, theirs)) for each in {part, extent % part})
 
 
 @lru_cache(maxsize=4096)

@@ -198,6 +198,11 @@ class Mesh:
             return self._view
         return seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
 
+    @property
+    def looks(self) -> int | None:
+        """What equal meshes may differ in: the rank that `at` has said."""
+        return self._view
+
     def layout(self, name: str) -> Layout:
         """What a name means; `MeshError` with the nearest name for one that isn't known.
 
@@ -303,7 +308,13 @@ class Mesh:
         view = whole_number(rank)
         if view is None or not 0 <= view < LARGEST_SIZE:
             raise MeshError(f"a rank is a whole number from 0; found {shown(rank)}")
-        return self._with(view=view)
+        return self._seen_from(view)
+
+    def _seen_from(self, view: int | None) -> Mesh:
+        mesh = object.__new__(Mesh)
+        for name in self.__slots__[1:]:  # all but that for weak references
+            object.__setattr__(mesh, name, view if name == "_view" else getattr(self, name))
+        return mesh
 
     # new meshes
 
@@ -323,9 +334,7 @@ class Mesh:
         """
         given = written_sizes(keywords, sizes)
         checked_text(expression)
-        if self._view is None:
-            return _rearranged(self, expression, given)
-        return _rearranged(self._with(view=None), expression, given).at(self._view)
+        return _rearranged(self, expression, given)._seen_from(self._view)
 
     def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
         """How `rearrange` reads an expression: the sizes solved and the layout operations.

@@ -208,7 +208,7 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
         levels = [name for name, spec in zip(sharding.mesh.axis_names, specs, strict=True) if spec.dim == index]
         plain = ShardedDim((replace(dim.factors[0], axes=sharding.mesh.named(levels)),))
         strided = any(spec.dim == index and spec.split_factor > 1 for spec in specs)
-        if strided or not same_cuts(dim, extents, plain, extents):
+        if strided or not same_cuts(dim, plain, extents[0]):
             raise ShardingError(
                 f"{dim} cuts a dim of {extents[0]} into {count} uneven parts, which DTensor on {sharding.mesh!r} "
                 f"would cut otherwise; make the size a multiple of {count}, or use a sub-mesh with these axes in "

@@ -32,7 +32,7 @@ from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates,
 from axes.algebra.planning.crossing import crossings
 from axes.algebra.planning.form import Digit, common, sharding_of_form
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding, cached_with_names
 from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.universe import Universe
 
@@ -145,10 +145,7 @@ def plan(
     shape = checked_shape(shape)
     source, target = _seen(source, shape), _seen(target, shape)
     rank = source.universe.rank(0) if rank is None else checked_rank("rank", rank)
-    found = _plan(source, target, shape, dtype, cost_model, rank)
-    if (found.source.spec, found.target.spec) != (source.spec, target.spec):
-        found = replace(found, source=source, target=target)  # planned before under other names
-    return found
+    return _plan(source, target, shape, dtype, cost_model, rank)
 
 
 def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -168,7 +165,7 @@ def _without_names(end: Sharding) -> tuple[object, ...]:
     return end.universe, end.mesh.extent, dims, pending
 
 
-@lru_cache(maxsize=4096)
+@cached_with_names(4096)
 def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model, rank: int) -> Plan:
     if 0 in shape:
         check_pair(source, target, shape, dtype)
@@ -252,7 +249,7 @@ def _next_alike(parts: int, ranks: int) -> int:
     return next(size for size in count(2 * parts, parts) if math.gcd(size, ranks) == parts)
 
 
-@lru_cache(maxsize=4096)
+@cached_with_names(4096)
 def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways:
     check_pair(source, target, shape, dtype)
     return Ways(source, target, shape, dtype, model)
@@ -263,14 +260,18 @@ def choices(
 ) -> list[Plan]:
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
     shape = checked_shape(shape)
+    if 0 in shape:
+        return [plan(source, target, shape, dtype, cost_model)]
     source, target = _seen(source, shape), _seen(target, shape)
     ways = _ways(source, target, shape, dtype, cost_model)
     first = source.universe.rank(0)
-    return [replace(ways.plan(at, shape, first), source=source, target=target) for at in range(len(ways.legs))]
+    return [ways.plan(at, shape, first) for at in range(len(ways.legs))]
 
 
 def _choices(source: Sharding, target: Sharding, shape: tuple[int, ...], model: Model) -> list[Legs]:
     universe = source.universe
+    if source.is_equivalent(target, shape):
+        return [()]
     node = Layout((model.ranks_per_node,), (1,))
     aligned = common(source, target, shape, node) if universe == target.universe else None
     if aligned is None:

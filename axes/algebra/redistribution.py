@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import ShardedDim, Sharding, cached_with_names
 from axes.algebra.sizes import checked_tensor_shape, unknown_size, written_sizes
 from axes.algebra.specs import check_same_dims, parsed_sharding
 
@@ -132,7 +131,7 @@ def retargeted(
         raise kind(f"{error}\n  source  {source}\n  target  {spec}") from None
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_with_names(4096)
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: Sizes) -> Sharding:
     """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
     _check_names(dict(sizes), spec)
@@ -213,8 +212,8 @@ def _made_on(mesh: Mesh, home: Mesh, axis: NamedLayout) -> Sequence[NamedLayout]
     return mesh.named(names)
 
 
-@functools.lru_cache(maxsize=1024)
-def _named_mesh(mesh: Mesh, where: Mesh, names: tuple[str, ...]) -> Mesh:
+def _with_names(mesh: Mesh, where: Mesh, names: Sequence[str]) -> Mesh:
+    """`mesh`, in which these names mean what they mean in `where`."""
     further = {}
     for name in names:
         layout = where.layout(name)
@@ -224,13 +223,4 @@ def _named_mesh(mesh: Mesh, where: Mesh, names: tuple[str, ...]) -> Mesh:
                 f"{mesh!r}, where the tensor lies"
             )
         further[name] = layout
-    return mesh._with(namespace={**mesh.namespace, **further})
-
-
-def _with_names(mesh: Mesh, where: Mesh, names: Sequence[str]) -> Mesh:
-    """`mesh`, in which these names mean what they mean in `where`."""
-    for name in names:
-        where.layout(name)
-    if all(mesh.namespace.get(name) == where.namespace[name] for name in names):
-        return mesh
-    return _named_mesh(mesh, where, tuple(names))
+    return mesh if further.keys() <= mesh.namespace.keys() else mesh._with(namespace={**mesh.namespace, **further})

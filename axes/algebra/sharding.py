@@ -21,10 +21,10 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from axes.algebra import seam
-from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk
+from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
@@ -43,6 +43,26 @@ _MOST_DIMS = 4096
 
 LINEAR = frozenset({"sum", "mean"})
 """The reductions that pass through anything linear."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def cached_with_names(maxsize: int) -> Callable[[F], F]:
+    """A cache for functions of meshes and shardings whose result shows names, or the rank that a mesh is seen from.
+
+    Meshes and shardings are equal that differ in these, so its key has them beside the arguments, which are positional.
+    """
+
+    def decorate(make: F) -> F:
+        kept = functools.lru_cache(maxsize)(lambda _, *key: make(*key))
+        return cast("F", functools.wraps(make)(lambda *key: kept(_looks(key), *key)))
+
+    return decorate
+
+
+def _looks(value: object) -> object:
+    """What equality leaves out of a value, or of each part of a tuple."""
+    return tuple(map(_looks, value)) if isinstance(value, tuple) else getattr(value, "looks", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +167,11 @@ class Sharding:
         """Canonical text: `mesh.sharding(sharding.spec) == sharding`."""
         return " ".join([*map(str, self.dims), *(["|"] if self.pending else []), *map(str, self.pending)])
 
+    @property
+    def looks(self) -> tuple[str, int | None]:
+        """What equal shardings may differ in: names, and the rank that the mesh is seen from."""
+        return self.spec, self.mesh.looks
+
     def __str__(self) -> str:
         return self.spec
 
@@ -250,8 +275,8 @@ class Sharding:
             return False
         if shape is None:
             return all(itertools.starmap(_same_pieces, zip(self.dims, other.dims, strict=True)))
-        pairs = zip(self.dims, self.extents(shape), other.dims, other.extents(shape), strict=True)
-        return all(itertools.starmap(same_cuts, pairs))
+        _extents(self, shape), _extents(other, shape)  # refuse what doesn't fit
+        return all(itertools.starmap(same_cuts, zip(self.dims, other.dims, shape, strict=True)))
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -326,7 +351,7 @@ class Sharding:
         if not isinstance(mesh, type(self.mesh)):
             raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {shown(mesh)}")
         if mesh == self.mesh:
-            return self if mesh is self.mesh else replace(self, mesh=mesh)
+            return self if mesh.looks == self.mesh.looks else replace(self, mesh=mesh)
         if mesh.layouts != self.mesh.layouts:
             raise ShardingError(
                 f"'{self}' is on {self.mesh!r}; on {mesh!r}, whose axes have other layouts, it can't be the same. "
@@ -384,11 +409,6 @@ def _runs(extents: Sequence[int], cuts: Cuts) -> Runs:
     """The runs of a dim that the cuts leave."""
     parts = _parts(extents, cuts)
     return parts if len(parts) == 1 else factor_runs(tuple(extents), parts)
-
-
-def runs_at(dim: ShardedDim, extents: Sequence[int], position: int) -> Runs:
-    """The runs of a dim that the rank at a position has."""
-    return _runs(extents, _cuts_at(dim, position))
 
 
 _kept_runs = functools.lru_cache(maxsize=8192)(_runs)
@@ -456,7 +476,7 @@ def _sized(sharding: Sharding, shape: Shape) -> Sharding:
     return replace(sharding, dims=tuple(dims))
 
 
-@functools.lru_cache(maxsize=8192)
+@cached_with_names(8192)
 def _at(sharding: Sharding, shape: Shape) -> Sharding:
     dims = tuple(map(_whole, _sized(sharding, shape).dims))
     return sharding if dims == sharding.dims else replace(sharding, dims=dims)
@@ -563,22 +583,17 @@ def _pieces(dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None
     return found
 
 
-def same_cuts(mine: ShardedDim, my: Sequence[int], theirs: ShardedDim, their: Sequence[int]) -> bool:
-    """Whether two dims are cut the same at these extents of their factors, on every rank."""
-    layouts = [axis.layout for dim in (mine, theirs) for axis in dim.axes]
-    if not layouts or math.prod(my) == 0:
+def same_cuts(mine: ShardedDim, theirs: ShardedDim, extent: int) -> bool:
+    """Whether two dims of this extent are cut the same on every rank."""
+    if extent == 0:
         return True
+    even = [len(dim.factors) > 1 or extent % dim.pieces == 0 for dim in (mine, theirs)]
+    if any(even):
+        # Equal pieces are never the same as unequal ones.
+        return all(even) and _pieces(mine, extent) == _pieces(theirs, extent)
+    layouts = [axis.layout for dim in (mine, theirs) for axis in dim.axes]
     try:
-        refined = sorted({digit for found in digits(*layouts) for digit in found})
+        found = digits(*layouts)
     except MeshError:
         return False
-    if len(mine.factors) == len(theirs.factors) == 1 and _same_pieces(mine, theirs):
-        parts = math.prod(size for size, _ in refined)
-        if my[0] % parts == 0:
-            return True
-    steps = [range(0, size * stride, stride) for size, stride in refined]
-    for offsets in itertools.product(*steps):
-        left, right = (_runs(of, _cuts_at(dim, sum(offsets))) for dim, of in ((mine, my), (theirs, their)))
-        if left != right and any(start < stop for start, stop in (*left, *right)):
-            return False
-    return True
+    return same_chunks(extent, found[: len(mine.axes)], found[len(mine.axes) :])

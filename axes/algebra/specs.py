@@ -28,10 +28,7 @@ def parsed_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
 ) -> Sharding:
     """The sharding of a spec on a mesh; `...` stands for what is missing to `ndim` dims. Cached."""
-    checked_spec(spec)
-    if mesh._view is None:
-        return _parsed(mesh, spec, sizes, ndim)
-    return replace(_parsed(mesh._with(view=None), spec, sizes, ndim), mesh=mesh)
+    return _parsed(mesh, checked_spec(spec), sizes, ndim).on(mesh)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,7 +84,8 @@ def marked_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
 ) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
-    return _marked(mesh, checked_spec(spec), sizes, ndim)
+    found, same = _marked(mesh, checked_spec(spec), sizes, ndim)
+    return found.on(mesh), same
 
 
 @functools.lru_cache(maxsize=4096)

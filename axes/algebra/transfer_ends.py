@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from axes.algebra.layout_rules import LayoutRules
 from axes.algebra.mesh import Mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding, cached_with_names
 from axes.algebra.sizes import unknown_size, whole_number
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
@@ -34,19 +33,17 @@ class EndsOfSpecs:
     def __init__(self, sizes: dict[str, int], rules: LayoutRules | None):
         self.sizes, self.used = sizes, set[str]() if rules is None else set(rules._names)
         self.home: Mesh | None = None
-        self.found = functools.lru_cache(maxsize=4096)(self._found)
+        self.found = cached_with_names(4096)(self._found)
 
     def sharding(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], side: str) -> Sharding:
         """The sharding of a spec, or a sharding, for a tensor of this shape; its mesh is of its own ranks alone."""
         if isinstance(end, Sharding):
-            return self.found(end, None, shape, end.mesh._view)
+            return self.found(end, None, shape)
         if not isinstance(end, str):
             raise ShardingError(f"a {side} is a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
-        where = required_mesh(mesh, "axes.transfer")
-        return self.found(end, where, shape, where._view)
+        return self.found(end, required_mesh(mesh, "axes.transfer"), shape)
 
-    def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], _: int | None) -> Sharding:
-        """Of the rank that a mesh is seen from nothing depends but which of its lines a sub-mesh is."""
+    def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding:
         if isinstance(end, str):
             assert mesh is not None, "a spec is read on a mesh"
             names = names_in_spec(end)

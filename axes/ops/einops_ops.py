@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.flow import recipe
 from axes.algebra.flow.reading import read
-from axes.algebra.flow.recipe import Op, name_of
+from axes.algebra.flow.recipe import Op, op_name
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import checked_size, given_sizes, written_sizes
@@ -97,7 +97,7 @@ def rearrange(
         x = _stacked("rearrange", x, expression)
     if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_plain(expression):
+    elif lacks_axes(expression):
         return _by_einops("rearrange", x, expression, given)
     else:
         view = local_view.apply_local
@@ -155,7 +155,7 @@ def reduce(
     _check_op(op, x)
     if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_plain(expression):
+    elif lacks_axes(expression):
         return _by_einops("reduce", x, expression, given, op)
     else:
         view = local_view.apply_local
@@ -187,7 +187,7 @@ def repeat(
         x = _stacked("repeat", x, expression)
     if type(x) not in PLAIN and isinstance(x, DTensor):
         view = global_view.apply_global
-    elif is_plain(expression):
+    elif lacks_axes(expression):
         return _by_einops("repeat", x, expression, given)
     else:
         view = local_view.apply_local
@@ -198,7 +198,7 @@ class RefusedByTorch(ShardingError, RuntimeError):
     """What torch can't compute: dtypes, devices or shapes that don't go together; torch's own error too."""
 
 
-def is_plain(expression: str) -> bool:
+def lacks_axes(expression: str) -> bool:
     """Whether an expression has nothing that einops doesn't know."""
     return not ("@" in expression or "|" in expression or "=" in expression)
 
@@ -261,7 +261,7 @@ def _by_einops(kind: str, x: Any, text: str, given: tuple[tuple[str, int], ...],
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         # What is wrong with names and sizes is said as it is of shards and DTensors.
-        bind(extents_of(recipe(kind, text, name_of(op), (None,), (tuple(shape),), local_view.ALONE, given)), "local")
+        bind(extents_of(recipe(kind, text, op_name(op), (None,), (tuple(shape),), local_view.ALONE, given)), "local")
         raise RefusedByTorch(f"axes.{kind}: {error}") from None
     value = by_function(op, text, first, x) if first < len(x.shape) else x
     return einops.rearrange(value, behind) if behind else value
@@ -297,7 +297,7 @@ def _is_reduced(dtype: torch.dtype, op: str) -> bool:
 
 def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
     """A list of tensors as one with a new first dim, as einops takes it; einops itself stacks arrays of others."""
-    if tensors and is_plain(expression) and not any(isinstance(x, torch.Tensor) for x in tensors):
+    if tensors and lacks_axes(expression) and not any(isinstance(x, torch.Tensor) for x in tensors):
         return tensors
     if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
         found = ", ".join(sorted({type(x).__name__ for x in tensors})) or "none"

@@ -30,7 +30,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
 from axes.ops.contraction import equation
-from axes.ops.einops_ops import is_plain
+from axes.ops.einops_ops import lacks_axes
 from axes.ops.global_view import Grad, check_options
 from axes.ops.typed import T
 from axes.runtime import torch_private
@@ -84,7 +84,7 @@ def einsum(
             check_not_wrapped("axes.einsum", x)
     _check_plain(tensors, distributed)
     _check_dtypes(tensors)
-    if is_plain(expression) and not given:
+    if lacks_axes(expression) and not given:
         shapes = [x.shape for x in tensors]
         units = tuple(units_of("einsum", expression, shapes)) if "..." in expression else ()
         terms, letters = _in_letters(expression, tuple(map(len, shapes)), units)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.flow import Recipe, gradient, recipe, unmoved
-from axes.algebra.flow.recipe import Op, Shape, name_of
+from axes.algebra.flow.recipe import Op, Shape, op_name
 from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
@@ -187,7 +187,7 @@ def apply_global(
         home = device_mesh_input(ambient, *operands)
         return _node(number, home, leaves, tuple([size for _, size in sizes]), *operands)
     specs = tuple(map(torch_private.spec_of, operands))
-    name = op if type(op) is str else name_of(op)
+    name = op if type(op) is str else op_name(op)
     made = _made(kind, text, name, specs, ambient, mesh is not None, sizes, comm_dtype, async_op)
     made = made if isinstance(op, str) else made.calling(op)
     if flags.watched:
@@ -205,9 +205,9 @@ def _node(number: int, _: Any, leaves: tuple[bool, ...], given: tuple[int, ...],
     kind, text, op, mesh, is_given, names, comm_dtype = known(number)
     specs, sizes = tuple([torch_private.spec_of(x) for x in operands]), tuple(zip(names, given, strict=True))
     if not any(is_symbolic(spec.shape) for spec in specs) and not is_symbolic(given):
-        made = _made(kind, text, name_of(op), specs, mesh, is_given, sizes, comm_dtype, False)
+        made = _made(kind, text, op_name(op), specs, mesh, is_given, sizes, comm_dtype, False)
     else:
-        find = functools.partial(_recipe, kind, text, name_of(op), specs, mesh, is_given)
+        find = functools.partial(_recipe, kind, text, op_name(op), specs, mesh, is_given)
         extents = traced_extents(find, [tuple(spec.shape) for spec in specs], sizes)
         made = _global(extents, specs[0].mesh, comm_dtype)
     made = made if isinstance(op, str) else made.calling(op)
@@ -391,7 +391,7 @@ def gradient_of(forward: Recipe, index: int, arrived: Sharding) -> Recipe:
     if forward.kind != "reduce" or forward.op in _LINEAR_OPS:
         return gradient(forward, index, arrived)
     # What is compared with the operand, element by element, lies as the operand does.
-    return gradient(as_sum(forward), index, arrived, lazy=False)
+    return gradient(as_sum(forward), index, arrived, False)
 
 
 def _arrived(forward: Recipe, made: Global, spec: Spec) -> Sharding:

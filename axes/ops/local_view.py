@@ -17,7 +17,7 @@ import torch
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, recipe
-from axes.algebra.flow.recipe import Op, Shape, name_of
+from axes.algebra.flow.recipe import Op, Shape, op_name
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
 from axes.ops import autocast
@@ -72,7 +72,7 @@ def apply_local(
     first = operands[0]
     shapes = (first.shape,) if len(operands) == 1 else tuple([x.shape for x in operands])
     make = _made_alone if mesh.binding is None else _made
-    made = make(kind, text, op if type(op) is str else name_of(op), shapes, mesh, sizes, comm_dtype, async_op)
+    made = make(kind, text, op if type(op) is str else op_name(op), shapes, mesh, sizes, comm_dtype, async_op)
     if first.requires_grad and first.is_leaf and made.may_be_view and torch.is_grad_enabled():
         operands = (_own(first),)
     if flags.watched:
@@ -111,11 +111,11 @@ def _node(number: int, given: tuple[int, ...], *operands: torch.Tensor) -> torch
     shapes = tuple([x.shape for x in operands])
     if not any(map(is_symbolic, (*shapes, given))):
         make = _made_alone if mesh.binding is None else _made
-        return _run(make(kind, text, name_of(op), shapes, mesh, sizes, comm_dtype, False), operands, op)
+        return _run(make(kind, text, op_name(op), shapes, mesh, sizes, comm_dtype, False), operands, op)
     _check_mesh(mesh, text)
 
     def find(shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
-        return recipe(kind, text, name_of(op), (None,) * len(shapes), shapes, mesh, sizes)
+        return recipe(kind, text, op_name(op), (None,) * len(shapes), shapes, mesh, sizes)
 
     return _run(bind(traced_extents(find, shapes, sizes), "local", comm_dtype), operands, op)
 

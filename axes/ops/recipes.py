@@ -192,7 +192,6 @@ def redistribution(
     return moved
 
 
-@functools.lru_cache(maxsize=4096)
 def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     """A sharding without what is `same`, and the axes that are: they are about gradients alone."""
     same = tuple(axis for p in sharding.pending if p.op == "same" for axis in p.axes)

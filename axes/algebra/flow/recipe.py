@@ -34,10 +34,10 @@ Op = str | Callable[..., Any]
 """How atoms are reduced: a reduction by name, or a function of a tensor and its dims, which the caller has."""
 
 
-def name_of(op: Op) -> str:
+def op_name(op: Op) -> str:
     """The name of a reduction. Caches know the caller's function by it, so that none keeps what the function captures.
 
-    >>> name_of("max"), name_of(max)
+    >>> op_name("max"), op_name(max)
     ('max', 'max()')
     """
     if isinstance(op, str):
@@ -87,7 +87,7 @@ class Recipe:
 
     mesh: where it happens. text: the expression.
     op: how atoms that the result lacks are reduced; "sum" in an einsum. The caller's function is here while it is
-    called; a recipe that is kept has its name (`name_of`).
+    called; a recipe that is kept has its name (`op_name`).
     sizes: the whole size of every atom.
     divisor: the local sum is divided by it: a mean's count (also in the gradient of a mean).
     multiplier: and multiplied by this: the ranks over which a mean is left pending as a mean.
@@ -105,6 +105,11 @@ class Recipe:
     divisor: int = 1
     multiplier: int = 1
     counted: tuple[NamedLayout, ...] = ()
+
+    @functools.cached_property
+    def looks(self) -> tuple[str, int | None]:
+        """What equal recipes may differ in, as equal shardings do."""
+        return str(self), self.mesh.looks
 
     @functools.cached_property
     def size(self) -> dict[str, int]:

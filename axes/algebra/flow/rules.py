@@ -13,7 +13,6 @@ wants, and the recipe that does it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -29,7 +28,7 @@ from axes.algebra.grammar import place_text
 from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, ShardedDim, Sharding
+from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, cached_with_names
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all")
 """The reductions by name; the first four also across ranks."""
@@ -64,10 +63,8 @@ def recipe(
     actual = tuple([None if s is None else s.on(carrier).sized(n) for s, n in zip(shardings, shapes, strict=True)])
     standing, wholes = standing_for(reading, carrier, actual, shapes, dict(sizes))
     if wholes:
-        # By the texts of specs too: two shardings are equal that call their dims otherwise.
-        seen = carrier._view, carrier.rank, tuple([None if s is None else s.spec for s in actual])
         with contextlib.suppress(AxesError):
-            return scaled(_kept(reading, carrier, seen, actual, standing, sizes, op), wholes)
+            return scaled(_kept(carrier.rank, reading, carrier, actual, standing, sizes, op), wholes)
     return recipe_at(reading, carrier, actual, shapes, sizes, op)
 
 
@@ -84,10 +81,10 @@ def recipe_at(
     return _Result(Operands(reading, carrier, shardings, shapes, sizes), op).recipe()
 
 
-@functools.lru_cache(maxsize=4096)
-def _kept(reading: Reading, carrier: Mesh, seen: tuple[Any, ...], *rest: Any) -> Recipe:
-    """The same, kept. `seen` is what two equal meshes and shardings may differ in: from where, and in which words."""
-    return recipe_at(reading, carrier, *rest)
+@cached_with_names(4096)
+def _kept(_: int, *args: Any) -> Recipe:
+    """The same, kept for a rank."""
+    return recipe_at(*args)
 
 
 def units_of(kind: str, text: str, shapes: Sequence[Shape]) -> frozenset[tuple[int, int]]:

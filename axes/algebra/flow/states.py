@@ -39,10 +39,8 @@ def split(name: str, *axes: NamedLayout) -> ShardedDim:
 
 def same_split(one: ShardedDim, other: ShardedDim, extent: int) -> bool:
     """Whether two states put the same of `extent` elements on every rank."""
-    if len(one.factors) == len(other.factors) == 1 and one.axes == other.axes:
-        return True
-    mine, theirs = _sized_factors(one, extent), _sized_factors(other, extent)
-    return same_cuts(one, [f.size or 0 for f in mine], other, [f.size or 0 for f in theirs])
+    same_axes = len(one.factors) == len(other.factors) == 1 and one.axes == other.axes
+    return same_axes or same_cuts(one, other, extent)
 
 
 def is_even(state: ShardedDim, extent: int) -> bool:

@@ -18,7 +18,6 @@ every other axis the gradient stays as it arrived, split or pending, until somet
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +28,10 @@ from axes.algebra.flow.states import Digits, Entry, close, entries_of, land, pen
 from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding, cached_with_names
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_with_names(4096)
 def gradient(recipe: Recipe, index: int, arrived: Sharding, lazy: bool = True) -> Recipe:
     """The recipe that takes the cotangent of the result, which arrived with this sharding, and the
     other operands in order, to the gradient of operand `index`.

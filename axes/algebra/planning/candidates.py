@@ -109,17 +109,30 @@ def _sequences(space: Space, source: Form, target: Form, inside: Callable[[Digit
     yield from _fused(space, source, target)
 
 
-def reductions(space: Space, source: Form, target: Form) -> Iterator[Legs]:
+def reductions(space: Space, source: Form, target: Form) -> list[Legs]:
     """Ways to resolve everything that the target has no longer pending, onto forms in between.
 
-    Different reductions don't mix: they are resolved one after the other, innermost first.
+    Different reductions don't mix: they are resolved one after the other, innermost first. Where there are many ways
+    to resolve the first ones, those that receive the least go on.
     """
-    for legs in _resolving(space, source, target, resolvable(source, target)):
-        if resolvable(legs[-1].target, target):
-            for rest in reductions(space, legs[-1].target, target):
-                yield (*legs, *rest)
-        else:
-            yield legs
+
+    def end(legs: Legs) -> Form:
+        return legs[-1].target if legs else source
+
+    found: list[Legs] = [()]
+    while resolved := resolvable(end(found[0]), target):
+        few = found if len(found) <= _FEW else sorted(found, key=_received)[:_FEW]
+        found = [(*legs, *more) for legs in few for more in _resolving(space, end(legs), target, resolved)]
+    return found
+
+
+_FEW = 36
+"""How many ways go on from one kind of reduction to the next."""
+
+
+def _received(legs: Legs) -> float:
+    """Elements that the busiest rank receives."""
+    return sum(leg.received / leg.shares for leg in legs)
 
 
 def resolvable(source: Form, target: Form) -> tuple[Digit, ...]:

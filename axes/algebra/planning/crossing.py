@@ -60,9 +60,8 @@ def _padded(target: Sharding, shape: tuple[int, ...]) -> int:
 def _sequences(
     space: Space, source: Form, kept: Form, target: Sharding, shape: tuple[int, ...], same: bool
 ) -> Iterator[Legs]:
-    ways: list[Legs] = list(reductions(space, source, kept)) if resolvable(source, kept) else [()]
     ends = list(_ends(space.origin, target, shape, same))
-    for legs in ways:
+    for legs in reductions(space, source, kept):
         form = legs[-1].target if legs else source
         for between, gather in ends:
             yield (*legs, *_meet(space, form, between, shape, same), *gather)

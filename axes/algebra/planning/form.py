@@ -180,17 +180,16 @@ def _digits(*layouts: Layout) -> tuple[Atom, ...] | None:
 
 
 def _atoms(size: int, layouts: Iterable[Atom]) -> tuple[Atom, ...]:
-    """One atom for each digit as long as the dim divides, then one for each layout."""
+    """One atom for each digit as long as the dim divides. From the first layout that doesn't divide it on, one for
+    each layout: pieces then differ in size, and some divide where others don't."""
     found: list[Atom] = []
+    even = True
     for layout in layouts:
         pieces = math.prod(n for n, _ in layout)
-        if pieces == 1:
-            continue
-        if size % pieces == 0:
-            found.extend((digit,) for digit in layout)
-        else:
-            found.append(layout)
-        size = -(-size // pieces)
+        even = even and size % pieces == 0
+        size //= pieces
+        if pieces > 1:
+            found.extend(((digit,) for digit in layout) if even else (layout,))
     return tuple(found)
 
 
