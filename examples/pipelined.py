@@ -4,8 +4,8 @@
     run = forward_backward(model, loss, mesh, microbatches)         # torch's schedule, or one batch where pp is 1
     loss = run(tokens, labels)                                      # the mean of all tokens, on every rank
 
-A stage is a region of a module: what comes in and goes out are this rank's plain shards, and that is what torch's
-schedules send. Regions of a stage are of a mesh without `pp`, for along it every rank has other tensors.
+A stage is a region of a module: this rank's plain shards come in and go out, and torch's schedules send them. Its mesh
+has no `pp`, for along it every rank has other tensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import Bar, flag, schedule_of, show_curves
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from train_options import corpus
@@ -170,7 +166,7 @@ class Tied:
 
 # ----------------------------------------------------------------------------------- checkpoints
 
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 """Each state and each setting of the optimizer under the name of its parameter: stages have other parameters."""
 
 
@@ -178,7 +174,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> d
     """What a checkpoint has, under the names of the whole model, so that any mesh can go on with it."""
     return {
         "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=BY_NAME),
+        "optimizer": states.get_optimizer_state_dict(model, optimizer, options=BY_NAME),
         "step": step,
     }
 
@@ -187,7 +183,7 @@ def resumed(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> 
     """Go on with what a checkpoint has; the steps that were done."""
     state = state_of(model, optimizer, 0)
     dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=BY_NAME)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=BY_NAME)
     return state["step"]
 
 

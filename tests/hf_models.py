@@ -114,8 +114,8 @@ def on_mesh(
             layer.self_attn.num_key_value_groups //= mesh.names["tp"]
     k = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     axes.shard_module(model, which.specs, mesh if of_mesh else mesh["tp"], k=k)
-    more = ", b@dp s" if which.specs is BERT else ""
-    axes.shard_map(model, f"b@dp s, b@dp s{more} -> b@dp s v@tp", mesh)
+    types = {"token_type_ids": "b@dp s"} if which.specs is BERT else {}
+    axes.shard_map(model, "b@dp s ->", mesh, results={"logits": "b@dp s v@tp"}, attention_mask="b@dp s", **types)
     if recompute == "transformers":
         model.activation_checkpointing_enable()
     if recompute == "torchtitan":
