@@ -507,13 +507,16 @@ class Own(nn.Module):
         return self.weight, self.weight[:1], self.table.mT, self.last, self.plain
 
 
+OWN = "a@tp b -> a@tp b, r b, b a@tp, a@tp b, a@tp b"
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("plain", [False, True])
 def test_what_a_module_has_and_returns_is_copied(grad, plain):
     with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
         model = shard_module(Own(), {"*": "a@tp b"})
         model.register_buffer("plain", torch.ones(2, 2))
-        axes.shard_map(model, "a@tp b -> a@tp b, r b, b a@tp, a@tp b, a@tp b")
+        axes.shard_map(model, OWN)
         x = axes.ones("a@tp b", a=4, b=2)
         with torch.set_grad_enabled(grad):
             results = model(x.to_local() if plain else x)
@@ -523,6 +526,49 @@ def test_what_a_module_has_and_returns_is_copied(grad, plain):
                 y.zero_()
         for held in (*model.parameters(), *model.buffers()):
             assert (held.to_local() if isinstance(held, DTensor) else held).all()
+
+
+def replaced(how: str) -> list[str]:
+    """What a region says of a parameter or buffer that isn't the one that was sharded; nothing where it may be so."""
+    said = []
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        model = axes.shard_map(shard_module(Own(), {"table": "a@tp b", "weight": "a@tp b", "*": "..."}), OWN)
+        model.register_buffer("plain", torch.ones(2, 2))
+        x = axes.ones("a@tp b", a=4, b=2)
+        whole = {name: torch.ones(4, 2) for name in ("weight", "table", "last")}
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                try:
+                    if how == "load_state_dict":
+                        model.load_state_dict({**whole, "plain": torch.ones(2, 2)}, assign=True)
+                        model(x)
+                    elif how == "setattr":
+                        model.weight = nn.Parameter(torch.ones(4, 2))
+                        model(x)
+                    elif how == "buffer":
+                        model.table = torch.ones(4, 2)
+                        model(x)
+                    elif how == "functional_call":
+                        torch.func.functional_call(model, {"weight": torch.ones(4, 2)}, (x,))
+                    else:
+                        copied = copy.deepcopy(model).to(torch.float32)
+                        copied.load_state_dict({name: value.clone() for name, value in copied.state_dict().items()})
+                        copied.plain = torch.ones(2, 2)
+                        copied.last = torch.ones(2, 2)
+                        copied.weight = nn.Parameter(axes.shard(torch.ones(4, 2), "a@tp b"))
+                        copied(x)
+                    said.append("")
+                except axes.AxesError as error:
+                    said.append(str(error).splitlines()[0])
+    return said
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "setattr", "buffer", "functional_call", "copy"])
+def test_a_plain_tensor_in_the_place_of_a_shard_is_refused_with_gradients_or_without(world, how):
+    name = "table" if how == "buffer" else "weight"
+    says = f"'{name}' was sharded as 'a@tp b', and a plain tensor stands in its place, [4, 2], as load_state_dict"
+    for said in world(replaced, 4, how):
+        assert [each.startswith(says) if how != "copy" else each == "" for each in said] == [True, True], said
 
 
 def generating() -> list[str]:

@@ -25,6 +25,7 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, checked_texts, unknown_size, written_sizes
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
+from axes.ops.module_regions import note_sharded
 from axes.runtime.factories import agreed_seeds
 from axes.runtime.leaves import resolving
 from axes.runtime.sharded import dtensor_of, sharding_in_torch, take_shard
@@ -119,7 +120,10 @@ def shard_module(
             made = _made(entry)
             for name in entry.names:
                 owner, own = _holder(module, name)
-                (owner._parameters if own in owner._parameters else owner._buffers)[own] = made  # type: ignore[index]
+                is_parameter = own in owner._parameters
+                (owner._parameters if is_parameter else owner._buffers)[own] = made  # type: ignore[index]
+                if is_parameter or entry.sharding.used:  # a buffer that every rank has whole may be a plain one as well
+                    note_sharded(owner, own, str(entry.sharding.spec))
             (deferred if entry.tensor.is_meta else others)[entry.names[0]] = made
     if deferred:
         seeds = agreed_seeds(meshes.values())

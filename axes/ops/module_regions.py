@@ -119,6 +119,9 @@ _stack = _Regions()
 _REGION, _HOME, _PLACES, _KIND = "_axes_region", "_axes_home", "_axes_places", "_axes_kind"
 """Where a module keeps its region and what it shares with others, and one inside what was in its parameters' places."""
 
+_SHARDED = "_axes_sharded"
+"""Where a module notes which of its own parameters were sharded, with their specs."""
+
 _MADE, _HOOKS, _HOOKED = "_axes_made", "_axes_hooks", "_axes_hooked"
 """Where a region notes that all its parameters have values and that the modules inside have hooks; and each of them
 that it has.
@@ -340,11 +343,15 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
             for name, x in there.items():
                 if isinstance(x, DTensor):
                     found.append((there, name, x))
-                elif x is None or not (x.requires_grad and x.is_leaf):
+                elif x is None:
                     continue
                 elif torch_private.reduced_by_fsdp(x):
+                    if not (x.requires_grad and x.is_leaf):
+                        continue
                     running.used.own.append(x)
-                elif _stack.regions:
+                elif name in holder.__dict__.get(_SHARDED, ()) and len(_stack.regions) == 1:
+                    raise _replaced(module, holder, name, x)
+                elif _stack.regions or not (x.requires_grad and x.is_leaf):
                     continue  # check_closed refuses it; but a checkpoint's second run isn't in the graph that it sees
                 if x.requires_grad and torch.is_grad_enabled():
                     _check_summed(module, x, running)
@@ -392,6 +399,27 @@ def _not_summed(mesh: Mesh, same: tuple[NamedLayout, ...], over: tuple[Any, ...]
         wanted, summed = mesh.layout_of_all.modes, []
     missing = Layout.of(digit for digit in wanted if not any(digit in each for each in summed))
     return tuple([name for name, layout in mesh.axes.items() if layout.overlaps(missing)])
+
+
+def note_sharded(holder: torch.nn.Module, name: str, spec: str) -> None:
+    """Note that a parameter or buffer of a module was sharded, as a region asks when it runs.
+
+    `load_state_dict(assign=True)`, an assignment and `functional_call` put other tensors in its place. `fully_shard`
+    does, too, and a region around this one; these are right.
+    """
+    holder.__dict__.setdefault(_SHARDED, {})[name] = spec
+
+
+def _replaced(module: torch.nn.Module, holder: torch.nn.Module, name: str, x: torch.Tensor) -> ShardingError:
+    path = next(path for path, each in module.named_modules() if each is holder)
+    spec = holder.__dict__[_SHARDED][name]
+    return ShardingError(
+        f"'{path}{'.' if path else ''}{name}' was sharded as '{spec}', and a plain tensor stands in its place, "
+        f"{list(x.shape)}, as load_state_dict(assign=True) or an assignment puts one there\n"
+        f"put a DTensor there, axes.shard(tensor, '{spec}', mesh=mesh); or load whole tensors with "
+        "torch.distributed.checkpoint.state_dict.set_model_state_dict(module, tensors, "
+        "options=StateDictOptions(full_state_dict=True))"
+    )
 
 
 def _restore(places: _Places) -> None:
