@@ -28,6 +28,7 @@ it would have waited for the others.
 >>> import torch.distributed as dist
 >>> member = Member(dist.HashStore(), rank=0)
 >>> agree(member, Barrier("init_mesh over rank 0", range(1), "mesh", 0), "dp=1", timedelta(seconds=5))
+[None]
 """
 
 from __future__ import annotations
