@@ -60,7 +60,7 @@ def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
     Raises `ShardingError` for strided placements that no spec says.
     """
     spec = torch_private.spec_of(x)
-    if any(placement.is_partial() for placement in spec.placements) or not torch_private.is_strided(spec):
+    if not torch_private.is_strided(spec) or 0 in spec.shape or any(p.is_partial() for p in spec.placements):
         return None
     sharding, shape = sharding_of_spec(spec), tuple(x.shape)
     found = _boxes(sharding, shape, sharding.mesh.rank)
