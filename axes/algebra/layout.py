@@ -157,6 +157,8 @@ class Layout:
         5
         """
         at, index = checked_rank("a position", position), 0
+        if at < 0:
+            raise MeshError(f"a position is a whole number from 0; found {at}")
         for size, stride in self.modes:
             index = index * size + at // stride % size
         return index

@@ -154,7 +154,7 @@ def checked_tensor_shape(shape: object) -> tuple[int, ...]:
 def checked_rank(what: str, rank: object) -> int:
     """A rank as a plain `int`; `MeshError`, which says what was given, for anything else."""
     found = whole_number(rank)
-    if found is None or found < 0 or found.bit_length() > 4096:
+    if found is None or found.bit_length() > 4096:
         raise MeshError(f"{what} is a whole number from 0; found {shown(rank)}")
     return found
 
