@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import re
 
@@ -10,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import axes
+import axes.nn
 from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.grammar import LARGEST_SIZE, Item
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import Product, given_sizes, solve, written_sizes
+from axes.algebra.sizes import OPTIONS, Product, given_sizes, solve, written_sizes
 
 from .strategies import factorizations
 
@@ -231,6 +235,16 @@ def test_what_is_no_whole_number_from_one_is_no_size(value):
         with pytest.raises(SizeError) as caught:
             make()
         assert name.match(str(caught.value))
+
+
+def test_a_misspelled_option_is_held_against_those_of_all_functions_that_take_sizes():
+    options = set()
+    for function in (getattr(home, name) for home in (axes, axes.nn) for name in home.__all__):
+        with contextlib.suppress(TypeError, ValueError):  # a value that isn't called, or has no signature
+            parameters = inspect.signature(function).parameters.values()
+            if any(p.kind is p.VAR_KEYWORD for p in parameters):
+                options |= {p.name for p in parameters if p.default is not p.empty and len(p.name) > 1}
+    assert {*OPTIONS} == options - {"expression", "kind", "op", "table"}  # what stands in its place, without a name
 
 
 def test_integers_of_numpy_are_sizes():
