@@ -20,7 +20,6 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes import Mesh, MeshError
@@ -258,29 +257,6 @@ def test_flattened_dims_have_the_group_of_their_ranks_and_are_found_by_name(worl
         assert taken.startswith("'dp_cp' is dp cp flattened, and can't be cp tp of ")
         assert axis.startswith("'dp' is an axis of Mesh('dp=2 cp=2 tp=2'")
         assert taken.endswith(": flatten under another name")
-
-
-def sums_over_two_axes(how):
-    """How often DTensor sends something for a sum over two axes, and what it gives."""
-    options = {"loss": axes.GroupOptions(lane="loss")} if how == "lane" else None
-    mesh = axes.init_mesh("dp=2 cp=2 tp=1", "loss = dp cp", device_type="cpu", options=options)
-    if how == "another's name":
-        _ = mesh["loss"].device_mesh
-        patient = dict.fromkeys(("dp", "cp"), axes.GroupOptions(timeout=99))
-        mesh = axes.init_mesh("dp=2 cp=2 tp=1", device_type="cpu", options=patient)
-    elif how != "nothing":
-        _ = (mesh["loss", "tp"] if how == "beside others" else mesh["loss"]).device_mesh
-    pending = DTensor.from_local(torch.ones(3), mesh["dp", "cp"].device_mesh, [Partial(), Partial()])
-    with CommDebugMode() as sent:
-        found = pending.full_tensor()
-    return sent.get_total_counts(), found.tolist()
-
-
-@pytest.mark.parametrize(
-    ("how", "times"), [("name", 1), ("beside others", 1), ("lane", 2), ("another's name", 2), ("nothing", 2)]
-)
-def test_dtensor_reduces_at_once_over_axes_that_a_name_has_flattened(world, how, times):
-    assert world(sums_over_two_axes, 4, how) == [(times, [4.0] * 3)] * 4
 
 
 def flattened_outside():

@@ -114,10 +114,6 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         [mark_of(world, mesh, layout, name) for layout, name in zip(mesh.layouts, mesh.axis_names, strict=True)],
     )
     for name, layout in mesh.axes.items():
-        if layout.size > 1 and groups and options_of(mesh, layout, name).lane is None:
-            here, group = (coordinate[name],), groups[name]  # type: ignore[index]
-            flat = torch_private.device_mesh_over(root, [layout.modes], (name,), here, [group], ("",))
-            torch_private.know_flattened(flat)
         if torch_private.forget_flattened(root, name, layout.modes):
             world.flattened.pop(_key(mesh, name), None)
     _, known = world.meshes.get(made, (None, mesh))

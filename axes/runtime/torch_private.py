@@ -415,16 +415,6 @@ def _as_looked_for(flat: DeviceMesh) -> DeviceMesh:
     return found
 
 
-def know_flattened(flat: DeviceMesh) -> None:
-    """Has DTensor reduce over several dims at once where `flat`, of one dim, has the group of their ranks.
-
-    It looks for their layout in what was flattened under the root (2.13; 2.11 too); where nothing is, it reduces over
-    one dim after another, and warns. No name stands for the layout there, since names are looked for first. As
-    `replace_slicing`.
-    """
-    root_of(flat)._flatten_mapping.setdefault(f"of axes: {dims_of(flat)} {group_names(flat)}", _as_looked_for(flat))
-
-
 def forget_flattened(root: DeviceMesh, name: str, modes: Sequence[Mode]) -> bool:
     """Takes a name from what was flattened under a root, where it stands there for something else than `modes`.
 
