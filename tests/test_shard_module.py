@@ -337,7 +337,7 @@ SAYS = {
     "unknown axis": r"weight \[6, 4\], 'a@pt b': the mesh has no axis 'pt'",
     "missing axis": r"the rule mlp=pp names an axis that .* doesn't have",
     "doesn't divide": r"weight \[6, 4\].*3 doesn't divide into 2 parts",
-    "size of nothing": r"SizeError: a size is given for 'heads', which is in no spec",
+    "size of nothing": r"SizeError: a size is given for 'heads', which isn't in any spec",
     "no rule": r"weight \[6, 4\], 'mlp embd': no rule is about 'embd'; did you mean 'embed'",
     "dims": r"weight \[6, 4\], 'mlp': the spec 'mlp' has 1 dims, the tensor 2",
     "tied": r"one tensor under 2 names, tied, has two specs:\n  embedding.weight  v@tp e .*\n  head.weight  v e@tp",

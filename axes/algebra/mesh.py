@@ -311,6 +311,8 @@ class Mesh:
         return self._seen_from(view)
 
     def _seen_from(self, view: int | None) -> Mesh:
+        if view == self._view:
+            return self
         mesh = object.__new__(Mesh)
         for name in self.__slots__[1:]:  # all but that for weak references
             object.__setattr__(mesh, name, view if name == "_view" else getattr(self, name))
@@ -334,7 +336,7 @@ class Mesh:
         """
         given = written_sizes(keywords, sizes)
         checked_text(expression)
-        return _rearranged(self, expression, given)._seen_from(self._view)
+        return _rearranged(self._seen_from(None), expression, given)._seen_from(self._view)
 
     def explain(self, expression: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Explanation:
         """How `rearrange` reads an expression: the sizes solved and the layout operations.

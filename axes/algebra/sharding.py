@@ -55,7 +55,9 @@ def cached_with_names(maxsize: int) -> Callable[[F], F]:
 
     def decorate(make: F) -> F:
         kept = functools.lru_cache(maxsize)(lambda _, *key: make(*key))
-        return cast("F", functools.wraps(make)(lambda *key: kept(_looks(key), *key)))
+        found: Any = functools.wraps(make)(lambda *key: kept(_looks(key), *key))
+        found.cache_clear, found.cache_info = kept.cache_clear, kept.cache_info
+        return cast("F", found)
 
     return decorate
 

@@ -238,6 +238,12 @@ def written_sizes(
     return tuple([(name, found[name]) for name in sorted(found)])
 
 
+_WHOLE_OPTIONS = frozenset(
+    {"source_rank", "ignore_index", "padding_idx", "seed", "bucket_mb", "concat_dim", "split_dim"}
+)
+"""The options that take whole numbers, as sizes do."""
+
+
 def unknown_size(name: object, value: object, known: Iterable[str], where: str = "the expression") -> SizeError:
     """The error for a keyword that is no size: what isn't a whole number is taken for an option.
 
@@ -246,10 +252,11 @@ def unknown_size(name: object, value: object, known: Iterable[str], where: str =
     >>> unknown_size("src_rank", 0, ["b"])
     SizeError("a size is given for 'src_rank', which isn't in the expression; did you mean 'source_rank'?")
     """
-    names = list(known)
-    near = suggestion(str(name), [each for each in (*names, *OPTIONS) if each != name])
+    names, is_size = list(known), whole_number(value) is not None
+    options = [each for each in OPTIONS if not is_size or each in _WHOLE_OPTIONS]
+    near = suggestion(str(name), [each for each in (*names, *options) if each != name])
     near = near if near.startswith("; did you mean") else ""
-    if value is not None and whole_number(value) is None:
+    if value is not None and not is_size:
         hint = near or "."
         return SizeError(
             f"there is no option {shortened(name)}{hint} The size of a dim is a whole number; found {shown(value)}"

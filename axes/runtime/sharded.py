@@ -30,7 +30,7 @@ from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import checked_mesh, required_mesh
-from axes.algebra.sharding import Indices, Sharding
+from axes.algebra.sharding import Indices, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
 from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
@@ -202,7 +202,8 @@ def from_local(
         mesh, spec, tuple(local.shape), given, None if shape is None else checked_tensor_shape(shape)
     )
     if part.open:  # a gradient of which nothing is said is refused before anything is sent
-        _counted(local, mesh, spec, torch_placements(part.sharding.sized(part.even)), same, grad)
+        plain = tuple([ShardedDim((ShardedFactor("_", None, dim.axes),)) for dim in part.sharding.dims])
+        _counted(local, mesh, spec, torch_placements(replace(part.sharding, dims=plain)), same, grad)
     whole = told_shape(f"axes.from_local '{spec}'", part, local.device)
     placements = placements_of(part, spec, whole)
     counted = _counted(local, mesh, spec, placements, same, grad)
