@@ -88,7 +88,7 @@ def einsum(
         shapes = [x.shape for x in tensors]
         units = tuple(units_of("einsum", expression, shapes)) if "..." in expression else ()
         terms, letters = _in_letters(expression, tuple(map(len, shapes)), units)
-        if letters and _agree(terms, shapes):
+        if letters and len(tensors) > 1 and _agree(terms, shapes):  # of one, a leaf gets memory of its own below
             return torch.einsum(letters, *tensors)
     return local_view.apply_local("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
 
