@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from axes.algebra.errors import AxesError, ShardingError, SizeError
@@ -24,6 +24,7 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from tests.flow_cases import Case, Random, case
 from tests.flow_oracle import gather, indices, run, scatter
+from tests.strategies import regrouped
 
 Shardings = tuple[Sharding | None, ...]
 Given = tuple[tuple[str, int], ...]
@@ -203,6 +204,27 @@ def test_a_plain_shard_means_what_the_declared_dtensor_means(random: Random):
     close(gather(parts, result.output, result.shape), found.expected().numpy(), message=f"{found}\n{plain}")
     for rank, part in parts.items():
         assert part.shape == result.output.local_shape(result.shape, rank)
+
+
+@settings(parent=EXAMPLES, max_examples=150)
+@given(regrouped())
+def test_axes_that_are_flattened_behind_others_are_rearranged_as_they_are_written(drawn: tuple[Mesh, str, str, int]):
+    """In both views; DTensor can't have some of it."""
+    mesh, one, two, extent = drawn
+    assume(extent)  # text has no 0
+    source, text, sizes = mesh.sharding(one), f"{one} -> {two}", (("s", extent),)
+    rank = mesh.universe.ranks[-1]
+    made = [recipe("rearrange", text, "", (None,), (source.local_shape((extent,), rank),), mesh.at(rank), sizes)]
+    try:
+        check_torch_can(source, (extent,))
+        made.append(recipe("rearrange", text, "", (source,), ((extent,),), mesh, sizes))
+    except ShardingError as error:
+        assert "DTensor" in str(error)  # noqa: PT017 - it may also be accepted
+    whole = np.arange(1.0, extent + 1)
+    wanted = scatter(whole, mesh.sharding(two))
+    for each in made:
+        for at, part in run(each, [scatter(whole, source)]).items():
+            np.testing.assert_array_equal(part, wanted[at], err_msg=f"{drawn}\n{each}")
 
 
 def outcome(make: Callable[..., Recipe], *args: Any) -> tuple[object, ...]:
