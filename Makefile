@@ -2,7 +2,7 @@
 #
 #   make test                the whole test suite
 #   make test TORCH=2.11.0   the same against another torch, in an environment of its own
-#   make test-exhaustive     the enumerations that are too slow for every run
+#   make test-full           all of it, with ten times the generated cases: hours
 #   make demo                eight processes train a small Llama
 #   make bench               the table of docs/benchmarks.md, measured now
 #   make format              ruff's formatting and fixes
@@ -22,16 +22,16 @@ else
 PINS   := cat
 endif
 
-.PHONY: test test-exhaustive demo bench format clean
+.PHONY: test test-full demo bench format clean
 .DELETE_ON_ERROR:
 
 # Hundreds of processes import axes and the tests: their bytecode is kept also where the environment says otherwise.
 test: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -m "not exhaustive" -n 3 --dist loadfile --no-loadscope-reorder --junitxml $(VENV)/results.xml \
+	PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -m "not full" -n 3 --dist loadfile --no-loadscope-reorder --junitxml $(VENV)/results.xml \
 		-o junit_suite_name="torch $$($(RUN) -c 'import torch; print(torch.__version__)')"
 
-test-exhaustive: $(STAMP)
-	$(RUN) -m pytest -q -m exhaustive -o faulthandler_timeout=1800
+test-full: $(STAMP)
+	PYTHONDONTWRITEBYTECODE= AXES_CASES=10 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1800
 
 demo: $(STAMP)
 	$(RUN) examples/llama.py

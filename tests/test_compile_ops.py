@@ -183,7 +183,7 @@ def test_with_dynamic_sizes_plain_tensors_share_a_graph(warm):
         assert wrong == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_with_dynamic_sizes_every_kind_of_operation_shares_a_graph(warm):
     for wrong in warm(dynamic, 4, list(GLOBAL), False, [*EVEN, 21, 20], timeout=900):
         assert wrong == []
@@ -191,7 +191,7 @@ def test_with_dynamic_sizes_every_kind_of_operation_shares_a_graph(warm):
         assert wrong == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_inductor_gives_the_values_and_gradients_of_eager(warm):
     # A DTensor's view that divides a symbolic size fails in torch's own inductor (2.13): no heads, no blocks.
     names = ["mean", "swap", "gram", "merge", "repeat"]

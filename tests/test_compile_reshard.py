@@ -111,7 +111,7 @@ def test_with_dynamic_sizes_uneven_ones_have_graphs_of_their_own(warm):
         assert wrong == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_values_and_gradients_of_eight_ranks_are_the_eager_ones(pool, backend, dynamic):

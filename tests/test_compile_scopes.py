@@ -108,7 +108,7 @@ def test_checkpoints_around_regions_and_within_them_compile(warm):
         assert wrong == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_checkpoints_and_regions_compile_with_inductor(warm):
     for wrong in warm(compiled, 2, list(CALLS), "inductor", timeout=900):
         assert wrong == []

@@ -206,7 +206,7 @@ def test_a_dim_that_no_step_cuts_may_have_an_uneven_size(warm, dynamic, sizes):
     assert warm(of_two_axes, 4, dynamic, sizes) == [[]] * 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_function_has_one_for_every_uneven_size(warm, dynamic, transposed):

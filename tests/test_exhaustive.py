@@ -2,7 +2,7 @@
 
 Each axis is replicated, on one of the dims with every order of several on one dim, or pending: 176
 states and 20,313 pairs. A fixed sample that holds every kind of step is executed in every run, all of
-them by `make test-exhaustive`. Values are compared with numpy's.
+them by `make test-full`. Values are compared with numpy's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_uneven_redistributions_on_eight_processes_are_what_numpy_says(pool):
     executed(pool, sample()[:256], (5, 7, 3))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [SHAPE, (5, 7, 3)], ids=str)
 def test_all_redistributions_on_eight_processes_are_what_numpy_says(pool, shape):
     executed(pool, pairs(), shape)

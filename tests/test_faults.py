@@ -1,7 +1,7 @@
 """Faults on real processes: each surviving rank ends in time and is told why, and nothing is left.
 
 `make test` runs a row of each kind of fault, but for the cut link, which tests/test_hosts.py cuts each time;
-`make test-exhaustive` runs the whole matrix.
+`make test-full` runs the whole matrix.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_a_fault_of_each_kind_ends_every_rank_with_its_cause_and_leaves_nothing(
     assert wrong_of(SAMPLE) == {}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_every_fault_ends_every_rank_with_its_cause_and_leaves_nothing():
     assert len(ROWS) >= 120
     assert wrong_of(ROWS) == {}

@@ -1,7 +1,7 @@
 """Regions under `fully_shard` with activation checkpointing: gradients are those of one device, in every combination.
 
 A case is: which modules are FSDP2 units, what is checkpointed and how, how FSDP2 is told of the mesh, which axes the
-mesh has, what is a region, and whether layers are compiled. `make test-exhaustive` runs all of them.
+mesh has, what is a region, and whether layers are compiled. `make test-full` runs all of them.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def test_gradients_under_fully_shard_and_checkpoints_are_those_of_one_device(war
     assert warm(all_wrong, 4, SAMPLE, timeout=120) == [{}] * 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("what", CHECKPOINTS)
 @pytest.mark.parametrize("unit", UNITS)

@@ -152,7 +152,7 @@ def test_training_under_fsdp2_and_resuming_on_another_mesh_is_that_of_one_device
     check(warm, tmp_path, *OFTEN)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "recompute", "of_mesh"), [case for case in CASES if case != OFTEN])
 def test_so_it_is_for_every_model_and_every_order_of_checkpoints(warm, tmp_path, name, recompute, of_mesh):
     check(warm, tmp_path, name, recompute, of_mesh)

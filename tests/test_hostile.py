@@ -1,7 +1,7 @@
 """Wrong input at every public door: a right result, an `AxesError` or a `TypeError`; short messages, no time lost.
 
 Cases are numbered, and a number is the same call in every process: `outcome_of(1234)` runs one. `make test` runs the first
-few thousand, `make test-exhaustive` half a million. In between, right calls still have to give what they gave before.
+few thousand, `make test-full` half a million. In between, right calls still have to give what they gave before.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def test_the_first_hostile_inputs_end_in_a_result_or_an_error_that_says_so(monke
     assert not found, "\n".join(found[:20])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(0, ALL, 50_000))
 def test_half_a_million_hostile_inputs_end_in_a_result_or_an_error_that_says_so(monkeypatch, first):
     with quiet(monkeypatch):

@@ -226,7 +226,7 @@ def test_a_sample_of_all_splits_of_a_factor_is_right(pool, tp: int):
         assert not found, f"rank {rank}: {found[:5]}"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_all_splits_of_a_factor_are_right(pool, tp: int):
     for first in range(0, len(factor_splits(tp)), BATCH):

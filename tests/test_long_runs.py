@@ -1,7 +1,7 @@
 """Long runs leave nothing: launches, worlds, meshes and operations of ever-new shapes and expressions; and the looks see that.
 
 Descriptors, threads, child processes and memory are as before, once the caches are full. `make test` has the short runs,
-`make test-exhaustive` those of 100,000 operations, 1,000 meshes, 200 launches and 200 worlds.
+`make test-full` those of 100,000 operations, 1,000 meshes, 200 launches and 200 worlds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_launches_leave_no_process_descriptor_or_thread():
     no_growth(launches(6, 2), 20)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_two_hundred_launches_leave_no_process_descriptor_or_thread():
     no_growth(launches(200, 50), 50)
 
@@ -181,7 +181,7 @@ def steps_in_one_world(count: int, each: int) -> list[Held]:
         return looked(ever_new, count, each)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_hundred_thousand_ever_new_operations_leave_nothing_once_the_caches_are_full():
     # The last cache, of routes, is full after 125,000. A dictionary that is made anew at its next size is no leak.
     no_growth(steps_in_one_world(165_000, 5_000), 5_000, looks=3)
@@ -275,7 +275,7 @@ def test_worlds_leave_no_more_than_torchs_own(world):
     worlds(world, 96, 16)  # the first fifty fill torch's own memory of small things
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("world", [short_world, started_world])
 def test_two_hundred_worlds_leave_no_more_than_torchs_own(world):
     worlds(world, 200, 40)
@@ -305,7 +305,7 @@ def test_meshes_whose_groups_are_ended_leave_a_name(world):
         no_growth(found, 16, OF_A_NAME)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_thousand_meshes_whose_groups_are_ended_leave_a_name(world):
     for found in world(meshes, 2, 1_000, 200, timeout=900):
         no_growth(found, 200, OF_A_NAME)

@@ -214,7 +214,7 @@ def test_generated_expressions_agree_with_einops_on_the_whole(
     agreeing(pool, declaration, ranks, count // 3, view)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("view", ["global", "local"])
 @pytest.mark.parametrize(("declaration", "ranks", "count"), ISLANDS, ids=[line[0] for line in ISLANDS])
 def test_all_generated_expressions_agree_with_einops_on_the_whole(

@@ -91,14 +91,14 @@ def test_every_300th_pair_arrives_with_other_reductions(op):
         check_pair(pair, op=op)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(8, 8, 8), (5, 3, 7)])
 def test_all_pairs_of_states_of_2x2x2_arrive(shape):
     for pair in PAIRS:
         check_pair(pair, shape=shape)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_all_pairs_of_states_of_2x2x2_arrive_where_two_ranks_share_a_node():
     for pair in PAIRS:
         oracle.run(plan(cube(pair[0]), cube(pair[1]), (8, 8, 8), "float64", CostModel(ranks_per_node=2)))
@@ -121,7 +121,7 @@ def test_on_every_700th_pair_no_plan_is_worse_than_either_planner_of_dtensor():
     assert "NO" not in run_table("--every", "700")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_the_table_in_the_docs_is_what_its_script_prints():
     page = (ROOT / "docs" / "redistribution.md").read_text(encoding="utf-8")
     rows = [row for row in run_table().splitlines() if row.startswith("|")]

@@ -9,6 +9,7 @@ is right is what torch does with the whole tensor. `work` goes through cases on 
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections import Counter
@@ -1568,7 +1569,7 @@ def told(d: Draw) -> None:
         p.do(f"check(x, W, {g}, {spec!r})")
 
 
-LAWS: dict[str, Law] = {
+LAWS: dict[str, Law | str] = {
     "whole": whole,
     "chain": chain,
     "shards": shards,
@@ -1584,6 +1585,15 @@ LAWS: dict[str, Law] = {
     "doors": doors,
     "told": told,
 }
+"""By name; those of other modules are the names of their modules, `tests.law_x` with a function `x`."""
+
+
+def law_of(name: str) -> Law:
+    found = LAWS[name]
+    if isinstance(found, str):
+        law: Law = getattr(importlib.import_module(found), name)
+        return law
+    return found
 
 
 # ---------------------------------------------------------------------------- working through cases
@@ -1601,7 +1611,7 @@ def run_case(law: str, ranks: int, island: int, index: int) -> Draw:
     """One case on this rank's island. A failure has the case as its note."""
     d = seeded(law, ranks, island, index)
     try:
-        LAWS[law](d)
+        law_of(law)(d)
     except TorchRefuses:
         d.features.add("refused by torch")
     except Exception as error:
