@@ -1,24 +1,34 @@
-"""One communicator for one ordered list of ranks, backend and options, counted where torch keeps them."""
+"""Process groups and torch's device meshes: one communicator for one ordered list of ranks, backend and options."""
 
 from __future__ import annotations
 
-import os
+import copy
 import pickle
 import subprocess
 import sys
+import threading
+import warnings
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import axes
-from axes import GroupOptions, MeshError
+from axes import GroupOptions, Mesh, MeshError
+from tests.common import case
+from tests.counting import calls
+
+WHOLE = torch.arange(64.0).view(8, 8)
+SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
 
 
 def made_by_torch() -> int:
@@ -26,16 +36,21 @@ def made_by_torch() -> int:
     return len(c10d._world.pg_map)
 
 
+def error_of(call) -> str:
+    with pytest.raises(MeshError) as caught:
+        call()
+    return str(caught.value)
+
+
 # ------------------------------------------------------------------------ how many, and which
 
 
-def count_groups():
-    counts = {}
-    before = made_by_torch()
+def how_many():
+    axes.destroy_process_groups()
+    counts, before = {}, made_by_torch()
     mesh = axes.init_mesh("pp dp cp tp", "fsdp = dp cp", "(cp tp) = ep", "all = pp dp cp tp", pp=1, dp=2, cp=2)
     counts["declared"] = made_by_torch() - before
-    names = ["dp", "cp", "tp", "fsdp", "ep"]
-    groups = {name: mesh.axis(name).group for name in names}
+    groups = {name: mesh.axis(name).group for name in ("dp", "cp", "tp", "fsdp", "ep")}
     counts["five axes"] = made_by_torch() - before
     again = axes.init_mesh("x=2 y=2 z=2", "xy = x y")
     alike = mesh.rearrange("pp dp cp tp -> outer=(pp dp) inner=(cp tp)")
@@ -49,109 +64,70 @@ def count_groups():
         mesh.axis("all").group is dist.group.WORLD,
     ]
     counts["aliases"] = made_by_torch() - before
-    one, other = axes.init_mesh("a=1 b=8"), axes.init_mesh("c=8 d=1")
     single = mesh.axis("pp").group
-    same += [one.axis("a").group is single, other.axis("d").group is single, single.size() == 1]
+    same += [axes.init_mesh("a=1 b=8").axis("a").group is single, single.size() == 1]
     counts["size one"] = made_by_torch() - before
     backwards = mesh.rearrange("pp dp cp tp -> pp x=(tp cp dp)")
     counts["backwards"] = (backwards.axis("x").group.size(), made_by_torch() - before)
     return counts, same
 
 
-def test_a_rank_has_one_communicator_per_ordered_layout_and_one_for_size_one(world):
-    for counts, same in world(count_groups, 8):
-        assert counts == {
-            "declared": 0,
-            "five axes": 5,
-            "aliases": 5,
-            "size one": 6,
-            "backwards": (8, 7),
-        }
+def test_a_rank_has_one_communicator_per_ordered_layout_and_one_for_size_one(pool):
+    for counts, same in pool.run(how_many):
+        assert counts == {"declared": 0, "five axes": 5, "aliases": 5, "size one": 6, "backwards": (8, 7)}
         assert all(same), same
 
 
 def meet_after_other_groups():
     """Ranks 0 and 2 make one group more than 1 and 3 before {0, 1} meets."""
     rank = dist.get_rank()
+    axes.destroy_process_groups()
     if rank in (0, 2):
         axes.init_mesh("x", ranks=[0, 2]).create_groups()
-    if rank == 3:
-        for ranks in ([1, 3], [3, 1]):
-            axes.init_mesh("x", ranks=ranks)
-    if rank == 1:
-        for ranks in ([1, 3], [3, 1]):
-            axes.init_mesh("x", ranks=ranks)
-    mesh = axes.init_mesh("dp=2 tp=2")
-    value = torch.tensor([rank])
-    dist.all_reduce(value, group=mesh.axis("tp").group)
-    return value.item(), len(axes.process_groups())
-
-
-def test_ranks_that_made_different_groups_before_still_meet(world):
-    assert world(meet_after_other_groups, 4) == [(1, 3), (1, 2), (5, 3), (5, 2)]
-
-
-DECLARATIONS = [
-    ("dp=2 cp=2 tp=2", None),
-    ("dp=4 tp=2", [7, 2, 5, 0, 1, 6, 3, 4]),
-    ("x=8", [3, 1, 4, 0, 5, 2, 6, 7]),
-    ("x=3 y=2", [6, 1, 3, 2, 5, 0]),
-    ("x=2 y=2", range(1, 8, 2)),
-]
-
-
-def orders_and_collectives(declarations):
-    """What collectives find on each axis, against the axis's own ranks."""
-    wrong = []
-    for declaration, ranks in declarations:
-        mesh = axes.init_mesh(declaration, ranks=ranks)
-        names = mesh.axis_names
-        flat = mesh.rearrange(f"{' '.join(names)} -> all=({' '.join(reversed(names))})")
-        if mesh.coordinate is None:
-            continue
-        for axis in [mesh.axis(name) for name in mesh.axis_names] + [flat.axis("all")]:
-            group, mine = axis.group, torch.tensor([dist.get_rank()])
-            gathered = [torch.empty_like(mine) for _ in range(axis.size)]
-            dist.all_gather(gathered, mine, group=group)
-            functional = funcol.all_gather_tensor(mine, 0, group)
-            op = torch.ops._c10d_functional.all_gather_into_tensor(mine, axis.size, group.group_name)
-            by_name = funcol.wait_tensor(op)
-            start = torch.tensor([axis.index * 10])
-            dist.broadcast(start, src=axis.ranks[0], group=group)
-            found = (
-                torch.cat(gathered).tolist(),
-                functional.tolist(),
-                by_name.tolist(),
-                dist.get_process_group_ranks(group),
-                [group.rank(), start.item()],
-            )
-            ranks_ = list(axis.ranks)
-            if found != (ranks_, ranks_, ranks_, ranks_, [axis.index, 0]):
-                wrong.append((declaration, axis.name, ranks_, found))
-    return wrong
-
-
-def test_coordinate_i_is_rank_i_of_the_group_in_every_kind_of_collective(pool):
-    assert pool.run(orders_and_collectives, DECLARATIONS) == [[]] * 8
-
-
-def destroy_and_use_again():
-    mesh = axes.init_mesh("dp=2 tp=2")
+    for ranks in ([1, 3], [3, 1]) if rank in (1, 3) else ():
+        axes.init_mesh("x", ranks=ranks)
+    tp = axes.init_mesh("dp=2 tp=2", ranks=range(4)).axis("tp") if rank < 4 else None
     sums = []
-    for _ in range(3):
-        value = torch.tensor([dist.get_rank()])
-        dist.all_reduce(value, group=mesh.axis("tp").group)
-        x = distribute_tensor(torch.arange(8), mesh.device_mesh, [Shard(0), Shard(0)])
-        assert (x + 1).full_tensor().tolist() == list(range(1, 9))
-        sums.append(value.item())
+    for _ in range(2 if tp else 0):
+        value = torch.tensor([rank])
+        dist.all_reduce(value, group=tp.group)
+        sums.append((value.item(), len(axes.process_groups())))
         axes.destroy_process_groups()
-        assert dist.is_initialized(), "this world isn't ours to end"
-        assert len(axes.process_groups()) == made_by_torch() == 1
+        assert len(axes.process_groups()) == made_by_torch() == 1, "this world isn't ours to end"
     return sums
 
 
-def test_destroyed_groups_are_made_anew_at_the_next_use(world):
-    assert world(destroy_and_use_again, 4) == [[1] * 3, [1] * 3, [5] * 3, [5] * 3]
+def test_ranks_that_made_different_groups_before_still_meet_and_destroyed_groups_are_made_anew(pool):
+    found = pool.run(meet_after_other_groups)
+    assert found[:4] == [[(1, 3), (1, 2)], [(1, 2), (1, 2)], [(5, 3), (5, 2)], [(5, 2), (5, 2)]]
+
+
+DECLARATIONS = [("dp=2 cp=2 tp=2", None), ("dp=4 tp=2", SHUFFLED), ("x=3 y=2", [6, 1, 3, 2, 5, 0]), ("x=4", range(1, 8, 2))]  # fmt: skip
+
+
+def orders_and_collectives(declaration, ranks):
+    """Coordinate i is rank i of the group, in every kind of collective; a rank outside takes no part."""
+    mesh = axes.init_mesh(declaration, ranks=ranks)
+    names = mesh.axis_names
+    flat = mesh.rearrange(f"{' '.join(names)} -> all=({' '.join(reversed(names))})")
+    if mesh.coordinate is None:
+        assert "isn't one of the ranks" in error_of(lambda: mesh.axis(names[0]).group.size())
+        return
+    for axis in [*map(mesh.axis, names), flat.axis("all")]:
+        with case(f"axis {axis.name}"):
+            group, mine, ranks = axis.group, torch.tensor([dist.get_rank()]), list(axis.ranks)
+            gathered = [torch.empty_like(mine) for _ in ranks]
+            dist.all_gather(gathered, mine, group=group)
+            assert torch.cat(gathered).tolist() == ranks == dist.get_process_group_ranks(group)
+            assert funcol.all_gather_tensor(mine, 0, group).tolist() == ranks
+            start = torch.tensor([axis.index * 10])
+            dist.broadcast(start, src=axis.ranks[0], group=group)
+            assert (group.rank(), start.item()) == (axis.index, 0)
+
+
+@pytest.mark.parametrize(("declaration", "ranks"), DECLARATIONS)
+def test_coordinate_i_is_rank_i_of_the_group_in_every_kind_of_collective(pool, declaration, ranks):
+    pool.run(orders_and_collectives, declaration, ranks)
 
 
 def bound_to_a_device():
@@ -159,202 +135,259 @@ def bound_to_a_device():
     device, default = torch.device("cuda:0"), dist.group.WORLD
     default.bound_device_id = device
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
-    asked = []
-    split_source = c10d._get_split_source
-    c10d._get_split_source = lambda group: asked.append(group) or split_source(group)
-    try:
-        if dist.get_rank() < 2:
-            value = torch.tensor([1])
-            dist.all_reduce(value, group=mesh.axis("tp").group)
-            assert value.item() == 2
-            assert mesh.axis("tp").group.bound_device_id == device
-    finally:
-        c10d._get_split_source = split_source
-    return len(asked), default.bound_device_id == device
-
-
-def test_members_alone_make_a_group_even_where_torch_would_split_the_default_group(world):
-    assert world(bound_to_a_device, 4) == [(0, True)] * 4
+    if dist.get_rank() < 2:  # torch would split the default group, which takes all of its ranks
+        assert axes.psum(torch.ones(1), "tp", mesh=mesh).item() == 2
+        assert mesh.axis("tp").group.bound_device_id == device
+    assert default.bound_device_id == device
 
 
 def a_second_world():
     """A world that somebody else ends and starts again, on the same store."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.group.WORLD.get_group_store()
-    mesh = axes.init_mesh("dp=2 tp=2")
+    bound_to_a_device()
+    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.get_group_store()
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
     first = mesh.axis("tp").group
     dist.destroy_process_group()
-    with pytest.raises(MeshError, match="isn't running"):
-        mesh.axis("tp").group.size()
+    assert "isn't running" in error_of(lambda: mesh.axis("tp").group.size())
     assert axes.process_groups() == []
-    assert repr(axes.process_groups()) == "[]"
-    again = dist.PrefixStore("again", store)
-    dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
     second = mesh.axis("tp").group
     value = torch.tensor([rank])
     dist.all_reduce(value, group=second)
-    return first is second, value.item(), made_by_torch()
+    dist.destroy_process_group()
+    started = axes.init_mesh("dp tp=2", device_type="cpu", timeout=33)  # from the environment, as under torchrun
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    axes.psum(torch.ones(1), "dp", mesh=started)
+    started.abort()
+    return first is second, value.item(), timeout, dist.is_initialized(), str(axes.process_groups())
 
 
-def test_groups_of_a_world_that_ended_are_never_used_in_the_next(world):
-    assert world(a_second_world, 4) == [(False, 1, 2), (False, 1, 2), (False, 5, 2), (False, 5, 2)]
+def test_members_alone_make_a_group_and_no_group_outlives_its_world(world):
+    found = world(a_second_world, 4)
+    assert found == [(False, total, 33.0, False, "[]") for total in (1, 1, 5, 5)]
 
 
-# ------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------- options and lanes
+
+PATIENT = GroupOptions(timeout=77)
 
 
 def options_make_groups_of_their_own():
-    plain = axes.init_mesh("dp=2 tp=4")
-    patient = axes.init_mesh("dp=2 tp=4", "ep = tp", options={"tp": GroupOptions(timeout=77), "dp": GroupOptions()})
-    explicit = axes.init_mesh("dp=2 tp=4", options={"tp": GroupOptions("gloo")})
-    timeout = patient.axis("tp").group._get_backend(torch.device("cpu")).options._timeout
-    return [
-        patient.axis("tp").group is not plain.axis("tp").group,
-        patient.axis("ep").group is patient.axis("tp").group,
-        patient.axis("dp").group is plain.axis("dp").group,
-        explicit.axis("tp").group is plain.axis("tp").group,
-        timeout == timedelta(seconds=77),
-        plain != patient,
-        plain == explicit,
-        plain.device_mesh is not patient.device_mesh,
-        plain.device_mesh is explicit["dp", "tp"].device_mesh,
-    ]
+    axes.destroy_process_groups()
+    plain = axes.init_mesh("dp=2 tp=4", "ep = tp")
+    patient = axes.init_mesh("dp=2 tp=4", "ep = tp", options={"tp": PATIENT, "dp": GroupOptions()})
+    explicit = axes.init_mesh("dp=2 tp=4", "ep = tp", options={"tp": GroupOptions("gloo")})
+    laned = axes.init_mesh("dp=2 tp=4", "ep = tp", options={"ep": GroupOptions(lane="ep")})
+    adopted = Mesh.from_device_mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")))
+    both = {name: GroupOptions(timeout=44) for name in ("dp", "tp")}
+    named, product = (axes.init_mesh("dp=2 tp=4", *more, options=both) for more in (["all = dp tp"], []))
+    for mesh in (named, product):
+        axes.psum(torch.ones(1), ("dp", "tp"), mesh=mesh)
+    wide = [i for i in axes.process_groups() if len(i.ranks) == 8 and i.options.timeout == timedelta(seconds=44)]
+    groups = {mesh: mesh.axis("tp").group for mesh in (plain, patient, laned)}
+    checks = {
+        "options": groups[patient] is not groups[plain] and patient.axis("ep").group is groups[patient],
+        "no options": patient.axis("dp").group is plain.axis("dp").group,
+        "the default said": explicit.axis("tp").group is groups[plain] and explicit == plain != patient,
+        "they arrive": groups[patient]._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77),
+        "lane": laned.axis("ep").group is not groups[laned] and groups[laned] is groups[plain],
+        "lane of a device mesh": laned["ep"].device_mesh.get_group() is laned.axis("ep").group,
+        "lane told": any("lane=ep" in str(i) and i.names == ("ep",) for i in axes.process_groups()),
+        "psum on a lane": axes.psum(torch.ones(1), ("dp", "ep"), mesh=laned).item() == 8,
+        "a product": len(wide) == 1,
+        "device meshes": plain.device_mesh != patient.device_mesh and plain.device_mesh is explicit["dp", "tp"].device_mesh,
+        "sub-mesh": patient["dp"].device_mesh == plain["dp"].device_mesh != patient["tp"].device_mesh,
+        "pickled": pickle.loads(pickle.dumps(patient.device_mesh)) == copy.copy(patient.device_mesh) == patient.device_mesh,
+        "slices": patient.device_mesh["tp"] == patient["tp"].device_mesh != plain.device_mesh["tp"],
+        "adopted": Mesh.from_device_mesh(patient.device_mesh["tp"]).axis("tp").group is groups[patient],
+        "adopted from torch": adopted.device_mesh == plain.device_mesh,
+    }  # fmt: skip
+    return [name for name, holds in checks.items() if not holds]
 
 
-def test_options_make_a_group_of_their_own_for_a_layout_and_all_its_names(pool):
-    assert pool.run(options_make_groups_of_their_own) == [[True] * 9] * 8
+def test_options_and_lanes_make_groups_and_device_meshes_of_their_own(pool):
+    assert pool.run(options_make_groups_of_their_own) == [[]] * 8
 
 
-def bad_options():
-    cases = [
-        {"tpp": GroupOptions()},
-        {"tp": "gloo"},
-        {"tp": GroupOptions("nonsense")},
-        {"tp": GroupOptions("nccl")},
-        {"tp": GroupOptions(pg_options=object())},
-        {"tp": GroupOptions(timeout=5), "ep": GroupOptions(timeout=6)},
-        ["tp"],
-    ]
-    before, texts = made_by_torch(), []
-    for options in cases:
-        with pytest.raises(MeshError) as caught:
-            axes.init_mesh("dp=2 tp=4", "ep = tp", options=options)
-        texts.append(str(caught.value))
-    fine = axes.init_mesh("dp=8 tp=1", "ep = tp", options={"tp": GroupOptions(timeout=5)})
-    with pytest.raises(MeshError, match="algebra alone"):
-        axes.Mesh("dp=2 tp=4").axis("tp").group.size()
-    return texts, fine.axis("tp").group.size(), made_by_torch() - before
+def counts():
+    """By group, whether it has options, and how many collectives it has had. (gloo doesn't count gathers.)"""
+    found = {info.group_name: info.options.timeout is not None for info in axes.process_groups()}
+    return {
+        name: (own, c10d._resolve_process_group(name)._get_sequence_number_for_group()) for name, own in found.items()
+    }
 
 
-def test_bad_options_are_refused_before_anything_is_made(pool):
-    for texts, size, made in pool.run(bad_options):
-        assert "did you mean 'tp'" in texts[0]
-        assert "found 'gloo'" in texts[1]
-        assert "no backend 'nonsense'" in texts[2]
-        assert "no backend 'nccl'" in texts[3] or "doesn't serve 'cpu'" in texts[3]
-        assert "gloo takes no pg_options" in texts[4]
-        assert "'tp' and 'ep' are the same ranks" in texts[5]
-        assert "timeout=0:00:05 and timeout=0:00:06" in texts[5]
-        assert "mapping" in texts[6]
-        assert size == 1
-        assert made <= 1
+def backward(mesh):
+    w = axes.shard(WHOLE, "i@tp j", mesh=mesh).requires_grad_()
+    x = axes.shard(WHOLE, "b@dp i", mesh=mesh)
+    y = axes.einsum(x, axes.reshard(w, "i j@tp"), "b i, i j@tp -> b j@tp")
+    y.square().sum().full_tensor().backward()
+    w.grad.full_tensor()
 
 
-class BackendOptions:
-    """As the options of a backend are: public fields, one of them nested, and one torch writes."""
-
-    class Config:
-        def __init__(self, ctas: int):
-            self.ctas = ctas
-
-    def __init__(self, priority: bool, ctas: int, group_name: str):
-        self.priority, self.config, self.group_name = priority, self.Config(ctas), group_name
+def region(mesh):
+    fn = axes.shard_map(lambda x: axes.psum(x, "tp") + axes.all_gather(x, "dp").sum(), "a b@tp -> a b@tp", mesh=mesh)
+    fn(axes.shard(WHOLE, "a b@tp", mesh=mesh))
 
 
-@given(st.tuples(st.booleans(), st.integers(1, 3)), st.tuples(st.booleans(), st.integers(1, 3)))
-def test_options_are_equal_if_and_only_if_their_content_is(one, other):
-    left = GroupOptions("nccl", BackendOptions(*one, "written by torch"), 5)
-    right = GroupOptions("nccl", BackendOptions(*other, "and again"), timedelta(seconds=5))
-    assert (left == right) == (one == other) == (left.text == right.text)
-    assert left != right or hash(left) == hash(right)
+@torch.compile(backend="eager")
+def compiled(x):
+    return axes.reshard(x, "a b@tp") * 2
 
 
-@pytest.mark.parametrize("timeout", [0, -1, True, "5", float("nan"), float("inf"), [], timedelta(0)])
-def test_a_timeout_is_a_positive_time(timeout):
-    with pytest.raises(MeshError, match="positive timedelta or number of seconds"):
-        GroupOptions(timeout=timeout)
+ACTIONS = {
+    "reshard": lambda mesh: axes.reshard(axes.shard(WHOLE, "a@tp b", mesh=mesh), "a b@tp"),
+    "over both": lambda mesh: axes.reshard(axes.from_local(WHOLE, "a b | sum@(dp tp)", mesh=mesh), "a b |"),
+    "async": lambda mesh: axes.reshard(axes.shard(WHOLE, "a@tp b", mesh=mesh), "a b@tp", async_op=True) + 1,
+    "a plain tensor": lambda mesh: axes.reshard(torch.ones(2, 8), "a@dp b -> a b", mesh=mesh),
+    "reduce": lambda mesh: axes.reduce(axes.shard(WHOLE, "a@tp b", mesh=mesh), "a@tp b -> b", "sum"),
+    "softmax": lambda mesh: axes.softmax(axes.shard(WHOLE, "a b@tp", mesh=mesh), "a b@tp", over="b"),
+    "a region": region,
+    "compiled": lambda mesh: compiled(axes.shard(WHOLE, "a@tp b", mesh=mesh)),
+    "psum": lambda mesh: axes.psum(torch.ones(3), ("dp", "tp"), mesh=mesh),
+    "unshard": lambda mesh: axes.unshard(axes.shard(WHOLE, "a@dp b@tp", mesh=mesh)),
+    "shard": lambda mesh: axes.shard(WHOLE, "a@dp b", mesh=mesh["dp"], source_rank=mesh.axis("dp").ranks[1]),
+    "rand": lambda mesh: axes.rand("a@tp", a=8, mesh=mesh["tp"]),
+    "torch's operations": lambda mesh: torch.relu(axes.shard(WHOLE, "a@dp b@tp", mesh=mesh)).sum(0).full_tensor(),
+    "torch's distribute": lambda mesh: distribute_tensor(WHOLE, mesh.device_mesh, [Shard(0), Shard(1)]),
+    "backward": backward,
+}
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(2), torch.nn.UninitializedParameter()])
-def test_tensors_are_no_options_of_a_backend(tensor):
-    with pytest.raises(
-        MeshError, match=r"GroupOptions.pg_options is the options object of a backend, such as .*; found "
-    ):
-        GroupOptions(pg_options=tensor)
+def every_action_on_both():
+    meshes = [axes.init_mesh("dp=2 tp=2", options=o) for o in (None, dict.fromkeys(("dp", "tp"), PATIENT))]
+    for mesh in meshes:
+        mesh.create_groups()
+    for name, act in ACTIONS.items():
+        for own, mesh in (*enumerate(meshes), *enumerate(meshes)):
+            with case(f"{name}, {'with' if own else 'without'} options"):
+                before = counts()
+                act(mesh)
+                used = {own for name, (own, n) in counts().items() if n > before.get(name, (own, 0))[1]}
+                assert used == {bool(own)}
 
 
-def test_options_without_a_backend_object_pickle():
-    options = GroupOptions("gloo", timeout=3)
-    assert pickle.loads(pickle.dumps(options)) == options
+def test_every_way_to_communicate_uses_the_groups_of_its_own_mesh(world):
+    world(every_action_on_both, 4)
 
 
-# ------------------------------------------------------------------------------------ listing
+def one_step(mesh, x):
+    """A model on a mesh, with collectives of both views, there and back."""
+    sharded = axes.shard(x, "a@dp b@tp", mesh=mesh).requires_grad_()
+    axes.unshard(axes.reshard(sharded.sin(), "a@tp b")).sum().backward()
+    total = axes.psum(x[:1] * mesh.coordinate["dp"], ("dp", "tp"), mesh=mesh)
+    return torch.allclose(axes.unshard(sharded.grad), x.cos()) and torch.allclose(total, 4 * x[:1])
+
+
+def two_models_on_the_same_ranks(check):
+    """Each in its own thread and lane; the ranks start them in unlike orders."""
+    meshes = [
+        axes.init_mesh("dp=2 tp=4", "all = dp tp", options={name: GroupOptions(lane=lane) for name in ("dp", "tp", "all")})
+        for lane in ("one", "two")
+    ]  # fmt: skip
+    wrong = []
+    for mesh in meshes:
+        mesh.create_groups("dp", "tp", "all")
+        one_step(mesh, torch.ones(4, 4))
+
+    def train(which: int) -> None:
+        generator = torch.Generator().manual_seed(which)
+        wrong.extend(step for step in range(20) if not one_step(meshes[which], torch.randn(4, 4, generator=generator)))
+
+    with axes.debug(check=check):
+        threads = [threading.Thread(target=train, args=(which,)) for which in (0, 1)]
+        for thread in threads if dist.get_rank() % 2 else reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+    return wrong, any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_two_models_in_one_process_have_a_lane_each_and_are_compared_apart(pool, check):
+    assert pool.run(two_models_on_the_same_ranks, check) == [([], False)] * 8
+
+
+def lanes_that_differ():
+    with pytest.raises(axes.DesyncError, match="lane=lane0") as caught:
+        axes.init_mesh("dp", options={"dp": GroupOptions(lane=f"lane{dist.get_rank() % 2}")})
+    return "lane=lane1" in str(caught.value)
+
+
+def test_lanes_are_agreed_on(pool):
+    assert pool.run(lanes_that_differ) == [True] * 8
+
+
+def aborted():
+    axes.destroy_process_groups()
+    mesh = axes.init_mesh("dp=2 tp=4", "grads = dp", options={"grads": GroupOptions(lane="grads")})
+    mesh.create_groups("dp", "grads", "tp")
+    x = axes.shard(torch.arange(4.0), "a@dp", mesh=mesh)
+    first, every = mesh.axis("dp").group, len(axes.process_groups())
+    mesh["dp"].abort()
+    left = [info.names for info in axes.process_groups()[1:]]
+    mesh.abort()
+    default = [info.origin for info in axes.process_groups()]
+    assert mesh.axis("dp").group is not first
+    assert axes.psum(torch.ones(1), "dp", mesh=mesh).item() == 2
+    assert "of this DeviceMesh have been ended, by" in (text := error_of(lambda: axes.unshard(x))), text
+    return every, left, default
+
+
+def test_abort_ends_the_groups_of_a_mesh_and_they_are_made_anew(pool):
+    assert pool.run(aborted) == [(4, [("tp",)], ["default"])] * 8
 
 
 def listing():
-    mesh = axes.init_mesh("dp=2 tp=2", "ep = tp")
+    axes.destroy_process_groups()
+    mesh = axes.init_mesh("dp=4 tp=2", "ep = tp")
     for name in ("tp", "tp", "ep", "dp"):
         mesh.axis(name).group.size()
     found = axes.process_groups()
-    assert [str(info) for info in found] == list(map(str, axes.process_groups()))
     assert repr(found) == "\n".join(map(repr, found)) == "\n".join(map(str, found))
     return [(info.names, list(info.ranks), info.asked, info.origin, str(info)) for info in found]
 
 
-def test_the_groups_that_exist_are_listed_with_who_asked_for_them(world):
-    default, tp, dp = world(listing, 4)[3]
-    assert default[:4] == ((), [0, 1, 2, 3], 0, "default")
+def test_the_groups_that_exist_are_listed_with_who_asked_for_them(pool):
+    default, tp, dp = pool.run(listing)[3]
+    assert (default[1], default[3]) == (list(range(8)), "default")
     assert tp == (("tp", "ep"), [2, 3], 3, "made", "tp, ep: ranks 2, 3  gloo  made, asked for 3 times")
-    assert dp[:4] == (("dp",), [1, 3], 1, "made")
+    assert dp[:4] == (("dp",), [1, 3, 5, 7], 1, "made")
 
 
-def outside():
-    mesh = axes.init_mesh("dp=2 tp=2", ranks=[0, 1, 2, 3])
-    mesh.create_groups()
-    if dist.get_rank() < 4:
-        return mesh.coordinate["tp"], mesh.axis("tp").group.size()
-    with pytest.raises(MeshError, match=r"rank \d isn't one of the ranks"):
-        mesh.axis("tp").group.size()
-    with pytest.raises(MeshError, match="world has 8 ranks"):
-        axes.init_mesh("dp", ranks=[7, 8])
-    with pytest.raises(MeshError, match="more than once"):
-        axes.init_mesh("dp", ranks=[7, 7])
-    with pytest.raises(MeshError, match="sequence of distinct integers"):
-        axes.init_mesh("dp", ranks=7)
-    return mesh.coordinate, None
+class BackendOptions:
+    """As the options of a backend are: public fields, one of them nested, and one that torch writes."""
+
+    def __init__(self, priority: bool, ctas: int, group_name: str, nested: bool = True):
+        self.priority, self.ctas, self.group_name = priority, ctas, group_name
+        if nested:
+            self.config = BackendOptions(priority, ctas, "", nested=False)
 
 
-def test_a_rank_outside_the_mesh_takes_no_part(world):
-    found = world(outside, 8)
-    assert found[:4] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert found[4:] == [(None, None)] * 4
+def test_options_are_equal_if_and_only_if_their_content_is():
+    every = [(p, n) for p in (False, True) for n in (1, 2)]
+    for one in every:
+        for other in every:
+            left = GroupOptions("nccl", BackendOptions(*one, "written by torch"), 5)
+            right = GroupOptions("nccl", BackendOptions(*other, "and again"), timedelta(seconds=5))
+            assert (left == right) == (one == other) == (left.text == right.text)
+            assert left != right or hash(left) == hash(right)
+    assert pickle.loads(pickle.dumps(PATIENT)) == PATIENT
+    assert GroupOptions(timeout=5, lane="a").text == "timeout=0:00:05 lane=a"
 
 
 # ----------------------------------------------------------------------- starting the world
 
 WITHOUT_A_LAUNCHER = """
-import os, torch, torch.distributed as dist, axes
+import atexit, os, torch, torch.distributed as dist, axes
+atexit.register(lambda: print(dist.is_initialized()))
 os.environ["RANK"] = "0"
-try:
-    axes.init_mesh("dp", device_type="cpu")
-except axes.MeshError as error:
-    print(error)
-del os.environ["RANK"]
-for bad in ("cuda:0", 3, "nonsense"):
+for bad in ("cpu", "cuda:0", 3, "nonsense"):
     try:
         axes.init_mesh("dp", device_type=bad)
     except axes.MeshError as error:
         print(error)
+    os.environ.pop("RANK", None)
 mesh = axes.init_mesh("dp tp", tp=1, device_type="cpu")
 x = torch.ones(2)
 dist.all_reduce(x, group=mesh.axis("dp").group)
@@ -365,20 +398,11 @@ print(axes.init_mesh("dp", device_type="cpu").axis("dp").group.size())
 """
 
 
-def clean_environment() -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-    return {name: value for name, value in os.environ.items() if name not in launcher}
-
-
-def test_without_a_launcher_a_script_runs_as_a_world_of_one():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_LAUNCHER],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_without_a_launcher_a_script_runs_as_a_world_of_one_that_ends_with_it(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-c", WITHOUT_A_LAUNCHER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "the launcher set RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them",
@@ -388,71 +412,409 @@ def test_without_a_launcher_a_script_runs_as_a_world_of_one():
         "{'dp': 1, 'tp': 1} {'dp': 0, 'tp': 0} [1.0, 1.0] 1",
         "False []",
         "1",
+        "False",
     ]
 
 
-def devices_chosen():
-    """What `init_mesh` binds to where the machine has an accelerator, and this world runs gloo."""
-    current = torch.accelerator.current_accelerator
-    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
-    try:
-        here = axes.init_mesh("dp").binding.device_type
-        dist.destroy_process_group()
-        with axes.simulate(8):
-            simulated = axes.init_mesh("dp").binding.device_type
-    finally:
-        torch.accelerator.current_accelerator = current
-    return here, simulated
-
-
-def test_a_mesh_is_bound_to_the_accelerator_where_the_running_world_serves_it(world):
-    assert world(devices_chosen, 2) == [("cpu", "cuda")] * 2
-
-
-def a_collective_of_torch_to_which_a_rank_doesnt_come():
+def the_limit():
+    here = axes.init_mesh("dp", timeout=3).device_mesh.device_type
     store = dist.group.WORLD.get_group_store()
-    axes.init_mesh("dp", device_type="cpu", timeout=3)
     if dist.get_rank() == 1:
         store.wait(["ended"], timedelta(seconds=60))
-        return ""
-    try:
+        return here, ""
+    with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.ones(1))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        store.set("ended", "")
+    store.set("ended", "")
+    return here, str(caught.value)
 
 
 def test_the_limit_of_a_mesh_is_that_of_the_default_group_whoever_made_it(world):
-    assert "Timed out waiting 3000ms" in world(a_collective_of_torch_to_which_a_rank_doesnt_come, 2)[0]
+    (_, text), (device, _) = world(the_limit, 2)
+    assert "Timed out waiting 3000ms" in text
+    assert device == "cpu"
 
 
-def started_from_the_environment():
-    """As under torchrun: no world yet, but its environment."""
+def test_a_mesh_is_bound_to_the_accelerator_where_the_running_world_serves_it(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    with axes.simulate(8):
+        assert axes.init_mesh("dp").device_mesh.device_type == "cuda"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert axes.init_mesh("dp").device_mesh.device_type == "cpu"
     dist.destroy_process_group()
-    mesh = axes.init_mesh("dp", device_type="cpu", timeout=33)
-    default = dist.group.WORLD
-    value = torch.tensor([dist.get_rank()])
-    dist.all_reduce(value, group=mesh.axis("dp").group)
-    timeout = default._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+# ------------------------------------------------------------------------------------- simulated worlds
+
+
+def rows_of(rank: int) -> list[int]:
+    """Rows of a 20-row tensor after each of some operations of torch, as this rank of a simulated world."""
+    with axes.simulate(8, rank):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+        x = distribute_tensor(torch.ones(20, 20), mesh, [Shard(0)])
+        w = distribute_tensor(torch.ones(20, 20), mesh, [Replicate()])
+        results = [x, x + 1, x @ w, torch.softmax(x, 1), w.redistribute(mesh, [Shard(0)])]
+        assert all(y.device_mesh is mesh for y in results)
+        ours = axes.init_mesh("dp tp=2")
+        assert dist.get_process_group_ranks(ours.axis("tp").group) == [rank & ~1, rank | 1]
+        return [y.to_local().shape[0] for y in results]
+
+
+def test_nothing_of_one_simulated_world_is_seen_in_the_next():
+    # DTensor's caches take equal meshes for the same: another rank, the same mesh, another answer.
+    assert [rows_of(rank) for rank in (0, 7, 6, 0)] == [[3] * 5, [0] * 5, [2] * 5, [3] * 5]
+    assert axes.process_groups() == []
+
+
+def test_the_process_is_that_rank_of_that_world_until_the_block_ends_however_it_does():
+    for size, rank in ((1, 0), (8, 3), (131072, 77777)):
+        with suppress(ZeroDivisionError), axes.simulate(size, rank):
+            assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+            dist.all_reduce(torch.ones(3))
+            dist.barrier()
+            1 / 0  # noqa: B018
+        assert not dist.is_initialized()
+    with axes.simulate(4):
+        assert dist.get_rank() == 0
+        with pytest.raises(axes.AxesError, match=r"in one already \(rank 0 of 4, fake\)"), axes.simulate(4):
+            pass
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(axes.AxesError, match="destroy_process_group"), axes.simulate(4):
+        pass
+    assert dist.get_backend() == "gloo"  # a world that the block started instead is left running
+    dist.destroy_process_group()
+
+
+def calls_for_names(dp_shard: int) -> int:
+    """The functions that are called for a group and a device mesh of each name, in a simulated world."""
+
+    def named() -> None:
+        mesh = axes.init_mesh(
+            "pp dp_replicate dp_shard cp tp",
+            "fsdp = dp_shard cp",
+            "(dp_shard cp tp) = efsdp ep",
+            pp=16, dp_replicate=4, cp=4, tp=8, ep=32, dp_shard=dp_shard, device_type="cpu",
+        )  # fmt: skip
+        sizes = [mesh.axis(name).group.size() for name in mesh.names]
+        assert sizes == [mesh[name].device_mesh.size() for name in mesh.names] == list(mesh.names.values())
+
+    with axes.simulate(2048 * dp_shard, rank=777):
+        return calls(named)
+
+
+def test_131072_ranks_take_as_many_calls_as_4096():
+    """What they take in time is in the benchmarks, beside torch's."""
+    calls_for_names(2)  # the first one imports modules
+    few, many = map(calls_for_names, (2, 64))
+    assert many < 1.1 * few
+
+
+# ---------------------------------------------------------------------- device meshes
+
+
+def where_shards_lie(declaration, ranks, expression):
+    """A device mesh is the mesh as torch has it, and torch's own ways find the shards where the coordinates say."""
+    mesh = axes.init_mesh(declaration, ranks=ranks)
+    mesh = mesh.rearrange(expression) if expression else mesh
+    made = mesh.device_mesh
+    assert made.mesh.tolist() == mesh.ranks
+    if mesh.coordinate is None:
+        assert made.get_coordinate() is None
+        assert distribute_tensor(WHOLE, made, [Shard(0)] * mesh.ndim).to_local().numel() == 0
+        return
+    assert made.get_coordinate() == tuple(mesh.coordinate.values())
+    assert [made.get_local_rank(i) for i in range(made.ndim)] == list(made.get_coordinate())
+    assert made.get_all_groups() == [mesh.axis(name).group for name in mesh.axis_names]
+    assert Mesh.from_device_mesh(made) == mesh
+    assert mesh.define("more = " + mesh.axis_names[0]).device_mesh is made
+
+    def shard_of(placements):
+        whole = WHOLE
+        for name, placement in zip(mesh.axis_names, placements, strict=True):
+            if placement.is_shard():
+                whole = whole.chunk(mesh.axis(name).size, placement.dim)[mesh.axis(name).index]
+        return whole
+
+    for first in (Replicate(), Shard(0), Shard(1)):
+        source = [first, Shard(0)][-mesh.ndim :] if mesh.ndim < 3 else [first, Shard(0), Shard(1)]
+        x = distribute_tensor(WHOLE, made, source)
+        assert torch.equal(x.to_local(), shard_of(source))
+        assert torch.equal(x.full_tensor(), WHOLE)
+        target = list(reversed(source))
+        assert torch.equal(x.redistribute(placements=target).to_local(), shard_of(target))
+        pending = DTensor.from_local(WHOLE, made, [Partial()] * mesh.ndim)
+        assert torch.equal(pending.redistribute(placements=target).to_local(), shard_of(target) * mesh.size)
+
+
+@pytest.mark.parametrize(
+    ("declaration", "ranks", "expression"),
+    [
+        ("dp=2 tp=4", None, "dp tp -> tp dp"),
+        ("dp=2 tp=4", None, "dp tp -> x=(tp dp)"),
+        ("dp=2 tp=4", SHUFFLED, None),
+        ("x=4", [6, 3, 5, 0], None),
+        ("a=2 b=2 c=2", None, "a b c -> c b a"),
+        ("pp=1 dp=2 tp=2", [0, 2, 4, 6], None),
+    ],
+)
+def test_shards_lie_where_the_coordinates_say_in_any_order_of_ranks(pool, declaration, ranks, expression):
+    pool.run(where_shards_lie, declaration, ranks, expression)
+
+
+def flattened_by_hand(ranks):
+    """What a trainer does with a DeviceMesh: it flattens dims, and takes them by the new name."""
+    mesh = axes.init_mesh("dp=2 cp=2 tp=2", "fsdp = dp cp", ranks=ranks)
+    whole, joint = mesh.device_mesh, mesh["fsdp"].device_mesh
+    before = made_by_torch()
+    flat = whole["dp", "cp"]._flatten("dp_cp")
+    assert flat is whole["dp_cp"] is whole["dp", "cp"]._flatten()
+    assert flat.get_group() is whole.get_group("dp_cp") is mesh.axis("fsdp").group
+    assert made_by_torch() == before
+    assert flat.mesh.tolist() == joint.mesh.tolist() == mesh["fsdp"].ranks
+    assert flat.get_local_rank() == mesh.axis("fsdp").index
+    assert whole["dp_cp", "tp"].mesh.tolist() == mesh["fsdp", "tp"].ranks
+    assert whole["tp", "dp"] is mesh["tp", "dp"].device_mesh
+    backwards = mesh["cp", "dp"].device_mesh._flatten("cp_dp")
+    assert dist.get_process_group_ranks(backwards.get_group()) == mesh.rearrange("dp cp tp -> x=(cp dp) tp")["x"].ranks
+    shard = distribute_tensor(WHOLE, flat, [Shard(0)])
+    assert torch.equal(shard.to_local(), distribute_tensor(WHOLE, joint, [Shard(0)]).to_local())
+    assert torch.equal(shard.full_tensor(), WHOLE)
+    assert Mesh.from_device_mesh(flat).axis("dp_cp").group is mesh.axis("fsdp").group
+    taken = error_of(lambda: whole["cp", "tp"]._flatten("dp_cp"))
+    assert taken.startswith("'dp_cp' is dp cp flattened, and can't be cp tp of ")
+    assert taken.endswith(": flatten under another name")
+    assert error_of(lambda: whole["cp", "tp"]._flatten("dp")).startswith("'dp' is an axis of Mesh('dp=2 cp=2 tp=2'")
+    assert "share ranks" in error_of(lambda: whole["dp", "dp_cp"])
+    for device_mesh, names in ((whole, "nothing"), (whole, ("dp", "nothing")), (whole["tp"], "dp_cp")):
+        with pytest.raises(KeyError):
+            device_mesh[names]
+    # An axis of this name that is other ranks has the name for itself.
+    other = axes.init_mesh("dp_cp=2 rest=4", ranks=ranks)
+    assert other.device_mesh.get_group("dp_cp") is other.axis("dp_cp").group
+    with pytest.raises(KeyError, match="dp_cp"):
+        whole["dp_cp"]
+
+
+@pytest.mark.parametrize("ranks", [None, SHUFFLED])
+def test_flattened_dims_have_the_group_of_their_ranks_and_are_found_by_name(world, ranks):
+    world(flattened_by_hand, 8, ranks)
+
+
+def adopt():
     axes.destroy_process_groups()
-    return value.item(), timeout, dist.is_initialized()
+    dense = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    joint = dense["dp", "cp"]._flatten("fsdp")
+    whole = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    sparse = whole._unflatten(0, (2, 4), ("efsdp", "ep"))
+    one = DeviceMesh.from_group(sparse.get_group("ep"), "cpu", mesh_dim_names=("line",))
+    concatenated = DeviceMesh._concatenate([joint, dense["tp"]])
+    before = made_by_torch()
+    for device_mesh in (dense, dense["tp"], dense["dp", "tp"], joint, whole, sparse, sparse["ep"], one, concatenated):
+        mesh = Mesh.from_device_mesh(device_mesh)
+        assert mesh is Mesh.from_device_mesh(device_mesh)
+        assert mesh.device_mesh is device_mesh
+        assert mesh.axis_names == device_mesh.mesh_dim_names
+        assert mesh.ranks == device_mesh.mesh.tolist()
+        assert tuple(mesh.coordinate.values()) == device_mesh.get_coordinate()
+        for i, name in enumerate(mesh.axis_names):
+            # torch made efsdp a group of its own for the ranks of dp; axes knows the first.
+            first = dense.get_group("dp") if name == "efsdp" else device_mesh.get_group(i)
+            assert mesh.axis(name).group is first
+    # Other meshes over the same ranks find the adopted groups, and combine with them.
+    mesh = axes.init_mesh("dp cp=2 tp=2", "fsdp = dp cp", "(cp tp) = ep")
+    assert mesh.axis("fsdp").group is joint.get_group()
+    assert mesh.axis("ep").group is sparse.get_group("ep")
+    assert DeviceMesh._concatenate([mesh["fsdp"].device_mesh, dense["tp"]]).mesh.tolist() == mesh["fsdp", "tp"].ranks
+    assert made_by_torch() == before
 
 
-STARTS = {
-    "axes.init_mesh('dp=1', device_type='cpu')": "False",
-    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); axes.init_mesh('dp=1')": "True",
-    "axes.init_mesh('dp=1', device_type='cpu'); axes.destroy_process_groups()": "False",
-}
+def refuse():
+    def torchs() -> DeviceMesh:
+        return DeviceMesh("cpu", [3, 1, 2, 0], mesh_dim_names=("x",))
+
+    texts = [
+        error_of(lambda made=made: Mesh.from_device_mesh(made))
+        for made in (
+            torchs(),
+            DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("x", "y")),
+            DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("x", "y"))._flatten("xy"),
+            DeviceMesh("cpu", [[0, 1], [2, 3]]),
+        )
+    ]
+    # Every line of this one ascends, although its ranks don't.
+    fine = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("x", "y"))
+    assert Mesh.from_device_mesh(fine).ranks == [[0, 2], [1, 3]]
+    # Ours with the same ranks is fine, and torch's equal one is refused all the same.
+    ours = axes.init_mesh("x", ranks=[3, 1, 2, 0])
+    assert ours.device_mesh == torchs()
+    assert Mesh.from_device_mesh(ours.device_mesh) == ours
+    assert "sorts the ranks" in error_of(lambda: Mesh.from_device_mesh(torchs()))
+    return texts
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_a_world_that_init_mesh_started_ends_with_the_program(start):
-    """What torch leaves open when a process ends has threads, and these end some processes with an abort."""
-    code = "import atexit, torch.distributed as dist, axes; atexit.register(lambda: print(dist.is_initialized())); "
-    done = subprocess.run([sys.executable, "-c", code + start], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == [STARTS[start]]
+def test_a_device_mesh_is_adopted_with_its_groups_however_it_was_made(world):
+    world(adopt, 8)
 
 
-def test_init_mesh_starts_the_world_from_the_launchers_environment(world):
-    assert world(started_from_the_environment, 2) == [(1, 33.0, False)] * 2
+def test_a_device_mesh_whose_groups_have_another_order_is_refused_on_all_ranks(world):
+    for permuted, rows, flat, nameless in world(refuse, 4):
+        assert "dim 'x' of the DeviceMesh runs through ranks 3, 1, 2, 0 in this order" in permuted
+        assert "its process group through ranks 0, 1, 2, 3" in permuted
+        assert "ranks 3, 2 in this order" in rows
+        assert "ranks 0, 2, 1, 3 in this order" in flat
+        assert "axes.init_mesh(..., ranks=[...])" in flat
+        assert "mesh_dim_names" in nameless
+
+
+def test_a_device_mesh_with_a_field_of_a_later_torch_is_as_right_and_that_is_said():
+    with axes.simulate(4, rank=3), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+        mesh["tp"].device_mesh._get_root_mesh().of_another_version = 1
+        assert mesh.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert mesh["dp"].device_mesh.mesh.tolist() == [1, 3]
+    assert sum("has of_another_version, which this version of axes doesn't know" in str(w.message) for w in said) == 1
+
+
+# ---------------------------------------------------------------------------------- FSDP2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def losses(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    found = []
+    for batch in batches:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def train_with_fsdp_and_tp(declaration, ranks):
+    """Losses of a model over `dp_replicate`, `fsdp` and `tp`, averaged over the data, beside those alone."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = axes.init_mesh(declaration, "data = dp_replicate fsdp", ranks=ranks)
+    batches = [torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        models.append(nn.Sequential(Block(), Block()))
+    alone, model = losses(models[0], batches), models[1]
+    for block in model:
+        parallelize_module(block, mesh["tp"].device_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
+    fully_shard(model, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
+    assert {p.device_mesh.mesh_dim_names for p in model.parameters()} == {("dp_replicate", "fsdp", "tp")}
+    data = mesh.axis("data")
+    together = axes.pmean(losses(model, [batch.chunk(data.size)[data.index] for batch in batches]), "data", mesh=mesh)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("declaration", "ranks"),
+    [("dp_replicate=2 fsdp=2 tp=2", SHUFFLED), ("tp=2 fsdp=2 dp_replicate=2", None), ("dp_replicate=1 fsdp=2 tp=4", None)],
+)  # fmt: skip
+def test_fsdp_over_two_axes_with_tensor_parallel_parameters_trains_as_one_process(pool, declaration, ranks):
+    pool.run(train_with_fsdp_and_tp, declaration, ranks)
+
+
+def stored_over_axes_of_a_whole_mesh(ranks):
+    """FSDP2 flattens the axes over which it is told to store: by the groups that axes has."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    axes.destroy_process_groups()
+    mesh = axes.init_mesh("dp_replicate=2 dp_shard=2 cp=2", ranks=ranks)
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(7)
+    layer = nn.Linear(16, 32, bias=False)
+    expected = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
+    model = axes.shard_module(layer, {"weight": "out in"}, mesh)
+    axes.shard_map(model, "b@(dp_replicate dp_shard cp) in -> b@(dp_replicate dp_shard cp) out", mesh)
+    dims = DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate")
+    fully_shard(model, mesh=mesh.device_mesh, dp_mesh_dims=dims)
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    model(axes.shard(x, "b@(dp_replicate dp_shard cp) in", mesh=mesh)).square().sum().backward()
+    known = [tuple(group.ranks) for group in axes.process_groups()]
+    assert sorted(known) == sorted(tuple(dist.get_process_group_ranks(group)) for group in c10d._world.pg_map)
+    assert len(known) == len(set(known))
+    torch.testing.assert_close(axes.unshard(model.weight.grad), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has no DataParallelMeshDims")
+def test_fsdp_that_flattens_axes_of_a_whole_mesh_communicates_over_the_group_of_these(world):
+    world(stored_over_axes_of_a_whole_mesh, 8, SHUFFLED)
+
+
+class OnLane(fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """FSDP2's reduce-scatter of gradients, by a group that isn't that of its all-gathers."""
+
+    def __init__(self, group):
+        self.group, self.calls = group, 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        assert group is not self.group
+        self.calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=self.group, async_op=async_op)
+
+
+class Experts(nn.Module):
+    """A dense layer and two experts, of which each rank of `ep` has one."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.experts, self.mesh = nn.Linear(4, 4, bias=False), nn.Parameter(torch.randn(2, 4, 4)), mesh
+
+    def forward(self, x):
+        y = torch.einsum("bd,edf->bf", x @ self.dense.weight.T, self.experts)
+        return y if self.mesh is None else axes.psum(y, "ep")
+
+
+def trained_with_experts():
+    """FSDP2 over another factorization of the same ranks for experts, its gradients reduced on a lane."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    options = {"grads": GroupOptions(lane="grads")}
+    mesh = axes.init_mesh(
+        "fsdp=2 tp=2", "(fsdp tp) = efsdp ep", "grads = fsdp", ep=2, device_type="cpu", options=options
+    )
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    one, model = Experts(None), Experts(mesh)
+    one(x).square().sum().backward()
+    axes.shard_module(model, {"dense.weight": "f d", "experts": "e@ep d f"}, {"experts": mesh["ep"], "*": mesh["tp"]})
+    axes.shard_map(model, "b@fsdp d -> b@fsdp f", mesh)
+    stored = FSDPMeshInfo(mesh=mesh["efsdp"].device_mesh, shard_mesh_dim=0)
+    comm = OnLane(mesh.axis("grads").group)
+
+    def placed(parameter):
+        return ShardPlacementResult(Shard(1), stored) if parameter.ndim == 3 else None
+
+    fully_shard(model, mesh=mesh["fsdp"].device_mesh, shard_placement_fn=placed)
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_custom_reduce_scatter(comm)
+    model(axes.shard(x, "b@fsdp d", mesh=mesh)).square().sum().backward()
+    for name, p in one.named_parameters():
+        torch.testing.assert_close(axes.unshard(model.get_parameter(name).grad), p.grad, rtol=1e-4, atol=1e-5, msg=name)
+    return comm.calls, [p.device_mesh.mesh_dim_names for p in model.parameters()]
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has one mesh for all")
+def test_fsdp_with_a_mesh_of_the_same_ranks_for_experts_trains_as_one_process_on_a_lane(world):
+    for count, names in world(trained_with_experts, 4):
+        assert (count > 0, names) == (True, [("efsdp", "ep"), ("fsdp", "tp")])
