@@ -29,7 +29,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SEED, COUNT = 31, 24
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
+PYTEST = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-n",
+    "3",
+    "--dist",
+    "loadfile",
+    "--no-loadscope-reorder",
+    "-p",
+    "no:cacheprovider",
+)
 NOT_ASKED = ("tests/test_house.py",)
 
 TURNED = {
@@ -89,7 +101,10 @@ def changes(node: ast.expr, text: str, offset: object) -> Iterator[tuple[str, st
         case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.BitOr() | ast.BitAnd(), _):
             yield "a term is dropped", of(left)
         case ast.BinOp(left, ast.FloorDiv() | ast.Mod() | ast.Div(), right):
-            yield "two things change places", f"{of(right)} {'//' if isinstance(node.op, ast.FloorDiv) else '%'} {of(left)}"
+            yield (
+                "two things change places",
+                f"{of(right)} {'//' if isinstance(node.op, ast.FloorDiv) else '%'} {of(left)}",
+            )
         case ast.BoolOp(_, values):
             word = " and " if isinstance(node.op, ast.And) else " or "
             yield "a term is dropped", word.join(f"({of(value)})" for value in values[:-1])
@@ -118,7 +133,11 @@ def changes(node: ast.expr, text: str, offset: object) -> Iterator[tuple[str, st
             yield "two things change places", f"[{both}]" if isinstance(node, ast.List) else f"({both})"
     if isinstance(node, ast.Call):
         for keyword in node.keywords:
-            if keyword.arg in ("dim", "axis") and isinstance(keyword.value, ast.Constant) and type(keyword.value.value) is int:
+            if (
+                keyword.arg in ("dim", "axis")
+                and isinstance(keyword.value, ast.Constant)
+                and type(keyword.value.value) is int
+            ):
                 start, end = offset(keyword)
                 whole, _ = offset(node)
                 changed = f"{keyword.arg}={1 if keyword.value.value == 0 else 0}"
@@ -192,7 +211,9 @@ def drawn(seed: int, count: int) -> list[Fault]:
 def copied(folder: Path, faults: list[tuple[int, Fault]], *, probes: bool) -> Path:
     """A copy of the project with these faults, or with a probe at the place of each."""
     shutil.rmtree(folder, ignore_errors=True)
-    names = subprocess.check_output(["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], text=True).splitlines()
+    names = subprocess.check_output(
+        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], text=True
+    ).splitlines()
     for name in names:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +222,9 @@ def copied(folder: Path, faults: list[tuple[int, Fault]], *, probes: bool) -> Pa
         path = folder / fault.file
         text = path.read_text()
         if text[fault.start : fault.end] != fault.old:
-            raise ValueError(f"{fault.file} has changed since the faults were drawn: draw them again, in an empty folder")
+            raise ValueError(
+                f"{fault.file} has changed since the faults were drawn: draw them again, in an empty folder"
+            )
         new = f"(__import__('axes._reached')._reached.reached({k}) or ({fault.old}))" if probes else f"({fault.new})"
         path.write_text(text[: fault.start] + new + text[fault.end :])
     if probes:
@@ -224,7 +247,9 @@ def asked(project: Path, arguments: list[str], results: Path, **environment: str
     env = {**os.environ, "PYTHONPATH": str(project), **environment}
     with results.with_suffix(".log").open("w") as log:
         command = [*PYTEST, "--junitxml", str(results), f"@{listed}"]
-        return subprocess.run(command, cwd=project, env=env, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        return subprocess.run(
+            command, cwd=project, env=env, stdout=log, stderr=subprocess.STDOUT, check=False
+        ).returncode
 
 
 def reach(keep: Path, faults: list[Fault]) -> None:
@@ -263,7 +288,11 @@ def run(keep: Path, k: int, fault: Fault) -> None:
     for test in tests:
         per_file[test.split("::")[0]] = per_file.get(test.split("::")[0], 0.0) + times.get(test, 1.0)
     tests.sort(key=lambda test: (per_file[test.split("::")[0]], test.split("::")[0]))
-    project, results, since = copied(keep / f"fault-{k}", [(k, fault)], probes=False), keep / f"fault-{k}.xml", time.time()
+    project, results, since = (
+        copied(keep / f"fault-{k}", [(k, fault)], probes=False),
+        keep / f"fault-{k}.xml",
+        time.time(),
+    )
     code = asked(project, ["-x", *tests], results) if tests else 5
     failed = []
     if results.exists():
@@ -272,7 +301,13 @@ def run(keep: Path, k: int, fault: Fault) -> None:
             for case in ElementTree.parse(results).iter("testcase")
             if case.find("failure") is not None or case.find("error") is not None
         ]
-    found = {"fault": asdict(fault), "reached": len(tests), "code": code, "failed": failed, "seconds": time.time() - since}
+    found = {
+        "fault": asdict(fault),
+        "reached": len(tests),
+        "code": code,
+        "failed": failed,
+        "seconds": time.time() - since,
+    }
     (keep / f"fault-{k}.json").write_text(json.dumps(found, indent=1))
     shutil.rmtree(project)
 
@@ -284,7 +319,13 @@ def table(keep: Path, faults: list[Fault]) -> None:
         print(f"{k:3} {fault}")
         if path.exists():
             found = json.loads(path.read_text())
-            verdict = f"found by {found['failed'][0]}" if found["failed"] else "MISSED" if found["code"] in (0, 5) else "found"
+            verdict = (
+                f"found by {found['failed'][0]}"
+                if found["failed"]
+                else "MISSED"
+                if found["code"] in (0, 5)
+                else "found"
+            )
             print(f"    {verdict}  ({found['reached']} tests reach it, {found['seconds']:.0f} s)")
 
 
