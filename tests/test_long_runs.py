@@ -1,4 +1,4 @@
-"""Long runs leave nothing: launches, worlds, meshes and operations of ever-new shapes and expressions; and the looks see that.
+"""What is used again and again leaves nothing behind: lookups, worlds, meshes, launches, operations of ever-new shapes.
 
 Descriptors, threads, child processes and memory are as before, once the caches are full. `make test` has the short runs,
 `make test-full` those of 100,000 operations, 1,000 meshes, 200 launches and 200 worlds.
@@ -6,13 +6,16 @@ Descriptors, threads, child processes and memory are as before, once the caches 
 
 from __future__ import annotations
 
+import ast
 import gc
+import itertools
 import os
 import re
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +26,184 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import axes
+from tests.conftest import forgets_meshes
 
+FILES = Path(axes.__file__).parent
 MIB = 1 << 20
+Call = Callable[[], object]
+
+# ------------------------------------------------------------------------------------- lookups
+
+
+def measured() -> dict[str, int]:
+    """How many objects there are that were made since `gc.freeze()`, and bytes by line of axes."""
+    sys._clear_type_cache()  # Python's own, of the attributes that torch looks for in each type of an operand
+    gc.collect()
+    objects = len(gc.get_objects())
+    ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, f"{FILES}/*")]).statistics("lineno")
+    return {"objects": objects, **{f"bytes of {line.traceback[0]}": line.size for line in ours}}
+
+
+def growing(calls: list[Call], times: int = 6) -> list[str]:
+    """What grows by repeated calls: in each of three rounds, and by one for each call at least."""
+    for call in calls * 3:
+        call()
+    gc.collect()
+    gc.freeze()
+    tracemalloc.start()
+    try:
+        measured()  # the first look compiles a pattern, and what is left of that would be missing afterwards
+        found = [measured()]
+        for _ in range(3):
+            for call in calls * times:
+                call()
+            found.append(measured())
+    finally:
+        tracemalloc.stop()
+        gc.unfreeze()
+    rounds = [{what: b.get(what, 0) - a.get(what, 0) for what in (*a, *b)} for a, b in itertools.pairwise(found)]
+    return [f"{what}: {by}" for what, by in rounds[0].items() if all(grown.get(what, 0) >= times for grown in rounds)]
+
+
+def trained(y: torch.Tensor) -> None:
+    (axes.to_local(y, grad="summed") if isinstance(y, DTensor) else y).sum().backward()
+
+
+@axes.shard_map("b@dp s@tp d -> b@dp s@tp d")
+def region(x: torch.Tensor) -> torch.Tensor:
+    return axes.ppermute(x, "tp", shift=1) * axes.axis_index("tp")
+
+
+def refused(call: Call) -> None:
+    with suppress(axes.AxesError):
+        call()
+        pytest.fail("no error")
+
+
+def again() -> axes.Mesh:
+    return axes.init_mesh("a=4 b=2", device_type="cpu")
+
+
+def lookups(whole: torch.Tensor, z: torch.Tensor) -> dict[str, list[Call]]:
+    x = axes.shard(whole, "b@dp s@tp d").requires_grad_()
+    w = torch.ones(4, 8, requires_grad=True)
+    v = axes.shard(torch.ones(4, 8), "d f").requires_grad_()
+    pending = axes.from_local(torch.ones(2, 8, 4), "b@dp s d | sum@tp").requires_grad_()
+    there = axes.sharding_of(x)
+    return {
+        "DTensors": [
+            lambda: trained(axes.reshard(x, "b s@() d")),
+            lambda: trained(axes.reshard(pending, there)),
+            lambda: trained(axes.rearrange(x, "b s@tp (h k) -> b h@tp s k", k=2)),
+            lambda: trained(axes.reduce(x, "b s@tp d -> b d", "mean")),
+            lambda: trained(axes.repeat(x, "b s d -> b s d n", n=2)),
+            lambda: trained(axes.einsum(x, v, "b s@tp d, d f -> b s@tp f")),
+            lambda: trained(region(x)),
+            lambda: trained(axes.from_local(axes.to_local(x), "b@dp s@tp d")),
+            lambda: axes.unshard(axes.shard(whole, "b@dp s@tp d")),
+        ],
+        "plain tensors": [
+            lambda: trained(axes.reshard(z, "b s@tp d -> b s d")),
+            lambda: trained(axes.rearrange(z, "b s@tp d -> b s d@tp")),
+            lambda: trained(axes.reduce(z, "b s@tp d -> b d", "max")),
+            lambda: trained(axes.einsum(z, w, "b s d@tp, d@tp f -> b s@tp f")),
+            lambda: trained(axes.psum(z, ("dp", "tp"))),
+            lambda: trained(axes.all_to_all(z, "tp", send_sizes=[1, 0, 3, 0], recv_sizes=[1, 1, 2, 0])),
+        ],
+        "mistakes": [
+            lambda: refused(lambda: axes.reshard(x, "b s@(dp dp) d")),
+            lambda: refused(lambda: axes.rearrange(x, "b s@dp d -> b s d")),
+            lambda: refused(lambda: axes.psum(x, "tp")),
+        ],
+        "meshes of one content": [
+            lambda: axes.psum(axes.unshard(axes.shard(whole, "b@a s@b d", mesh=again())), "a", mesh=again())
+        ],
+    }
+
+
+@pytest.mark.parametrize("kind", ["DTensors", "plain tensors", "mistakes", "meshes of one content"])
+def test_what_is_looked_up_again_leaves_nothing_behind(kind):
+    with axes.simulate(8), axes.init_mesh("dp=2 tp=4", device_type="cpu"):
+        found = growing(lookups(torch.ones(4, 8, 4), torch.ones(4, 8, 4, requires_grad=True))[kind])
+    assert not found, "\n".join(found)
+
+
+def test_what_a_graph_refers_to_stays_for_those_that_have_it_and_is_gone_with_the_last():
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    shared = axes.shard_map(traced, "b@dp s -> b@dp s")
+    held = [
+        lambda x, f=shared: axes.rearrange(f(x), "b s -> s b"),
+        lambda x, f=shared: axes.rearrange(f(x), "b s -> s b"),
+    ]
+    with axes.simulate(4), axes.init_mesh("dp=4", device_type="cpu"):
+        x = axes.shard(torch.ones(4, 8), "b@dp s")
+        torch._dynamo.reset()
+        first, second = (torch.compile(each, backend="eager") for each in held)
+        found = [first(x), second(x)]
+        torch._dynamo.eval_frame.reset_code(held[0].__code__)
+        gc.collect()
+        assert all(torch.equal(axes.to_local(y), axes.to_local(second(x))) for y in found)
+        gone = weakref.ref(traced)
+        del traced, shared, held, first, second
+        torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+
+
+UNBOUNDED = re.compile(r"functools\.cache$|lru_cache\(None\)|maxsize=None|from functools import .*\bcache\b")
+EMPTY = re.compile(r"\{\}|\[\]|(set|dict|list|Counter|OrderedDict)\(\)|defaultdict\(.*\)")
+
+
+def test_nothing_is_cached_without_a_bound_or_collected_in_a_module():
+    found = []
+    for path in sorted(FILES.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Call | ast.keyword | ast.ImportFrom)]
+        found += [f"{path}: {text}" for text in map(ast.unparse, uses) if UNBOUNDED.fullmatch(text)]
+        values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+        found += [f"{path} line {value.lineno}" for value in values if EMPTY.fullmatch(ast.unparse(value))]
+    assert not found, "\n".join(found)
+
+
+# ---------------------------------------------------------------------- worlds that have ended
+
+
+def used(mesh: axes.Mesh) -> list[weakref.ref]:
+    """Does a bit of everything on a mesh; refers to what this needed of the world."""
+    with mesh:
+        for calls in lookups(torch.ones(4, 8, 4), torch.ones(4, 8, 4, requires_grad=True)).values():
+            for call in calls[:5]:
+                call()
+        axes.lift(axes.shard(torch.ones(8), "a@tp", mesh=mesh["tp"]), mesh)
+        (axes.shard(torch.ones(4, 8, 4), "b@dp s@tp d") + 1).full_tensor()
+    return [weakref.ref(thing) for thing in (mesh.device_mesh, mesh.axis("tp").group, mesh.axis("dp").group)]
+
+
+def alive(refs: list[weakref.ref]) -> list[object]:
+    gc.collect()
+    return [thing for thing in (ref() for ref in refs) if thing is not None]
+
+
+@forgets_meshes
+def test_nothing_of_a_world_stays_when_it_ends_or_its_groups_are_destroyed():
+    with axes.simulate(8):
+        destroyed = used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))
+        assert len(alive(destroyed)) == 3
+        axes.destroy_process_groups()
+        assert not alive(destroyed)
+        left = used(axes.init_mesh("dp=2 tp=4", device_type="cpu"))
+    assert not alive(left)
+    with axes.init_mesh("dp=1 tp=1", device_type="cpu") as mesh:
+        x = axes.reshard(axes.shard(torch.ones(4, 8), "b@dp s@tp"), "b s")
+    own = [weakref.ref(thing) for thing in (mesh.device_mesh, mesh.axis("tp").group, x.device_mesh)]
+    del mesh, x
+    axes.destroy_process_groups()
+    assert not alive(own)
+
+
+# ------------------------------------------------------------------------------------- long runs
 
 
 @dataclass(frozen=True)
@@ -37,18 +216,8 @@ class Held:
     threads: int
     children: int
 
-    def beyond(self, before: Held, blocks: float, resident: int) -> list[str]:
-        """What there is more than before, by more than so many blocks and bytes."""
-        more = {name: getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__}
-        allowed = {"blocks": blocks, "resident": resident}
-        return [f"{by:,} more {name}: {self}" for name, by in more.items() if by > allowed.get(name, 0)]
 
-
-def entries(folder: str) -> int:
-    return len(os.listdir(folder))
-
-
-CLEAR_CACHES: Callable[[], None] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+CLEAR_CACHES: Call = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
 """Python looks attributes up in a table of 4,096 entries that keep the names, and fills it over hundreds of launches."""
 
 
@@ -58,48 +227,11 @@ def held() -> Held:
         gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return Held(
-        sys.getallocatedblocks(),
-        pages * os.sysconf("SC_PAGE_SIZE"),
-        entries("/proc/self/fd"),
-        entries("/proc/self/task"),
-        len(children),
-    )
+    entries = [len(os.listdir(folder)) for folder in ("/proc/self/fd", "/proc/self/task")]
+    return Held(sys.getallocatedblocks(), pages * os.sysconf("SC_PAGE_SIZE"), *entries, len(children))
 
 
-def no_growth(found: list[Held], steps: int, objects: float = 1, looks: int = 1) -> None:
-    """Over the last so many looks, each so many steps after the one before, a step leaves less than an object, or than
-    so many. Prints all looks."""
-    for at, look in enumerate(found):
-        print(f"after {(at + 1) * steps:,} steps: {look}")
-    steps *= looks
-    assert not found[-1].beyond(found[-1 - looks], blocks=objects * steps, resident=4 * MIB + 1024 * steps), found
-
-
-def rank_and_sum() -> tuple[int, float]:
-    mesh = axes.init_mesh("dp=2", device_type="cpu")
-    return dist.get_rank(), axes.psum(torch.ones(()), "dp", mesh=mesh).item()
-
-
-def launches(count: int, each: int) -> list[Held]:
-    found = []
-    for i in range(count):
-        assert axes.launch(rank_and_sum, 2, timeout=60) == [(0, 2.0), (1, 2.0)]
-        if i % each == each - 1:
-            found.append(held())
-    return found
-
-
-def test_launches_leave_no_process_descriptor_or_thread():
-    no_growth(launches(6, 2), 20)
-
-
-@pytest.mark.full
-def test_two_hundred_launches_leave_no_process_descriptor_or_thread():
-    no_growth(launches(200, 50), 50)
-
-
-def looked(run: Callable[[int], None], count: int, each: int) -> list[Held]:
+def looked(run: Callable[[int], object], count: int, each: int) -> list[Held]:
     """What the process holds after every `each` of so many steps."""
     found = []
     for i in range(count):
@@ -109,35 +241,37 @@ def looked(run: Callable[[int], None], count: int, each: int) -> list[Held]:
     return found
 
 
-LEFT: list[object] = []
+def no_growth(found: list[Held], steps: int, objects: float = 1, looks: int = 1) -> None:
+    """Over the last so many looks, each so many steps after the one before, a step leaves less than an object, or than
+    so many."""
+    before, after, steps = found[-1 - looks], found[-1], steps * looks
+    allowed = {"blocks": objects * steps, "resident": 4 * MIB + 1024 * steps}
+    more = {name: getattr(after, name) - getattr(before, name) for name in Held.__dataclass_fields__}
+    grown = [f"{by:,} more {name}" for name, by in more.items() if by > allowed.get(name, 0)]
+    assert not grown, f"{grown} after {steps:,} steps: {found}"
 
 
-@pytest.mark.parametrize(
-    "leak",
-    [lambda: LEFT.append([0.5]), lambda: LEFT.append(bytearray(1 << 20)), lambda: LEFT.append(open(os.devnull))],  # noqa: SIM115
-    ids=["an object", "memory", "a descriptor"],
-)
-def test_what_a_step_leaves_behind_is_seen(leak):
-    def step(_: int) -> None:
-        leak()
-
-    with pytest.raises(AssertionError):
-        no_growth(looked(step, 60, 20), 20)
-    LEFT.clear()
+def rank_and_sum() -> tuple[int, float]:
+    mesh = axes.init_mesh("dp=2", device_type="cpu")
+    return dist.get_rank(), axes.psum(torch.ones(()), "dp", mesh=mesh).item()
 
 
-# ------------------------------------------------------------------------------------- operations, meshes, worlds
+def launched(_: int) -> None:
+    assert axes.launch(rank_and_sum, 2, timeout=60) == [(0, 2.0), (1, 2.0)]
 
 
-@axes.shard_map("a@dp b@tp -> a@dp b@tp")
-def region(x: torch.Tensor) -> torch.Tensor:
-    return axes.ppermute(x, "tp", shift=1) * 2
+def full(*arguments: object) -> object:
+    return pytest.param(*arguments, marks=pytest.mark.full)
 
 
-def mistaken(x: DTensor, text: str) -> str:
-    with pytest.raises(axes.AxesError) as found:
+@pytest.mark.parametrize(("count", "each", "objects"), [(4, 2, 10), full(200, 50, 1)])
+def test_launches_leave_no_process_descriptor_or_thread(count, each, objects):
+    no_growth(looked(launched, count, each), each, objects)
+
+
+def mistaken(x: DTensor, text: str) -> None:
+    with pytest.raises(axes.AxesError):
         axes.rearrange(x, text)
-    return str(found.value)
 
 
 OPERATIONS: list[Callable[[int, DTensor, torch.Tensor], object]] = [
@@ -150,7 +284,7 @@ OPERATIONS: list[Callable[[int, DTensor, torch.Tensor], object]] = [
     lambda n, x, shard: axes.einsum(x, x, f"a{n}@dp b{n}@tp, a{n}@dp b{n}@tp -> a{n}@dp"),
     lambda n, x, shard: axes.reshard(x, f"a{n} b{n}@(dp tp)"),
     lambda n, x, shard: axes.softmax(x, f"a{n}@dp b{n}@tp", over=f"b{n}"),
-    lambda n, x, shard: region(x),
+    lambda n, x, shard: axes.shard_map(lambda t: axes.ppermute(t, "tp", shift=1), "a@dp b@tp -> a@dp b@tp")(x),
     lambda n, x, shard: mistaken(x, f"a{n}@dp b{n}@tp -> c{n}"),
     lambda n, x, shard: axes.rearrange(shard.requires_grad_(), f"a{n}@dp b{n}@tp -> b{n}@tp a{n}").sum().backward(),
     lambda n, x, shard: axes.einsum(shard, shard, f"a{n}@dp b{n}@tp, c{n} b{n}@tp -> a{n} c{n}"),
@@ -160,31 +294,24 @@ OPERATIONS: list[Callable[[int, DTensor, torch.Tensor], object]] = [
     ),
     lambda n, x, shard: str(axes.explain(f"a{n}@dp b{n}@tp -> a{n} b{n}", x.shape, mesh=axes.sharding_of(x).mesh)),
     lambda n, x, shard: axes.Mesh(f"x{n}={x.shape[0]} y{n}={x.shape[1]}").sharding(f"a{n}@x{n} b{n}@y{n}"),
+    lambda n, x, shard: axes.unshard(axes.shard(shard.T, f"a{n}@dp b{n}@tp")),
 ]
 """Operations of names that there were never before. torch's own of DTensors aren't among them: torch remembers those for
 ever (docs/limits.md)."""
 
-IN_TURN = [*OPERATIONS, lambda n, x, shard: axes.unshard(axes.shard(shard.T, f"a{n}@dp b{n}@tp"))]
-"""They fill the caches: most remember 4,096 calls of one operation. The first comes twice, the other time of the shapes turned
-round: those that divide are remembered together."""
-
 
 def ever_new(number: int) -> None:
     """One operation, of a shape that it never had: 2 to 634 rows and columns."""
-    operation, count = IN_TURN[number % len(IN_TURN)], number // len(IN_TURN)
+    operation, count = OPERATIONS[number % len(OPERATIONS)], number // len(OPERATIONS)
     shard = torch.ones(count % 317 + 1, count // 317 + 1)
     operation(number, axes.from_local(shard, "a@dp b@tp"), shard.clone())
 
 
-def steps_in_one_world(count: int, each: int) -> list[Held]:
-    with axes.simulate(4, rank=1), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
-        return looked(ever_new, count, each)
-
-
 @pytest.mark.full
 def test_a_hundred_thousand_ever_new_operations_leave_nothing_once_the_caches_are_full():
-    # The last cache, of routes, is full after 125,000. A dictionary that is made anew at its next size is no leak.
-    no_growth(steps_in_one_world(165_000, 5_000), 5_000, looks=3)
+    # The last cache is full after 125,000. A dictionary that is made anew at its next size is no leak.
+    with axes.simulate(4, rank=1), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        no_growth(looked(ever_new, 165_000, 5_000), 5_000, looks=3)
 
 
 # What torch remembers of ever-new shapes, without a bound: docs/limits.md gives the calls that clear it.
@@ -194,27 +321,10 @@ TORCHS: dict[str, Callable[[DTensor], object]] = {
     "x.redistribute(...)": lambda x: x.redistribute(placements=[Replicate(), Replicate()]),
     "loss.backward()": lambda x: axes.to_local(x.detach().requires_grad_(), grad="summed").sum().backward(),
 }
-
-
-def bytes_by_torch(call: Callable[[DTensor], object], count: int) -> float:
-    """How much of Python's memory the calls of the page free for each shape on which torch was called."""
-    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"), traced():
-        exec(CLEARS)
-        tensors = [axes.from_local(torch.ones(1, number + 1), "a@dp b@tp") for number in range(count)]
-        for x in tensors:
-            call(x)
-        before = held_by_python()
-        exec(CLEARS)
-        return (before - held_by_python()) / count
-
-
-@contextmanager
-def traced() -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-    finally:
-        tracemalloc.stop()
+PAGE = FILES.parent / "docs/limits.md"
+CLEARS = re.search(
+    r"```text\n(from torch\.distributed\.tensor import _redistribute.*?)```", PAGE.read_text(), re.DOTALL
+)[1]
 
 
 def held_by_python() -> int:
@@ -222,13 +332,21 @@ def held_by_python() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-PAGE = Path(axes.__file__).parents[1] / "docs/limits.md"
-CLEARS = re.search(
-    r"```text\n(from torch\.distributed\.tensor import _redistribute.*?)```", PAGE.read_text(), re.DOTALL
-)[1]
+def bytes_by_torch(call: Callable[[DTensor], object], count: int) -> float:
+    """How much of Python's memory the calls of the page free for each shape on which torch was called."""
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        exec(CLEARS)
+        tracemalloc.start()
+        for x in [axes.from_local(torch.ones(1, number + 1), "a@dp b@tp") for number in range(count)]:
+            call(x)
+        before = held_by_python()
+        exec(CLEARS)
+        after = held_by_python()
+        tracemalloc.stop()
+        return (before - after) / count
 
 
-@pytest.mark.parametrize("name", ["x + 1", "x.redistribute(...)"])
+@pytest.mark.parametrize("name", ["x + 1", full("x.redistribute(...)")])
 def test_what_torch_remembers_of_ever_new_shapes_is_freed_by_the_calls_of_the_page(name):
     assert bytes_by_torch(TORCHS[name], 50) > 1_000
 
@@ -261,24 +379,14 @@ def torchs_world(_: int) -> None:
     dist.destroy_process_group()
 
 
-def worlds(world: Callable[[int], None], count: int, each: int) -> None:
-    """Asserts that a world of axes leaves no more than one of torch; each count of objects may be one off."""
-    of_torch = looked(torchs_world, 3 * each, each)
-    left = (of_torch[-1].blocks - of_torch[-2].blocks) / each
-    print(f"a world of torch's own leaves {left:.1f} objects")
-    assert left < 20
-    no_growth(looked(world, count, each), each, left + 2)
-
-
-@pytest.mark.parametrize("world", [short_world, started_world])
-def test_worlds_leave_no_more_than_torchs_own(world):
-    worlds(world, 96, 16)  # the first fifty fill torch's own memory of small things
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("world", [short_world, started_world])
 def test_two_hundred_worlds_leave_no_more_than_torchs_own(world):
-    worlds(world, 200, 40)
+    each = 40
+    of_torch = looked(torchs_world, 3 * each, each)
+    left = (of_torch[-1].blocks - of_torch[-2].blocks) / each
+    assert left < 20
+    no_growth(looked(world, 200, each), each, left + 2)  # each count of objects may be one off
 
 
 def meshes(count: int, each: int) -> list[Held]:
@@ -296,19 +404,10 @@ def meshes(count: int, each: int) -> list[Held]:
     return looked(run, count, each)
 
 
-OF_A_NAME = 16
-"""torch keeps the tag of every group that ever was, with an empty list, and axes what it read of the name of the last 4,096."""
-
-
-def test_meshes_whose_groups_are_ended_leave_a_name(world):
-    for found in world(meshes, 2, 48, 16):
-        no_growth(found, 16, OF_A_NAME)
-
-
-@pytest.mark.full
-def test_a_thousand_meshes_whose_groups_are_ended_leave_a_name(world):
-    for found in world(meshes, 2, 1_000, 200, timeout=900):
-        no_growth(found, 200, OF_A_NAME)
+@pytest.mark.parametrize(("count", "each"), [(48, 16), full(1_000, 200)])
+def test_meshes_whose_groups_are_ended_leave_a_name(world, count, each):
+    for found in world(meshes, 2, count, each, timeout=900):
+        no_growth(found, each, 16)  # torch keeps the tag of every group that ever was, axes the last 4,096 names
 
 
 if __name__ == "__main__":
