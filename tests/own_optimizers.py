@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Each(torch.optim.Optimizer):
     """Steps each parameter that has a gradient by `one`, after the closure."""
 
-    def __init__(self, params: Any, lr: float = 0.1, **options: Any):
-        super().__init__(params, {"lr": lr, **options})
+    more: dict[str, Any] = {}  # noqa: RUF012 - options with their defaults
 
-    def one(self, p: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any):
+        super().__init__(params, {"lr": lr, **copy.deepcopy(self.more), **options})
+
+    def one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         p.sub_(g, alpha=group["lr"])
 
     def all_of_them(self) -> None:
@@ -33,14 +37,28 @@ class Each(torch.optim.Optimizer):
         return loss
 
 
+Instead = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], Tensor | None]
+"""A parameter, its gradient, its state and its group: what is subtracted in place of the gradient, None for nothing."""
+
+
+def by(name: str, instead: Instead, **more: Any) -> type[Each]:
+    """An optimizer of this name with these options."""
+
+    def one(self: Each, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        step = instead(p, g, self.state[p], group)
+        if step is not None:
+            p.sub_(step, alpha=group["lr"])
+
+    return type(name, (Each,), {"one": one, "more": more, "__module__": __name__})
+
+
 # --- on shards as on the whole
 
 
 class Lion(Each):
     """It makes its state anew at each step, and asks whether it is there; it takes every parameter to have a gradient."""
 
-    def __init__(self, params: Any, lr: float = 0.1, whole: bool = False):
-        super().__init__(params, lr, whole=whole)
+    more = {"whole": False}  # noqa: RUF012
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -68,23 +86,11 @@ class Forgets(Each):
             del self.state[p]
 
 
-class FreesGradients(Each):
-    def one(self, p, g, group):
-        super().one(p, g, group)
-        p.grad = None
-
-
 class ZeroesGradients(Each):
     @torch.no_grad()
     def step(self, closure=None):
         super().step(closure)
         self.zero_grad()
-
-
-class ReplacesGradients(Each):
-    def one(self, p, g, group):
-        super().one(p, g, group)
-        p.grad = g / 2
 
 
 class Marks(Each):
@@ -106,9 +112,8 @@ class Twice(Each):
         return super().step(closure)
 
     def one(self, p, g, group):
-        state = self.state[p]
-        state["sum"] = state.get("sum", 0) + g
-        p.sub_(state["sum"], alpha=group["lr"])
+        self.state[p]["sum"] = self.state[p].get("sum", 0) + g
+        p.sub_(self.state[p]["sum"], alpha=group["lr"])
 
 
 class ByItsLoss(Each):
@@ -121,36 +126,10 @@ class ByItsLoss(Each):
         return {"scale": scale}
 
 
-class Counts(Each):
-    """A tensor of the options that steps count up."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr, count=torch.zeros(()))
-
-    def one(self, p, g, group):
-        group["count"].add_(1)
-        p.sub_(g, alpha=group["lr"] / float(group["count"]))
-
-
-class Constants(Each):
-    """State that is the same on all shards, and may have the shape of one."""
-
-    def one(self, p, g, group):
-        betas = self.state[p].setdefault("betas", torch.tensor([0.5, 0.25]))
-        p.sub_(g, alpha=float(betas[0] + betas[1]))
-
-
-class ByDims(Each):
-    """A value for each element of a matrix, and one for all of a vector, under the same name."""
-
-    def one(self, p, g, group):
-        v = self.state[p].setdefault("v", torch.zeros_like(g) if p.ndim > 1 else torch.zeros(()))
-        v.add_(g.square() if p.ndim > 1 else 1)
-        p.sub_(g / (v + 1), alpha=group["lr"])
-
-
 class Late(Each):
     """State that is first made after more steps than anybody tries."""
+
+    strange: Callable[[Tensor], Any] | None = None
 
     def one(self, p, g, group):
         state = self.state[p]
@@ -158,208 +137,96 @@ class Late(Each):
         if state["step"] > 9:
             state.setdefault("slow", torch.zeros_like(p)).add_(g)
             state.setdefault("number", torch.zeros(()))
+            if self.strange is not None:
+                state["strange"] = self.strange(g)
         super().one(p, g, group)
 
 
 class AsksOfParameters(Each):
     """Whether a parameter is trained, and attributes of it, which a step may also set."""
 
+    more = {"wants_parameters": False}  # noqa: RUF012
+
     def one(self, p, g, group):
         if p.requires_grad and isinstance(p, torch.nn.Parameter) is group["wants_parameters"]:
             super().one(p, g * getattr(p, "scale", 1.0), group)
             p.steps = getattr(p, "steps", 0) + 1
 
-    def __init__(self, params, lr=0.1, wants_parameters=False):
-        super().__init__(params, lr, wants_parameters=wants_parameters)
 
-
-class ByGroup(Each):
-    """A value for each element in the groups that say so, in others one for all, under the same name."""
-
-    def __init__(self, params, lr=0.1, each=True):
-        super().__init__(params, lr, each=each)
-
-    def one(self, p, g, group):
-        v = self.state[p].setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(()))
-        v.add_(g if group["each"] else 1)
-        p.sub_(v * g, alpha=group["lr"])
-
+ByGroup = by(
+    "ByGroup",
+    lambda p, g, state, group: (
+        state.setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(())).add_(g if group["each"] else 1)
+        * g
+    ),
+    each=True,
+)
+"""A value for each element in the groups that say so, in others one for all, under the same name."""
 
 ELEMENTWISE: list[type[Each]] = [
-    Each, Lion, Forgets, FreesGradients, ZeroesGradients, ReplacesGradients, Marks, Twice, ByItsLoss, Counts, Constants,
-    ByDims, Late, AsksOfParameters, ByGroup,
+    Each, Lion, Forgets, ZeroesGradients, Marks, Twice, ByItsLoss, Late, AsksOfParameters, ByGroup,
+    by("FreesGradients", lambda p, g, *_: setattr(p, "grad", None) or g),
+    by("ReplacesGradients", lambda p, g, *_: setattr(p, "grad", g / 2) or g),
+    # A tensor of the options that steps count up; state that is the same on all shards, and may have the shape of one;
+    # a value for each element of a matrix, and one for all of a vector, under the same name.
+    by("Counts", lambda p, g, state, group: g / float(group["count"].add_(1)), count=torch.zeros(())),
+    by("Constants", lambda p, g, state, _: g * state.setdefault("betas", torch.tensor([0.5, 0.25])).sum()),
+    by("ByDims", lambda p, g, state, _: g / (state.setdefault("v", torch.zeros_like(g) if p.ndim > 1 else torch.zeros(()))
+                                             .add_(g.square() if p.ndim > 1 else 1) + 1)),
 ]  # fmt: skip
 
 
 # --- not on shards
 
-
-class Lamb(Each):
-    """Scales by the norm of the parameter: a whole matrix, or a row of it."""
-
-    dim: Any = None
-
-    def one(self, p, g, group):
-        norm = p.norm() if self.dim is None else p.norm(dim=self.dim, keepdim=True)
-        p.sub_(g * norm, alpha=group["lr"])
-
-
-class LambOfRows(Lamb):
-    dim = -1
+LambOfVectors = by("LambOfVectors", lambda p, g, *_: g * p.norm() if p.ndim == 1 else g)
+Centralizes = by("Centralizes", lambda p, g, *_: g - g.mean((1, 2, 3), keepdim=True) if g.ndim == 4 else g)
+NormalizesDoubles = by("NormalizesDoubles", lambda p, g, *_: g / g.norm() if p.dtype == torch.float64 else g)
+NormalizesOnDemand = by(
+    "NormalizesOnDemand",
+    lambda p, g, _, group: g * (p.norm() if group["norm"] else 1 + group["scale"] * p.norm()),
+    norm=False,
+    scale=0.0,
+)
 
 
-class LambOfColumns(Lamb):
-    dim = 0
+def of_steps(state: dict[str, Any]) -> int:
+    """How many steps there were, this one among them."""
+    state["step"] = state.get("step", 0) + 1
+    return state["step"]
 
 
-class LambOfVectors(Lamb):
-    def one(self, p, g, group):
-        (super() if p.ndim == 1 else super(Lamb, self)).one(p, g, group)
-
-
-class Centralizes(Each):
-    """Kernels of convolutions alone."""
-
-    def one(self, p, g, group):
-        super().one(p, g - g.mean((1, 2, 3), keepdim=True) if g.ndim == 4 else g, group)
-
-
-class Factors(Each):
-    """Matrices with enough rows and columns alone."""
-
-    def one(self, p, g, group):
-        if min(g.shape) >= 128:
-            g = g * g.square().mean(1, keepdim=True)
-        super().one(p, g, group)
-
-
-class Clips(Each):
-    def one(self, p, g, group):
-        super().one(p, g * min(1.0, 100.0 / (float(g.norm()) + 1e-6)), group)
-
-
-class SkipsInfinities(Each):
-    def one(self, p, g, group):
-        if g.isfinite().all():
-            super().one(p, g, group)
-
-
-class SkipsZeros(Each):
-    """With a momentum, which moves a parameter that has a gradient of zero."""
-
-    def skips(self, g):
-        return not g.any()
-
-    def one(self, p, g, group):
-        if not self.skips(g):
-            self.state[p]["m"] = 0.5 * self.state[p].get("m", 0) + g
-            super().one(p, self.state[p]["m"], group)
-
-
-class DecaysTrained(Each):
-    """Shrinks what has a gradient that isn't zero."""
-
-    def one(self, p, g, group):
-        if g.any():
-            super().one(p, g + 0.1 * p, group)
-
-
-class SkipsNan(SkipsZeros):
-    def skips(self, g):
-        return bool(g.isnan().any())
-
-
-class DecaysMatrices(Each):
-    """What has a dim of size 1 isn't a matrix to it."""
-
-    def one(self, p, g, group):
-        super().one(p, g if 1 in p.shape else g + p, group)
-
-
-class NormalizesDoubles(Each):
-    def one(self, p, g, group):
-        super().one(p, g / g.norm() if p.dtype == torch.float64 else g, group)
-
-
-class NormalizesLater(Each):
-    def one(self, p, g, group):
-        state = self.state[p]
-        state["step"] = state.get("step", 0) + 1
-        super().one(p, g / g.norm() if state["step"] > 4 else g, group)
-
-
-class ListsInState(Each):
-    def one(self, p, g, group):
-        self.state[p].setdefault("list", []).append(g.clone())
-        super().one(p, g, group)
-
-
-class BuffersInGroups(Each):
-    def one(self, p, g, group):
-        group.setdefault("buffers", {})[id(p)] = g.clone()
-        super().one(p, g, group)
-
-
-class NormalizesOnDemand(Each):
-    """What an option says that may be set later."""
-
-    def __init__(self, params, lr=0.1, norm=False, scale=0.0):
-        super().__init__(params, lr, norm=norm, scale=scale)
-
-    def one(self, p, g, group):
-        factor = p.norm() if group["norm"] else 1 + group["scale"] * p.norm()
-        super().one(p, g * factor, group)
-
-
-class KeepsParameters(Each):
-    """Parameters, their ids or tensors like them in an attribute."""
-
-    keeps: Callable[[list[torch.Tensor]], Any] = staticmethod(lambda params: params)
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr)
-        self.own = self.keeps([p for group in self.param_groups for p in group["params"]])
-
-
-class KeepsFactors(KeepsParameters):
-    keeps = staticmethod(lambda params: dict.fromkeys(params, 0.5))
-
-
-class KeepsIds(KeepsParameters):
-    keeps = staticmethod(lambda params: {id(p): 0.5 for p in params})
-
-
-class KeepsBuffers(KeepsParameters):
-    keeps = staticmethod(lambda params: {"buffers": [torch.zeros_like(p) for p in params]})
-
-
-class Wraps(Each):
-    """Has another optimizer do it."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr)
-        self.own = torch.optim.SGD(self.param_groups, lr=lr)
+REFUSED: dict[type[Each], str] = {
+    by("Lamb", lambda p, g, *_: g * p.norm()): "two halves of a",
+    by("LambOfRows", lambda p, g, *_: g * p.norm(dim=-1, keepdim=True)): "two halves of a",
+    by("LambOfColumns", lambda p, g, *_: g * p.norm(dim=0, keepdim=True)): "two halves of a",
+    LambOfVectors: "two halves of a vector",
+    Centralizes: "two halves of a tensor of 4 dims",
+    by("Factors", lambda p, g, *_: g * g.square().mean(1, keepdim=True) if min(g.shape) >= 128 else g): "halves of a matrix",
+    by("Clips", lambda p, g, *_: g * min(1.0, 100.0 / (float(g.norm()) + 1e-6))): "two halves of a",
+    by("SkipsInfinities", lambda p, g, *_: g if g.isfinite().all() else None): "two halves of a",
+    by("SkipsNan", lambda p, g, *_: None if g.isnan().any() else g): "two halves of a",
+    by("SkipsZeros", lambda p, g, state, _: (state.update(m=0.5 * state.get("m", 0) + g) or state["m"]) if g.any() else None): "its state 'm'",
+    by("DecaysTrained", lambda p, g, *_: g + 0.1 * p if g.any() else None): "two halves of a",
+    by("DecaysMatrices", lambda p, g, *_: g if 1 in p.shape else g + p): "two halves of a matrix",
+    by("NormalizesLater", lambda p, g, state, _: g / g.norm() if of_steps(state) > 4 else g): "two halves of a",
+    by("ListsInState", lambda p, g, state, _: state.setdefault("list", []).append(g.clone()) or g): "its state 'list' isn't one value for each element",
+    by("BuffersInGroups", lambda p, g, _, group: group.setdefault("buffers", {}).update({id(p): g.clone()}) or g): "it keeps tensors among the options of a group",
+}  # fmt: skip
+"""With the reason."""
 
 
 class Everywhere(Lion):
+    """Has state of no parameter."""
+
     def step(self, closure=None):
         self.state["steps"] = self.state.get("steps", 0) + 1
 
 
-class LateLists(Late):
-    """State of shards that is first made after more steps than anybody tries, and that has another shape."""
+class Keeps(Each):
+    """Keeps something of its parameters in an attribute."""
 
-    what: Callable[[torch.Tensor], Any] = staticmethod(lambda g: [g.clone()])
+    keeps: Callable[[list[Tensor]], Any] = staticmethod(lambda params: params)
 
-    def one(self, p, g, group):
-        super().one(p, g, group)
-        if self.state[p]["step"] > 9:
-            self.state[p]["strange"] = self.what(g)
-
-
-class LateStacks(LateLists):
-    what = staticmethod(lambda g: torch.stack([g, g]))
-
-
-class LateFlat(LateLists):
-    what = staticmethod(lambda g: {"a": g.clone().flatten()})
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.own = self.keeps([p for group in self.param_groups for p in group["params"]])

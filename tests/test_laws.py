@@ -37,6 +37,8 @@ CASES: dict[str, dict[int, int]] = {
     "compiled": {2: 3, 4: 3},
     "autocast": {2: 6, 4: 10, 8: 10},
     "told": {2: 30, 3: 15, 4: 40, 6: 15, 8: 25},
+    "training": {2: 5, 4: 6, 8: 6},
+    "files": {8: 6},
 }
 
 TESTED = [(law, ranks, count) for law, counts in CASES.items() for ranks, count in counts.items()]

@@ -1584,6 +1584,8 @@ LAWS: dict[str, Law | str] = {
     "after_torch": after_torch,
     "doors": doors,
     "told": told,
+    "training": "tests.law_training",
+    "files": "tests.law_files",
 }
 """By name; those of other modules are the names of their modules, `tests.law_x` with a function `x`."""
 

@@ -1,0 +1,765 @@
+"""Optimizers whose steps work on local shards: bit for bit those of whole tensors, or refused.
+
+The law `training` steps models by them beside one device; here are all of torch's, those that users write, and
+what else an optimizer has: groups, hooks, closures, state that somebody replaces.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import axes
+import axes.nn
+from axes import ShardingError
+from tests import own_optimizers
+from tests.common import case
+from tests.own_optimizers import ELEMENTWISE, AsksOfParameters, Each, Keeps, Late, Lion, NormalizesOnDemand, Twice
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    ("Adam", {"lr": 0.1, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.1, "amsgrad": True, "betas": (0.5, 0.9)}),
+    ("Adam", {"lr": 0.1, "fused": True}),
+    ("AdamW", {"lr": 0.1}),
+    ("AdamW", {"lr": 0.1, "amsgrad": True, "maximize": True}),
+    ("AdamW", {"lr": torch.tensor(0.1), "fused": True}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    ("Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+    ("Adagrad", {"lr": 0.1, "fused": True}),
+    ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("RAdam", {"lr": 0.1, "weight_decay": 0.1}),
+    ("Adamax", {"lr": 0.1}),
+    ("Adadelta", {"lr": 1.0}),
+    ("Rprop", {"lr": 0.1}),
+    ("ASGD", {"lr": 0.1, "t0": 2, "lambd": 0.1}),
+]
+DTYPES = torch.float32, torch.float64, torch.bfloat16
+EVERY = [
+    (name, {**options, **more}, dtype)
+    for name, options in OPTIMIZERS
+    for more in ({}, {"foreach": True})
+    for dtype in DTYPES
+    if not ("fused" in options and more) and not (name == "SGD" and "fused" in options and dtype == torch.bfloat16)
+    # The last: torch 2.13 leaves out elements of plain tensors, by their place in memory.
+]
+
+PLACES = [
+    # a shape, a spec, the mesh that it is on
+    ((5, 7), "n@dp m@tp", ("dp", "tp")),
+    ((24, 5), "(three=3 k@tp) m@dp", ("dp", "tp")),
+    ((37,), "n@tp", ("tp",)),
+    ((16, 9), "n@ep m", ("edp", "ep")),
+    ((3, 2), "n@(dp tp) m", ("dp", "tp")),  # empty on some ranks
+    ((4, 4), "n m@one", ("one", "dp")),
+    ((), "", ("dp", "tp")),
+    ((1,), "n@dp", ("dp", "tp")),
+    ((3, 5), None, ()),
+]
+
+
+def job() -> axes.Mesh:
+    return axes.init_mesh("dp=4 tp=2 one=1", "(dp tp) = edp ep=4", device_type="cpu")
+
+
+def sharded(whole: torch.Tensor, number: int, mesh: axes.Mesh | None) -> torch.Tensor:
+    _, spec, names = PLACES[number]
+    return whole.clone() if spec is None or mesh is None else axes.shard(whole, spec, mesh=mesh[names])
+
+
+def numbers(shape: Any, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers of few bits, so that no order of sums rounds."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype) / 4
+
+
+def local(x: Any) -> Any:
+    """The memory of this rank."""
+    with torch.no_grad():
+        return x.to_local() if isinstance(x, DTensor) else x
+
+
+def part_of(whole: Any, like: Any) -> Any:
+    """What this rank holds of a whole tensor that is sharded as another tensor is. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return whole
+    return local(axes.shard(whole, axes.spec_of(like), mesh=axes.sharding_of(like).mesh))
+
+
+def equal(found: Any, expected: Any, loose: bool = False) -> bool:
+    """Bit by bit, or up to rounding. `found` may be sharded."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(
+            equal(found[key], value, loose) for key, value in expected.items()
+        )
+    if not isinstance(expected, torch.Tensor):
+        return found == expected
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    one, other = local(found), part_of(expected.detach(), found)
+    tolerance = 0.1 if one.dtype == torch.bfloat16 else 1e-5
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance / 2) if loose else torch.equal(one, other)
+
+
+def pair(
+    seed: int, mesh: axes.Mesh, dtype: torch.dtype = torch.float32
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Whole parameters, and the same ones sharded."""
+    generator = torch.Generator().manual_seed(seed)
+    wholes = [torch.randn(shape, generator=generator).to(dtype) for shape, _, _ in PLACES]
+    return [nn.Parameter(x) for x in wholes], [nn.Parameter(sharded(x, i, mesh)) for i, x in enumerate(wholes)]
+
+
+def give_gradients(
+    wholes: Any, shards: Any, mesh: axes.Mesh, seed: int, missing: float = 0.15, other: float = 0.4
+) -> None:
+    """The same gradients to both; some missing, some pending, some sharded otherwise."""
+    rng = random.Random(seed)
+    for i, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
+        gradient = None if rng.random() < missing else numbers(whole.shape, rng.randrange(1 << 30), whole.dtype)
+        whole.grad, shard.grad = gradient, None if gradient is None else sharded(gradient, i, mesh)
+        spec, names = PLACES[i][1:]
+        kind = rng.random() / other if other else 2.0
+        if gradient is None or spec is None or kind > 1:
+            continue
+        free = [name for name in names if name not in spec and mesh.names[name] > 1]
+        if kind < 0.5 or not free:
+            shard.grad = axes.shard(gradient, " ".join(["_"] * gradient.ndim), mesh=mesh[names])
+        else:
+            at, mine = mesh.axis(free[0]).index, local(shard.grad)
+            mine = mine - 1 if at == 0 else torch.full_like(mine, float(at == 1))
+            pending = f"{spec} | sum@{free[0]}"
+            shard.grad = axes.from_local(mine, pending, mesh=mesh[names], shape=gradient.shape)
+
+
+def check_same(wholes: Any, shards: Any, ordinary: Any, ours: Any, loose: bool = False) -> None:
+    """Parameters and state are the same, and state of each element is sharded as its parameter."""
+    for i, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
+        with case(f"parameter {i}, {PLACES[i][:2]}"):
+            assert equal(shard, whole, loose), (local(shard), part_of(whole.detach(), shard))
+            assert (whole in ordinary.state) == (shard in ours.state)
+            theirs, mine = ordinary.state.get(whole, {}), ours.state.get(shard, {})
+            assert list(theirs) == list(mine)
+            for key, value in theirs.items():
+                assert equal(mine[key], value, loose), (key, mine[key], value)
+                if isinstance(shard, DTensor) and isinstance(value, torch.Tensor) and PLACES[i][0]:
+                    split = value.shape == shard.shape and key not in ("step", "mu", "eta", "mu_product", "betas")
+                    assert isinstance(mine[key], DTensor) == split, key
+                    assert not split or mine[key].placements == shard.placements, key
+
+
+# ---------------------------------------------------------------------------- torch's own
+
+
+class DTensorOperations(TorchDispatchMode):
+    """The operations that get a DTensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def same_steps(cases: list[tuple[str, dict[str, Any], torch.dtype]]) -> None:
+    """Beside the optimizer on whole tensors, and on the shards as plain tensors.
+
+    torch's loops on a CPU round by an element's place in memory in 16 bits and where they are fused. There
+    whole tensors are the same up to rounding alone, and the plain shards bit by bit as everywhere.
+    """
+    mesh = job()
+    for name, options, dtype in cases:
+        fused = "fused" in options
+        wholes, shards = pair(1, mesh, dtype)
+        plain = [nn.Parameter(local(shard).clone()) for shard in shards]
+        kind = getattr(torch.optim, name)
+        ordinary, by_hand = (kind(each, **copy.deepcopy(options)) for each in (wholes, plain))
+        ours = axes.nn.local_optimizer(kind, shards, **copy.deepcopy(options))
+        assert isinstance(ours, kind)
+        for step in range(3):
+            with case(f"{name} {options} {dtype}, step {step}"):
+                # torch's fused SGD fails where a parameter's first gradient comes later than another's.
+                give_gradients(wholes, shards, mesh, step, 0.0 if fused else 0.15, 0.0 if step == 1 else 0.4)
+                ordinary.step()
+                with DTensorOperations() as operations, CommDebugMode() as sent:
+                    ours.step()
+                assert step != 1 or (not operations.seen and not sent.get_total_counts()), operations.seen
+                for one, other in zip(plain, shards, strict=True):
+                    one.grad = None if other.grad is None else local(other.grad).clone()
+                by_hand.step()
+                check_same(wholes, shards, ordinary, ours, loose=dtype == torch.bfloat16 or fused)
+                for one, other in zip(plain, shards, strict=True):
+                    assert torch.equal(one, local(other))
+                    for key, value in by_hand.state.get(one, {}).items():
+                        assert equal(local(ours.state[other][key]), value), key
+                assert not any(local(p).grad is not None for p in shards if isinstance(p, DTensor))
+        ours.zero_grad()
+        assert all(p.grad is None for p in shards)
+
+
+def test_steps_on_shards_are_those_of_one_device_bit_for_bit_and_send_nothing(pool):
+    pool.run(same_steps, EVERY[::4], timeout=240)  # every optimizer, dtypes and loops in turn
+
+
+@pytest.mark.full
+def test_so_are_those_of_every_optimizer_in_every_dtype(pool):
+    pool.run(same_steps, EVERY, timeout=600)
+
+
+def state_dicts() -> None:
+    mesh = job()
+    for name, options in (("AdamW", {"amsgrad": True}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("ASGD", {})):
+        (_, ones), (_, others) = pair(1, mesh), pair(1, mesh)
+        kind = getattr(torch.optim, name)
+        ordinary, ours = kind(ones[:1], **options), axes.nn.local_optimizer(kind, others[:1], **options)
+        for optimizer, parameters in ((ordinary, ones), (ours, others)):
+            parameters[0].grad = sharded(torch.ones(PLACES[0][0]), 0, mesh)
+            optimizer.step()
+        assert described(ordinary.state_dict()) == described(ours.state_dict()), name
+        saved = [copy.deepcopy(o.state_dict()) for o in (ordinary, ours)]
+        ordinary.load_state_dict(saved[1])
+        ours.load_state_dict(saved[0])
+        ordinary.step()
+        ours.step()
+        assert torch.equal(local(ones[0]), local(others[0])), name
+
+
+def described(state: Any) -> Any:
+    """The structure of a state dict: keys, and what each tensor is."""
+    if isinstance(state, dict):
+        return {key: described(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [described(value) for value in state]
+    if isinstance(state, DTensor):
+        return (tuple(state.shape), state.dtype, state.placements, state.device_mesh, tuple(state.stride()))
+    return (tuple(state.shape), state.dtype) if isinstance(state, torch.Tensor) else state
+
+
+def test_the_state_dict_is_that_of_the_ordinary_optimizer_and_each_loads_the_other(pool):
+    pool.run(state_dicts)
+
+
+def training() -> None:
+    """Groups with options of their own, names, a scheduler, hooks, a closure, a group that comes later."""
+    mesh = job()
+    wholes, shards = pair(5, mesh)
+    calls: list[str] = []
+
+    def made(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+        groups = [{"params": named[:3], "lr": 0.05}, {"params": iter(named[3:6]), "weight_decay": 0.1}]
+        kind = torch.optim.AdamW
+        optimizer = kind(groups, lr=0.1) if name == "whole" else axes.nn.local_optimizer(kind, groups, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: calls.append(f"before {name}"))
+        optimizer.register_step_post_hook(lambda *_: calls.append(f"after {name}"))
+        return optimizer
+
+    optimizers = [made("whole", wholes), made("local", shards)]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: step / 3) for o in optimizers]
+    for step in range(4):
+        if step == 2:
+            for optimizer, parameters in zip(optimizers, (wholes, shards), strict=True):
+                optimizer.add_param_group({"params": [(f"p{i}", p) for i, p in enumerate(parameters)][6:], "lr": 0.2})
+            schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+
+        def closure(step: int = step) -> int:
+            give_gradients(wholes, shards, mesh, step)
+            return step
+
+        assert [optimizer.step(closure) for optimizer in optimizers] == [step, step]
+        for scheduler in schedulers:
+            scheduler.step()
+        used = slice(None, 6 if step < 2 else None)
+        check_same(wholes[used], shards[used], *optimizers)
+        ordinary, ours = ([{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers)
+        assert ordinary == ours
+    assert calls == ["before whole", "after whole", "before local", "after local"] * 4
+
+
+def test_groups_names_schedulers_hooks_and_closures_work_as_ever(pool):
+    pool.run(training)
+
+
+@pytest.mark.parametrize("at", range(11))
+def test_the_trial_finds_torchs_own_right_in_every_dtype(at):
+    kind = getattr(torch.optim, list(dict.fromkeys(name for name, _ in OPTIMIZERS))[at])
+    dtype = (torch.float64, torch.bfloat16, torch.float16, torch.complex64)[at % 4]
+    for shape in ((3,), (4, 2), (2, 2, 2, 2), (1,) * 20):  # of more than eight dims are tried as those of eight
+        named = ({}, {"foreach": True}, {"maximize": True}, {"amsgrad": True, "fused": True, "weight_decay": 0.1})
+        takes = {*inspect.signature(kind).parameters} - ({"fused"} if dtype.is_complex else set())
+        for options in [each for each in named if takes.issuperset(each)]:
+            axes.nn.local_optimizer(kind, [torch.zeros(shape, dtype=dtype, requires_grad=True)], **options)
+
+
+# ---------------------------------------------------------------------------- those that users write
+
+
+def as_on_the_whole() -> None:
+    mesh = job()
+    for kind in ELEMENTWISE:
+        for closure in (False,) if kind is Lion else (False, True):  # Lion takes none
+            with case(f"{kind.__name__}, closure {closure}"):
+                parameters, optimizer, given = stepped(kind, mesh, closure)
+                wholes, theirs, expected = stepped(kind, None, closure)
+                assert given == expected
+                check_same(wholes, parameters, theirs, optimizer)
+                for weight, whole in zip(parameters, wholes, strict=True):
+                    assert (weight.grad is None) == (whole.grad is None)
+                    assert whole.grad is None or equal(weight.grad, whole.grad)
+                ours, ordinary = (
+                    {k: v for k, v in o.param_groups[0].items() if k != "params"} for o in (optimizer, theirs)
+                )
+                assert equal(ours, ordinary)
+
+
+def stepped(kind: Any, mesh: axes.Mesh | None, closure: bool) -> tuple[list[Any], Any, list[Any]]:
+    """Parameters, their optimizer and what its steps gave. Some steps accumulate."""
+    wholes = [numbers(shape, at, torch.float64) for at, (shape, _, _) in enumerate(PLACES)]
+    weights = [sharded(whole, at, mesh).detach().requires_grad_() for at, whole in enumerate(wholes)]
+    optimizer = kind(weights) if mesh is None else axes.nn.local_optimizer(kind, weights)
+    given = []
+    for step in range(12):
+
+        def evaluate(step: int = step) -> float:
+            for at, weight in enumerate(weights):
+                gradient = sharded(numbers(weight.shape, 100 + 10 * step + at, torch.float64), at, mesh)
+                weight.grad = gradient if weight.grad is None or step % 2 else weight.grad + gradient
+            return float(step % 3)
+
+        given.append(optimizer.step(evaluate) if closure else (evaluate(), optimizer.step())[1])
+        if step == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return weights, optimizer, given
+
+
+def test_what_works_element_by_element_works_on_shards_as_on_the_whole(pool):
+    pool.run(as_on_the_whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), own_optimizers.REFUSED.items(), ids=lambda each: getattr(each, "__name__", "")
+)
+def test_what_needs_more_than_an_element_is_refused_when_it_is_made(kind, text):
+    weights = [torch.ones(shape, requires_grad=True) for shape in ((4, 4), (3,), (4, 2, 3, 3))]
+    with pytest.raises(ShardingError, match=f"{kind.__name__} doesn't step each element by its own history: .*{text}"):
+        axes.nn.local_optimizer(kind, weights)
+
+
+def test_only_the_dims_and_dtypes_of_parameters_are_tried():
+    make, matrix = axes.nn.local_optimizer, torch.ones(4, 4, requires_grad=True)
+    for kind in (own_optimizers.LambOfVectors, own_optimizers.Centralizes, own_optimizers.NormalizesDoubles):
+        assert isinstance(make(kind, [matrix]), kind)
+    with pytest.raises(ShardingError, match="two halves of a vector"):
+        make(own_optimizers.NormalizesDoubles, [torch.ones(4, requires_grad=True, dtype=torch.float64)])
+
+
+@pytest.fixture
+def mesh():
+    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
+        yield mesh
+
+
+def ones(spec: str = "a@dp b@tp") -> torch.Tensor:
+    return axes.ones(spec, a=4, b=4) if "b" in spec else axes.ones(spec, a=4)
+
+
+def parameter(spec: str = "a@dp b@tp") -> torch.Tensor:
+    return ones(spec).requires_grad_()
+
+
+KEPT: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "parameters": lambda params: params,
+    "factors": lambda params: dict.fromkeys(params, 0.5),
+    "ids": lambda params: {id(p): 0.5 for p in params},
+    "buffers": lambda params: {"buffers": [torch.zeros_like(p) for p in params]},
+    "an optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_parameters_that_an_optimizer_keeps_to_itself_are_refused(mesh, kept):
+    kind = type("Keeper", (Keeps,), {"keeps": staticmethod(KEPT[kept])})
+    with pytest.raises(ShardingError, match="Keeper keeps parameters, or other DTensors, in its attribute 'own'"):
+        axes.nn.local_optimizer(kind, [parameter()])
+    if kept != "an optimizer":  # nothing is sharded
+        assert isinstance(axes.nn.local_optimizer(kind, [torch.ones(4, requires_grad=True)]), kind)
+    weight = parameter()
+    optimizer: Any = axes.nn.local_optimizer(Each, [weight])
+    optimizer.own = KEPT[kept]([weight])  # begins to keep them
+    with pytest.raises(ShardingError, match="in its attribute 'own'"):
+        optimizer.step()
+
+
+CHANGES: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+    "a flag": lambda o: o.param_groups[0].update(norm=True),
+    "a number that was 0": lambda o: o.param_groups[0].update(scale=0.5),
+    "what is loaded": lambda o: o.load_state_dict(
+        {**o.state_dict(), "param_groups": [{**o.state_dict()["param_groups"][0], "norm": True}]}
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_options_that_become_others_are_tried_before_the_next_step(mesh, steps, change):
+    weight = parameter()
+    optimizer = axes.nn.local_optimizer(NormalizesOnDemand, [weight])
+    weight.grad = ones()
+    for _ in range(steps):
+        optimizer.step()
+    before = local(weight).clone()
+    CHANGES[change](optimizer)
+    with pytest.raises(ShardingError, match="two halves of a matrix"):
+        optimizer.step()
+    assert torch.equal(local(weight), before)
+    assert optimizer.param_groups[0]["params"] == [weight]
+
+
+def test_parameters_that_are_added_are_tried(mesh):
+    optimizer = axes.nn.local_optimizer(own_optimizers.LambOfVectors, [parameter()])
+    with pytest.raises(ShardingError, match="two halves of a vector"):
+        optimizer.add_param_group({"params": [parameter("a@dp")]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["params"].append(parameter("a@dp"))
+    with pytest.raises(ShardingError, match="two halves of a vector"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strange", [lambda g: [g.clone()], lambda g: torch.stack([g, g]), lambda g: {"a": g.flatten()}]
+)
+def test_state_of_another_shape_that_comes_later_than_the_trial_is_an_error_after_the_step(mesh, strange):
+    weight = parameter()
+    optimizer = axes.nn.local_optimizer(type("Strange", (Late,), {"strange": staticmethod(strange)}), [weight])
+    weight.grad = ones()
+    for _ in range(9):
+        optimizer.step()
+    with pytest.raises(ShardingError, match=r"after a step, state 'strange' .* neither one value for each element"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == [weight]
+
+
+# ---------------------------------------------------------------------------- state
+
+
+WRONG_STATE = {"split otherwise": "a@tp b@dp", "whole everywhere": "a b", "a plain tensor": None}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("state", WRONG_STATE)
+def test_state_that_somebody_puts_there_is_refused_unless_it_lies_as_its_parameter(mesh, steps, state):
+    weight, _, ours, _ = momentum(steps)
+    spec = WRONG_STATE[state]
+    ours.state[weight]["momentum_buffer"] = torch.ones(4, 4) if spec is None else ones(spec)
+    with pytest.raises(ShardingError, match=r"state 'momentum_buffer' of a parameter of shape \[4, 4\] is "):
+        ours.step()
+    assert local(weight).shape == (2, 2)
+    assert ours.param_groups[0]["params"] == [weight]
+    del ours.state[weight]
+    ours.step()
+
+
+def momentum(steps: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.optim.Optimizer]:
+    """A parameter over both axes and a plain one like its shard, each with its optimizer, after steps."""
+    weight, plain = parameter(), torch.ones(2, 2, requires_grad=True)
+    ours = axes.nn.local_optimizer(torch.optim.SGD, [weight], lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD([plain], lr=0.1, momentum=0.9)
+    weight.grad, plain.grad = ones(), torch.ones(2, 2)
+    for _ in range(steps):
+        ours.step()
+        theirs.step()
+    return weight, plain, ours, theirs
+
+
+def test_a_step_takes_state_and_memory_that_somebody_has_replaced(mesh):
+    weight, plain, ours, theirs = momentum()
+    for way in ("another tensor", "swapped", "other memory"):
+        if way == "another tensor":
+            ours.state[weight]["momentum_buffer"] = axes.full("a@dp b@tp", 7.0, a=4, b=4)
+        elif way == "swapped":
+            torch.utils.swap_tensors(ours.state[weight]["momentum_buffer"], axes.full("a@dp b@tp", 7.0, a=4, b=4))
+        else:
+            weight._local_tensor, plain.data = torch.full((2, 2), 5.0), torch.full((2, 2), 5.0)  # as FSDP2 does
+        theirs.state[plain]["momentum_buffer"].fill_(7.0)
+        if way == "other memory":
+            local(ours.state[weight]["momentum_buffer"]).fill_(7.0)
+        ours.step()
+        theirs.step()
+        assert torch.equal(local(weight), plain), way
+        assert torch.equal(local(ours.state[weight]["momentum_buffer"]), theirs.state[plain]["momentum_buffer"])
+
+
+def test_a_parameter_that_is_sharded_anew_doesnt_step_with_the_state_that_it_had(mesh):
+    weight, _, ours, _ = momentum()
+    weight.grad = None
+    torch.utils.swap_tensors(weight, parameter("a@tp b@dp"))
+    weight.grad = ones("a@tp b@dp")
+    with pytest.raises(ShardingError, match="state 'momentum_buffer' of a parameter"):
+        ours.step()
+
+
+def test_parameters_that_are_in_no_group_any_more_are_kept_alive_by_nobody(mesh):
+    weight, _, ours, _ = momentum()
+    ours.param_groups[0]["params"] = []
+    ours.step()
+    alive = weakref.ref(weight)
+    ours.state.clear()
+    del weight
+    gc.collect()
+    assert alive() is None
+
+
+def test_parameters_that_change_places_or_groups_keep_their_own_state():
+    def stepped(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for turn in range(4):
+            for number, weight in enumerate(weights):
+                weight.grad = torch.ones_like(weight) * (turn + 1) * (number - 1.5)
+            optimizer.step()
+            if turn == 0:
+                optimizer.param_groups[0]["params"].reverse()
+            if turn == 1:
+                one, other = (optimizer.state[weight] for weight in weights[:2])
+                one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+            if turn == 2:
+                optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.5})
+        return [local(weight) for weight in weights]
+
+    with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu"):
+        ours = [axes.zeros("n@dp", n=4, requires_grad=True) for _ in range(3)]
+        theirs = [torch.zeros(4, requires_grad=True) for _ in range(3)]
+        found = stepped(ours, axes.nn.local_optimizer(torch.optim.Adam, ours, lr=0.1))
+        expected = stepped(theirs, torch.optim.Adam(theirs, lr=0.1))
+    assert all(map(torch.equal, found, expected))
+
+
+LATER = [
+    # what is set after the optimizer is made, before which step, and the state that it asks for
+    (torch.optim.SGD, {"momentum": 0.9}, 0, "momentum_buffer"),
+    (torch.optim.SGD, {"momentum": 0.9}, 2, "momentum_buffer"),
+    (torch.optim.Adam, {"amsgrad": True}, 0, "max_exp_avg_sq"),
+    (torch.optim.RMSprop, {"centered": True}, 0, "grad_avg"),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("kind", "later", "first", "name"), LATER)
+def test_state_of_an_option_that_is_set_later_is_sharded_whatever_a_rank_has_of_it(rank, kind, later, first, name):
+    with axes.simulate(2, rank=rank), axes.init_mesh("x=2", device_type="cpu"):
+        for shape, spec in (((3, 2), "a@x b"), ((1,), "a@x")):
+            whole = numbers(shape, 0).requires_grad_()
+            weight = axes.shard(whole.detach(), spec).requires_grad_()
+            ours, theirs = axes.nn.local_optimizer(kind, [weight], lr=0.1), kind([whole], lr=0.1)
+            for step in range(4):
+                whole.grad = numbers(shape, step)
+                weight.grad = axes.shard(whole.grad, spec)
+                for optimizer in (ours, theirs):
+                    optimizer.param_groups[0].update(later if step >= first else {})
+                    optimizer.step()
+            assert isinstance(ours.state[weight][name], DTensor)
+            assert equal(ours.state[weight][name], theirs.state[whole][name])
+            assert equal(weight, whole)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_groups_may_have_another_kind_of_state_under_the_same_name(mesh, order):
+    weights = [parameter() for _ in order]
+    groups = [{"params": [weight], "each": each} for weight, each in zip(weights, order, strict=True)]
+    optimizer = axes.nn.local_optimizer(own_optimizers.ByGroup, groups)
+    for weight in weights:
+        weight.grad = ones()
+    optimizer.step()
+    optimizer.step()
+    assert [isinstance(optimizer.state[weight]["v"], DTensor) for weight in weights] == list(order)
+
+
+def saved_and_loaded(x: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_and_loaded])
+def test_a_copy_of_an_optimizer_steps_like_it(mesh, copied):
+    (weight, whole), kind = (parameter("a@dp"), torch.ones(2, requires_grad=True)), torch.optim.AdamW
+    ours, theirs = axes.nn.local_optimizer(kind, [weight], lr=0.5), kind([whole], lr=0.5)
+    for step in range(3):
+        (weight,) = ours.param_groups[0]["params"]
+        weight.grad, whole.grad = axes.full("a@dp", step + 1.0, a=4), torch.full((2,), step + 1.0)
+        ours.step()
+        theirs.step()
+        assert torch.equal(local(weight), whole)
+        ours = copied(ours)
+        assert isinstance(ours, kind)
+
+
+# ---------------------------------------------------------------------------- what else a step is
+
+
+def test_autograd_hears_of_what_changed_and_of_nothing_else(mesh):
+    class Decays(Each):
+        """Changes all of its parameters, with a gradient or without."""
+
+        def all_of_them(self):
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.5)
+
+    for kind in (Each, Decays):
+        one, other = parameter(), parameter()
+        optimizer = axes.nn.local_optimizer(kind, [one, other])
+        first, second, third = one.square().sum(), other.square().sum(), one.square().sum()
+        first.backward()
+        optimizer.step()
+        for y, changed in ((second, kind is Decays), (third, True)):
+            if not changed:
+                y.backward()
+                continue
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+    weight, _, ours, _ = momentum()
+    y = parameter() * ours.state[weight]["momentum_buffer"]
+    ours.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(torch.ones_like(y))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_gradients_of_plain_and_sharded_parameters_are_zeroed(mesh, options):
+    weights = [parameter(), torch.ones(2, requires_grad=True), parameter("a@tp")]
+    gradients = [ones(), torch.ones(2), ones("a@tp")]
+    groups = [{"params": weights[:2]}, {"params": weights[2]}]
+    optimizer = axes.nn.local_optimizer(torch.optim.Adam, groups, **options)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    optimizer.zero_grad(set_to_none=False)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert weight.grad is gradient
+        assert not local(gradient).any()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+    optimizer.zero_grad()
+    assert [weight.grad for weight in weights] == [None] * 3
+
+
+def test_the_dtype_of_a_gradient_may_change_from_step_to_step(mesh):
+    weight = parameter("a@dp")
+    optimizer = axes.nn.local_optimizer(torch.optim.SGD, [weight], lr=1.0, foreach=False)
+    for dtype in (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32):
+        weight.grad = None
+        weight.grad_dtype = dtype
+        weight.grad = axes.ones("a@dp", a=4, dtype=dtype)
+        optimizer.step()
+    assert local(weight).tolist() == [-3.0] * 2
+    assert weight.grad.dtype == torch.float32
+
+
+def test_hooks_of_all_optimizers_see_the_steps_of_the_user_alone(mesh):
+    seen: list[str] = []
+    hooks = [
+        register(lambda optimizer, *_: seen.append(type(optimizer).__name__))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        weight = parameter()
+        optimizer = axes.nn.local_optimizer(torch.optim.Adam, [weight])
+        assert not seen
+        weight.grad = ones()
+        optimizer.step()
+        assert seen == ["LocalAdam", "LocalAdam"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def plain_gradient(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    weights[0].grad, weights[1].grad = ones(), torch.ones(4, 4)
+    optimizer.step()
+
+
+FAILING: dict[str, tuple[type[Each], type[Exception], str, Callable[[list[torch.Tensor], Any], object]]] = {
+    "a step that can't begin": (AsksOfParameters, ShardingError, "is a plain tensor", plain_gradient),
+    "a closure": (Twice, ZeroDivisionError, "division", lambda _, optimizer: optimizer.step(lambda: 1 / 0)),
+    "a step": (
+        Lion,
+        TypeError,
+        "unsupported operand",
+        lambda _, optimizer: optimizer.step(),
+    ),  # it doesn't ask for a missing gradient
+}
+
+
+@pytest.mark.parametrize("fails", FAILING)
+def test_a_step_that_fails_leaves_dtensors_where_they_were(mesh, fails):
+    kind, error, text, call = FAILING[fails]
+    weights = [parameter(), parameter()]
+    optimizer = axes.nn.local_optimizer(kind, weights)
+    weights[0].grad = None if kind is Twice else ones()
+    with pytest.raises(error, match=text):
+        call(weights, optimizer)
+    assert optimizer.param_groups[0]["params"] == weights
+    assert all(any(each is weight for weight in weights) for each in optimizer.state)
+    assert all(isinstance(state["m"], DTensor) for state in optimizer.state.values())
+    assert local(weights[0]).grad is None
+    assert not weights[0].to_local().detach().requires_grad
+    assert (optimizer.state[weights[0]]["count"] == 1) if kind is Lion else not optimizer.state
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_step_may_ask_parameters_whatever_it_asks_on_one_device(mesh, wants):
+    """Attributes and `requires_grad` are the parameter's own in a step; a step that asks of none changes nothing."""
+    weight: Any = nn.Parameter(ones()) if wants else parameter()
+    optimizer = axes.nn.local_optimizer(AsksOfParameters, [weight], lr=1.0, wants_parameters=wants)
+    weight.grad = ones()
+    for scale, trained, left in ((1.0, True, 0), (2.0, True, -2), (2.0, False, -2)):
+        weight.scale = scale
+        weight.requires_grad_(trained)
+        optimizer.step()
+        assert local(weight).eq(left).all()
+    assert weight.steps == 2
+    assert not local(weight).requires_grad
+    assert not hasattr(local(weight), "scale")
+
+
+def test_a_trial_leaves_random_numbers_and_options_as_they_are(mesh):
+    class Noisy(Each):
+        def one(self, p, g, group):
+            group["count"].add_(1)
+            p.add_(torch.randn_like(p), alpha=group["temperature"])
+
+    before, count = torch.get_rng_state(), torch.zeros(())
+    axes.nn.local_optimizer(Noisy, [parameter()], temperature=0.0, count=count)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert count == 0
+
+
+def test_a_step_takes_what_its_class_takes(mesh):
+    class Scaled(Each):
+        @torch.no_grad()
+        def step(self, closure=None, *, scale=1.0):
+            self.param_groups[0]["params"][0].mul_(scale)
+
+    weight = parameter()
+    optimizer = axes.nn.local_optimizer(Scaled, [weight])
+    optimizer.step(scale=3.0)
+    assert local(weight).eq(3).all()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
+        optimizer.step(size=1)
