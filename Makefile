@@ -2,7 +2,7 @@
 #
 #   make test                the whole test suite
 #   make test TORCH=2.11.0   the same against another torch, in an environment of its own
-#   make test-full           all of it, with ten times the generated cases: hours
+#   make test-full           all of it, with ten times the generated cases, drawn by the date or AXES_SEED=..: hours
 #   make demo                eight processes train a small Llama
 #   make bench               the table of docs/benchmarks.md, measured now
 #   make format              ruff's formatting and fixes
@@ -31,7 +31,7 @@ test: $(STAMP)
 		-o junit_suite_name="torch $$($(RUN) -c 'import torch; print(torch.__version__)')"
 
 test-full: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= AXES_CASES=10 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1800
+	PYTHONDONTWRITEBYTECODE= AXES_CASES=10 AXES_SEED=$${AXES_SEED-$$(date +%F)} $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1800
 
 demo: $(STAMP)
 	$(RUN) examples/llama.py

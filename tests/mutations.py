@@ -45,8 +45,16 @@ PYTEST = (
 NOT_ASKED = ("tests/test_house.py",)
 
 TURNED = {
-    **{ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},
-    **{ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"},
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Is: "is not",
+    ast.IsNot: "is",
 }
 COPIES = ("clone", "contiguous", "copy", "detach")
 COPYING = ("list", "dict", "set", "tuple", "sorted", "reversed")

@@ -505,7 +505,10 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     assert found.dtype == expected.dtype, f"{what} {found.dtype} for {expected.dtype}"
     tolerance = TOLERANCE.get(found.dtype, 1e-9)
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
-        raise AssertionError(f"{what} wrong numbers: {found.tolist()} for {expected.tolist()}"[:600])
+        wrong = ~torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        first = tuple(wrong.nonzero()[0].tolist())
+        numbers = f"{found[first].item()} for {expected[first].item()} at {list(first)}"
+        raise AssertionError(f"{what} wrong numbers, {int(wrong.sum())} of {wrong.numel()}: {numbers}")
 
 
 def held(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 import axes
-from axes.algebra.flow import recipe
 from tests.flow_cases import Case
 from tests.flow_cases import case as flow_case
 from tests.strategies import place
@@ -780,10 +780,7 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
     p.do(
         f"Y = whole_result({found.kind!r}, {found.text!r}, {found.op!r}, [{', '.join(n.upper() for n in names)}], {found.sizes})"
     )
-    locals_ = tuple(tuple(p[name].shape) for name in names)
-    given = tuple(found.given.items())
-    made = recipe(found.kind, found.text, found.op, (None,) * len(names), locals_, found.mesh, given)
-    left = tuple((q.op, tuple(map(str, q.axes))) for q in made.result.output.pending)
+    left = left_pending(found)
     output = spec_of_case(found, found.result, found.goals, left)
     # The summands of the result are whatever they are; together they are the whole.
     p.do(f"same(resolved(y, {g}, {output!r}, {result_shape(found)}), Y)")
@@ -807,6 +804,15 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
     for name, (back, parts), shape in zip(names, duals[1:], found.shapes, strict=True):
         p.do(f"same(resolved({name}.grad * {parts}, {g}, {back!r}, {shape}), {name.upper()}.grad)")
         p.do(f"owns({name}.grad)")
+
+
+def left_pending(found: Case) -> Pending:
+    """What the result of plain shards leaves pending: as the text says; what a `*` stands for, as `explain` says."""
+    clause = found.text.partition("->")[2].partition("|")[2]
+    if "*" in clause:
+        options = {"mesh": found.mesh, "op": found.op, "sizes": found.given}
+        clause = axes.explain(found.text, *found.shapes, **options).json()["tensors"][-1]["spec"].partition("|")[2]
+    return tuple((op, tuple(where.strip("()").split())) for op, _, where in (w.partition("@") for w in words(clause)))
 
 
 def dual(grid: Grid, spec: str, text: str) -> tuple[str, int] | None:
@@ -1606,7 +1612,8 @@ class Failed(AssertionError):
 
 
 def seeded(law: str, ranks: int, island: int, index: int) -> Draw:
-    return Draw(f"{law} {ranks} {island} {index}", ranks)
+    seed = os.environ.get("AXES_SEED", "")
+    return Draw(f"{law} {ranks} {island} {index}{seed and f' {seed}'}", ranks)
 
 
 def run_case(law: str, ranks: int, island: int, index: int) -> Draw:
@@ -1617,7 +1624,8 @@ def run_case(law: str, ranks: int, island: int, index: int) -> Draw:
     except TorchRefuses:
         d.features.add("refused by torch")
     except Exception as error:
-        error.add_note(f"case {index} of '{law}' on rank {dist.get_rank()}\n\n{d.program.script(ranks)}")
+        where = f"rank {dist.get_rank() - island * ranks} of {ranks}"
+        error.add_note(f"law '{law}', case {index}, {where}. This program repeats it:\n\n{d.program.script(ranks)}")
         error.program = d.program  # type: ignore[attr-defined]
         raise
     return d
@@ -1717,7 +1725,6 @@ def explore(
 
 def main() -> None:
     import argparse
-    import os
     import time
 
     parser = argparse.ArgumentParser(description=__doc__)
