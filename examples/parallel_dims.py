@@ -73,7 +73,8 @@ def run(degrees: dict[str, int]) -> list[str]:
     fully_shard(layer, mesh=dense.device_mesh, dp_mesh_dims=stored)
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
-    x = torch.linspace(-1, 1, 16 * 5).view(5, 16)  # five samples, whether or not that divides by the ranks
+    samples = 3 * mesh.names["loss"]  # of which each rank has three
+    x = torch.linspace(-1, 1, 16 * samples).view(samples, 16)
     y = layer(axes.shard(x, "b@loss in", mesh=dense))
     y.square().sum().backward()
     expected = 2 * (x @ whole.T).T @ x
