@@ -17,9 +17,8 @@ import einops
 import numpy as np
 import torch
 
-from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes import Layout, Mesh, Sharding
+from tests.strategies import place
 
 Random = stdlib_random.Random
 
@@ -168,9 +167,8 @@ def case(random: Random, kind: str | None = None, everything_explicit: bool = Fa
     seed = random.randrange(2**31)
     numbers = np.random.default_rng(seed)
     for slots, entries in zip(grouped_operands, pending, strict=True):
-        dims = tuple(_dim(mesh, slot, places, sizes) for slot in slots)
-        reductions = tuple(PendingReduction(o, mesh.named((a,))) for o, a in entries)
-        shardings.append(Sharding(mesh, dims, reductions))
+        dims = " ".join(_dim(slot, places, sizes) for slot in slots)
+        shardings.append(mesh.sharding(f"{dims} | {_clause(entries)}" if entries else dims))
         shape = [math.prod(sizes[n] for n in slot) for slot in slots]
         wholes.append(torch.from_numpy(numbers.integers(-4, 5, shape).astype(np.float64)))
     ends = {name: goals[name] if name in explicit else places[name] for name in result_names}
@@ -212,8 +210,8 @@ def _grouped(random: Random, names: list[str]) -> list[Slot]:
 def _flattened(random: Random, mesh: Mesh, axes: list[str]) -> list[str]:
     """The axes, of which two neighbours may stand by the one name that the mesh has for both."""
     for at in range(len(axes) - 1):
-        both = Layout.product(*map(mesh.layout, axes[at : at + 2]))
-        name = next((name for name, layout in mesh.namespace.items() if layout == both), None)
+        both = Layout.product(*(mesh.axis(axis).layout for axis in axes[at : at + 2]))
+        name = next((name for name in mesh.names if mesh.axis(name).layout == both), None)
         if name is not None and random.random() < 0.5:
             return [*axes[:at], name, *axes[at + 2 :]]
     return axes
@@ -246,10 +244,10 @@ def _spec(random: Random, slots: list[Slot], places: dict[str, list[str]], expli
     return " ".join(one(s[0]) if len(s) == 1 else f"({' '.join(map(one, s))})" for s in slots)
 
 
-def _dim(mesh: Mesh, slot: Slot, places: dict[str, list[str]], sizes: dict[str, int]) -> ShardedDim:
+def _dim(slot: Slot, places: dict[str, list[str]], sizes: dict[str, int]) -> str:
+    """A dim of an operand, in which a group that is split in its first name alone is one name."""
     if len(slot) == 1:
-        return ShardedDim((ShardedFactor(slot[0], None, mesh.named(places[slot[0]])),))
-    first, *further = slot
-    if not any(places[name] for name in further):
-        return ShardedDim((ShardedFactor(f"({' '.join(slot)})", None, mesh.named(places[first])),))
-    return ShardedDim(tuple(ShardedFactor(n, sizes[n], mesh.named(places[n])) for n in slot))
+        return slot[0] + place(places[slot[0]])
+    if not any(places[name] for name in slot[1:]):
+        return f"({' '.join(slot)}){place(places[slot[0]])}"
+    return f"({' '.join(f'{name}={sizes[name]}{place(places[name])}' for name in slot)})"

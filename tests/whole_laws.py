@@ -1592,6 +1592,11 @@ LAWS: dict[str, Law | str] = {
     "told": told,
     "training": "tests.law_training",
     "files": "tests.law_files",
+    "named": "tests.law_named",
+    "sizes": "tests.law_calls",
+    "many": "tests.law_calls",
+    "dropout": "tests.law_calls",
+    "blocks": "tests.law_blocks",
 }
 """By name; those of other modules are the names of their modules, `tests.law_x` with a function `x`."""
 
