@@ -1,393 +1,543 @@
-"""Checkpoints of tensors that are split by a factor: saved and loaded by torch, against the whole tensors."""
+"""Checkpoints and weight files beside the law `files`, which saves any sharding and loads it as any other.
+
+Here: what FSDP2 shards, saves that are written meanwhile, ranks that are killed while they save, what is read of
+safetensors files, and what is refused.
+"""
 
 from __future__ import annotations
 
-import itertools
+import json
+import os
+import re
+import signal
+import warnings
+from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import axes
-from axes import ShardingError
-from axes.runtime.checkpoint import boxes_of
-from tests.conftest import takes_factors
+from axes import AxesError, DesyncError, ShardingError
+from tests.common import case
 
-WHOLE = torch.arange(24 * 6.0).view(24, 6) + 0.5
-
+WHOLE = torch.arange(24 * 8.0).view(24, 8) + 0.5
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-SPECS = {  # by mesh, what a tensor of 24 x 6 may be sharded like
-    "dp=2 tp=2": [
-        "(three=3 h@tp) e",
-        "(three=3 h@tp d=2) e",
-        "(three=3 h@tp) e@dp",
-        "(four=4 h@dp) e@tp",
-        "h@tp e",
-        "h@(tp dp) e",
-        "h@(dp tp) e",
-        "h e@tp",
-        "h e",
-    ],
-    "tp=4": ["(three=3 h@tp) e", "(two=2 h@tp) e", "h@tp e"],
-    "tp=2 dp=2": ["(three=3 h@tp) e", "(two=2 h@dp d=3) e@tp", "(h=12@tp x) e@dp", "(two=2 h@dp) (three=3 g@tp)"],
-}
-CASES = [(mesh, spec) for mesh, specs in SPECS.items() for spec in specs]
+FACTOR = "(three=3 h@tp d=2) e"
 
 
-def sharded(mesh, spec, whole):
-    return axes.shard(whole, spec, mesh=axes.init_mesh(mesh))
+def job() -> axes.Mesh:
+    return axes.init_mesh("dp=4 tp=2", device_type="cpu")
 
 
-def every_pair(folder):
-    """Each sharding saved, and loaded under each."""
-    wrong = []
-    for number, (mesh, spec) in enumerate(CASES):
-        saved = {"w": sharded(mesh, spec, WHOLE), "deep": {"b": sharded(mesh, spec, -WHOLE)}, "plain": WHOLE * 2}
-        path = f"{folder}/{number}"
-        dcp.save(saved, checkpoint_id=path)
-        loaded = {
-            "w": torch.zeros_like(WHOLE),
-            "deep": {"b": torch.zeros_like(WHOLE)},
-            "plain": torch.zeros_like(WHOLE),
-        }
-        dcp.load(loaded, checkpoint_id=path)
-        if not (torch.equal(loaded["w"], WHOLE) and torch.equal(loaded["deep"]["b"], -WHOLE)):
-            wrong.append((mesh, spec, "as plain tensors"))
-        for case in CASES:
-            target = {"w": sharded(*case, torch.zeros_like(WHOLE)), "deep": {"b": sharded(*case, torch.zeros(24, 6))}}
-            dcp.load(target, checkpoint_id=path)
-            for found, whole in ((target["w"], WHOLE), (target["deep"]["b"], -WHOLE)):
-                if not torch.equal(found.to_local(), sharded(*case, whole).to_local()):
-                    wrong.append((mesh, spec, case))
-    return wrong
+def given(whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A state dict that the first rank alone has."""
+    return {"weight": whole} if dist.get_rank() == 0 else {}
 
 
-def test_what_is_saved_under_any_sharding_loads_under_any(world, tmp_path):
-    assert world(every_pair, 4, str(tmp_path), timeout=300) == [[]] * 4
+def linear(whole: torch.Tensor, spec: str, mesh: axes.Mesh) -> nn.Linear:
+    """A layer whose weight is sharded so."""
+    layer = nn.Linear(whole.shape[1], whole.shape[0], bias=False)
+    layer.weight = nn.Parameter(axes.shard(whole, spec, mesh=mesh))
+    return layer
 
 
-def one_run_goes_torchs_way(folder):
-    mesh = axes.init_mesh("dp=2 tp=2")
-    ours, theirs = ["(three=3 h@tp) e"], ["h@tp e", "h@(tp dp) e", "h e", "(h@tp d=3) e", "(one=1 h@tp) e", "h@dp e@tp"]
-    strided = distribute_tensor(WHOLE, mesh.device_mesh, [_StridedShard(0, split_factor=2), Shard(0)])
-    assert boxes_of(strided) is None
-    empty = axes.shard(torch.zeros(0, 6), "(three=3 h@tp) e", mesh=mesh)
-    dcp.save({"empty": empty}, checkpoint_id=f"{folder}/empty")
-    return [len(boxes_of(sharded("dp=2 tp=2", spec, WHOLE)) or "") for spec in (*ours, *theirs)]
+def same(found: torch.Tensor, whole: torch.Tensor) -> bool:
+    return torch.equal(axes.unshard(found.detach()), whole)
 
 
-def test_only_factors_have_several_boxes(world, tmp_path):
-    assert world(one_run_goes_torchs_way, 4, str(tmp_path)) == [[3, 0, 0, 0, 0, 0, 0]] * 4
+# ------------------------------------------------------------------------------ of torch
 
 
-def saved_elsewhere_loaded_here(folder):
-    """A checkpoint of whole tensors, as a job without axes writes it."""
-    mesh = axes.init_mesh("dp=2 tp=2")
-    dcp.save({"w": WHOLE}, checkpoint_id=folder)
-    target = axes.shard(torch.zeros(24, 6), "(three=3 h@tp d=2) e", mesh=mesh)
-    dcp.load({"w": target}, checkpoint_id=folder)
-    whole = f"{folder}/whole.pt"
-    dcp.save({"w": axes.shard(WHOLE, "(three=3 h@tp d=2) e", mesh=mesh)}, checkpoint_id=f"{folder}/ours")
-    if dist.get_rank() == 0:
-        dcp_to_torch_save(f"{folder}/ours", whole)
-    dist.barrier()
-    return torch.equal(axes.unshard(target), WHOLE), torch.equal(torch.load(whole)["w"], WHOLE)
+def other_formats(folder: str) -> None:
+    mesh = job()
+    with case("whole tensors, as a job without axes writes them"):
+        dcp.save({"w": WHOLE}, checkpoint_id=f"{folder}/whole")
+        target = axes.shard(torch.zeros(24, 8), FACTOR, mesh=mesh)
+        dcp.load({"w": target}, checkpoint_id=f"{folder}/whole")
+        assert same(target, WHOLE)
+    with case("one file of torch.save"):
+        dcp.save({"w": axes.shard(WHOLE, FACTOR, mesh=mesh)}, checkpoint_id=f"{folder}/ours")
+        if dist.get_rank() == 0:
+            dcp_to_torch_save(f"{folder}/ours", f"{folder}/whole.pt")
+        dist.barrier()
+        assert torch.equal(torch.load(f"{folder}/whole.pt")["w"], WHOLE)
+    for spec in (FACTOR, "h@(tp dp) e", "h (two=2 e@tp)"):
+        with case(f"torch's own reader of safetensors files, {spec}"):
+            if dist.get_rank() == 0:
+                save_file({"w": WHOLE}, f"{folder}/w.safetensors")
+            dist.barrier()
+            target = axes.shard(torch.zeros(24, 8), spec, mesh=mesh)
+            dcp.load({"w": target}, storage_reader=HuggingFaceStorageReader(folder))
+            assert same(target, WHOLE)
+    with case("files that have room for one part of a tensor"):
+        writer = HuggingFaceStorageWriter(path=f"{folder}/no", save_distributed=True)
+        with pytest.raises(dcp.CheckpointException, match="'w' is split by a factor of a dim"):
+            dcp.save({"w": axes.shard(WHOLE, "(three=3 h@tp) e", mesh=mesh)}, storage_writer=writer)
+    placements = [_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=5)]
+    x = DTensor.from_local(torch.zeros(3, 8), mesh.device_mesh, placements, shape=torch.Size((24, 8)), stride=(8, 1))
+    for act, path in ((dcp.save, "none"), (dcp.load, "whole")):
+        with case(f"placements that no spec says, {act.__name__}"):
+            with pytest.raises(dcp.CheckpointException, match="doesn't fit what other axes split already"):
+                act({"w": x}, checkpoint_id=f"{folder}/{path}")
 
 
-def test_checkpoints_of_whole_tensors_load_and_ours_convert_to_them(world, tmp_path):
-    assert world(saved_elsewhere_loaded_here, 4, str(tmp_path)) == [(True, True)] * 4
+def test_files_of_torchs_are_read_and_ours_convert_to_them(pool, tmp_path):
+    pool.run(other_formats, str(tmp_path))
 
 
-def saved_meanwhile(folder):
-    x = axes.shard(WHOLE, "(three=3 h@tp) e", mesh=axes.init_mesh("dp=2 tp=2"))
-    saving = dcp.async_save({"w": x}, checkpoint_id=folder)
-    x.to_local().zero_()
-    saving.result()
-    dcp.load({"w": x}, checkpoint_id=folder)
-    return torch.equal(x.to_local(), axes.shard(WHOLE, "(three=3 h@tp) e", mesh=axes.init_mesh("dp=2 tp=2")).to_local())
-
-
-def test_a_checkpoint_that_is_written_meanwhile_is_as_good(world, tmp_path):
-    assert world(saved_meanwhile, 4, str(tmp_path)) == [True] * 4
-
-
-def saved_while_training_goes_on(folder):
+def meanwhile(folder: str) -> None:
     """A save in a group of its own: training goes on over the default group, that of the parameters' gradients."""
-    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    mesh = job()
     model = axes.shard_map(axes.shard_module(nn.Linear(64, 64), {"*": "..."}, mesh), "b@dp d -> b@dp f", mesh)
     x = axes.shard(torch.ones(8, 64), "b@dp d", mesh=mesh)
-    own = dist.new_group(backend="gloo")
-    saved = {name: p.to_local().clone() for name, p in model.state_dict().items()}
-    saving = dcp.async_save(model.state_dict(), checkpoint_id=folder, process_group=own)
-    for _ in range(20):
+    state = {**model.state_dict(), "factor": axes.shard(WHOLE, "(three=3 h@tp) e", mesh=mesh)}
+    saved = {name: p.to_local().clone() for name, p in state.items()}
+    saving = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+    state["factor"].to_local().zero_()
+    for _ in range(5):
         model(x).sum().backward()
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(p.grad)
     saving.result()
-    dcp.load(model.state_dict(), checkpoint_id=folder)
-    return all(torch.equal(p.to_local(), saved[name]) for name, p in model.state_dict().items())
+    dcp.load(state, checkpoint_id=folder)
+    for name, p in state.items():
+        assert torch.equal(p.to_local(), saved[name]), name
 
 
-def test_a_save_in_a_group_of_its_own_lets_training_go_on(world, tmp_path):
-    assert world(saved_while_training_goes_on, 4, str(tmp_path)) == [True] * 4
+def test_a_checkpoint_that_is_written_while_training_goes_on_is_as_good(pool, tmp_path):
+    pool.run(meanwhile, str(tmp_path))
 
 
-# ------------------------------------------------------------------------------ whole models
+def loaded_since() -> None:
+    mesh = job()
+    model = linear(torch.ones(24, 8), "(three=3 h@tp) e", mesh)
+    loss = (model.weight * model.weight).sum()
+    set_model_state_dict(model, given(WHOLE), options=FROM_RANK_0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    for spec in ("(three=3 h@tp) e", "h@dp e"):
+        model.weight = nn.Parameter(axes.shard(torch.zeros(24, 8), spec, mesh=mesh).to("meta"))
+        set_model_state_dict(model, given(WHOLE), options=FROM_RANK_0)
+        assert same(model.weight, WHOLE), "a parameter without memory gets it"
 
 
-class Fused(nn.Module):
-    def __init__(self, values):
+def test_backward_refuses_what_was_loaded_since_it_was_saved_and_what_has_no_memory_gets_it(pool):
+    pool.run(loaded_since)
+
+
+# ------------------------------------------------------------------------------ under FSDP2
+
+
+def under_fsdp(folder: str) -> None:
+    """Each saved, loaded by a plain tensor, and filled from a state dict, a file and the checkpoint."""
+    mesh, dp = job(), job()["dp"].device_mesh
+    for number, (rows, spec, dim) in enumerate(
+        [(24, FACTOR, 1), (24, "h@tp e", 0), (7, "h@tp e", 0), (13, "h@tp e", 0)]
+    ):
+        with case(f"{rows} rows, {spec}, FSDP2 on dim {dim}"):
+            whole, path = WHOLE[:rows] if rows < 24 else WHOLE, f"{folder}/{number}"
+
+            def layer(value: torch.Tensor, spec: str = spec, dim: int = dim) -> nn.Linear:
+                return fully_shard(linear(value, spec, mesh["tp"]), mesh=dp, shard_placement_fn=lambda _: Shard(dim))
+
+            model, target = layer(whole), {"weight": torch.zeros_like(whole)}
+            dcp.save(model.state_dict(), checkpoint_id=path)
+            dcp.load(target, checkpoint_id=path)
+            assert torch.equal(target["weight"], whole)
+            if dist.get_rank() == 0:
+                save_file({"weight": whole}, f"{path}.safetensors")
+            dist.barrier()
+            for way in ("a checkpoint", "a state dict", "a file"):
+                with case(way):
+                    model = layer(torch.zeros_like(whole))
+                    if way == "a checkpoint":
+                        dcp.load(model.state_dict(), checkpoint_id=path)
+                    elif way == "a file":
+                        axes.nn.load_safetensors(model, f"{path}.safetensors")
+                    else:
+                        set_model_state_dict(model, given(whole), options=FROM_RANK_0)
+                    assert same(model.weight, whole)
+
+
+def test_what_fsdp_shards_over_tensor_parallelism_is_saved_and_filled(pool, tmp_path):
+    """torch takes the shards of a dim that isn't divided to begin elsewhere: parts were overwritten or left."""
+    pool.run(under_fsdp, str(tmp_path))
+
+
+def over_a_factor(folder: str) -> None:
+    mesh = job()
+    model = linear(WHOLE, "(two=2 h@tp) e", mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"].device_mesh)
+    dcp.save({"weight": WHOLE}, checkpoint_id=f"{folder}/whole")
+    acts = {
+        "save": lambda: dcp.save(model.state_dict(), checkpoint_id=f"{folder}/none"),
+        "load": lambda: dcp.load(model.state_dict(), checkpoint_id=f"{folder}/whole"),
+        "fill": lambda: set_model_state_dict(model, given(WHOLE), options=FROM_RANK_0),
+        "unshard": lambda: axes.unshard(model.weight.detach()),
+    }
+    for name, act in acts.items():
+        with case(name), pytest.raises((ShardingError, dcp.CheckpointException)) as error:
+            act()
+        assert re.search("is split by two axes and by a factor|doesn't fit what other axes", str(error.value)), name
+
+
+def test_fsdp_on_the_dim_of_a_factor_is_an_error_wherever_its_placements_are_read(pool, tmp_path):
+    pool.run(over_a_factor, str(tmp_path))
+
+
+# ------------------------------------------------------------------------------ killed while saving
+
+
+def state(mesh: axes.Mesh, value: float) -> dict[str, torch.Tensor]:
+    """Three tensors, a factor of one of which is split."""
+    specs = {"a": "(three=3 h@tp) e", "b": "h@(dp tp) e", "c": "h e@tp"}
+    return {name: axes.shard(torch.full((24, 8), value), spec, mesh=mesh) for name, spec in specs.items()}
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingPlanner(dcp.DefaultSavePlanner):
+    """Is killed when it is asked for the second part that its rank writes."""
+
+    left = 1
+
+    def resolve_data(self, write_item):
+        self.left -= 1
+        return die() if self.left < 0 else super().resolve_data(write_item)
+
+
+class DyingWriter(dcp.FileSystemWriter):
+    """Is killed when all ranks have written, before `.metadata` is."""
+
+    finish = die
+
+
+class LateDyingWriter(dcp.FileSystemWriter):
+    """Is killed between the writing of the metadata and its taking their place."""
+
+    def finish(self, metadata, results):
+        self.fs.rename = die
+        super().finish(metadata, results)
+
+
+def saved_then_killed(folder: str, where: str) -> None:
+    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
+    dcp.save(state(mesh, 1.0), checkpoint_id=f"{folder}/1")
+    writers = {"before the metadata": DyingWriter, "before its name": LateDyingWriter} if dist.get_rank() == 0 else {}
+    planner = DyingPlanner() if where == "all ranks after a part" else None
+    writer = writers.get(where, dcp.FileSystemWriter)(f"{folder}/2")
+    dcp.save(state(mesh, 2.0), storage_writer=writer, planner=planner)
+
+
+def loaded(path: Path) -> set[float]:
+    """The values that one process loads."""
+    found = {name: torch.zeros(24, 8) for name in "abc"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it loads in one process
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+    return {float(v) for x in found.values() for v in x.flatten()}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "all ranks after a part",
+        pytest.param("before the metadata", marks=pytest.mark.full),
+        pytest.param("before its name", marks=pytest.mark.full),
+    ],
+)
+def test_what_was_saved_before_a_kill_is_found_and_loads(world, tmp_path, where):
+    """torch writes `.metadata` when every rank has written its part: a folder without one is a save that didn't end."""
+    with pytest.raises(AxesError, match=r"SIGKILL|signal 9"):
+        world(saved_then_killed, 4, str(tmp_path), where)
+    assert (tmp_path / "2").is_dir()
+    assert [found.parent.name for found in tmp_path.glob("*/.metadata")] == ["1"]
+    assert loaded(tmp_path / "1") == {1.0}
+    with pytest.raises(dcp.CheckpointException, match="metadata"):
+        loaded(tmp_path / "2")
+
+
+# ------------------------------------------------------------------------------ safetensors files
+
+
+class Counting:
+    """`safetensors.safe_open` that counts the bytes of slices, and gives nothing else of a tensor."""
+
+    taken = 0
+    real = safetensors.safe_open
+
+    def __init__(self, *args, **keywords):
+        self.file = Counting.real(*args, **keywords)
+        self.keys = self.file.keys
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.file.__exit__(*error)
+
+    def get_slice(self, name):
+        return CountingSlice(self.file.get_slice(name))
+
+
+class CountingSlice:
+    def __init__(self, inner):
+        self.inner, self.get_shape, self.get_dtype = inner, inner.get_shape, inner.get_dtype
+
+    def __getitem__(self, where):
+        part = self.inner[where]
+        Counting.taken += part.nbytes
+        return part
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+@pytest.mark.parametrize("spec", ["h@tp e", "h@(tp dp) e", FACTOR, "(two=2 h@dp) (four=4 e@tp)", "h e@dp", "h e"])
+def test_a_rank_reads_the_bytes_of_its_shards_and_no_others(tmp_path, monkeypatch, spec, rank):
+    save_file({"weight": WHOLE}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    Counting.taken = 0
+    with axes.simulate(8, rank=rank), job() as mesh:
+        model = axes.nn.load_safetensors(linear(torch.zeros(24, 8), spec, mesh), tmp_path)
+        part = axes.shard(WHOLE, spec).to_local()
+        assert torch.equal(model.weight.to_local(), part)
+        assert Counting.taken == part.nbytes
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, a fused projection, and a buffer."""
+
+    def __init__(self, device="cpu"):
         super().__init__()
-        self.qkv = nn.Parameter(values[0].clone())
-        self.out = nn.Parameter(values[1].clone())
+        with torch.device(device):
+            self.embedding = nn.Embedding(12, 8)
+            self.qkv = nn.Linear(8, 24, bias=False)
+            self.head = nn.Linear(8, 12, bias=False)
+            self.register_buffer("scale", torch.ones(()))
+            self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.head.weight = self.embedding.weight
 
-    def forward(self, x):
-        return (x @ self.qkv.t()).tanh() @ self.out
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+        nn.init.ones_(self.cache)
 
 
-MODEL_SPECS = {
-    "factors": ("dp=2 tp=2", ("(three=3 h@tp d=2) e", "(three=3 h@tp) o")),
-    "more ranks": ("tp=4", ("(three=3 h@tp) e", "(two=2 h@tp) o")),
-    "plain": ("dp=2 tp=2", ("h@tp e", "h o@dp")),
+SPECS = {"embedding.weight": "v@tp d", "qkv.weight": "(three=3 h@tp k) d", "*": "..."}
+
+HUGGING = {
+    "model.embed_tokens.weight": torch.arange(96.0).view(12, 8).bfloat16(),
+    "model.qkv.weight": -torch.arange(192.0).view(24, 8),
+    "model.scale": torch.tensor(2.5),
+    "model.rotary.inv_freq": torch.ones(4),
 }
 
-
-def model_of(values, kind):
-    """The model with its parameters sharded, the optimizer with a state."""
-    declaration, specs = MODEL_SPECS[kind]
-    model, mesh = Fused(values), axes.init_mesh(declaration)
-    for name, spec in zip(("qkv", "out"), specs, strict=True):
-        setattr(model, name, nn.Parameter(axes.shard(getattr(model, name).detach(), spec, mesh=mesh)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+NAMES = {"embedding.weight": "model.embed_tokens.weight", "qkv.weight": "model.qkv.weight", "scale": "model.scale"}
 
 
-def trained(values):
-    """One device's model and optimizer after two steps."""
-    model = Fused(values)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.arange(12.0).view(2, 6) / 12 + step).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
+def named(name):
+    return NAMES.get(name, f"model.{name}")
 
 
-def differences(model, optimizer, expected, its_optimizer):
-    """What of a model and its optimizer differs from one device's, shard by shard."""
-    wrong = []
-    for name, parameter in model.named_parameters():
-        reference = expected.get_parameter(name)
-        pairs = [("value", parameter, reference)]
-        if optimizer is not None:
-            mine, theirs = optimizer.state[parameter], its_optimizer.state[reference]
-            pairs += [(key, mine[key], theirs[key]) for key in ("exp_avg", "exp_avg_sq")]
-            wrong += [(name, "step")] if float(mine["step"]) != float(theirs["step"]) else []
-        for what, found, whole in pairs:
-            local = distribute_tensor(whole.detach(), found.device_mesh, found.placements).to_local()
-            if not torch.equal(found.to_local(), local) or not torch.equal(
-                axes.unshard(found.detach()), whole.detach()
-            ):
-                wrong.append((name, what))
-    return wrong
+@pytest.fixture
+def folder(tmp_path):
+    """The tensors in two files with an index."""
+    first = {name: tensor for name, tensor in HUGGING.items() if "embed" in name}
+    save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(
+        {name: tensor for name, tensor in HUGGING.items() if name not in first},
+        tmp_path / "model-00002-of-00002.safetensors",
+    )
+    places = {name: f"model-0000{1 if name in first else 2}-of-00002.safetensors" for name in HUGGING}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return tmp_path
 
 
-def whole_state_dicts():
-    values = [WHOLE / 100, WHOLE.flip(0) / 100]
-    expected, its_optimizer = trained(values)
-    state, optimizer_state = get_model_state_dict(expected), get_optimizer_state_dict(expected, its_optimizer)
-    wrong = []
-    for kind, broadcast, offload in itertools.product(MODEL_SPECS, (False, True), (False, True)):
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, cpu_offload=offload)
-        model, optimizer = model_of([torch.zeros(24, 6)] * 2, kind)
-        has = not broadcast or dist.get_rank() == 0
-        set_model_state_dict(model, dict(state) if has else {}, options=options)
-        set_optimizer_state_dict(model, optimizer, optimizer_state if has else {}, options=options)
-        wrong += [(kind, broadcast, offload, *each) for each in differences(model, optimizer, expected, its_optimizer)]
-        back = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
-        if (not offload or dist.get_rank() == 0) and any(not torch.equal(back[name], state[name]) for name in state):
-            wrong.append((kind, broadcast, offload, "back"))
-        states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-        for name, each in optimizer_state["state"].items():
-            if any(not torch.equal(states["state"][name][key], each[key]) for key in each):
-                wrong.append((kind, broadcast, offload, "optimizer back", name))
-    return wrong
-
-
-@takes_factors
-def test_whole_state_dicts_of_models_and_optimizers_go_in_and_come_out(world):
-    assert world(whole_state_dicts, 4) == [[]] * 4
-
-
-def onto_nothing():
-    """Parameters on the meta device get their memory when the state dict comes."""
-    values = [WHOLE / 100, WHOLE.flip(0) / 100]
-    model, _ = model_of([torch.zeros(24, 6)] * 2, "factors")
-    for name in ("qkv", "out"):
-        setattr(model, name, nn.Parameter(getattr(model, name).detach().to("meta")))
-    state = {"qkv": values[0], "out": values[1]} if dist.get_rank() == 0 else {}
-    set_model_state_dict(model, state, options=FROM_RANK_0)
+def filled(model):
+    """What isn't as the files say."""
+    pairs = [
+        (model.embedding.weight, HUGGING["model.embed_tokens.weight"].float()),
+        (model.qkv.weight, HUGGING["model.qkv.weight"]),
+        (model.scale, HUGGING["model.scale"]),
+    ]
     return [
-        torch.equal(axes.unshard(getattr(model, n).detach()), v) for n, v in zip(("qkv", "out"), values, strict=True)
+        list(whole.shape)
+        for found, whole in pairs
+        if not torch.equal(axes.unshard(found.detach()) if hasattr(found, "placements") else found, whole)
     ]
 
 
-def test_parameters_without_memory_are_filled(world):
-    assert world(onto_nothing, 4) == [[True, True]] * 4
-
-
-def a_training_run_goes_on_elsewhere(folder):
-    """Saved on tp=2 after training, loaded on tp=4 and on plain shards; optimizer and all."""
-    values = [WHOLE / 100, WHOLE.flip(0) / 100]
-    expected, its_optimizer = trained(values)
-    model, optimizer = model_of([torch.zeros(24, 6)] * 2, "factors")
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, get_model_state_dict(expected), options=options)
-    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(expected, its_optimizer), options=options)
-    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(states, checkpoint_id=folder)
-    wrong = []
-    for kind in MODEL_SPECS:
-        other, its = model_of([torch.zeros(24, 6)] * 2, kind)
-        states = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, its)}
-        dcp.load(states, checkpoint_id=folder)
-        set_model_state_dict(other, states["model"])
-        set_optimizer_state_dict(other, its, states["optimizer"])
-        wrong += [(kind, *each) for each in differences(other, its, expected, its_optimizer)]
+def into_models(folder):
+    mesh, wrong = job(), []
+    for device in ("cpu", "meta"):
+        model = axes.shard_module(Tied(device), SPECS, mesh["tp"], k=2)
+        loaded = axes.nn.load_safetensors(model, folder, named, ignore="*.inv_freq")
+        wrong += [*filled(model), *([] if loaded is model else ["another module"])]
+        wrong += [] if model.head.weight is model.embedding.weight else ["untied"]
+        model = axes.shard_module(Tied(device), SPECS, mesh["tp"], k=2)
+        fully_shard(model, mesh=mesh["dp"].device_mesh, shard_placement_fn=lambda _: Shard(1))
+        axes.nn.load_safetensors(model, f"{folder}/model.safetensors.index.json", NAMES, ignore=["*.inv_freq"])
+        weight = HUGGING["model.qkv.weight"]
+        here = model.qkv.weight
+        same = distribute_tensor(weight, here.device_mesh, here.placements).to_local()
+        wrong += [*filled(model), *([] if torch.equal(here.to_local(), same) else ["the shard"])]
     return wrong
 
 
-def test_a_training_run_goes_on_under_another_sharding(world, tmp_path):
-    assert world(a_training_run_goes_on_elsewhere, 4, str(tmp_path)) == [[]] * 4
+def test_files_with_an_index_fill_tied_fused_and_fully_sharded_parameters(pool, folder):
+    assert pool.run(into_models, str(folder)) == [[]] * 8
 
 
-# --------------------------------------------------------------------------------- what can't be
+def test_a_plain_module_in_one_process_is_filled(folder):
+    model = axes.nn.load_safetensors(Tied(), folder, named, "*.inv_freq")
+    assert filled(model) == []
+    assert model.cache.tolist() == [1, 1, 1]
 
 
-def fsdp_over_a_factor(folder):
-    mesh, texts = axes.init_mesh("dp=2 tp=2"), []
-    for factor in (2, 3, 4):
-        model = nn.Linear(6, 24, bias=False)
-        model.weight = nn.Parameter(axes.shard(WHOLE, f"(factor={factor} h@tp) e", mesh=mesh["tp"]))
-        fully_shard(model, mesh=mesh["dp"].device_mesh)
-        dcp.save({"weight": WHOLE}, checkpoint_id=f"{folder}/{factor}")
-        whole = {"weight": WHOLE} if dist.get_rank() == 0 else {}
-        for act in (
-            lambda m: dcp.save(m.state_dict(), checkpoint_id=f"{folder}/none"),
-            lambda m, f=factor: dcp.load(m.state_dict(), checkpoint_id=f"{folder}/{f}"),
-            lambda m, w=whole: set_model_state_dict(m, w, options=FROM_RANK_0),
-            lambda m: axes.unshard(m.weight.detach()),
-        ):
-            try:
-                act(model)
-            except (ShardingError, dcp.CheckpointException) as error:
-                texts.append(str(error))
-    return texts
-
-
-def test_fsdp_on_the_dim_of_a_factor_is_an_error_wherever_its_placements_are_read(world, tmp_path):
-    for texts in world(fsdp_over_a_factor, 4, str(tmp_path)):
-        assert len(texts) == 3 * 4
-        assert all("is split by two axes and by a factor" in t or "doesn't fit what other axes" in t for t in texts)
-
-
-def fsdp_on_another_dim(folder):
-    mesh = axes.init_mesh("dp=2 tp=2")
-    model = nn.Linear(6, 24, bias=False)
-    model.weight = nn.Parameter(axes.shard(WHOLE, "(three=3 h@tp) e", mesh=mesh["tp"]))
-    fully_shard(model, mesh=mesh["dp"].device_mesh, shard_placement_fn=lambda _: Shard(1))
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    target = {"weight": torch.zeros(24, 6)}
-    dcp.load(target, checkpoint_id=folder)
-    whole = {"weight": -WHOLE} if dist.get_rank() == 0 else {}
-    set_model_state_dict(model, whole, options=FROM_RANK_0)
-    return torch.equal(target["weight"], WHOLE), torch.equal(axes.unshard(model.weight.detach()), -WHOLE)
-
-
-def test_fsdp_on_another_dim_is_saved_and_loaded(world, tmp_path):
-    assert world(fsdp_on_another_dim, 4, str(tmp_path)) == [(True, True)] * 4
-
-
-def fsdp_over_tensor_parallel(folder):
-    """torch's own strided shards, as they were."""
-    mesh = axes.init_mesh("dp=2 tp=2")
-    model = nn.Linear(6, 24, bias=False)
-    model.weight = nn.Parameter(distribute_tensor(WHOLE, mesh["tp"].device_mesh, [Shard(0)]))
-    fully_shard(model, mesh=mesh["dp"].device_mesh)
-    kinds = [type(placement) for placement in model.weight.placements]
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    target = {"weight": torch.zeros(24, 6)}
-    dcp.load(target, checkpoint_id=folder)
-    set_model_state_dict(model, {"weight": -WHOLE} if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
-    return (
-        kinds == [_StridedShard, Shard],
-        torch.equal(target["weight"], WHOLE),
-        torch.equal(model.weight.full_tensor(), -WHOLE),
+def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path):
+    save_file(
+        {"head.weight": torch.ones(12, 8), "qkv.weight": torch.ones(24, 8), "scale": torch.ones(())},
+        tmp_path / "x.safetensors",
     )
+    model = axes.nn.load_safetensors(Tied(), tmp_path)
+    assert model.embedding.weight.eq(1).all()
 
 
-def test_fsdps_own_strided_shards_are_as_before(world, tmp_path):
-    assert world(fsdp_over_tensor_parallel, 4, str(tmp_path)) == [(True, True, True)] * 4
+def test_a_name_that_is_none_keeps_the_value(folder):
+    model = Tied()
+    before = model.qkv.weight.clone()
+    axes.nn.load_safetensors(model, folder, {**NAMES, "qkv.weight": None}, ["*.inv_freq", "*.qkv.*"])
+    assert torch.equal(model.qkv.weight, before)
+    assert model.embedding.weight[1, 0] == 8
 
 
-def no_spec_says_it(folder):
-    mesh = axes.init_mesh("dp=2 tp=2")
-    placements = [_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=5)]
-    x = DTensor.from_local(torch.zeros(6, 6), mesh.device_mesh, placements, shape=torch.Size((24, 6)), stride=(6, 1))
-    texts = []
-    for act in (dcp.save, dcp.load):
-        dcp.save({"w": WHOLE}, checkpoint_id=f"{folder}/whole")
-        try:
-            act({"w": x}, checkpoint_id=f"{folder}/{'whole' if act is dcp.load else 'none'}")
-        except dcp.CheckpointException as error:  # torch wraps what was raised on each rank
-            texts.append(str(error))
-    return texts
+def test_autograd_sees_that_a_parameter_was_filled(tmp_path):
+    save_file({"weight": torch.ones(3, 3)}, tmp_path / "x.safetensors")
+    model = nn.Linear(3, 3, bias=False)
+    y = model(torch.ones(2, 3, requires_grad=True)).sum()
+    axes.nn.load_safetensors(model, tmp_path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
 
 
-def test_placements_that_no_spec_says_are_an_error_on_every_rank(world, tmp_path):
-    for texts in world(no_spec_says_it, 4, str(tmp_path)):
-        assert len(texts) == 2
-        assert all("doesn't fit what other axes split already" in text for text in texts)
+# ------------------------------------------------------------------------------------- refused
 
 
-def safetensors_files(folder):
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp_path):
+    save_file(
+        {
+            "model.qkv.weight": torch.ones(24, 7),
+            "model.scale": torch.ones((), dtype=torch.int64),
+            "more": torch.ones(2),
+        },
+        tmp_path / "model.safetensors",
+    )
+    model = Tied()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ShardingError) as error:
+        axes.nn.load_safetensors(model, tmp_path, named)
+    assert str(error.value).splitlines() == [
+        "axes.nn.load_safetensors",
+        "in no file",
+        "  embedding.weight = head.weight  [12, 8]    asked for 'model.embed_tokens.weight' or 'model.head.weight'",
+        "in the files, and nobody takes them (ignore=[...] leaves them)",
+        "  'more'",
+        "of another shape or dtype than the file's",
+        "  scale = 'model.scale': the parameter is torch.float32, the file has torch.int64; only floating point values are converted",
+        "  qkv.weight = 'model.qkv.weight': the parameter is [24, 8], the file has [24, 7]",
+    ]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
-    mesh = axes.init_mesh("dp=2 tp=2")
-    x = axes.shard(WHOLE, "(three=3 h@tp) e", mesh=mesh)
+
+def wrong_path(tmp_path):
+    return tmp_path / "nothing"
+
+
+def not_safetensors(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"no header" * 9)
+    return tmp_path
+
+
+def twice(tmp_path):
+    for name in "ab":
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+def no_index(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weights": 3}')
+    return tmp_path
+
+
+def not_in_its_file(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    places = dict.fromkeys(["embedding.weight", "qkv.weight", "scale"], "a.safetensors")
+    (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": places}))
+    return tmp_path / "x.index.json"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (wrong_path, "can't be read as a safetensors file: No such file"),
+        (not_safetensors, "can't be read as a safetensors file"),
+        (lambda path: path, "has no safetensors file"),
+        (twice, "'w' is in two files, a.safetensors and b.safetensors"),
+        (no_index, "can't be read as an index, {\"weight_map\": {name: file}}: KeyError: 'weight_map'"),
+        (not_in_its_file, "a.safetensors has no tensor 'scale', which the index says it has"),
+    ],
+    ids=["path", "bytes", "empty folder", "twice", "index", "not in its file"],
+)
+def test_files_that_cannot_be_read_are_told(tmp_path, make, text):
+    with pytest.raises(ShardingError, match=re.escape(text)):
+        axes.nn.load_safetensors(Tied(), make(tmp_path))
+
+
+def test_other_mistakes_are_told(folder):
+    with pytest.raises(ShardingError, match="takes a module; found dict"):
+        axes.nn.load_safetensors({}, folder)
+    with pytest.raises(ShardingError, match=r"the module has no parameter 'qkv.weigth'; did you mean 'qkv.weight'"):
+        axes.nn.load_safetensors(Tied(), folder, {"qkv.weigth": "w"})
+    with pytest.raises(ShardingError, match=r"names of 'scale' is the name of a tensor .* found 3"):
+        axes.nn.load_safetensors(Tied(), folder, lambda _: 3)
+    with pytest.raises(ShardingError, match="the parameter has no memory; shard the module"):
+        axes.nn.load_safetensors(Tied("meta"), folder, named, "*.inv_freq")
+
+
+def refused(folder, others):
+    """What each rank is told where rank 2 looks elsewhere, and whether its parameters are as they were."""
+    mesh = job()
+    model = axes.shard_module(Tied(), {**SPECS, "qkv.weight": "(three=3 h@tp k) d@dp"}, mesh, k=2)
+    before = model.qkv.weight.to_local().clone()
     try:
-        dcp.save({"w": x}, storage_writer=HuggingFaceStorageWriter(path=folder, save_distributed=True))
-    except dcp.CheckpointException as error:  # torch wraps what was raised on each rank
-        return str(error)
-    return None
+        axes.nn.load_safetensors(model, others if dist.get_rank() == 2 else folder, named, "*.inv_freq")
+    except (ShardingError, DesyncError) as error:
+        return type(error).__name__, str(error), torch.equal(model.qkv.weight.to_local(), before)
 
 
-def test_files_that_have_room_for_one_part_of_a_tensor_are_refused(world, tmp_path):
-    for text in world(safetensors_files, 4, str(tmp_path)):
-        assert "'w' is split by a factor of a dim" in text
+def test_a_file_that_one_rank_does_not_find_is_an_error_on_all(pool, folder, tmp_path):
+    found = pool.run(refused, str(folder), str(tmp_path / "nothing"))
+    assert [kind for kind, _, _ in found] == ["DesyncError"] * 2 + ["ShardingError"] + ["DesyncError"] * 5
+    assert all("nothing can't be read as a safetensors file" in text and same for _, text, same in found)
+    assert "rank 2 can't take part in load_safetensors over ranks 0..7" in found[0][1]
 
 
-def test_a_part_that_a_rank_does_not_have_is_an_error():
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    with axes.simulate(2), axes.init_mesh("tp=2") as mesh:
-        x = axes.shard(WHOLE, "(three=3 h@tp) e", mesh=mesh)
-        assert x.__get_tensor_shard__(MetadataIndex("w", torch.Size((8, 0)))).shape == (4, 6)
-        with pytest.raises(ShardingError, match=r"this rank has parts at \[\[0, 0\], \[8, 0\], \[16, 0\]\]"):
-            x.__get_tensor_shard__(MetadataIndex("w", torch.Size((4, 0))))
-        replicated = distribute_tensor(WHOLE, mesh.device_mesh, [Replicate()])
-        assert len(replicated.__create_chunk_list__()) == 1
+def test_names_that_no_file_has_are_the_same_error_on_all(pool, folder):
+    first = str(folder / "model-00001-of-00002.safetensors")
+    found = pool.run(refused, first, first)
+    assert [kind for kind, _, _ in found] == ["ShardingError"] * 8
+    assert len({text for _, text, _ in found}) == 1
+    assert all(same for _, _, same in found)
