@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import axes
 from axes import DesyncError, MeshError, ShardingError
-from tests.test_checkpoint_any_sharding import SHAPES, drawn_case, drawn_grid, possible
 
 WHOLE = torch.linspace(1, 2, 6 * 8 * 12).view(6, 8, 12)
 
@@ -25,42 +23,6 @@ def alone(whole, p, number):
     y = axes.nn.dropout(x, p)
     y.backward(whole)
     return y.detach(), x.grad
-
-
-# ------------------------------------------------------------------------------- every sharding
-
-
-def dtensors_and_shards():
-    """Random shardings on random meshes, DTensors and plain shards; what isn't as on one device."""
-    draw, rank, wrong = random.Random(3), dist.get_rank(), []
-    for number in range(40):
-        grid, shape, p = drawn_grid(draw), draw.choice(SHAPES), draw.choice([0.1, 0.5, 0.9, 1.0])
-        mesh = grid.mesh
-        whole = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
-        expected, gradient = alone(whole, p, number)
-        case, more = possible(draw, grid, shape), drawn_case(draw, grid, shape)
-        x, cotangent = case.sharded(whole).requires_grad_(), case.sharded(whole)
-        torch.manual_seed(number)
-        y = axes.nn.dropout(x, p)
-        if rank not in grid.ranks:
-            continue
-        y.backward(cotangent)
-        for found, wanted in ((y.detach(), expected), (x.grad, gradient)):
-            if not torch.equal(found.to_local(), case.shard(wanted, rank)):
-                wrong.append((number, case, "global"))
-        x = more.shard(whole, rank).requires_grad_()  # nested and uneven in any order, as DTensors can't be
-        names = {each: size for dim in more.named for each, size in dim if size}
-        torch.manual_seed(number)
-        y = axes.nn.dropout(x, p, more.spec, mesh=mesh, **names)
-        y.backward(more.shard(whole, rank))
-        for found, wanted in ((y.detach(), expected), (x.grad, gradient)):
-            if not torch.equal(found, more.shard(wanted, rank)):
-                wrong.append((number, more, "local"))
-    return wrong
-
-
-def test_the_same_elements_are_dropped_on_every_mesh_in_both_views(warm):
-    assert warm(dtensors_and_shards, 4) == [[]] * 4
 
 
 def gradients_as_they_come():

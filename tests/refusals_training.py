@@ -1,0 +1,94 @@
+"""What people get wrong with models, layers, optimizers, clipping, files and `axes.verify`; `test_refusals` says how these run."""
+
+from __future__ import annotations
+
+W = "W = axes.ones('a@dp b', a=4, b=4, requires_grad=True)"
+LINEAR = "m = torch.nn.Linear(4, 6)"
+SHARD = "axes.shard_module(m, "
+OPTIMIZER = "axes.nn.local_optimizer(torch.optim"
+P = "[torch.ones(4, 4, requires_grad=True)]"
+RULES = "axes.Rules(mlp='tp', embed=None)"
+
+ROWS: tuple[tuple[str, ...], ...] = (
+    # optimizers
+    (f"{OPTIMIZER}.Adafactor, {P})", "ShardingError", "two halves of a matrix"),
+    (f"{OPTIMIZER}.Adafactor, {P}, lr=0.0)", "ShardingError", "two halves of a matrix"),
+    (f"{OPTIMIZER}.Muon, {P})", "ShardingError", "two halves of a matrix"),
+    (f"{OPTIMIZER}.LBFGS, {P})", "ShardingError", "steps of a matrix by LBFGS without a closure, and one raises TypeError"),
+    (f"{OPTIMIZER}.SparseAdam, {P})", "ShardingError", "does not support dense gradients"),
+    (f"{OPTIMIZER}.SGD, {P}, differentiable=True)", "ShardingError", "differentiable=True needs steps that autograd sees"),
+    (f"{OPTIMIZER}.SGD({P}), {P})", "ShardingError", "takes a class of optimizers"),
+    (f"axes.nn.local_optimizer(torch.nn.Linear, {P})", "ShardingError", "takes a class of optimizers"),
+    (f"{OPTIMIZER}.AdamW, {P}, lr=-1.0)", "ValueError", "Invalid learning rate"),
+    (f"{OPTIMIZER}.AdamW, [])", "ValueError", "empty parameter list"),
+    (f"{OPTIMIZER}.AdamW, [{{'params': set({P})}}])", "TypeError", "ordered collections"),
+    (f"{OPTIMIZER}.AdamW, [{{'lr': 0.1}}])", "ShardingError", "a group of parameters is a dict with 'params'"),
+    (f"{OPTIMIZER}.AdamW, {P}, momentum=0.9)", "TypeError", "unexpected keyword argument"),
+    (f"{W}; {OPTIMIZER}.SGD, [W], lr=0.1, momentum=torch.ones(4))", "ShardingError", "the option 'momentum' is ", "steps on shards take one number"),
+    (f"from tests.own_optimizers import Everywhere; axes.nn.local_optimizer(Everywhere, {P})", "ShardingError", "keeps state that belongs to no parameter"),
+    (f"{W}; o = {OPTIMIZER}.SGD, [W], lr=0.1); W.grad = torch.ones(4, 4); o.step()", "ShardingError", "the gradient of a DTensor of shape [4, 4] is a plain tensor"),
+    # clipping
+    (f"{W}; W.grad = torch.ones(4, 4); axes.nn.clip_grad_norm_([W], 1.0)", "ShardingError", "the gradient of a DTensor of shape [4, 4] is a plain tensor"),
+    ("axes.nn.total_norm([L(2)], 0)", "ShardingError", "norm_type is a number above 0"),
+    ("axes.nn.total_norm([L(2)], -float('inf'))", "ShardingError", "norm_type is a number above 0"),
+    ("axes.nn.total_norm([L(2)], 'two')", "ShardingError", "norm_type is a number above 0"),
+    ("axes.nn.clip_grad_norm_([L(2)], -1.0)", "ShardingError", "max_norm is a number from 0"),
+    ("axes.nn.total_norm([1.0])", "ShardingError", "takes tensors; found float"),
+    ("axes.nn.total_norm([torch.ones(2).long()])", "ShardingError", "axes.nn.total_norm is of floats; found torch.int64"),
+    ("axes.nn.clip_grad_norm_([L(2)], 1.0, copies=[L(2)])", "ShardingError", "isn't one of the parameters"),
+    ("without_mesh(lambda: axes.nn.total_norm([L(2)], stages='pp'))", "MeshError", "needs a mesh"),
+    ("axes.nn.total_norm([], stages='pp', mesh=axes.Mesh('pp=2'))", "MeshError", "bound to torch.distributed"),
+    ("m = mesh.define('(dp cp) = pp=4', 'pp = outer inner=2'); axes.nn.total_norm([D('n@inner', 4, mesh=m['inner', 'tp'])], stages='pp', mesh=m)", "MeshError", "has a part of the axes that `stages` names"),
+    # layers
+    ("axes.nn.Einsum('b d -> b d', d=2)", "ExpressionError", "Einsum is 'input, weight -> result'"),
+    ("axes.nn.Einsum('b d, d f -> b f', d=2)", "SizeError", "'f' needs a size, like f=8"),
+    ("axes.nn.Einsum('b d, d f -> b f', d=2, f=-3)", "SizeError", "the size of 'f' is a whole number from 1"),
+    ("axes.nn.Einsum('b d, d f -> b f', d=2, f=4, bias='g', g=3)", "ExpressionError", "has a name that the result hasn't"),
+    ("axes.nn.Einsum('b f@tp, d f@tp -> b d | sum@tp', bias='d', d=2, f=4)", "ExpressionError", "add the bias where the sum is"),
+    ("axes.nn.Embedding('b, v d -> b d', d=2)", "SizeError", "'v' needs a size"),
+    ("axes.nn.Embedding('b, v d -> b d', padding_idx=4, v=4, d=2)", "SizeError", "a row of the table, which has 4"),
+    ("axes.nn.Embedding.from_module(type('Scaled', (torch.nn.Embedding,), {})(4, 2), 'b, v d -> b d')", "ShardingError", "found Scaled, whose forward may do more"),
+    ("axes.nn.Embedding.from_module(torch.nn.Embedding(4, 2, sparse=True), 'b, v d -> b d')", "ShardingError", "has no sparse"),
+    ("axes.nn.Embedding.from_module(torch.nn.Embedding(4, 2), 'b, v -> b')", "SizeError", "is [4], the module's [4, 2]"),
+    ("axes.nn.RMSNorm('b d', over='d')", "SizeError", "'d' needs a size"),
+    ("axes.nn.Rearrange('b [d] -> d b')", "ExpressionError", "is reserved"),
+    # models
+    (f"{LINEAR}; {SHARD}{{'weight': 'a b'}})", "ShardingError", "no pattern or annotation is about\n  bias  [6]\n", "'*': '...'"),
+    (f"{LINEAR}; {SHARD}{{'weight': 'a@pt b', '*': '...'}})", "MeshError", "weight [6, 4], 'a@pt b': the mesh has no axis 'pt'"),
+    (f"{LINEAR}; {SHARD}{{'weight': '(h@tp k) e', '*': '...'}}, h=3)", "ShardingError", "weight [6, 4]", "3 doesn't divide into 2 parts"),
+    (f"{LINEAR}; {SHARD}{{'*': '...'}}, heads=3)", "SizeError", "a size is given for 'heads', which isn't in any spec"),
+    (f"{LINEAR}; {SHARD}{{'weight': 'mlp embd', '*': '...'}}, rules={RULES})", "ShardingError", "weight [6, 4], 'mlp embd': no rule is about 'embd'; did you mean 'embed'"),
+    (f"{LINEAR}; {SHARD}{{'weight': 'mlp', '*': '...'}}, rules={RULES})", "ShardingError", "weight [6, 4], 'mlp': the spec 'mlp' has 1 dims, the tensor 2"),
+    ("axes.shard_module(MLP(), {'*.weight': 'a@tp b', '*': '...'})", "ShardingError", "norm.weight [8], 'a@tp b': the spec 'a@tp b' has 2 dims, the tensor 1: [8]\nnorm.weight is of RMSNorm, and '*.weight' is about it; if that is too wide, put 'norm.weight' before it"),
+    (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{'wei*': mesh['tp']}})", "ShardingError", "no pattern of mesh= is about\n  bias  [6]\n", "'*': mesh"),
+    (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{'wieght': mesh['tp'], '*': mesh}})", "ShardingError", "no parameter or buffer matches\n  'wieght'; did you mean 'weight'"),
+    (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{'*': mesh['tp'], 'w*': mesh['dp']}})", "ShardingError", "the pattern 'w*' never applies: '*' stands before it"),
+    ("m = MLP(); m.head = m.up; m.down = torch.nn.Linear(8, 16); m.down.weight = m.up.weight; axes.shard_module(m, {'*': '...'}, {'down.*': mesh['tp'], '*': mesh['dp']})", "ShardingError", "tied, has two meshes"),
+    (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{}})", "ShardingError", "mesh={} names no mesh"),
+    (f"{LINEAR}; {SHARD}{{'*': '...'}}, {{'*': mesh.device_mesh}})", "MeshError", "a mesh is an axes mesh"),
+    (f"{LINEAR}; axes.shard_module(m.weight, {{'*': '...'}})", "ShardingError", "axes.shard_module takes a module; found Parameter"),
+    (f"{LINEAR}; {SHARD}{{'bias': 'a | sum@tp', '*': '...'}})", "ShardingError", "bias [6]", "a parameter has nothing pending"),
+    ("m = type('M', (torch.nn.Module,), {'reset_parameters': lambda self: self.gain.exponential_()})(); m.gain = torch.nn.Parameter(torch.empty(4, device='meta')); axes.shard_module(m, {'*': '...'})", "ShardingError", "exponential_ of gain: random values"),
+    ("axes.constrain(D('a', 4), 'a')", "ShardingError", "needs rules"),
+    (f"axes.constrain(L(4), 'a', rules={RULES})", "ShardingError", "axes.constrain takes a DTensor; found Tensor"),
+    ("with axes.use_rules(axes.Rules(batch='dp')): axes.shard(L(4, 6), 'batch model')", "ShardingError", "no rule is about 'model'"),
+    (f"{LINEAR}; axes.annotate(m, {{'wait': 'a b'}})", "ShardingError", "Linear has no parameter or buffer 'wait'"),
+    (f"{LINEAR}; axes.annotate(m.weight, 'a')", "ShardingError", "the tensor has 2 dims, [6, 4]; the annotation 'a' has 1"),
+    ("axes.Rules([('heads', 'tp')], strict='yes')", "ShardingError", "strict is True or False; found 'yes'"),
+    # files
+    ("from torch.distributed.checkpoint.metadata import MetadataIndex; D('(three=3 h@tp) e', 24, 6).__get_tensor_shard__(MetadataIndex('w', torch.Size((5, 0))))", "ShardingError", "this rank has parts at [["),
+    # verify
+    ("axes.verify(3, mesh='tp=2')", "AxesError", "takes a module, or a function that builds, shards and runs one; found as program 3"),
+    ("axes.verify(torch.nn.Linear, mesh='tp=2')", "AxesError", "takes a module, not its class: write axes.verify(Linear(...), ...)"),
+    ("axes.verify(print, mesh=2)", "MeshError", "mesh= is an axes mesh or its declaration, like 'dp=2 tp=2'; found 2"),
+    ("without_mesh(axes.verify, print)", "MeshError", "axes.verify needs a mesh; pass mesh='dp=2 tp=2' or write it inside"),
+    ("axes.verify(print, mesh='tp')", "SizeError", "tp"),
+    ("axes.verify(print, mesh='tp=2', specs={'*': '...'})", "AxesError", "specs= are for a module; a function shards what it makes by itself"),
+    ("axes.verify(print, mesh='tp=2', heads=4)", "SizeError", "sizes are for specs of a module; found 'heads' beside a function"),
+    ("axes.verify(print, mesh='tp=2', rtol=-1.0)", "AxesError", "rtol is a number that isn't negative, or None; found -1.0"),
+    ("axes.verify(print, mesh='tp=2', atol=True)", "AxesError", "atol is a number that isn't negative, or None; found"),
+    ("axes.verify(print, mesh='tp=2', timeout=-1)", "AxesError", "the timeout is a positive number of seconds, or None"),
+    ("axes.verify(print, mesh='tp=2', reference=3)", "AxesError", "found as reference 3"),
+    ("axes.verify(axes.shard_module(MLP(), {'*': '...'}), mesh='tp=2')", "ShardingError", "norm.weight is sharded already"),
+    ("axes.verify(print, D('a', 4), mesh='tp=2')", "ShardingError", "found a DTensor"),
+)  # fmt: skip
