@@ -21,9 +21,7 @@ import torch
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
-from axes.algebra.errors import AxesError, SizeError
-from axes.algebra.layout import Layout
-from axes.algebra.mesh import Mesh
+from axes import AxesError, Layout, Mesh, SizeError
 
 # One profile for all: the same examples in every run, no clock, and no database of failures.
 # AXES_EXAMPLES=2000 looks further than every run can.
@@ -37,6 +35,7 @@ settings.register_profile(
 )
 settings.load_profile("axes")
 
+Modes = Sequence[tuple[int, int]]
 FACTORS = (1, 2, 2, 3, 4, 5, 6)
 
 
@@ -73,27 +72,11 @@ def span(system: Sequence[tuple[int, int]]) -> int:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Some digits of a random universe, in any order."""
-    system = draw(digit_systems())
-    return Layout.of(draw(st.permutations(system))[: draw(st.integers(0, len(system)))])
-
-
-@st.composite
-def families(draw: st.DrawFn, count: int = 2) -> tuple[int, list[Layout]]:
-    """The size of a universe and some layouts made of its digits, which may share them."""
-    system = draw(digit_systems())
-    members = [draw(st.permutations(system))[: draw(st.integers(0, len(system)))] for _ in range(count)]
-    return span(system), [Layout.of(digits) for digits in members]
-
-
-@st.composite
-def disjoint_families(draw: st.DrawFn, count: int = 3) -> tuple[int, list[Layout]]:
-    """The size of a universe and layouts that share none of its digits."""
-    system = draw(digit_systems())
+def parts_of(draw: st.DrawFn, system: Modes, count: int = 3) -> list[Layout]:
+    """Layouts that share none of the digits."""
     order = draw(st.permutations(system))
     cuts = sorted(draw(st.lists(st.integers(0, len(order)), min_size=count, max_size=count)))
-    return span(system), [Layout.of(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
+    return [Layout.of(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
 
 
 def factorizations(number: int, most: int = 4) -> st.SearchStrategy[list[int]]:
