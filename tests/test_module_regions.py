@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import axes
-from axes.nn.shard_module import shard_module
-from axes.runtime import torch_private
+from axes import shard_module
+from tests.conftest import BEFORE_2_13
 
 
 class Attention(nn.Module):
@@ -144,10 +144,9 @@ def on(text: str, checkpointed: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("text", ["dp=2 tp=2", "dp=1 tp=4", "dp=4 tp=1"])
-def test_values_and_gradients_are_those_of_one_device(world, text, checkpointed):
-    assert world(on, 4, text, checkpointed) == [[]] * 4
+@pytest.mark.parametrize(("text", "checkpointed"), [("dp=2 tp=2", True), ("dp=1 tp=4", False), ("dp=4 tp=1", False)])
+def test_values_and_gradients_are_those_of_one_device(warm, text, checkpointed):
+    assert warm(on, 4, text, checkpointed) == [[]] * 4
 
 
 def other_dim(parameter):
@@ -187,10 +186,9 @@ def under_fsdp(tp: int, checkpointed: bool, compiled: bool = False) -> list[str]
     return wrong
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_fully_shard_outside_gives_the_gradients_of_one_device(world, tp, checkpointed):
-    assert world(under_fsdp, 4, tp, checkpointed) == [[]] * 4
+@pytest.mark.parametrize(("tp", "checkpointed", "compiled"), [(1, False, False), (2, True, False), (2, False, True)])
+def test_fully_shard_outside_gives_the_gradients_of_one_device(warm, tp, checkpointed, compiled):
+    assert warm(under_fsdp, 4, tp, checkpointed, compiled, timeout=240) == [[]] * 4
 
 
 def changed(how: str) -> str:
@@ -250,8 +248,8 @@ def changed(how: str) -> str:
         ("del", "forward put another tensor in the place of 'weight'"),
     ],
 )
-def test_a_parameter_that_is_changed_where_it_can_not_be_is_refused(world, how, says):
-    for said in world(changed, 2, how):
+def test_a_parameter_that_is_changed_where_it_can_not_be_is_refused(warm, how, says):
+    for said in warm(changed, 2, how):
         assert says in said
         assert not said.startswith("lost")
 
@@ -276,57 +274,10 @@ def graphs_of_layers() -> int:
 
 
 @pytest.mark.skipif(
-    not torch_private.DEVICE_MESHES_ARE_INPUTS, reason="torch before 2.13 runs torch.nn's own layers uncompiled there"
+    BEFORE_2_13, reason="torch before 2.13 runs torch.nn's own layers uncompiled there"
 )
 def test_compiled_layers_that_are_alike_share_a_graph(warm):
     assert warm(graphs_of_layers, 2, timeout=120) == [2, 2]  # the first layer's input needs no gradient
-
-
-def compiled_inside(checkpointed: bool) -> list[str]:
-    wrong: list[str] = []
-    with axes.init_mesh("dp=1 tp=2", device_type="cpu"):
-        torch.manual_seed(5)
-        model = shard_module(Model(parallel=True, checkpointed=checkpointed).double(), SPECS)
-        axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        y = model(axes.shard(TOKENS, "b@dp s@tp"))
-        (y * axes.shard(weights(y.shape), "b@dp s@tp v")).sum().backward()
-        compared(y, {name: p.grad for name, p in model.named_parameters()}, model, wrong, "compiled")
-    return wrong
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("job", ["fully_shard", "alone"])
-def test_modules_inside_a_region_can_be_compiled(warm, job, checkpointed):
-    if job == "alone":
-        assert warm(compiled_inside, 2, checkpointed, timeout=240) == [[]] * 2
-    else:
-        assert warm(under_fsdp, 2, 2, checkpointed, True, timeout=240) == [[]] * 2
-
-
-def on_plain() -> list[str]:
-    """Plain shards in, plain shards out, and a loss that every rank has."""
-    wrong: list[str] = []
-    with axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
-        torch.manual_seed(5)
-        model = shard_module(Model(parallel=True).double(), SPECS)
-        axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
-        dp, tp = mesh.coordinate["dp"], mesh.coordinate["tp"]
-        rows = slice(2 * dp, 2 * dp + 2), slice(4 * tp, 4 * tp + 4)
-        y = model(TOKENS[rows])
-        expected, wanted = reference()
-        if isinstance(y, DTensor) or not torch.allclose(y, expected[rows]):
-            wrong.append("value")
-        (y * weights(expected.shape)[rows]).sum().backward()
-        for name, p in model.named_parameters():
-            if not torch.allclose(axes.unshard(p.grad), wanted[name], rtol=1e-10, atol=1e-12):
-                wrong.append(name)
-    return wrong
-
-
-def test_plain_shards_come_and_go_as_the_expression_declares_them(world):
-    assert world(on_plain, 4) == [[]] * 4
 
 
 class Loss(nn.Module):
@@ -371,8 +322,8 @@ def the_same(reentrant: bool | None) -> list[str]:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_parameters_of_a_region_that_is_the_same_over_an_axis_are_so_as_well(world, reentrant):
-    assert world(the_same, 4, reentrant) == [[]] * 4
+def test_parameters_of_a_region_that_is_the_same_over_an_axis_are_so_as_well(warm, reentrant):
+    assert warm(the_same, 4, reentrant) == [[]] * 4
 
 
 class Within(nn.Module):
@@ -414,8 +365,8 @@ def nested(plain: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_region_within_a_region_means_the_same_by_gradients_and_buffers_keep_what_is_assigned(world, plain):
-    assert world(nested, 4, plain) == [[]] * 4
+def test_a_region_within_a_region_means_the_same_by_gradients_and_buffers_keep_what_is_assigned(warm, plain):
+    assert warm(nested, 4, plain) == [[]] * 4
 
 
 class Cache:
@@ -481,8 +432,8 @@ def remembering() -> list[str]:
     return wrong
 
 
-def test_a_module_takes_keywords_and_returns_what_it_was_given(world):
-    for said in world(remembering, 4):
+def test_a_module_takes_keywords_and_returns_what_it_was_given(warm):
+    for said in warm(remembering, 4):
         assert len(said) == 6, said
         for returned, missing, flat in (said[:3], said[3:]):
             assert returned.startswith(
@@ -564,79 +515,17 @@ def replaced(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "setattr", "buffer", "functional_call", "copy"])
-def test_a_plain_tensor_in_the_place_of_a_shard_is_refused_with_gradients_or_without(world, how):
+def test_a_plain_tensor_in_the_place_of_a_shard_is_refused_with_gradients_or_without(warm, how):
     name = "table" if how == "buffer" else "weight"
     says = f"'{name}' was sharded as 'a@tp b', and a plain tensor stands in its place, [4, 2], as load_state_dict"
-    for said in world(replaced, 4, how):
+    for said in warm(replaced, 4, how):
         assert [each.startswith(says) if how != "copy" else each == "" for each in said] == [True, True], said
-
-
-def generating() -> list[str]:
-    """Without gradients no hook is needed; what comes after, in a checkpoint or by fully_shard, has them."""
-    wrong: list[str] = []
-    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
-    torch.manual_seed(5)
-    model = shard_module(Model(parallel=True, checkpointed=True).double(), SPECS, mesh["tp"])
-    axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v", mesh)
-    tokens = axes.shard(TOKENS, "b@dp s@tp", mesh=mesh)
-    rows = mesh.sharding("b@dp s@tp").local_indices((4, 8))
-    expected, _ = reference()
-
-    def hooks():
-        return sum(len(each._forward_pre_hooks) for each in model.modules())
-
-    with torch.no_grad():
-        y, plain = model(tokens), model(TOKENS[rows])
-    if hooks() or not torch.allclose(axes.unshard(y), expected) or not torch.equal(plain, axes.to_local(y)):
-        wrong.append(f"{hooks()} hooks, or other values")
-    fully_sharded(model, mesh)
-    with torch.no_grad():
-        if not torch.allclose(axes.unshard(model(tokens)), expected):
-            wrong.append("without gradients, under fully_shard")
-    y = model(tokens)
-    (y * axes.shard(weights(y.shape), "b@dp s@tp v", mesh=mesh)).sum().backward()
-    compared(y, {name: axes.unshard(p.grad) for name, p in model.named_parameters()}, model, wrong, "fsdp")
-    return wrong
-
-
-def test_generation_before_training_changes_nothing(world):
-    assert world(generating, 4) == [[]] * 4
 
 
 def test_a_region_has_the_signature_of_the_module():
     model = axes.shard_map(Remembering(), "b s e -> b t e")
     assert list(inspect.signature(model.forward).parameters) == ["x", "scale", "cache", "whole"]
     assert list(inspect.signature(copy.deepcopy(model).forward).parameters) == ["x", "scale", "cache", "whole"]
-
-
-def refused() -> list[str]:
-    said = []
-    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
-        model = shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": "..."})
-        axes.shard_map(model[1], "b@dp d | same@tp -> b@dp d | same@tp")
-        axes.shard_map(model, "b@dp d -> b@dp d")
-        x = torch.ones(2, 4)
-        for call in (
-            lambda: model(x),
-            lambda: model[0](x),  # outside of its region its parameters are DTensors
-            lambda: axes.shard_map(model, "b d -> b d"),
-            lambda: axes.shard_map(nn.Linear(4, 4), "b@dp d -> b@dp d")(x),
-        ):
-            try:
-                call()
-                said.append("nothing")
-            except Exception as error:
-                said.append(str(error))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    return said
-
-
-def test_what_a_region_of_a_module_can_not_be_is_said(world):
-    for within, alone, twice, plain in world(refused, 4):
-        assert "a region inside a region: its inputs are the same over tp" in within
-        assert "mixed torch.Tensor and DTensor" in alone
-        assert "is a region already, of 'b@dp d -> b@dp d'" in twice
-        assert "axes.shard_module(module, {'weight': " in plain
 
 
 def test_a_region_can_be_pickled():
@@ -686,8 +575,8 @@ def plain_borders(replicated: bool, check: bool) -> list[str]:
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("replicated", [False, True])
-def test_gradients_of_plain_shards_are_those_of_one_device_at_each_border(world, replicated, check):
-    assert world(plain_borders, 4, replicated, check) == [[]] * 4
+def test_gradients_of_plain_shards_are_those_of_one_device_at_each_border(warm, replicated, check):
+    assert warm(plain_borders, 4, replicated, check) == [[]] * 4
 
 
 class Cubes(nn.Module):
@@ -731,8 +620,8 @@ def second_of_plain_shards(gradient_of_input: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("gradient_of_input", [False, True])
-def test_second_derivatives_of_plain_shards_are_those_of_one_device(world, gradient_of_input):
-    assert world(second_of_plain_shards, 4, gradient_of_input) == [[]] * 4
+def test_second_derivatives_of_plain_shards_are_those_of_one_device(warm, gradient_of_input):
+    assert warm(second_of_plain_shards, 4, gradient_of_input) == [[]] * 4
 
 
 def test_a_region_of_plain_shards_makes_no_dtensors(monkeypatch):
@@ -748,30 +637,3 @@ def test_a_region_of_plain_shards_makes_no_dtensors(monkeypatch):
         assert not made
 
 
-def replicated_under_fsdp() -> tuple[int, list[str]]:
-    """How often `fully_shard` redistributes a gradient, and what differs from one device."""
-    mesh, calls = axes.init_mesh("dp=2 tp=2", device_type="cpu"), []
-    redistribute = DTensor.redistribute
-    DTensor.redistribute = lambda *args, **kwargs: calls.append(args) or redistribute(*args, **kwargs)
-    try:
-        torch.manual_seed(3)
-        model = nn.RMSNorm(6).double()
-        nn.init.uniform_(model.weight)
-        one = copy.deepcopy(model)
-        shard_module(model, {"weight": "d"}, mesh["tp"])
-        axes.shard_map(model, "b@(dp tp) d -> b@(dp tp) d", mesh)
-        fully_shard(model, mesh=mesh["dp"].device_mesh)
-        model.set_gradient_divide_factor(1.0)
-        model.set_force_sum_reduction_for_comms(True)
-        x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
-        rows = mesh.sharding("b@(dp tp) d").local_indices((8, 6))[0]
-        model(x[rows].clone()).sin().sum().backward()
-        one(x).sin().sum().backward()
-    finally:
-        DTensor.redistribute = redistribute
-    found = axes.unshard(model.weight.grad)
-    return len(calls), [] if torch.allclose(found, one.weight.grad) else [f"{found} is not {one.weight.grad}"]
-
-
-def test_copies_under_fully_shard_are_resolved_without_an_operation_on_dtensors(world):
-    assert world(replicated_under_fsdp, 4) == [(0, [])] * 4

@@ -6,20 +6,22 @@ gives: over all ranks `<g, J t> = <J' g, t>`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
-from axes.algebra.errors import ShardingError
-from axes.algebra.mesh import Mesh
-from axes.runtime import torch_private
+from axes import ShardingError
+from tests.common import case
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -171,7 +173,7 @@ def test_every_public_function_of_tensors_is_in_a_table():
     assert {*SHARDS, *WHOLE, *DTENSORS, *NOT_OF_TENSORS} == {*axes.__all__}
 
 
-def mesh() -> Mesh:
+def mesh() -> axes.Mesh:
     return axes.init_mesh("dp=4 tp=2", device_type="cpu")
 
 
@@ -200,43 +202,7 @@ def everywhere(x: torch.Tensor) -> float:
     return float(total)
 
 
-def check_forward_mode(name: str) -> None:
-    with mesh():
-        for seed, call in enumerate(SHARDS[name]):
-            x, t = drawn(seed), drawn(seed + 50)
-            slope = check_tangents(call, x, t)
-            for numbers in (x, x.round()):  # the second with ties
-                check_transposed(call, numbers, t, seed)
-            # The gradient of a tangent is the tangent of the gradient.
-            leaf = x.clone().requires_grad_()
-            _, along = jvp(lambda x, call=call: call(x) ** 2, leaf, t)
-            (back,) = torch.autograd.grad(along.sum(), leaf)
-            torch.testing.assert_close(back, slope, rtol=1e-6, atol=1e-6)
-
-
-def check_tangents(call: Call, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """Compares tangents of the value and of a gradient with numeric differences; the second of these."""
-    value, tangent = jvp(call, x, t)
-    torch.testing.assert_close(value, call(x).detach())
-    torch.testing.assert_close(tangent, numeric(call, x, t), rtol=1e-6, atol=1e-6)
-    with torch.no_grad():
-        torch.testing.assert_close(jvp(call, x, t)[1], tangent)
-    slope = gradient_of_square(call)
-    found = jvp(slope, x, t)[1].detach()
-    torch.testing.assert_close(found, numeric(slope, x, t), rtol=1e-5, atol=1e-5)
-    return found
-
-
-def check_transposed(call: Call, x: torch.Tensor, t: torch.Tensor, seed: int) -> None:
-    leaf = x.clone().requires_grad_()
-    y = call(leaf)
-    g = drawn(seed + 90, tuple(y.shape))
-    (back,) = torch.autograd.grad(y, leaf, g)
-    _, tangent = jvp(call, x, t)
-    assert everywhere(g * tangent) == pytest.approx(everywhere(back * t), rel=1e-9, abs=1e-9)
-
-
-def gradient_of_square(call: Call) -> Call:
+def slope_of(call: Call) -> Call:
     def slope(x: torch.Tensor) -> torch.Tensor:
         x = x.requires_grad_()
         return torch.autograd.grad((call(x) ** 2).sum(), x, create_graph=True)[0]
@@ -244,17 +210,32 @@ def gradient_of_square(call: Call) -> Call:
     return slope
 
 
-def check_same() -> None:
+def check_forward_mode(name: str) -> None:
+    """Tangents of values and of gradients against numeric differences and, over all ranks, against backward."""
     with mesh():
-        for seed, call in enumerate(SAME):
-            check_tangents(call, drawn(seed), drawn(seed + 50))
+        for seed, call in enumerate(SAME if name == "same" else SHARDS[name]):
+            x, t = drawn(seed), drawn(seed + 50)
+            value, tangent = jvp(call, x, t)
+            torch.testing.assert_close(value, call(x).detach())
+            torch.testing.assert_close(tangent, numeric(call, x, t), rtol=1e-6, atol=1e-6)
+            slope = jvp(slope_of(call), x, t)[1].detach()
+            torch.testing.assert_close(slope, numeric(slope_of(call), x, t), rtol=1e-5, atol=1e-5)
+            if name == "same":
+                continue
+            for numbers in (x, x.round()):  # the second with ties
+                leaf = numbers.clone().requires_grad_()
+                y = call(leaf)
+                g = drawn(seed + 90, tuple(y.shape))
+                (back,) = torch.autograd.grad(y, leaf, g)
+                tangent = jvp(call, numbers, t)[1]
+                assert everywhere(g * tangent) == pytest.approx(everywhere(back * t), rel=1e-9, abs=1e-9)
+            leaf = x.clone().requires_grad_()  # the gradient of a tangent is the tangent of the gradient
+            _, along = jvp(lambda x, call=call: call(x) ** 2, leaf, t)
+            (back,) = torch.autograd.grad(along.sum(), leaf)
+            torch.testing.assert_close(back, slope, rtol=1e-6, atol=1e-6)
 
 
-def test_forward_mode_of_what_is_same_is_right(pool):
-    pool.run(check_same)
-
-
-@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("name", [*SHARDS, "same"])
 def test_forward_mode_of_plain_shards_is_right(pool, name):
     pool.run(check_forward_mode, name)
 
@@ -311,70 +292,41 @@ def refused(call: Callable[[], Any], text: str) -> str:
     return f"no error, {found}"
 
 
-def communicates(call: Call, x: torch.Tensor) -> bool:
-    with CommDebugMode() as counted:
-        call(x)
-    return counted.get_total_counts() > 0
-
-
-def check_transforms() -> list[str]:
-    wrong = []
+def check_transforms(name: str) -> None:
+    """What sends nothing may be right instead: torch then has it as any other function."""
     with mesh():
-        x = drawn(0)
-        for name, calls in (*SHARDS.items(), *WHOLE.items()):
-            for at, call in enumerate(calls):
-                for how, transform in TRANSFORMS.items():
-                    said = refused(lambda call=call, transform=transform: transform(call, x), TRANSFORM)
-                    # What sends nothing may be right instead.
-                    if said.startswith("no error") and name in SHARDS and not communicates(call, x):
-                        said = "" if is_right(call, how, x) else "wrong"
-                    wrong += [f"{name} {at} {how}: {said}"] if said else []
-        whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-        for name, calls in DTENSORS.items():
-            for at, call in enumerate(calls):
-                value = axes.shard(whole, "a@tp b")
-                call(value)
-                for how in OF_DTENSORS:
+        x, whole = drawn(0), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+        for call, (how, transform) in itertools.product(SHARDS.get(name, []) + WHOLE.get(name, []), TRANSFORMS.items()):
+            with CommDebugMode() as sent:
+                call(x)
+            said = refused(lambda call=call, transform=transform: transform(call, x), TRANSFORM)
+            if said and not sent.get_total_counts() and how == "vmap" and name in SHARDS:
+                said = "" if torch.allclose(torch.func.vmap(call)(torch.stack([x, 2 * x]))[1], call(2 * x)) else said
+            with case(f"{how} of plain tensors"):
+                assert not said or (not sent.get_total_counts() and name in SHARDS and said.startswith("no error"))
+        value = axes.shard(whole, "a@tp b")
+        for call, how in itertools.product(DTENSORS.get(name, []), OF_DTENSORS):
+            call(value)
 
-                    def summed(x: Any, call: Callable[[Any], Any] = call) -> Any:
-                        found = call(x)
-                        return found.sum() if isinstance(found, torch.Tensor) else found
+            def summed(x: Any, call: Callable[[Any], Any] = call) -> Any:
+                found = call(x)
+                return found.sum() if isinstance(found, torch.Tensor) else found
 
-                    said = refused(lambda how=how, value=value, f=summed: TRANSFORMS[how](f, value), TRANSFORM)
-                    wrong += [f"{name} {at} {how} of a DTensor: {said}"] if said else []
-    return wrong
-
-
-def is_right(call: Call, how: str, x: torch.Tensor) -> bool:
-    """Whether a transform of what sends nothing gives what autograd does."""
-    if how == "vmap":
-        return torch.allclose(torch.func.vmap(call)(torch.stack([x, 2 * x]))[1], call(2 * x))
-    if how == "grad":
-        (wanted,) = torch.autograd.grad(call(leaf := x.clone().requires_grad_()).sum(), leaf)
-        return torch.allclose(torch.func.grad(lambda x: call(x).sum())(x), wanted)
-    return True
+            with case(f"{how} of DTensors"):
+                assert not refused(lambda how=how, f=summed: TRANSFORMS[how](f, value), TRANSFORM)
+        for call in SHARDS.get(name, [])[:1] + DTENSORS.get(name, [])[:1] * (name in ("unshard", "to_local")):
+            leaf = (x if name in SHARDS else value).detach().clone().requires_grad_()
+            y = call(leaf)
+            with CommDebugMode() as sent:
+                torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True)
+            if sent.get_total_counts():
+                batch = torch.ones(2, *y.shape, dtype=y.dtype)
+                assert not refused(functools.partial(torch.autograd.grad, y, leaf, batch, is_grads_batched=True), BATCH)
 
 
-def test_transforms_of_torch_func_are_right_or_refused_before_anything_is_sent(pool):
-    assert pool.run(check_transforms) == [[]] * 8
-
-
-def check_functional_calls() -> None:
-    """torch's counter of collectives doesn't take wrapped parameters, so what is sent isn't counted here."""
-    with mesh():
-        layer = axes.shard_module(torch.nn.Linear(4, 4, bias=False), {"weight": "a@tp b"})
-        region = axes.shard_map(layer, "n b -> n a@tp")
-        weight, x = axes.shard(ONES, "a@tp b"), axes.shard(ONES, "n b")
-        for how in OF_DTENSORS:
-            for inputs in (x, x.to_local()):
-                call = lambda w, x=inputs: torch.func.functional_call(region, {"weight": w}, (x,))  # noqa: E731
-                with pytest.raises(ShardingError, match=f"shard_map 'n b -> n a@tp' was called {TRANSFORM}"):
-                    TRANSFORMS[how](call, weight)
-        assert axes.spec_of(torch.func.functional_call(region, {"weight": weight}, (x,))) == "_ _@tp"
-
-
-def test_a_functional_call_of_a_region_in_a_transform_is_refused(pool):
-    pool.run(check_functional_calls)
+@pytest.mark.parametrize("name", sorted({*SHARDS, *WHOLE, *DTENSORS}))
+def test_transforms_of_torch_func_are_right_or_refused_before_anything_is_sent(pool, name):
+    pool.run(check_transforms, name)
 
 
 def check_closed_over() -> list[str]:
@@ -409,7 +361,7 @@ def check_dual_dtensors() -> list[str]:
         with forward_ad.dual_level():
             whole = forward_ad.make_dual(x, x)
             local = forward_ad.make_dual(plain.to_local(), plain.to_local())
-            dual = torch_private.dtensor(local, torch_private.spec_of(plain))
+            dual = DTensor(local, plain._spec, requires_grad=False)
             tables = ((WHOLE, whole), (DTENSORS, dual))
             for name, call, value in [(n, c, v) for table, v in tables for n, calls in table.items() for c in calls]:
                 said = refused(lambda call=call, value=value: call(value), TANGENT)
@@ -424,42 +376,6 @@ def check_dual_dtensors() -> list[str]:
 
 def test_a_dtensor_with_a_tangent_is_refused_before_anything_is_sent(pool):
     assert pool.run(check_dual_dtensors) == [[]] * 8
-
-
-def check_batches() -> list[str]:
-    wrong = []
-    with mesh():
-        x = drawn(0)
-        for name, calls in SHARDS.items():
-            for at, call in enumerate(calls):
-                if not communicates(lambda x, call=call: backward(call, x), x):
-                    continue
-                leaf = x.clone().requires_grad_()
-                y = call(leaf)
-                batch = torch.stack([y.detach(), y.detach()])
-
-                def many(y: Any = y, leaf: Any = leaf, batch: Any = batch) -> Any:
-                    return torch.autograd.grad(y, leaf, batch, is_grads_batched=True)
-
-                said = refused(many, BATCH)
-                wrong += [f"{name} {at}: {said}"] if said else []
-        leaf = axes.shard(torch.ones(4, 4), "a@tp b").requires_grad_()
-        for call in (axes.unshard, lambda x: axes.to_local(axes.rearrange(x, "a b -> a b 1"), grad="summed")):
-            y = call(leaf)
-            batch = torch.ones(2, *y.shape)
-            said = refused(lambda y=y, b=batch: torch.autograd.grad(y, leaf, b, is_grads_batched=True), BATCH)
-            wrong += [f"of a DTensor: {said}"] if said else []
-    return wrong
-
-
-def backward(call: Call, x: torch.Tensor) -> torch.Tensor:
-    leaf = x.clone().requires_grad_()
-    y = call(leaf)
-    return torch.autograd.grad(y.sum(), leaf)[0]
-
-
-def test_a_batch_of_gradients_is_refused(pool):
-    assert pool.run(check_batches) == [[]] * 8
 
 
 # what is no transform
@@ -499,26 +415,141 @@ def test_functional_call_and_torch_autograd_functional_work(pool):
 # torch.compile
 
 
-def check_compiled() -> list[str]:
-    """A level that is open, or a transform around it, takes a function out of its graph, wherever it was compiled."""
-    wrong = []
-    calls: dict[str, Call] = {name: SHARDS[name][0] for name in ("psum", "pmax", "reshard")}
+# --- modes of torch: what they must not change is compared bit for bit
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "deterministic": deterministic,
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "meta": lambda: default_device("meta"),
+    "meta by with": lambda: torch.device("meta"),
+}
+
+Results = list[tuple[str, torch.Tensor | None]]
+
+
+def results(inputs: tuple[torch.Tensor, DTensor, torch.Tensor], gradients: bool) -> Results:
+    """What every function of the tables gives, and the gradient of the sum of its squares."""
+    held.cache_clear()
+    shard, sharded, whole = inputs
+    tables = ((SHARDS, shard), (DTENSORS, sharded), (WHOLE, whole))
+    found: Results = []
+    for name, call, x in [(n, c, x) for table, x in tables for n, calls in table.items() for c in calls]:
+        # In inference mode torch has no view of a DTensor that was made outside of it, so no detach (2.13).
+        leaf = x.detach().requires_grad_() if gradients and x is not whole else x
+        y = call(leaf)
+        value = axes.unshard(y) if isinstance(y, DTensor) else y
+        found.append((name, value.detach()))
+        if value.requires_grad:
+            (slope,) = torch.autograd.grad((value**2).sum(), leaf)
+            found.append((f"gradient of {name}", axes.unshard(slope) if isinstance(slope, DTensor) else slope))
+    for make in (axes.rand, axes.randn):
+        made = make("a@tp b", a=4, b=2, dtype=torch.float32)
+        found.append((make.__name__, None if made.device.type == "cpu" else made.to_local()))
+    return found
+
+
+def inputs() -> tuple[torch.Tensor, DTensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 4, generator=generator, device="cpu", dtype=torch.float32)
+    return drawn(0), axes.shard(whole, "a@tp b"), whole
+
+
+def compare(got: Results, wanted: Results, mode: str) -> None:
+    assert [name for name, _ in got] == [name for name, _ in wanted], mode
+    for (name, mine), (_, theirs) in zip(got, wanted, strict=True):
+        if mine is None or theirs is None:
+            assert mine is theirs, f"{name} under {mode}"
+            continue
+        assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device), f"{name} under {mode}"
+        assert torch.equal(mine, theirs), f"{name} under {mode}: {mine} instead of {theirs}"
+
+
+def check_mode(mode: str) -> None:
+    gradients = mode not in ("inference", "no gradients")
+    with mesh():
+        before = inputs()
+        wanted = results(before, gradients)
+        with MODES[mode]():
+            compare(results(before, gradients), wanted, mode)
+            compare(results(inputs(), gradients), wanted, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_changes_no_result_and_no_gradient(pool, mode):
+    pool.run(check_mode, mode)
+
+
+def first_use(mode: str) -> None:
+    """The mesh, its groups and all that is kept is made under the mode; what comes after it is as ever."""
+    with MODES[mode](), axes.init_mesh("dp=1 tp=2", device_type="cpu"):
+        first = results(inputs(), gradients=False)
     with axes.init_mesh("dp=1 tp=2", device_type="cpu"):
-        x, t = drawn(0), drawn(1)
-        for name, call in calls.items():
-            torch._dynamo.reset()
-            compiled = torch.compile(call, backend="aot_eager")
-            if name != "pmax":
-                compiled(x)  # a graph that was made before a level is open
-            torch.testing.assert_close(jvp(compiled, x, t)[1], jvp(call, x, t)[1])
-            torch.testing.assert_close(compiled(x), call(x))
-            for how in ("grad", "vmap"):
-                torch._dynamo.reset()
-                inside = torch.compile(lambda x, how=how, call=call: TRANSFORMS[how](call, x), backend="aot_eager")
-                said = refused(lambda inside=inside: inside(x), TRANSFORM)
-                wrong += [f"{name} {how}: {said}"] if said else []
-    return wrong
+        compare(first, results(inputs(), gradients=False), mode)
+        assert len(results(inputs(), gradients=True)) > len(first)
 
 
-def test_compiled_functions_are_right_or_refused(warm):
-    assert warm(check_compiled, 2) == [[]] * 2
+@pytest.mark.parametrize("mode", ["inference", "meta"])
+def test_nothing_that_is_kept_belongs_to_a_mode(world, mode):
+    world(first_use, 2, mode)
+
+
+def follow_defaults() -> None:
+    with mesh(), default_dtype(torch.float64), default_device("meta"):
+        for made in (axes.zeros("a@tp", a=4), axes.full("a@tp", 2.0, a=4), axes.rand("a@tp", a=4)):
+            assert made.dtype == torch.float64
+            assert made.to_local().device.type == "cpu"
+
+
+def test_factories_follow_the_default_dtype_and_the_device_of_the_mesh(pool):
+    pool.run(follow_defaults)
+
+
+def integers() -> None:
+    with mesh():
+        n = axes.shard(torch.arange(8), "n@tp")
+        for call in (axes.unshard, lambda n: axes.reshard(n, "n"), lambda n: axes.reduce(n, "n@tp -> ", "sum")):
+            found = call(n)
+            assert found.dtype == torch.int64
+            assert not found.requires_grad
+        weight = axes.shard(torch.ones(8), "n@tp").requires_grad_()
+        (found,) = torch.autograd.grad(axes.unshard(axes.einsum(n.float(), weight, "n@tp, n@tp -> ")), weight)
+        assert axes.unshard(found).tolist() == list(range(8))
+        region = axes.shard_map(lambda n, w: (n, w * n), "n@tp, n@tp -> n@tp, n@tp")
+        same, scaled = region(n, weight)
+        assert (same.dtype, same.requires_grad, scaled.requires_grad) == (torch.int64, False, True)
+
+
+def test_integers_pass_beside_what_needs_a_gradient(pool):
+    pool.run(integers)
