@@ -254,7 +254,9 @@ def start_a_process(method: str) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.parametrize("method", ["fork", *(pytest.param(m, marks=pytest.mark.full) for m in ("spawn", "forkserver"))])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(m, marks=pytest.mark.full) for m in ("spawn", "forkserver"))]
+)
 def test_a_rank_may_start_processes_by_any_method(method: str):
     assert launch(start_a_process, 1, method) == [5]
 

@@ -44,6 +44,7 @@ CASES: dict[str, dict[int, int]] = {
     "many": {2: 15, 3: 8, 4: 25, 8: 15},
     "dropout": {2: 15, 4: 20, 8: 10},
     "blocks": {2: 15, 4: 25, 6: 8, 8: 15},
+    "transfers": {1: 3, 2: 20, 3: 10, 4: 30, 6: 10, 8: 20},
 }
 
 TIMES = int(os.environ.get("AXES_CASES", "1"))

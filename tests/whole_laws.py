@@ -1597,6 +1597,7 @@ LAWS: dict[str, Law | str] = {
     "many": "tests.law_calls",
     "dropout": "tests.law_calls",
     "blocks": "tests.law_blocks",
+    "transfers": "tests.law_transfers",
 }
 """By name; those of other modules are the names of their modules, `tests.law_x` with a function `x`."""
 
