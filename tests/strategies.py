@@ -288,40 +288,6 @@ def sharded(draw: st.DrawFn, groups: bool = True, pending: bool = True) -> tuple
     return case, draw(specs(case, groups, pending))
 
 
-@st.composite
-def regrouped(draw: st.DrawFn) -> tuple[Mesh, str, str, int]:
-    """A mesh, two specs and the size of their one dim, which the same axes split in the same order.
-
-    Each spec has some of them, here and there several flattened into one: `s@(a bc)` and `s@(a b c)` for `bc = b c`.
-    Where `a` splits the dim unevenly, what lies behind it is cut as it is written. The first may have the rest pending.
-    """
-    any_sizes = st.lists(st.sampled_from((2, 2, 3, 4)), min_size=2, max_size=4).filter(lambda s: math.prod(s) <= 16)
-    behind = draw(st.booleans())  # one axis, and two behind it
-    sizes = draw(st.sampled_from([[3, 2, 2], [4, 2, 2]]) if behind else any_sizes)
-    names = "abcd"[: len(sizes)]
-    order = names if behind else "".join(draw(st.permutations(names)))
-    flat = [order[i:j] for i in range(len(order)) for j in range(i + 2, len(order) + 1)]
-    declaration = " ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-    mesh = Mesh(declaration, *(f"{name} = {' '.join(name)}" for name in flat))
-
-    def axes(rest: str, first: int = 0) -> list[str]:
-        found = []
-        while rest:
-            count = first or draw(st.integers(1, len(rest)))
-            found.append(rest[:count])
-            rest, first = rest[count:], 0
-        return found
-
-    count = st.integers(2 if behind else 0, len(order))
-    split = draw(count), draw(count)
-    one, two = (f"s{place(axes(order[:at], int(behind)))}" for at in split)
-    rest = axes(order[split[0] :])
-    pending = f" | sum{place(rest)}" if rest and draw(st.booleans()) else ""
-    # A little short of what all axes divide: the largest piece divides further, and the last one doesn't.
-    nearly = st.builds(lambda times, short: times * mesh.size - short, st.integers(1, 3), st.integers(1, 3))
-    return mesh, one + pending, two, draw(nearly if behind else st.integers(0, 60))
-
-
 def nested(extent: int, sizes: Sequence[int], coordinates: Sequence[int]) -> list[int]:
     """Which of `extent` elements lie at these coordinates: `torch.chunk` after `torch.chunk`."""
     piece = torch.arange(extent)
