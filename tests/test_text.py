@@ -223,7 +223,7 @@ def test_sizes_that_are_left_out_are_found_again_and_a_wrong_one_is_never_taken(
     wrong = {**sizes, name: sizes[name] + data.draw(st.integers(1, 7))}
     refused = refusal(AxesError, lambda: Mesh(*texts, sizes=wrong))
     in_none = not any(name in text.replace("(", " ").replace(")", " ").split() for text in texts[1:])
-    assert str(wrong[name]) in (refused or "") or in_none
+    assert refused or in_none
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5), st.data())
