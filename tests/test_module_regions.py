@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import itertools
 import pickle
 
 import pytest
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import axes
 from axes import shard_module
-from tests.conftest import BEFORE_2_13
+from tests.common import error_of
 
 
 class Attention(nn.Module):
@@ -254,32 +256,6 @@ def test_a_parameter_that_is_changed_where_it_can_not_be_is_refused(warm, how, s
         assert not said.startswith("lost")
 
 
-def graphs_of_layers() -> int:
-    """How many graphs there are of five compiled layers that are alike, in a region."""
-    frames: list[object] = []
-
-    def counting(graph, inputs):
-        frames.append(graph)
-        return graph.forward
-
-    with axes.init_mesh("tp=2", device_type="cpu"):
-        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)]
-        model = shard_module(nn.Sequential(*layers), {"*": "..."})
-        region = axes.shard_map(model, "b@tp e -> b@tp e")
-        for layer in model:
-            layer.compile(backend=counting)
-        for _ in range(2):
-            axes.unshard(region(axes.shard(torch.ones(2, 8), "b@tp e"))).sum().backward()
-    return len(frames)
-
-
-@pytest.mark.skipif(
-    BEFORE_2_13, reason="torch before 2.13 runs torch.nn's own layers uncompiled there"
-)
-def test_compiled_layers_that_are_alike_share_a_graph(warm):
-    assert warm(graphs_of_layers, 2, timeout=120) == [2, 2]  # the first layer's input needs no gradient
-
-
 class Loss(nn.Module):
     """Megatron's way: what is replicated over tp is the same on every rank, and so are its gradients."""
 
@@ -391,8 +367,7 @@ class Remembering(nn.Module):
         return {"y": y if whole else self.layers[1](y)[:, -1:], "cache": cache, "none": None}
 
 
-def remembering() -> list[str]:
-    wrong = []
+def remembering() -> None:
     torch.manual_seed(3)
     one = Remembering().double()
     x, scale = weights((4, 8, 8)), weights((4, 8, 8)).cos()
@@ -401,47 +376,41 @@ def remembering() -> list[str]:
         model = shard_module(copy.deepcopy(one), {"*": "..."})
         axes.shard_map(model, "b@dp s e, b@dp s e -> b@dp t e")
         rows = mesh.sharding("b@dp s e").local_indices((4, 8, 8))
-        plain = {"scale": scale[rows]}
-        for given, others, grad in (
-            (x[rows], plain, False),
-            (x[rows], plain, True),
-            (axes.shard(x, "b@dp s e"), {"scale": axes.shard(scale, "b@dp s e")}, False),
-        ):
+        whole = [axes.shard(each, "b@dp s e") for each in (x, scale)]
+        for (given, other), grad in itertools.product(((x[rows], scale[rows]), whole), (False, True)):
             cache = Cache()
             with torch.set_grad_enabled(grad):
-                found = model(given, **others, cache=cache)
+                found = model(given, scale=other, cache=cache)
             y = found["y"] if isinstance(found["y"], DTensor) else axes.from_local(found["y"].detach(), "b@dp t e")
-            if not torch.allclose(axes.unshard(y), wanted) or found["cache"] is not cache or found["none"] is not None:
-                wrong.append(f"{type(given).__name__}, grad={grad}")
-            if tuple(cache.rows[0].shape) != (2, 8, 8) or isinstance(cache.rows[0], DTensor):
-                wrong.append(f"a cache of {cache.rows[0].shape}")
-        for grad in (False, True):
-            for call in (
-                lambda: model(x[rows], scale=scale[rows]),
-                lambda: model(x[rows], cache=Cache()),
-                lambda: model(x[rows][0], scale=scale[rows][0], cache=Cache()),
-            ):
-                try:
-                    with torch.set_grad_enabled(grad):
-                        call()
-                    wrong.append("no error")
-                except axes.AxesError as error:
-                    wrong.append(str(error))
-        if any(not isinstance(p, DTensor) for p in model.parameters()):
-            wrong.append("a parameter stayed plain")
-    return wrong
-
-
-def test_a_module_takes_keywords_and_returns_what_it_was_given(warm):
-    for said in warm(remembering, 4):
-        assert len(said) == 6, said
-        for returned, missing, flat in (said[:3], said[3:]):
-            assert returned.startswith(
-                "the function returned a value of type tests.test_module_regions.Cache, in which a region can't see tensors; return tensors, numbers and text in tuples, lists, dicts"
+            assert torch.allclose(axes.unshard(y), wanted)
+            assert (found["cache"], found["none"], type(cache.rows[0]), cache.rows[0].shape) == (
+                cache,
+                None,
+                torch.Tensor,
+                (2, 8, 8),
             )
-            assert "or make the Cache outside and pass it: an argument may be returned" in returned
-            assert "called with 1 tensors, and the left side has 2 specs; one for each; found argument 0\n" in missing
-            assert "has 3 dims, the tensor 2" in flat
+            said = error_of(lambda: model(x[rows], scale=scale[rows]))
+            assert (
+                "the function returned a value of type tests.test_module_regions.Cache, in which a region can't see"
+                in said
+            )
+            assert "or make the Cache outside and pass it: an argument may be returned" in said
+            assert "called with 1 tensors, and the left side has 2 specs" in error_of(
+                lambda: model(x[rows], cache=Cache())
+            )
+            assert "has 3 dims, the tensor 2" in error_of(
+                lambda: model(x[rows][0], scale=scale[rows][0], cache=Cache())
+            )
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    region = copy.deepcopy(axes.shard_map(Remembering(), "b s e -> b t e"))
+    assert list(inspect.signature(region.forward).parameters) == ["x", "scale", "cache", "whole"]
+    again = pickle.loads(pickle.dumps(axes.shard_map(nn.Sequential(nn.Linear(2, 2)), "b d -> b d")))
+    assert axes.shard_map(again, "b d -> b d") is again
+    assert "is a region already, of 'b d -> b d'" in error_of(lambda: axes.shard_map(again, "b@dp d -> b@dp d"))
+
+
+def test_a_module_takes_keywords_returns_what_it_was_given_and_can_be_copied(warm):
+    warm(remembering, 4)
 
 
 class Own(nn.Module):
@@ -479,61 +448,45 @@ def test_what_a_module_has_and_returns_is_copied(grad, plain):
             assert (held.to_local() if isinstance(held, DTensor) else held).all()
 
 
-def replaced(how: str) -> list[str]:
-    """What a region says of a parameter or buffer that isn't the one that was sharded; nothing where it may be so."""
-    said = []
+def replaced() -> None:
+    """A parameter or a buffer that isn't what was sharded, and a region inside a region that differs in what is the same."""
     with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
-        model = axes.shard_map(shard_module(Own(), {"table": "a@tp b", "weight": "a@tp b", "*": "..."}), OWN)
-        model.register_buffer("plain", torch.ones(2, 2))
-        x = axes.ones("a@tp b", a=4, b=2)
-        whole = {name: torch.ones(4, 2) for name in ("weight", "table", "last")}
-        for grad in (False, True):
+        x, plain = axes.ones("a@tp b", a=4, b=2), torch.ones(4, 2)
+
+        def made() -> nn.Module:
+            model = axes.shard_map(shard_module(Own(), {"*": "a@tp b"}), OWN)
+            model.register_buffer("plain", torch.ones(2, 2))
+            return model
+
+        changes = {
+            "weight": lambda m: m.load_state_dict(
+                {**dict.fromkeys(("weight", "table", "last"), plain), "plain": plain}, assign=True
+            ),
+            "weight ": lambda m: setattr(m, "weight", nn.Parameter(plain)),
+            "table": lambda m: setattr(m, "table", plain),
+        }
+        for (name, change), grad in itertools.product(changes.items(), (False, True)):
+            model = made()
+            change(model)
             with torch.set_grad_enabled(grad):
-                try:
-                    if how == "load_state_dict":
-                        model.load_state_dict({**whole, "plain": torch.ones(2, 2)}, assign=True)
-                        model(x)
-                    elif how == "setattr":
-                        model.weight = nn.Parameter(torch.ones(4, 2))
-                        model(x)
-                    elif how == "buffer":
-                        model.table = torch.ones(4, 2)
-                        model(x)
-                    elif how == "functional_call":
-                        torch.func.functional_call(model, {"weight": torch.ones(4, 2)}, (x,))
-                    else:
-                        copied = copy.deepcopy(model).to(torch.float32)
-                        copied.load_state_dict({name: value.clone() for name, value in copied.state_dict().items()})
-                        copied.plain = torch.ones(2, 2)
-                        copied.last = torch.ones(2, 2)
-                        copied.weight = nn.Parameter(axes.shard(torch.ones(4, 2), "a@tp b"))
-                        copied(x)
-                    said.append("")
-                except axes.AxesError as error:
-                    said.append(str(error).splitlines()[0])
-    return said
+                said = error_of(functools.partial(model, x))
+            assert (
+                f"'{name.strip()}' was sharded as 'a@tp b', and a plain tensor stands in its place, [4, 2], as load_st"
+                in said
+            )
+        assert "stands in its place" in error_of(lambda: torch.func.functional_call(made(), {"weight": plain}, (x,)))
+        model = made()
+        model.weight = nn.Parameter(axes.shard(plain, "a@tp b"))
+        assert error_of(lambda: model(x)) == "nothing"
+        inner = shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": "..."})
+        axes.shard_map(inner[1], "b@dp d | same@tp -> b@dp d | same@tp")
+        axes.shard_map(inner, "b@dp d -> b@dp d")
+        assert "a region inside a region: its inputs are the same over tp" in error_of(lambda: inner(torch.ones(2, 4)))
+        assert all(isinstance(p, DTensor) for p in inner.parameters())
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "setattr", "buffer", "functional_call", "copy"])
-def test_a_plain_tensor_in_the_place_of_a_shard_is_refused_with_gradients_or_without(warm, how):
-    name = "table" if how == "buffer" else "weight"
-    says = f"'{name}' was sharded as 'a@tp b', and a plain tensor stands in its place, [4, 2], as load_state_dict"
-    for said in warm(replaced, 4, how):
-        assert [each.startswith(says) if how != "copy" else each == "" for each in said] == [True, True], said
-
-
-def test_a_region_has_the_signature_of_the_module():
-    model = axes.shard_map(Remembering(), "b s e -> b t e")
-    assert list(inspect.signature(model.forward).parameters) == ["x", "scale", "cache", "whole"]
-    assert list(inspect.signature(copy.deepcopy(model).forward).parameters) == ["x", "scale", "cache", "whole"]
-
-
-def test_a_region_can_be_pickled():
-    region = axes.shard_map(nn.Sequential(nn.Linear(2, 2)), "b d -> b d")
-    again = pickle.loads(pickle.dumps(region))
-    assert type(again).__mro__[2] is nn.Sequential
-    assert torch.equal(again[0].weight, region[0].weight)
-    assert axes.shard_map(again, "b d -> b d") is again
+def test_a_plain_tensor_in_the_place_of_a_shard_is_refused_with_gradients_or_without(warm):
+    warm(replaced, 4)
 
 
 class Summed(nn.Module):
@@ -577,63 +530,3 @@ def plain_borders(replicated: bool, check: bool) -> list[str]:
 @pytest.mark.parametrize("replicated", [False, True])
 def test_gradients_of_plain_shards_are_those_of_one_device_at_each_border(warm, replicated, check):
     assert warm(plain_borders, 4, replicated, check) == [[]] * 4
-
-
-class Cubes(nn.Module):
-    """Of rows over dp: what every rank of tp has, and a mean that every rank has, made by each rank in its own way."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6))
-
-    def forward(self, x):
-        y = axes.psum((x @ self.weight.T).pow(3).sum(1), "tp")
-        return y, axes.psum(y.sum(), "dp") / 5
-
-
-def second_of_plain_shards(gradient_of_input: bool) -> list[str]:
-    """First and second derivatives by plain shards, some of them replicated, beside those of one device."""
-    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
-    model = axes.shard_module(Cubes(), {"weight": "f@tp d"}, mesh)
-    axes.shard_map(model, "b@dp d -> b@dp, ", mesh)
-    x = torch.linspace(1, 2, 30, dtype=torch.float64).view(5, 6)
-    rows = mesh.sharding("b@dp").local_indices((5,))[0]
-    one, weight = x.clone().requires_grad_(gradient_of_input), Cubes().weight
-    whole = (one @ weight.T).pow(3).sum(1)
-    mine = x[rows].clone().requires_grad_(gradient_of_input)
-    results = model(mine)
-
-    def derivatives(loss, leaves):
-        leaves = [leaf for leaf in leaves if leaf.requires_grad]
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
-        return [*first, *torch.autograd.grad(first, leaves, [each.detach() for each in first], retain_graph=True)]
-
-    wrong = []
-    for found, expected in ((results[0], whole), (results[1], whole.sum() / 5)):
-        ours = derivatives(found.square().sum(), (model.weight, mine))
-        theirs = derivatives(expected.square().sum(), (weight, one))
-        for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            our = axes.unshard(our) if isinstance(our, DTensor) else our
-            if not torch.allclose(our, their if our.shape == weight.shape else their[rows]):
-                wrong.append(f"{place}: {our} is not {their}")
-    return wrong
-
-
-@pytest.mark.parametrize("gradient_of_input", [False, True])
-def test_second_derivatives_of_plain_shards_are_those_of_one_device(warm, gradient_of_input):
-    assert warm(second_of_plain_shards, 4, gradient_of_input) == [[]] * 4
-
-
-def test_a_region_of_plain_shards_makes_no_dtensors(monkeypatch):
-    made = []
-    new = DTensor.__new__
-    monkeypatch.setattr(DTensor, "__new__", lambda *args, **kwargs: made.append(args) or new(*args, **kwargs))
-    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
-        region = axes.shard_map(Summed(), "b@dp d@tp, one c@() -> b@dp d@tp, , b@dp | sum@tp, | same@(dp tp)", mesh)
-        x = torch.ones(2, 3, requires_grad=True)
-        y, total, *_ = region(x, torch.ones(1, 1))
-        (y.sum() + total).backward()
-        assert x.grad is not None
-        assert not made
-
-
