@@ -141,8 +141,8 @@ def differently_seeded():
         return str(error)
 
 
-def test_ranks_whose_generators_differ_are_told_so_on_all(warm):
-    texts = warm(differently_seeded, 4)
+def test_ranks_whose_generators_differ_are_told_so_on_all(world):
+    texts = world(differently_seeded, 4)
     assert all("seed all ranks alike before it, torch.manual_seed(0); or pass seed=" in text for text in texts)
     assert all("a default CPU generator (seed" in text for text in texts)
 
