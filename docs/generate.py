@@ -20,15 +20,18 @@ sys.path.insert(0, str(DOCS.parent))
 
 from docs.pages import expressions, gradients, notebook, showing  # noqa: E402 - found by the line above
 
+NOTEBOOKS = ("quick-start", "tour")
+"""Pages that a notebook kernel runs."""
 
-def files(ran: Sequence[gradients.Ran]) -> Iterator[tuple[Path, str]]:
+
+def files(ran: Sequence[gradients.Ran], notebooks: Sequence[str] = NOTEBOOKS) -> Iterator[tuple[Path, str]]:
     """Every file that is written, and what it holds. `ran` are the results of the page about gradients."""
     for name, svg in (*expressions.pictures(), *showing.pictures()):
         yield DOCS / "pictures" / name, svg
     yield DOCS / "einops-with-an-at.md", expressions.text()
     yield DOCS / "gradients.md", gradients.page(ran)
     yield DOCS / "show.md", showing.text()
-    for page in (DOCS / "quick-start.md", DOCS / "tour.md"):
+    for page in (DOCS / f"{name}.md" for name in notebooks):
         written = page.read_text(encoding="utf-8")
         executed, drawn = notebook.executed(written)
         yield page, notebook.rewritten(written, executed)
