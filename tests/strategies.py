@@ -114,20 +114,11 @@ class MeshCase:
 AXIS_NAMES = ("dp", "cp", "tp", "pp")
 
 
-@st.composite
-def rank_maps(draw: st.DrawFn, size: int) -> Sequence[int] | None:
+def rank_maps(size: int) -> st.SearchStrategy[Sequence[int] | None]:
     """What to pass as `ranks`: nothing, a block, evenly spaced, a permutation or a subset."""
-    kind = draw(st.sampled_from(["none", "all", "block", "spaced", "permutation", "subset"]))
-    if kind == "none":
-        return None
-    if kind == "all":
-        return range(size)
-    if kind == "block":
-        return range(start := draw(st.integers(1, 5000)), start + size)
-    if kind == "spaced":
-        return range(start := draw(st.integers(0, 9)), start + 3 * size, 3)
-    most = size if kind == "permutation" else 4 * size
-    return draw(st.permutations(range(most)))[:size]
+    first, most = st.integers(0, 5000), st.sampled_from([size, 4 * size])
+    ranges = st.builds(lambda start, step: range(start, start + step * size, step), first, st.sampled_from([1, 3]))
+    return st.none() | ranges | most.flatmap(lambda n: st.permutations(range(n))).map(lambda found: found[:size])
 
 
 @st.composite

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import axes
 from axes import GroupOptions, Mesh, MeshError
 from tests.common import case
-from tests.counting import calls
 
 WHOLE = torch.arange(64.0).view(8, 8)
 SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
@@ -358,22 +357,17 @@ def test_the_groups_that_exist_are_listed_with_who_asked_for_them(pool):
 class BackendOptions:
     """As the options of a backend are: public fields, one of them nested, and one that torch writes."""
 
-    def __init__(self, priority: bool, ctas: int, group_name: str, nested: bool = True):
-        self.priority, self.ctas, self.group_name = priority, ctas, group_name
-        if nested:
-            self.config = BackendOptions(priority, ctas, "", nested=False)
+    def __init__(self, *fields: object):
+        self.priority, self.config, self.group_name = fields
 
 
-def test_options_are_equal_if_and_only_if_their_content_is():
-    every = [(p, n) for p in (False, True) for n in (1, 2)]
-    for one in every:
-        for other in every:
-            left = GroupOptions("nccl", BackendOptions(*one, "written by torch"), 5)
-            right = GroupOptions("nccl", BackendOptions(*other, "and again"), timedelta(seconds=5))
-            assert (left == right) == (one == other) == (left.text == right.text)
-            assert left != right or hash(left) == hash(right)
-    assert pickle.loads(pickle.dumps(PATIENT)) == PATIENT
-    assert GroupOptions(timeout=5, lane="a").text == "timeout=0:00:05 lane=a"
+@pytest.mark.parametrize(("field", "same"), [(0, False), (1, False), (2, True)])
+def test_options_are_equal_if_and_only_if_their_content_is(field, same):
+    fields: list[object] = [True, BackendOptions(1, 2, "x"), "written by torch"]
+    others = [*fields[:field], [False, BackendOptions(1, 3, "x"), "and again"][field], *fields[field + 1 :]]
+    left, right = (GroupOptions("nccl", BackendOptions(*each), 5) for each in (fields, others))
+    assert (left == right, left.text == right.text, hash(left) == hash(right)) == (same, same, same)
+    assert pickle.loads(pickle.dumps(PATIENT)) == PATIENT != GroupOptions(timeout=timedelta(seconds=77), lane="a")
 
 
 # ----------------------------------------------------------------------- starting the world
@@ -485,30 +479,6 @@ def test_the_process_is_that_rank_of_that_world_until_the_block_ends_however_it_
     dist.destroy_process_group()
 
 
-def calls_for_names(dp_shard: int) -> int:
-    """The functions that are called for a group and a device mesh of each name, in a simulated world."""
-
-    def named() -> None:
-        mesh = axes.init_mesh(
-            "pp dp_replicate dp_shard cp tp",
-            "fsdp = dp_shard cp",
-            "(dp_shard cp tp) = efsdp ep",
-            pp=16, dp_replicate=4, cp=4, tp=8, ep=32, dp_shard=dp_shard, device_type="cpu",
-        )  # fmt: skip
-        sizes = [mesh.axis(name).group.size() for name in mesh.names]
-        assert sizes == [mesh[name].device_mesh.size() for name in mesh.names] == list(mesh.names.values())
-
-    with axes.simulate(2048 * dp_shard, rank=777):
-        return calls(named)
-
-
-def test_131072_ranks_take_as_many_calls_as_4096():
-    """What they take in time is in the benchmarks, beside torch's."""
-    calls_for_names(2)  # the first one imports modules
-    few, many = map(calls_for_names, (2, 64))
-    assert many < 1.1 * few
-
-
 # ---------------------------------------------------------------------- device meshes
 
 
@@ -528,22 +498,20 @@ def where_shards_lie(declaration, ranks, expression):
     assert Mesh.from_device_mesh(made) == mesh
     assert mesh.define("more = " + mesh.axis_names[0]).device_mesh is made
 
-    def shard_of(placements):
-        whole = WHOLE
+    source, target = [Shard(0), Shard(1), Shard(0)][: mesh.ndim], [Shard(1), Replicate(), Shard(0)][: mesh.ndim]
+    x = distribute_tensor(WHOLE, made, source)
+    pending = DTensor.from_local(WHOLE / mesh.size, made, [Partial()] * mesh.ndim)
+    for y, placements in (
+        (x, source),
+        (x.redistribute(placements=target), target),
+        (pending.redistribute(placements=target), target),
+    ):
+        expected = WHOLE
         for name, placement in zip(mesh.axis_names, placements, strict=True):
             if placement.is_shard():
-                whole = whole.chunk(mesh.axis(name).size, placement.dim)[mesh.axis(name).index]
-        return whole
-
-    for first in (Replicate(), Shard(0), Shard(1)):
-        source = [first, Shard(0)][-mesh.ndim :] if mesh.ndim < 3 else [first, Shard(0), Shard(1)]
-        x = distribute_tensor(WHOLE, made, source)
-        assert torch.equal(x.to_local(), shard_of(source))
-        assert torch.equal(x.full_tensor(), WHOLE)
-        target = list(reversed(source))
-        assert torch.equal(x.redistribute(placements=target).to_local(), shard_of(target))
-        pending = DTensor.from_local(WHOLE, made, [Partial()] * mesh.ndim)
-        assert torch.equal(pending.redistribute(placements=target).to_local(), shard_of(target) * mesh.size)
+                expected = expected.chunk(mesh.axis(name).size, placement.dim)[mesh.axis(name).index]
+        assert torch.equal(y.to_local(), expected)
+        assert torch.equal(y.full_tensor(), WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -679,56 +647,6 @@ def test_a_device_mesh_with_a_field_of_a_later_torch_is_as_right_and_that_is_sai
 # ---------------------------------------------------------------------------------- FSDP2
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def losses(model, batches):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    found = []
-    for batch in batches:
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return torch.stack(found)
-
-
-def train_with_fsdp_and_tp(declaration, ranks):
-    """Losses of a model over `dp_replicate`, `fsdp` and `tp`, averaged over the data, beside those alone."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = axes.init_mesh(declaration, "data = dp_replicate fsdp", ranks=ranks)
-    batches = [torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(step)) for step in range(3)]
-    models = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        models.append(nn.Sequential(Block(), Block()))
-    alone, model = losses(models[0], batches), models[1]
-    for block in model:
-        parallelize_module(block, mesh["tp"].device_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
-    fully_shard(model, mesh=mesh["dp_replicate", "fsdp"].device_mesh)
-    assert {p.device_mesh.mesh_dim_names for p in model.parameters()} == {("dp_replicate", "fsdp", "tp")}
-    data = mesh.axis("data")
-    together = axes.pmean(losses(model, [batch.chunk(data.size)[data.index] for batch in batches]), "data", mesh=mesh)
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("declaration", "ranks"),
-    [("dp_replicate=2 fsdp=2 tp=2", SHUFFLED), ("tp=2 fsdp=2 dp_replicate=2", None), ("dp_replicate=1 fsdp=2 tp=4", None)],
-)  # fmt: skip
-def test_fsdp_over_two_axes_with_tensor_parallel_parameters_trains_as_one_process(pool, declaration, ranks):
-    pool.run(train_with_fsdp_and_tp, declaration, ranks)
-
-
 def stored_over_axes_of_a_whole_mesh(ranks):
     """FSDP2 flattens the axes over which it is told to store: by the groups that axes has."""
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -755,66 +673,3 @@ def stored_over_axes_of_a_whole_mesh(ranks):
 @pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has no DataParallelMeshDims")
 def test_fsdp_that_flattens_axes_of_a_whole_mesh_communicates_over_the_group_of_these(world):
     world(stored_over_axes_of_a_whole_mesh, 8, SHUFFLED)
-
-
-class OnLane(fsdp._fully_shard._fsdp_api.ReduceScatter):
-    """FSDP2's reduce-scatter of gradients, by a group that isn't that of its all-gathers."""
-
-    def __init__(self, group):
-        self.group, self.calls = group, 0
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        assert group is not self.group
-        self.calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=self.group, async_op=async_op)
-
-
-class Experts(nn.Module):
-    """A dense layer and two experts, of which each rank of `ep` has one."""
-
-    def __init__(self, mesh):
-        super().__init__()
-        torch.manual_seed(0)
-        self.dense, self.experts, self.mesh = nn.Linear(4, 4, bias=False), nn.Parameter(torch.randn(2, 4, 4)), mesh
-
-    def forward(self, x):
-        y = torch.einsum("bd,edf->bf", x @ self.dense.weight.T, self.experts)
-        return y if self.mesh is None else axes.psum(y, "ep")
-
-
-def trained_with_experts():
-    """FSDP2 over another factorization of the same ranks for experts, its gradients reduced on a lane."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
-    options = {"grads": GroupOptions(lane="grads")}
-    mesh = axes.init_mesh(
-        "fsdp=2 tp=2", "(fsdp tp) = efsdp ep", "grads = fsdp", ep=2, device_type="cpu", options=options
-    )
-    x = torch.linspace(-1, 1, 32).view(8, 4)
-    one, model = Experts(None), Experts(mesh)
-    one(x).square().sum().backward()
-    axes.shard_module(model, {"dense.weight": "f d", "experts": "e@ep d f"}, {"experts": mesh["ep"], "*": mesh["tp"]})
-    axes.shard_map(model, "b@fsdp d -> b@fsdp f", mesh)
-    stored = FSDPMeshInfo(mesh=mesh["efsdp"].device_mesh, shard_mesh_dim=0)
-    comm = OnLane(mesh.axis("grads").group)
-
-    def placed(parameter):
-        return ShardPlacementResult(Shard(1), stored) if parameter.ndim == 3 else None
-
-    fully_shard(model, mesh=mesh["fsdp"].device_mesh, shard_placement_fn=placed)
-    model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)
-    model.set_custom_reduce_scatter(comm)
-    model(axes.shard(x, "b@fsdp d", mesh=mesh)).square().sum().backward()
-    for name, p in one.named_parameters():
-        torch.testing.assert_close(axes.unshard(model.get_parameter(name).grad), p.grad, rtol=1e-4, atol=1e-5, msg=name)
-    return comm.calls, [p.device_mesh.mesh_dim_names for p in model.parameters()]
-
-
-@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has one mesh for all")
-def test_fsdp_with_a_mesh_of_the_same_ranks_for_experts_trains_as_one_process_on_a_lane(world):
-    for count, names in world(trained_with_experts, 4):
-        assert (count > 0, names) == (True, [("efsdp", "ep"), ("fsdp", "tp")])

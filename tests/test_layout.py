@@ -1,4 +1,4 @@
-"""The laws of layouts, against brute force over index sets and against torch's own layout algebra."""
+"""The laws of layouts, against brute force over index sets."""
 
 # Imports from inside: `digits`, the common refinement of layouts, which meshes, shardings and plans share and no public name does.
 
@@ -8,12 +8,10 @@ import copy
 import itertools
 import math
 import pickle
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.distributed import _mesh_layout, _pycute
 
 from axes import Layout, MeshError, SizeError
 from axes.algebra.layout import digits
@@ -34,27 +32,6 @@ def is_chain(bounds: set[int]) -> bool:
     return all(high % low == 0 for low, high in itertools.pairwise(sorted(bounds)))
 
 
-# torch.distributed._pycute is lexicographic (row-major) as we are, unlike CuTe; a layout without digits is `1:0` there.
-
-
-def pycute(layout: Layout) -> _pycute.Layout:
-    return _pycute.Layout(layout.sizes, layout.strides) if layout.modes else _pycute.Layout(1, 0)
-
-
-def from_pycute(layout: _pycute.Layout) -> Modes:
-    sizes, strides = _pycute.flatten(layout.shape), _pycute.flatten(layout.stride)
-    return [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
-
-
-def mesh_layout(parts: Sequence[Layout]) -> _mesh_layout._MeshLayout:
-    """torch's layout of a device mesh with these axes."""
-    return _mesh_layout._MeshLayout([_mesh_layout._FlatLayout(p.sizes, p.strides) for p in parts])
-
-
-IS_FLAT = hasattr(_mesh_layout, "_FlatLayout")
-"""torch before 2.13 nests sizes and strides."""
-
-
 @given(digit_systems(), st.data())
 def test_a_layout_is_nested_loops_over_its_digits_in_canonical_form(system, data):
     chosen = data.draw(st.permutations(system))[: data.draw(st.integers(0, len(system)))]
@@ -70,9 +47,6 @@ def test_a_layout_is_nested_loops_over_its_digits_in_canonical_form(system, data
         assert (again, hash(again), str(again)) == (layout, hash(layout), str(layout))
     with pytest.raises(AttributeError):
         layout.size = 3
-    if chosen:
-        theirs = _pycute.Layout(tuple(s for s, _ in chosen), tuple(d for _, d in chosen))
-        assert (list(layout.modes), layout.cosize) == (from_pycute(_pycute.coalesce(theirs)), theirs.cosize())
 
 
 @given(digit_systems(most=4, largest=48))
@@ -107,12 +81,6 @@ def test_split_and_product_undo_each_other(system, data):
     if refused is None:
         assert [part.size for part in whole.split(sizes)] == sizes
         assert Layout.product(*whole.split(sizes)) == whole
-    if IS_FLAT:
-        theirs = mesh_layout(parts).collapse()
-        assert (whole.sizes, whole.strides) == (theirs.shape, theirs.stride)
-        assert [list(p.offsets()) for p in parts] == [t.all_ranks_from_zero() for t in mesh_layout(parts)]
-        inner = _mesh_layout._MeshLayout.from_sizes_strides(tuple(sizes))
-        assert refused or mesh_layout(whole.split(sizes)) == theirs.composition(inner)
 
 
 @given(digit_systems(), st.data())
@@ -136,8 +104,6 @@ def test_compose_is_function_composition(system, data):
     if refused is None:
         composed = layout.compose(other)
         assert list(composed.offsets()) == [layout.offset(o) for o in other.offsets()]
-        theirs = _pycute.composition(pycute(layout), pycute(other))
-        assert list(composed.modes) == from_pycute(_pycute.coalesce(theirs))
     assert layout.compose(Layout((layout.size,), (1,))) == Layout((span(system),), (1,)).compose(layout) == layout
 
 
@@ -147,10 +113,6 @@ def test_a_layout_and_its_complement_cover_every_position_once(system, data, oth
     rest = layout.complement(size)
     assert sorted(Layout.product(rest, layout).offsets()) == list(range(size))
     assert rest.complement(size) == Layout.of(sorted(layout.modes, key=lambda mode: -mode[1]))
-    assert list(rest.modes) == from_pycute(_pycute.complement(pycute(layout), size))
-    if IS_FLAT:
-        lines = [[base + o for o in layout.offsets()] for base in rest.offsets()]
-        assert lines == mesh_layout([layout]).collapse().global_ranks(size)
     refused = refusal(MeshError, lambda: layout.complement(other))
     assert bool(refused) == bool(other % max(boundaries(layout.modes))), refused
 

@@ -157,8 +157,8 @@ def used_sizes(table: dict) -> dict[str, int]:
 
 
 @settings(max_examples=150)
-@given(rule(), st.data())
-def test_pieces_are_the_expression_and_the_way_back_is_the_same_rule(drawn, data):
+@given(rule())
+def test_pieces_are_the_expression_and_the_way_back_is_the_same_rule(drawn):
     table, sources, targets = drawn
     rules = LayoutRules(table, sizes=used_sizes(table))
     change = rules.applied(shapes_of(sources))
@@ -169,32 +169,6 @@ def test_pieces_are_the_expression_and_the_way_back_is_the_same_rule(drawn, data
     same(copied(rules.inverse.applied(shapes_of(targets)), targets), sources)
     for name in targets:
         assert rules.pieces_of(name, change.sources) == (change.targets[name], change.pieces[name])
-    # A tile of either side is boxes of pieces: these elements, each once.
-    for pieces, arrays, side in ((change.pieces, targets, "target"), (change.inverse.pieces, sources, "source")):
-        for name, x in arrays.items():
-            tile, marked, wanted = (
-                tuple(data.draw(runs(extent)) for extent in x.shape),
-                np.zeros(x.shape),
-                np.zeros(x.shape),
-            )
-            for piece in pieces[name]:
-                turned = piece if side == "target" else piece.inverse
-                for box in turned.boxes_in_target(tile) if side == "target" else turned.boxes_in_source(tile):
-                    part = turned.within(box)
-                    marked[elements(part.target_tile if side == "target" else part.source_tile)] += 1
-            wanted[elements(tile)] = 1
-            np.testing.assert_array_equal(marked, wanted)
-
-
-def elements(tile: Any) -> Any:
-    return np.ix_(*[np.r_[tuple(slice(*run) for run in dim)] for dim in tile])
-
-
-@st.composite
-def runs(draw: st.DrawFn, extent: int) -> tuple[tuple[int, int], ...]:
-    """Some runs of a dim, at least one element."""
-    ends = sorted(draw(st.sets(st.integers(0, extent), min_size=2, max_size=4)))
-    return tuple(zip(ends[: len(ends) // 2 * 2 : 2], ends[1::2], strict=True))
 
 
 # --- what a table says --------------------------------------------------------------------------------
@@ -290,47 +264,12 @@ def test_a_table_finds_what_trying_all_patterns_in_order_finds(every, name):
     assert table.first(name) == (every[brute[0]] if brute else None)
 
 
-def shapes_of_experts(layers: int, experts: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"layers.{at}.norm": (64,) for at in range(layers)}
-    for layer, e, which in itertools.product(range(layers), range(experts), ("gate", "up", "down")):
-        shapes[f"layers.{layer}.experts.{e}.{which}"] = (64, 32) if which == "down" else (32, 64)
-    return shapes
-
-
-class Asked(dict):
-    """Shapes that count who asks for them, and can't be listed."""
-
-    asked = 0
-
-    def __getitem__(self, name):
-        self.asked += 1
-        return super().__getitem__(name)
-
-    def __iter__(self):
-        raise AssertionError("all names are listed")
-
-
-def test_work_for_a_table_grows_with_its_names_and_one_name_of_thousands_is_asked_for_alone():
-    shapes = shapes_of_experts(8, 384)
-    rules = LayoutRules(
-        {
-            ("layers.*.experts.{e}.gate", "layers.*.experts.{e}.up"): ("*.w13", "e f d, e f d -> e (f + f) d"),
-            "layers.*.experts.{e}.down": "*.w2",
-        }
-    )
-    few, many = (calls(lambda count=count: rules.applied(shapes_of_experts(4, count))) for count in (24, 96))
-    assert many < 4.5 * few
-    change = rules.applied(shapes)
-    assert len(change.targets) == 3 * 8
-    assert sum(map(len, change.pieces.values())) == len(shapes)
-    for name, most in (("7.w13", 768), ("layers.7.norm", 1)):
-        asked = Asked(shapes)
-        assert rules.pieces_of(name, asked) == (change.targets[name], change.pieces[name])
-        assert asked.asked <= most
+def test_work_for_a_table_grows_with_its_names():
+    rules = LayoutRules({("*.{e}.gate", "*.{e}.up"): ("*.w13", "e f d, e f d -> e (f + f) d"), "*.{e}.down": "*.w2"})
+    each = LayoutRules({f"m.*.experts.{e}.up?": f"*.{e}.w" for e in range(400)})  # a name is held against few of them
+    for table, form in ((rules, ("0.{}.gate", "0.{}.up", "0.{}.down")), (each, ("m.0.experts.{}.up",))):
+        shapes = [{name.format(e): (2, 2) for e in range(n) for name in form} for n in (50, 400)]
+        few, many = (calls(lambda table=table, of=of: table.applied(of)) for of in shapes)
+        assert many < 9 * few
     with pytest.raises(ShardingError, match="a name and a mapping to shapes"):
         rules.pieces_of("7.w13", ["7.w13"])
-    each = LayoutRules({f"model.*.experts.{e}.up?": f"*.{e}.w" for e in range(400)})
-    few, many = (
-        calls(lambda n=n: each.applied({f"model.0.experts.{e}.up": (2,) for e in range(n)})) for n in (50, 400)
-    )
-    assert many < 9 * few  # a name is held against few of many patterns

@@ -1,7 +1,7 @@
 """What is used again and again leaves nothing behind: lookups, worlds, meshes, launches, operations of ever-new shapes.
 
 Descriptors, threads, child processes and memory are as before, once the caches are full. `make test` has the short runs,
-`make test-full` those of 100,000 operations, 1,000 meshes, 200 launches and 200 worlds.
+`make test-full` those of 100,000 operations, 1,000 meshes and 200 launches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import axes
 from tests.conftest import forgets_meshes
@@ -352,41 +351,7 @@ def test_what_torch_remembers_of_ever_new_shapes_is_freed_by_the_calls_of_the_pa
 
 
 NAMES = 8
-"""So many names take turns in worlds and meshes: what axes remembers of text has a bound, which these don't reach."""
-
-
-def short_world(number: int) -> None:
-    name = f"t{number % NAMES}"
-    with axes.simulate(8, rank=number % 8), axes.init_mesh(f"dp=2 {name}=4", device_type="cpu") as mesh:
-        x = axes.shard(torch.ones(4, 8), f"a@dp b@{name}")
-        assert axes.unshard(axes.reduce(x, f"a@dp b@{name} -> a", "sum")).shape == (4,)
-        assert mesh.device_mesh.size() == 8
-
-
-def started_world(number: int) -> None:
-    """A world over gloo that axes starts and ends, of this process alone."""
-    name = f"d{number % NAMES}"
-    with axes.init_mesh(f"{name}=1", device_type="cpu"):
-        assert axes.psum(torch.ones(()), name).item() == 1
-    axes.destroy_process_groups()
-
-
-def torchs_world(_: int) -> None:
-    """A world by torch alone, with two groups: several objects of it stay for ever."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    for ranks in ([0, 1], [0, 2, 4, 6]):
-        dist.new_group(ranks)
-    dist.destroy_process_group()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [short_world, started_world])
-def test_two_hundred_worlds_leave_no_more_than_torchs_own(world):
-    each = 40
-    of_torch = looked(torchs_world, 3 * each, each)
-    left = (of_torch[-1].blocks - of_torch[-2].blocks) / each
-    assert left < 20
-    no_growth(looked(world, 200, each), each, left + 2)  # each count of objects may be one off
+"""So many names take turns in meshes: what axes remembers of text has a bound, which these don't reach."""
 
 
 def meshes(count: int, each: int) -> list[Held]:
@@ -408,9 +373,3 @@ def meshes(count: int, each: int) -> list[Held]:
 def test_meshes_whose_groups_are_ended_leave_a_name(world, count, each):
     for found in world(meshes, 2, count, each, timeout=900):
         no_growth(found, each, 16)  # torch keeps the tag of every group that ever was, axes the last 4,096 names
-
-
-if __name__ == "__main__":
-    for name, call in TORCHS.items():
-        found = bytes_by_torch(call, 1000)
-        print(f"{name}: torch {torch.__version__} keeps {found:,.0f} bytes of Python for each shape")

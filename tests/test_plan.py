@@ -141,8 +141,11 @@ def judged(source: State, target: State, shape: tuple[int, ...], model: Any = FL
     same = plan.source.universe == plan.target.universe
     even = all(n % math.prod(s.mesh.shape.values()) == 0 for n in shape for s in (source, target))
     sizes = [end.largest(shape) for end in (source, target)]
+    ranks = math.lcm(len(source.ranks), len(target.ranks))  # a scalar can't be shared: each replica gets it whole
     limit = (
-        max(*sizes, shared(target, shape)) if not same else max(sizes) if even else max(padded(source, target, shape))
+        max(sizes)
+        if even and same
+        else max(*[padded(end, shape, ranks) for end in (source, target)], 0 if shape else ranks)
     )
     crossed = 0
     for step in plan.steps:
@@ -168,7 +171,7 @@ def judged(source: State, target: State, shape: tuple[int, ...], model: Any = FL
     ops = {op for op, _ in source.pending}
     if same and not ops & {"max", "min"}:
         assert plan.collectives <= (2 if ops or model is not FLAT else 1), plan
-    if shape and not {*source.ranks} & {*target.ranks}:  # a scalar can't be shared: each replica gets it whole
+    if shape and not {*source.ranks} & {*target.ranks}:
         assert crossed == math.prod(shape), "between islands every element crosses once"
     if same and even and not ops and model is FLAT:
         assert plan.bytes_in == lacking(source, target, shape) * 8
@@ -185,28 +188,9 @@ def lacking(source: State, target: State, shape: tuple[int, ...]) -> int:
     return most
 
 
-def tile(state: State, shape: tuple[int, ...]) -> list[int]:
-    """The most elements of each dim that a rank holds."""
-    return [max(each) for each in zip(*(state.sharding.local_shape(shape, r) for r in state.ranks), strict=True)]
-
-
-def padded(source: State, target: State, shape: tuple[int, ...]) -> list[int]:
-    """Both tiles, where each dim counts as what the splits of either state round it up to."""
-    found = [1, 1]
-    for at, size in enumerate(shape):
-        parts = [end.sharding.dims[at].pieces for end in (source, target)]
-        pieces = [tile(end, shape)[at] for end in (source, target)]
-        whole = max(size, *(n * piece for n, piece in zip(parts, pieces, strict=True)))
-        found = [n * -(-whole // cut) for n, cut in zip(found, parts, strict=True)]
-    return found
-
-
-def shared(target: State, shape: tuple[int, ...]) -> int:
-    """The target tile, padded so that its replicas can share it: along the dim that needs least padding."""
-    pieces, parts = tile(target, shape), math.prod(dim.pieces for dim in target.sharding.dims)
-    replicas = target.mesh.size // parts
-    whole = [math.prod((*pieces[:at], -(-n // replicas) * replicas, *pieces[at + 1 :])) for at, n in enumerate(pieces)]
-    return min(whole, default=replicas)
+def padded(state: State, shape: tuple[int, ...], ranks: int) -> int:
+    """Its largest tile, were every dim rounded up to a multiple of the number of ranks, which its splits divide."""
+    return math.prod([ranks * -(-n // ranks) for n in shape]) // math.prod(dim.pieces for dim in state.sharding.dims)
 
 
 # --- all states of 2x2x2 --------------------------------------------------------------------------

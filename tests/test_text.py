@@ -240,16 +240,6 @@ def test_an_axis_that_is_left_out_has_what_the_number_of_ranks_leaves(sizes, dat
     assert list(mesh.shape.values()) == sizes
 
 
-@given(st.integers(1, 64), st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.integers(-3, 70)))
-def test_no_sizes_raise_anything_but_an_axes_error_and_what_they_make_covers_the_ranks(ranks, sizes):
-    made: list[Mesh] = []
-    refusal(AxesError, lambda: made.append(Mesh("a b c", "(a b) = d e", ranks=range(ranks), sizes=sizes)))
-    for mesh in made:
-        assert mesh.size == ranks
-        assert mesh.names["d"] * mesh.names["e"] == mesh.names["a"] * mesh.names["b"]
-        assert all(mesh.names[name] == size for name, size in sizes.items() if size != -1)
-
-
 def test_sizes_follow_through_chains_of_equations_and_may_be_said_twice():
     assert Mesh("a b", "c = a b", "(c) = d e", d=2, e=6, a=3).shape == {"a": 3, "b": 4}
     assert Mesh("a", "(a) = b c", "(b) = d e", "(c) = f g", d=2, e=3, f=5, g=7).shape == {"a": 210}
