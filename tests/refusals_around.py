@@ -19,7 +19,7 @@ ROWS = (
     ("axes.transfer({'a': 'd'}, {'a': 3}, mesh, mesh, {'a': (2,)})", "ShardingError", "a target is a spec"),
     ("axes.transfer({'a': 'd'}, {'a': 'd'}, {'b': mesh}, mesh, {'a': (2,)})", "MeshError", "no pattern of source_mesh"),
     ("axes.transfer({'a': 'd'}, {'a': 'd'}, {1: mesh}, mesh, {'a': (2,)})", "ShardingError", "map patterns of names"),
-    ("axes.transfer({'a': 'd'}, {'a': 'd'}, shapes={'a': (2,)})", "MeshError", "axes.transfer needs a mesh"),
+    ("without_mesh(axes.transfer, {'a': 'd'}, {'a': 'd'}, None, None, {'a': (2,)})", "MeshError", "axes.transfer needs a mesh"),
     ("axes.transfer({'a': 'd@tp'}, {'a': 'd'}, mesh['tp'], mesh, {'a': (4,)})", "MeshError", "is another one on each rank"),
     ("axes.transfer({'a': 'd | sum@tp'}, {'a': 'd'}, mesh, mesh, {'a': (2,)})", "ShardingError", "pending"),
     ("axes.transfer({'a': 'd e'}, {'a': 'd'}, mesh, mesh, {'a': (2,)})", "ShardingError", "of the tensor 'a', [2]"),
