@@ -192,12 +192,9 @@ def joint_coordinate(case: MeshCase, names: Sequence[str]) -> np.ndarray:
 
 def complement_key(case: MeshCase, names: Sequence[str]) -> list[int]:
     """Equal where two positions differ in `names` alone: what is left when their offset is taken away."""
-    joint = joint_coordinate(case, names)
-    first: dict[int, int] = {}
-    for position, coordinate in enumerate(joint):
-        first.setdefault(int(coordinate), position)
+    joint = joint_coordinate(case, names).tolist()
     # The first position with a coordinate is that coordinate's offset: all other digits are 0 there.
-    return [position - first[int(joint[position])] for position in range(len(joint))]
+    return [position - joint.index(coordinate) for position, coordinate in enumerate(joint)]
 
 
 # ---------------------------------------------------------------------------- specs and shapes
@@ -229,17 +226,14 @@ def place(axes: Sequence[str]) -> str:
 
 def text_of(dims: Sequence[Sequence[FactorCase]], pending: Sequence[tuple[str, Sequence[str]]], open_size: bool) -> str:
     """The spec; with `open_size` the last factor of each group is left to the shape."""
-    texts = []
-    for dim in dims:
-        if len(dim) == 1:
-            texts.append(f"{dim[0].name}{place(dim[0].axes)}")
-            continue
-        sizes = [f"={factor.size}" for factor in dim]
-        sizes[-1] = "" if open_size and all(factor.size for factor in dim[:-1]) else sizes[-1]
-        inner = " ".join(f"{f.name}{size}{place(f.axes)}" for f, size in zip(dim, sizes, strict=True))
-        texts.append(f"({inner})")
-    texts += ["|"] if pending else []
-    return " ".join([*texts, *(f"{op}{place(axes)}" for op, axes in pending)])
+
+    def group(*front: FactorCase, last: FactorCase) -> str:
+        sizes = [f"={factor.size}" for factor in (*front, last)]
+        sizes[-1] = "" if open_size and all(factor.size for factor in front) else sizes[-1]
+        return f"({' '.join(f'{f.name}{n}{place(f.axes)}' for f, n in zip((*front, last), sizes, strict=True))})"
+
+    texts = [f"{dim[0].name}{place(dim[0].axes)}" if len(dim) == 1 else group(*dim[:-1], last=dim[-1]) for dim in dims]
+    return " ".join([*texts, *["|"][: len(pending)], *(f"{op}{place(axes)}" for op, axes in pending)])
 
 
 EXTENTS = st.integers(0, 13) | st.sampled_from([0, 1, 16, 24])

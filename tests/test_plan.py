@@ -401,13 +401,6 @@ def test_gathers_and_scatters_of_the_first_dim_need_no_copy(source, target, flat
     assert (step.flat, step.send_bytes + step.receive_bytes == 0) == (flat, flat)
 
 
-def test_what_is_replicated_on_four_ranks_is_given_by_all_four():
-    """The holder of one's own coordinate would send three times what anyone receives."""
-    mesh = Mesh("x=4 y=4")
-    plan = judged(State(mesh, "d@y"), State(mesh, "d@x"), (16,))
-    assert (plan.bytes_in, plan.bytes_out) == (32, 32)
-
-
 SLOW = CostModel(5.0, 300.0, 10.0, math.inf, ranks_per_node=8)
 
 
