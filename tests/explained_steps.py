@@ -23,11 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import hf_llama
 import llama
-import llama_by_hand
-import megatron_block
 import moe
 import moe_llama
-import ring_attention
 import rl_sync
 import train
 import ulysses
@@ -84,49 +81,10 @@ def train_step() -> tuple[Step, axes.Mesh]:
     return lambda: train.batch_loss(model, window, len(window) * mesh.names["batch"], mesh), mesh
 
 
-def megatron_step(version: str) -> tuple[Step, axes.Mesh]:
-    """A step of one version of the block, its optimizer included."""
-    mesh = axes.init_mesh("tp", device_type="cpu")
-    with mesh:
-        training = megatron_block.versions(mesh, megatron_block.Size(32, 8, 16, 2), torch.float32)[version]
-
-    def step() -> None:
-        with mesh:
-            training.step()
-
-    return step, mesh
-
-
 def ulysses_step() -> tuple[Step, axes.Mesh]:
     """Attention by two rearranges, on DTensors and on plain shards."""
     mesh = axes.init_mesh("cp=4 tp=2", device_type="cpu")
     return lambda: ulysses.compare(4, 2, 16, 8), mesh
-
-
-def ring_step() -> tuple[Step, axes.Mesh]:
-    """Attention around a ring."""
-    mesh = axes.init_mesh("cp", device_type="cpu")
-    return lambda: ring_attention.compare(8, 32, torch.float32), mesh
-
-
-def by_hand_step(way: str) -> tuple[Step, axes.Mesh]:
-    """A step of one of the two Llamas that are compared, the optimizer and FSDP2 included."""
-    mesh = axes.init_mesh("dp=2 cp=2 tp=2", "fsdp = dp cp", device_type="cpu")
-    size = llama.Size()
-    torch.manual_seed(0)
-    whole = llama.Llama(size)
-    whole.init_weights()
-    tokens = torch.zeros(mesh.sharding("b@dp s@cp").local_shape((8, 64)), dtype=torch.long)
-    if way == "axes":
-        step = llama_by_hand.with_axes(whole, mesh, tokens, tokens, 1e-3)
-    else:
-        step = llama_by_hand.by_hand(whole, size, mesh, tokens, tokens, 1e-3)
-
-    def on_mesh() -> None:
-        with mesh:
-            step()
-
-    return on_mesh, mesh
 
 
 def hf_step() -> tuple[Step, axes.Mesh]:
@@ -140,20 +98,6 @@ def hf_step() -> tuple[Step, axes.Mesh]:
             tokens = axes.shard(torch.zeros(4, 16, dtype=torch.long), "b@dp s")
             logits = model(tokens, use_cache=False).logits
             axes.cross_entropy(logits, tokens, "b@dp s v@tp, b@dp s -> ").backward()
-
-    return step, mesh
-
-
-def hf_tokens() -> tuple[Step, axes.Mesh]:
-    """Three tokens of it, with a cache."""
-    options = hf_llama.Options(mesh="dp=2 tp=4", key_heads=2)
-    mesh = hf_llama.mesh_of(options)
-    model = hf_llama.on_mesh(hf_llama.plain(options), mesh)
-    prompt = torch.zeros(2, 8, dtype=torch.long)
-
-    def step() -> None:
-        with torch.no_grad():
-            list(hf_llama.greedy(model, prompt, 3, lambda x: axes.rearrange(x, "b v@tp -> b v", mesh=mesh)))
 
     return step, mesh
 
@@ -174,15 +118,8 @@ STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama in two stages of a longer context": lambda: llama_step("pp=2 cp=2 tp=2"),
     "train": train_step,
     "moe with a capacity": lambda: moe_step(4),
-    "megatron by hand": lambda: megatron_step("by hand"),
-    "megatron, plain shards": lambda: megatron_step("plain shards"),
-    "megatron, DTensors": lambda: megatron_step("DTensors"),
     "ulysses": ulysses_step,
-    "ring attention": ring_step,
-    "llama by hand": lambda: by_hand_step("by hand"),
-    "llama beside it": lambda: by_hand_step("axes"),
     "hf_llama": hf_step,
-    "hf_llama, three tokens": hf_tokens,
     "rl_sync, scores of the generator": fused_step,
 }
 
@@ -194,28 +131,6 @@ IN_A_JOB: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
 }
 """Steps that a simulated world can't explain: they send by what was sent, or stages ask one another for shapes."""
 
-OF_EXAMPLES: dict[str, tuple[str, ...] | str] = {
-    "convert": "reads and writes files, in one process",
-    "hf_llama": ("hf_llama", "hf_llama, three tokens"),
-    "llama": ("llama", "llama in two stages", "llama in two stages of a longer context"),
-    "llama_by_hand": ("llama by hand", "llama beside it"),
-    "megatron_block": ("megatron by hand", "megatron, plain shards", "megatron, DTensors"),
-    "megatron_by_hand": "is the peer of megatron_block.py: 'megatron by hand'",
-    "moe": ("moe with a capacity", "moe, dropless"),
-    "moe_llama": ("moe_llama",),
-    "parallel_dims": "makes meshes and groups, and sends nothing",
-    "pipelined": "is how llama.py and moe_llama.py train",
-    "ring_attention": ("ring attention",),
-    "rl_sync": ("rl_sync, scores of the generator", "train"),
-    "support": "is what the others have in common",
-    "ten_meshes": "runs moe_llama.py on ten meshes",
-    "train": ("train",),
-    "train_options": "is what train.py is told",
-    "transformer": "is the model of train.py, on one device",
-    "ulysses": ("ulysses",),
-    "weight_layouts": "is tables of names",
-}
-"""By example the steps of it that are explained and counted, or why there is none."""
 
 BY_EXCHANGE = {"reduce_scatter": "all_to_all", "permute": "all_to_all", "reduce_move": "all_to_all"}
 """What gloo runs for a step of another kind: an exchange, of as many bytes."""
@@ -280,12 +195,12 @@ def tell_steps(names: Sequence[str], rank: int) -> dict[str, list[Counted]]:
     return found
 
 
-def explain_and_count_in_a_job() -> dict[str, tuple[list[Counted], list[Counted]]]:
+def explain_and_count_in_a_job(names: Sequence[str]) -> dict[str, tuple[list[Counted], list[Counted]]]:
     """What steps of the running job are said to send, and what they are counted to send, after one that is neither."""
     torch.set_num_threads(1)
     found = {}
-    for name, made in IN_A_JOB.items():
-        step, mesh = made()
+    for name in names:
+        step, mesh = IN_A_JOB[name]()
         step()
         explained = axes.explain(step, mesh=mesh)
         with Counter() as counter:

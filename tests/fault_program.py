@@ -7,6 +7,7 @@ rank writes into a folder who it is, and how it ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,10 +21,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
-from axes.runtime import agreement, torch_private
-from axes.runtime.pool import is_stopped
 
 _ = axes.init_mesh, axes.psum, axes.from_local  # imported now: what is forked from this process has them
 
@@ -101,62 +101,43 @@ class Injector:
         else:
             launcher = os.getppid()  # it hosts the store
             os.kill(launcher, signal.SIGKILL if self.fault == "store killed" else signal.SIGSTOP)
-            wait_for(lambda: os.getppid() != launcher or is_stopped(launcher))
+            wait_for(lambda: os.getppid() != launcher or stopped(launcher))
         written(self.folder / "fault", "")
 
     def hook(self) -> None:
         """Has the fault happen in its phase, where this rank is the one that injects it."""
         if self.moment == "in" and self.rank == self.victim:
             {"init_mesh": self._at_the_barrier, "group": self._connecting}.get(self.phase, lambda: None)()
-        if self.is_at("collective", "in"):
-            self._in_the_collective()
 
     def _at_the_barrier(self) -> None:
         """When this rank has stated its mesh, and isn't counted yet: the others wait for it."""
-        found = agreement._AskedStore.__getattr__
+        real = dist.Store.add
 
-        def asked(store: Any, name: str) -> Callable[..., Any]:
-            method = found(store, name)
+        def add(store: Any, key: str, *more: Any) -> Any:
+            if key.startswith("axes/mesh") and key.endswith("/count"):
+                self.inject()
+            return real(store, key, *more)
 
-            def ask(key: str, *more: Any) -> Any:
-                if name == "add" and key.startswith("axes/mesh") and key.endswith("/count"):
-                    self.inject()
-                return method(key, *more)
-
-            return ask if name == "add" else method
-
-        agreement._AskedStore.__getattr__ = asked  # type: ignore[method-assign]
+        dist.Store.add = add  # type: ignore[method-assign]
 
     def _connecting(self) -> None:
         """When the members of the group have agreed on it: the others connect, and wait for this one's address."""
-        make = torch_private.make_group
+        make = dist.distributed_c10d._new_process_group_helper
 
-        def making(*args: Any) -> dist.ProcessGroup:
+        def making(*args: Any, **keywords: Any) -> Any:
             self.inject()
-            return make(*args)
+            return make(*args, **keywords)
 
-        torch_private.make_group = making
+        dist.distributed_c10d._new_process_group_helper = making
 
-    def _in_the_collective(self) -> None:
-        """When the backend has begun, which it can't end: the last rank comes when the fault has happened."""
-        collectives_of = torch_private.collectives_of
-
-        def hooked(group: dist.ProcessGroup) -> Any:
-            gather, exchange, reduce, scatter = collectives_of(group)
-
-            def reducing(x: torch.Tensor, op: Any) -> None:
-                if self.rank == self.victim:
-                    work = dist.all_reduce(x, op, group, async_op=True)
-                    self.inject()
-                    work.wait()
-                else:
-                    if self.rank == self.size - 1:
-                        wait_for((self.folder / "fault").exists)
-                    reduce(x, op)
-
-            return gather, exchange, reducing, scatter
-
-        torch_private.collectives_of = hooked
+    def reduced(self, func: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """A reduction, which has begun on the victim when the fault happens; the last rank comes when it has."""
+        if self.rank == self.size - 1:
+            wait_for((self.folder / "fault").exists)
+        work = func(*args, **keywords)
+        if self.rank == self.victim:
+            self.inject()
+        return work
 
     def planner(self) -> dcp.DefaultSavePlanner:
         """A planner of a save that injects the fault when its rank writes."""
@@ -187,6 +168,24 @@ _ON_THIS_RANK: dict[str, Callable[[], None]] = {
 }
 
 
+class Reducing(TorchDispatchMode):
+    """Sees the backend's reduction begin."""
+
+    def __init__(self, at: Injector) -> None:
+        super().__init__()
+        self.at = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func.__name__.startswith("allreduce"):
+            return self.at.reduced(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def job(at: Injector) -> None:
     """The four phases, with the points before and after each."""
     at.reach("init_mesh", "before")
@@ -199,7 +198,8 @@ def job(at: Injector) -> None:
     at.reach("group", "after")
 
     at.reach("collective", "before")
-    total = axes.psum(torch.tensor([float(at.rank)]), "x", mesh=mesh)
+    with Reducing(at) if at.is_at("collective", "in") else contextlib.nullcontext():
+        total = axes.psum(torch.tensor([float(at.rank)]), "x", mesh=mesh)
     assert total.item() == sum(range(at.size))
     at.reach("collective", "after")
 

@@ -2,19 +2,16 @@
 
     python -m tests.faults                        # every row, then the table of docs/faults.md
     python -m tests.faults launch SIGSTOP         # the rows whose name has all of these words
-    python -m tests.faults --keep FILE            # what FILE has isn't run again; what is run is added to it
 
 A row is a fault, a phase of the job, a moment before, in or after the phase, and a launcher. The ranks are real
 processes (tests/fault_program.py). For each row it is measured when and with what each surviving rank ended, and
-looked for what is left of it: processes, listening ports, files in the temporary folder, shared memory.
+looked for what is left of it: processes, listening ports, files in the temporary folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -23,10 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +41,6 @@ TORCHS = ("torchinductor", "torchelastic")
 """Folders of torch in the temporary folder: its compiler's cache, made when that is imported, and the logs of torchrun."""
 
 NO_NAMESPACES = 77
-
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.fault_program", "torch.distributed.run"])
 
 
 @dataclass(frozen=True)
@@ -232,23 +225,11 @@ def ports_of(pids: set[int]) -> set[int]:
     return found
 
 
-def in_use(path: Path) -> bool:
-    """Whether some process has a file of shared memory mapped or open."""
-    for pid in processes():
-        with contextlib.suppress(OSError):  # it has ended
-            if str(path) in Path(f"/proc/{pid}/maps").read_text():
-                return True
-            if any(os.readlink(fd) == str(path) for fd in Path(f"/proc/{pid}/fd").iterdir()):
-                return True
-    return False
-
-
 class Watch:
     """Sees from outside when the ranks of a row end, and remembers what belongs to them."""
 
     def __init__(self, row: Row, folder: Path):
         self.row, self.folder = row, folder
-        self.shared = set(os.listdir("/dev/shm"))
         self.who: dict[int, dict[str, int]] = {}
         self.gone: dict[int, float] = {}
         self.ports: set[int] = set()
@@ -321,8 +302,6 @@ class Watch:
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                     found.append(f"process {pid}, {command:.80}")
         found += [f"port {port}" for port in sorted(self.ports & set(listening().values()))]
-        made = [Path("/dev/shm") / name for name in set(os.listdir("/dev/shm")) - self.shared]
-        found += [f"shared memory {path}" for path in made if not in_use(path)]
         return found + [f"file {f.name}" for f in (self.folder / "tmp").iterdir() if not f.name.startswith(TORCHS)]
 
 
@@ -367,67 +346,20 @@ def by_launch(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
 
 
 def by_torchrun(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
-    torchrun = _forks.Process(target=run_torchrun, args=(row, str(folder)))
-    torchrun.start()
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.size)]
+    command += ["tests/fault_program.py", str(folder), row.fault, row.phase, row.moment]
+    with open(folder / "log", "ab") as log:
+        torchrun = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
-        waited(lambda: torchrun.exitcode is not None or watch.fault_at, START)
+        waited(lambda: torchrun.poll() is not None or watch.fault_at, START)
         if row.fault == "store stopped" and waited(lambda: watch.all_gone, RANK_LIMIT):
             os.kill(torchrun.pid, signal.SIGCONT)  # whoever stopped it lets it go on
-        torchrun.join(2 * RANK_LIMIT + TORCHRUNS_PATIENCE["SIGSTOP"])
-        late = "" if torchrun.exitcode is not None else "torchrun didn't end"
+        ended = waited(lambda: torchrun.poll() is not None, 2 * RANK_LIMIT + TORCHRUNS_PATIENCE["SIGSTOP"])
     finally:
         torchrun.kill()
-        torchrun.join()
-    return late + (folder / "log").read_text(errors="replace"), ""
-
-
-def run_torchrun(row: Row, folder: str) -> None:
-    """torchrun with its ranks, all of them forked from a process that has torch: only the imports are saved."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    os.setsid()
-    with open(f"{folder}/log", "ab", buffering=0) as log:
-        for fd in (1, 2):
-            os.dup2(log.fileno(), fd)
-    os.environ["TMPDIR"] = f"{folder}/tmp"
-    tempfile.tempdir = None
-    given = [folder, row.fault, row.phase, row.moment]
-    SubprocessHandler._popen = lambda self, args, env: ForkedRank(given, env)  # type: ignore[method-assign,return-value]
-    run.main(["--standalone", "--nproc-per-node", str(row.size), "tests/fault_program.py", *given])
-
-
-class ForkedRank:
-    """A rank as torchrun handles it: what it needs of `subprocess.Popen`."""
-
-    def __init__(self, arguments: list[str], environ: dict[str, str]):
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                os.setsid()
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-                    signal.signal(number, signal.SIG_DFL)  # not torchrun's handlers
-                os.environ.clear()
-                os.environ.update(environ)
-                program(*arguments)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float) -> int | None:
-        if not waited(lambda: self.poll() is not None, timeout):
-            raise subprocess.TimeoutExpired("rank", timeout)
-        return self.returncode
+        torchrun.wait()
+    return ("" if ended else "torchrun didn't end") + (folder / "log").read_text(errors="replace"), ""
 
 
 def on_two_hosts(row: Row, folder: Path, watch: Watch) -> tuple[str, str]:
@@ -479,40 +411,18 @@ def with_table(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n\n{END_OF_TABLE}{rest.partition(END_OF_TABLE)[2]}"
 
 
-def loaded(path: Path) -> dict[Row, Outcome]:
-    found = {}
-    for each in json.loads(path.read_text()) if path.exists() else []:
-        ends = {int(rank): End(**end) for rank, end in each["ends"].items()}
-        row = Row(**each["row"])
-        found[row] = Outcome(**each | {"row": row, "ends": ends})
-    return found
-
-
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("words", nargs="*", help="of all rows those whose name has all of these words")
-    options.add_argument(
-        "--keep", type=Path, help="a file of results: rows that it has aren't run unless words name them"
-    )
-    options.add_argument("--at-once", type=int, default=4, help="how many rows run at the same time")
-    given = options.parse_args()
-    outcomes = loaded(given.keep) if given.keep else {}
-    chosen = [row for row in ROWS if all(word in str(row) for word in given.words)]
-    wrong = 0
+    chosen = [row for row in ROWS if all(word in str(row) for word in sys.argv[1:])]
+    outcomes: dict[Row, Outcome] = {}
 
     def done(outcome: Outcome) -> None:
-        nonlocal wrong
         outcomes[outcome.row] = outcome
-        complaints = outcome.wrong()
-        wrong += bool(complaints)
-        print("\n    ".join([f"{outcome.row}: {outcome.skipped or outcome.cell()}", *complaints]), flush=True)
-        if given.keep:
-            given.keep.write_text(json.dumps([asdict(each) for each in outcomes.values()]))
+        print("\n    ".join([f"{outcome.row}: {outcome.skipped or outcome.cell()}", *outcome.wrong()]), flush=True)
 
-    run_all([row for row in chosen if given.words or row not in outcomes], done, given.at_once)
-    if set(outcomes) == set(ROWS):
-        print(table(outcomes))
+    run_all(chosen, done, at_once=4)
+    if chosen == ROWS:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(outcomes)), encoding="utf-8")
+    wrong = sum(bool(outcome.wrong()) for outcome in outcomes.values())
     print(f"{len(chosen)} faults, {wrong} not as promised")
     return 1 if wrong else 0
 

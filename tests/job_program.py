@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,15 +20,11 @@ import torch
 import torch.distributed as dist
 
 import axes
-from axes.runtime import jobs, rendezvous, transfer_runs
 
 _ = axes.init_mesh, axes.connect, axes.from_local  # imported now: what is forked from this process has them
 
-LIMIT = 4.0
-"""Seconds that ranks wait for one that has a fault, and for bytes."""
-
-CALM = 30.0
-"""Seconds that ranks wait for one another where none has a fault: on a busy machine any of them may be late."""
+LIMIT = 6.0
+"""Seconds that the ranks of a link wait for one another."""
 
 MESHES = {"trainer": "fsdp=2", "generator": "dp=1 tp=2", "other": "dp=1 tp=2"}
 SPECS = {
@@ -37,20 +34,12 @@ SPECS = {
 SPECS["other"] = SPECS["generator"]
 SHAPES = {"a": (6, 8), "b": (7,), "c": (64, 64)}
 
-PHASES = {
-    "join": (rendezvous.Rendezvous, "join"),
-    "own ranks": (jobs.JobLink, "_described"),
-    "meet": (rendezvous.Rendezvous, "meet"),
-    "texts": (jobs.JobLink, "_text_of_other"),
-    "fingerprint": (rendezvous.Rendezvous, "begin"),
-    "connect": (jobs.JobLink, "_connected"),
-    "bytes": (transfer_runs.TransferRun, "_arrived"),
-    "end": (rendezvous.Rendezvous, "end"),
-}
-"""Where a fault can happen: just before the rank calls this."""
-
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["tests.job_program"])
+
+
+BACKEND = next(kind for kind in dist.ProcessGroupGloo.__mro__ if "send" in vars(kind))
+"""What a link sends by."""
 
 
 def values(name: str, turn: int) -> torch.Tensor:
@@ -59,20 +48,29 @@ def values(name: str, turn: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) + 1000 * turn
 
 
-def faulty(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`real` with a fault at its first call: a rank that goes on is not hit again by what it calls for each bucket."""
-    happened = []
+@contextmanager
+def fault(kind: str, point: str | int) -> Iterator[None]:
+    """A fault of this rank, once: at a call of the store, counted from 0, or at the first "bytes" that it sends or gets."""
+    left = [0 if point == "bytes" else int(point)]
 
-    def call(*args: Any, **keywords: Any) -> Any:
-        if not happened:
-            happened.append(kind)
-            if kind == "late":
-                time.sleep(LIMIT + 4)
-            elif kind.startswith("SIG"):
-                os.kill(os.getpid(), getattr(signal, kind))
-        return real(*args, **keywords)
+    def before(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                time.sleep(LIMIT + 4) if kind == "late" else os.kill(os.getpid(), getattr(signal, kind))
+            return real(*args)
 
-    return call
+        return call
+
+    patched = [(BACKEND, "send"), (BACKEND, "recv")] if point == "bytes" else [(dist.Store, "compare_set")]
+    reals = [getattr(*each) for each in patched]
+    try:
+        for (owner, name), real in zip(patched, reals, strict=True):
+            setattr(owner, name, before(real))
+        yield
+    finally:
+        for (owner, name), real in zip(patched, reals, strict=True):
+            setattr(owner, name, real)
 
 
 class JobRank:
@@ -81,25 +79,11 @@ class JobRank:
     def __init__(self, name: str, rank: int, folder: str, port: int, size: int = 2):
         self.name, self.rank = name, rank
         own = dist.FileStore(folder, size)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=CALM))
-        self.mesh = axes.init_mesh(MESHES[name], timeout=CALM)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        self.mesh = axes.init_mesh(MESHES[name], timeout=30)
         self.store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
         self.link: Any = None
-        jobs.BUCKET_MB = 1e-3
-
-    def do(self, what: str, fault: tuple[str, str] | None = None, limit: float = CALM, **given: Any) -> Any:
-        """Do it with a fault on the way: `(phase, kind)`. limit: seconds to wait for ranks that don't come."""
-        if self.link is not None:
-            self.link.meeting.timeout = timedelta(seconds=limit)
-        place = None if fault is None else PHASES[fault[0]]
-        if place is None or fault is None:
-            return getattr(self, what)(**given)
-        real = getattr(*place)
-        setattr(*place, faulty(fault[1], real))
-        try:
-            return getattr(self, what)(**given)
-        finally:
-            setattr(*place, real)
+        self.memory: dict[str, tuple[bool, bool]] = {}
 
     def connect(self, peers: tuple[str, ...] = ("trainer", "generator")) -> str:
         self.link = axes.connect(self.store, self.name, self.mesh, peers, LIMIT)
@@ -109,9 +93,9 @@ class JobRank:
         """Record what is sent in a file, until the path is ''."""
         axes.debug(trace=path)
 
-    def close(self) -> int:
+    def close(self) -> list[str]:
         self.link.close()
-        return int(self.store.num_keys())
+        return self.keys()
 
     def keys(self) -> list[str]:
         return sorted(self.store.list_keys())
@@ -121,95 +105,59 @@ class JobRank:
         turn: int,
         back: bool = False,
         other: str = "",
+        only: str = "",
         specs: dict[str, str] | None = None,
         said: dict[str, str] | None = None,
         shapes: dict[str, tuple[int, ...]] | None = None,
         dtypes: dict[str, str] | None = None,
-        version: str = "",
-        bucket: float = 0,
-        plain: bool = False,
-        only: str = "",
-    ) -> dict[str, Any]:
+    ) -> None:
         """A transfer with a round's values, checked where it arrives; what isn't given is as it should be."""
-        sends = (self.name == "trainer") != back
-        other = other or ("generator" if self.name == "trainer" else "trainer")
-        lies = {**SPECS[self.name], **(specs or {})}
-        lies = {name: spec for name, spec in lies.items() if name in (only or lies)}
+        sends, other = (self.name == "trainer") != back, other or ("generator" if self.name == "trainer" else "trainer")
+        lies = {name: spec for name, spec in {**SPECS[self.name], **(specs or {})}.items() if name in (only or name)}
         old = {name: values(name, turn if sends else -1) for name in lies if name in SHAPES}
-        for name, shape in (shapes or {}).items():
-            old[name] = torch.zeros(shape)
-        for name, dtype in (dtypes or {}).items():
-            old[name] = old[name].to(getattr(torch, dtype))
-        tensors: dict[str, Any] = {name: axes.shard(x, lies[name], mesh=self.mesh) for name, x in old.items()}
-        if plain:
-            tensors = {name: axes.to_local(x) for name, x in tensors.items()}
-        jobs._version.cache_clear()
-        real = jobs.importlib.metadata.version
+        old |= {name: torch.zeros(shape) for name, shape in (shapes or {}).items()}
+        old |= {name: old[name].to(getattr(torch, dtype)) for name, dtype in (dtypes or {}).items()}
+        tensors = {name: axes.shard(x, lies[name], mesh=self.mesh) for name, x in old.items()}
         try:
-            if version:
-                jobs.importlib.metadata.version = lambda _: version
-            if bucket:
-                jobs.BUCKET_MB = bucket
             with torch.no_grad():
                 if sends:
                     self.link.send(tensors, {**lies, **(said or {})}, to=other)
                 else:
                     self.link.receive(into=tensors, specs={**lies, **(said or {})}, source=other)
-            state = "whole"
-        except axes.AxesError as error:
-            state = str(error)
-            raise
         finally:
-            jobs.importlib.metadata.version = real
-            jobs._version.cache_clear()
-            jobs.BUCKET_MB = 1e-3
-            if not sends and not shapes and not dtypes:
-                self.arrived = {n: self._is(x, n, turn, lies[n]) for n, x in tensors.items()}
-                self.kept = {n: self._is(x, n, -1, lies[n]) for n, x in tensors.items()}
-        return {"state": state, "arrived": dict(getattr(self, "arrived", {}))}
+            for name, x in {} if sends or shapes or dtypes else tensors.items():
+                both = [axes.shard(values(name, at), lies[name], mesh=self.mesh).to_local() for at in (turn, -1)]
+                self.memory[name] = torch.equal(x.to_local(), both[0]), torch.equal(x.to_local(), both[1])
 
-    def pages(self, turn: int, pools: dict[str, Any], sent: Any, written: Any) -> dict[str, Any]:
-        """Pages of a cache of a round, sent by the trainer, and what the generator's cache is then, whole."""
-        specs = {
-            "trainer": {"k": "page@fsdp d h", "v": "page d h@fsdp"},
-            "generator": {"k": "page d@tp h", "v": "page@tp d h"},
-        }
-        pool, sends = pools[self.name], self.name == "trainer"
-        lies, cache = specs[self.name], {}
-        for name, spec in lies.items():
-            shape = (pool if isinstance(pool, int) else pool[name]), 2, 4
-            numbers = torch.arange(float(torch.Size(shape).numel())).view(shape)
-            whole = numbers + 1000 * turn if sends else torch.full(shape, -1.0)
-            cache[name] = axes.shard(whole, spec, mesh=self.mesh)
+    def pages(self, sent: Any, written: Any) -> list[float]:
+        """Pages of a cache of six, sent by the trainer, and what the generator's cache of nine is then."""
+        sends, spec = self.name == "trainer", "page@fsdp d" if self.name == "trainer" else "page d@tp"
+        whole = torch.arange(12.0).view(6, 2) if sends else torch.full((9, 2), -1.0)
+        cache = {"k": axes.shard(whole, spec, mesh=self.mesh)}
         if sends:
-            self.link.send(cache, lies, pages=sent)
+            self.link.send(cache, {"k": spec}, pages=sent)
         else:
-            self.link.receive(cache, lies, pages=written)
-        return {name: x.full_tensor().tolist() for name, x in cache.items()}
-
-    def _is(self, x: Any, name: str, turn: int, spec: str) -> bool:
-        local = x if not hasattr(x, "to_local") else axes.to_local(x)
-        whole = axes.to_local(axes.shard(values(name, turn), spec, mesh=self.mesh))
-        return bool(torch.equal(local, whole))
+            self.link.receive(cache, {"k": spec}, pages=written)
+        return cache["k"].full_tensor().tolist()
 
 
 def serve(pipe: Connection, name: str, rank: int, folder: str, port: int) -> None:
     """Do what comes through the pipe, and answer, until it is closed."""
     torch.set_num_threads(1)
     job = JobRank(name, rank, folder, port)
-    pipe.send(("ready", "", 0.0, None))
+    pipe.send(("ready", "", 0.0, {}))
     while True:
         try:
             what, given = pipe.recv()
         except EOFError:
             return
-        began = time.monotonic()
-        job.arrived = job.kept = {}
+        began, job.memory, at = time.monotonic(), {}, given.pop("fault", None)
         try:
-            found = ("ok", job.do(what, **given))
+            with fault(*at) if at else torch.no_grad():
+                found = ("ok", getattr(job, what)(**given))
         except axes.AxesError as error:
             found = (type(error).__name__, str(error))
-        pipe.send((*found, time.monotonic() - began, (job.arrived, job.kept)))
+        pipe.send((*found, time.monotonic() - began, job.memory))
 
 
 def host(pipe: Connection) -> None:

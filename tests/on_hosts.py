@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import axes
 
-LIMIT = 6.0
+LIMIT = 4.0
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 Found = dict[str, object]

@@ -1,29 +1,66 @@
-"""`python -m axes`: what it prints is what [command_line.txt](command_line.txt) has, which is written anew by
+"""`python -m axes`: what it prints is what [command_line.txt](snapshots/command_line.txt) has, which is written anew by
 `python -m tests.test_command_line`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner, Result
 
-from axes.show.cli import main
-from tests.test_lock import NET
 from tests.test_trace import log
 
 ROOT = Path(__file__).resolve().parent.parent
-SNAPSHOT = ROOT / "tests" / "command_line.txt"
+SNAPSHOT = ROOT / "tests" / "snapshots" / "command_line.txt"
 
+NET = """
+import torch
+
+import axes
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 32, bias=False), torch.nn.Linear(32, 8, bias=False)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        h = torch.relu(axes.einsum(x, self.up.weight, "b@dp d, f@tp d -> b@dp f@tp"))
+        return axes.einsum(h, self.down.weight, "b@dp f@tp, d f@tp -> b@dp d")
+
+
+SPECS = {"up.weight": "f@tp d", "down.weight": "d f@tp", "scale": "one"}
+
+
+def build(mesh):
+    net = axes.shard_module(Net(), SPECS, mesh)
+    return net, axes.zeros("b@dp d", b=8, d=8)
+
+
+def raises(mesh):
+    print("said on the way")
+    return {}["nothing"]
+
+
+def returns_text():
+    return "a model"
+
+
+def alone():
+    return torch.nn.Linear(2, 3)
+"""
 COMMANDS = [
     "--help",
     "mesh --help",
@@ -80,8 +117,30 @@ COMMANDS = [
 ]
 
 
-def called(command: str) -> Result:
-    return CliRunner().invoke(main, shlex.split(command), prog_name="python -m axes", env={"COLUMNS": "80"})
+@dataclass
+class Done:
+    """How a command ended, and what it wrote."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def called(command: str, out: io.StringIO | None = None) -> Done:
+    """`python -m axes COMMAND`, in this process."""
+    out, err, code = out or io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["axes", *shlex.split(command)])
+        patch.setenv("COLUMNS", "80")
+        try:
+            runpy.run_module("axes", run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def shown(command: str) -> str:
@@ -91,15 +150,11 @@ def shown(command: str) -> str:
     return f"$ python -m axes {command}\n{done.output}{status}\n"
 
 
-def write_traces(folder: Path) -> None:
-    """Of two ranks, the second of which is late by 2 ms each time."""
+def write_files(folder: Path) -> None:
+    """Traces of two ranks, the second of which is late by 2 ms each time; a model, and a lock of it on another mesh."""
     for rank, late in ((0, 0), (1, 2_000_000)):
         events = [("psum", (0, 1), 5_000_000 * i + late, 2_100_000 - late) for i in range(3)]
         (folder / f"{rank}.jsonl").write_text(log(rank, events))
-
-
-def write_model(folder: Path) -> None:
-    """A model, and what was locked of it when its mesh was another."""
     sys.modules.pop("net_to_lock", None)
     (folder / "net_to_lock.py").write_text(NET)
     called('lock kept.lock --model net_to_lock.py:build --mesh "dp=4 tp=2"')
@@ -107,65 +162,51 @@ def write_model(folder: Path) -> None:
     kept.write_text(kept.read_text().replace("dp=4 tp=2", "dp=2 tp=4"))
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch, request):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    write_traces(tmp_path)
-    if "lock" in str(request.node.name):
-        write_model(tmp_path)
-    return tmp_path
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        write_files(folder)
+        yield folder
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_prints_what_the_snapshot_has(folder, command):
-    kept = SNAPSHOT.read_text(encoding="utf-8")
+def test_a_command_prints_what_the_snapshot_has(files, command):
     found = shown(command)
-    assert found in kept, f"{found}\nIf this is right: python -m tests.test_command_line"
-    assert "Traceback" not in found
-    unfolded = found.endswith("]\n\n") or "--json" in command  # a message isn't folded, so that it can be searched for
-    assert unfolded or max(map(len, found.splitlines()[1:])) <= 80
+    assert found in SNAPSHOT.read_text(encoding="utf-8"), (
+        f"{found}\nIf this is right: python -m tests.test_command_line"
+    )
+    if "--json" in command:
+        told = json.loads(called(command).stdout)
+        assert (told["schema"], told["command"]) == (1, command.split(" ")[0])
+    elif not found.endswith("]\n\n"):  # a message isn't folded, so that it can be searched for
+        assert max(map(len, found.splitlines()[1:])) <= 80
 
 
-def test_the_snapshot_has_no_other_command():
-    kept = [line for line in SNAPSHOT.read_text(encoding="utf-8").splitlines() if line.startswith("$ ")]
-    assert kept == [f"$ python -m axes {command}" for command in COMMANDS]
-
-
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "--json" in command])
-def test_json_is_one_object_with_its_schema(folder, command):
-    found = json.loads(called(command).stdout)
-    assert (found["schema"], found["command"]) == (1, command.split(" ")[0])
-
-
-def test_errors_are_on_stderr_and_results_on_stdout(folder):
+def test_errors_are_on_stderr_and_results_on_stdout():
     good, bad = called('mesh "dp=2"'), called('mesh "dp=*"')
     assert (good.stderr, bad.stdout) == ("", "")
     assert bad.stderr == "error: how large 'dp' is follows from the number of ranks: add --world N\n"
 
 
-def test_a_chrome_trace_is_written(folder):
-    assert called("trace 0.jsonl 1.jsonl --chrome out.json").exit_code == 0
-    found = json.loads((folder / "out.json").read_text(encoding="utf-8"))
-    assert sum(event["name"] == "psum x" for event in found["traceEvents"]) == 6
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_pictures_pages_and_a_chrome_trace_are_written_beside_the_text(files):
+    for command in (
         'mesh "dp=2 tp=4" --rank 5',
         'explain "b s@tp -> b s" b=8 s=16 --mesh "tp=2"',
         'plan "b s@tp" "b s" b=8 s=16 --mesh "tp=2"',
         'transfer "b@tp s" "b s@tp" b=8 s=16 --source-mesh "tp=2" --target-mesh "tp=4" --rank 3',
-    ],
-)
-def test_pictures_and_pages_are_written_beside_the_text(folder, command):
-    done = called(f"{command} --svg out.svg --html out.html")
-    assert (done.exit_code, done.stdout) == (0, called(command).stdout)
-    assert ElementTree.parse(folder / "out.svg").getroot().tag.endswith("svg")
-    page = (folder / "out.html").read_text(encoding="utf-8")
-    assert page.lower().startswith("<!doctype html>")
-    assert "tp" in page
+    ):
+        done = called(f"{command} --svg out.svg --html out.html")
+        assert (done.exit_code, done.stdout) == (0, called(command).stdout)
+        assert ElementTree.parse(files / "out.svg").getroot().tag.endswith("svg")
+        page = (files / "out.html").read_text(encoding="utf-8")
+        assert page.lower().startswith("<!doctype html>")
+        assert "tp" in page
+    assert called("trace 0.jsonl 1.jsonl --chrome out.json").exit_code == 0
+    found = json.loads((files / "out.json").read_text(encoding="utf-8"))
+    assert sum(event["name"] == "psum x" for event in found["traceEvents"]) == 6
 
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
@@ -173,19 +214,10 @@ ON_PAGE = re.findall(r"```sh\npython -m axes ([^\n]*)\n```\n\n```text\n(.*?)```"
 
 
 @pytest.mark.parametrize(("command", "output"), ON_PAGE)
-def test_the_page_shows_what_a_command_prints(command, output):
+def test_the_page_shows_what_a_command_prints(monkeypatch, command, output):
+    monkeypatch.chdir(ROOT)
     assert called(command).output == output
-
-
-def test_the_page_shows_some_commands_and_names_all():
-    assert len(ON_PAGE) == PAGE.count("```sh") == 6
-    assert all(f"| `{name}" in PAGE for name in main.commands)
-
-
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert len(ON_PAGE) == PAGE.count("```sh")
 
 
 WITHOUT_TORCH = """
@@ -200,26 +232,19 @@ assert not heavy, heavy
 """
 
 
-def test_a_mesh_is_printed_without_torch():
+def test_in_a_process_of_its_own_it_needs_no_torch_says_what_is_missing_and_completes(tmp_path):
+    def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        given = [sys.executable, *command]
+        return subprocess.run(given, env=env, capture_output=True, text=True, check=False, timeout=120)
+
     done = run("-c", WITHOUT_TORCH)
     assert done.returncode == 0, done.stderr
     assert "rank 0 is at dp 0, tp 0" in done.stdout
-
-
-def test_as_a_module_it_is_called_so_and_ends_with_its_status():
-    done = run("-m", "axes", "mesh")
-    assert done.returncode == 2
-    assert done.stderr.startswith("Usage: python -m axes mesh [OPTIONS] DECLARATION")
-
-
-def test_without_click_it_says_what_to_install(tmp_path):
     (tmp_path / "click.py").write_text('raise ModuleNotFoundError("No module named \'click\'", name="click")\n')
     done = run("-m", "axes", "mesh", "dp=2", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert done.returncode == 1
-    assert done.stderr == "python -m axes needs click, which reads its options: pip install 'axes-torch[cli]'\n"
-
-
-def test_shells_complete_commands_and_options():
+    needed = "python -m axes needs click, which reads its options: pip install 'axes-torch[cli]'\n"
+    assert (done.returncode, done.stderr) == (1, needed)
     done = run("-m", "axes", _AXES_COMPLETE="bash_complete", COMP_WORDS="axes gr", COMP_CWORD="1")
     assert done.stdout == "plain,groups\n"
 
@@ -228,11 +253,10 @@ def test_who_reads_no_further_ends_it_in_peace():
     command = f"'{sys.executable}' -m axes groups --mesh 'dp=* tp=2' --world 65536 --all | head -n 1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stderr == ""
-    assert done.stdout == "dp: 2 groups of 32768 ranks\n"
+    assert (done.stdout, done.stderr) == ("dp: 2 groups of 32768 ranks\n", "")
 
 
-class Terminal:
+class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
@@ -240,15 +264,13 @@ class Terminal:
 
 
 def test_colours_are_for_terminals_and_never_where_they_arent_wanted(monkeypatch):
-    from axes.show import cli
-
+    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    terminal: Any = Terminal()
-    assert cli._coloured(terminal)
+    command = 'mesh "dp=2"'
+    assert "\x1b" in called(command, Terminal()).output
+    assert "\x1b" not in called(command).output, "a pipe"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not cli._coloured(terminal)
-    monkeypatch.delenv("NO_COLOR")
-    assert "\x1b" not in called('groups --mesh "dp=2"').output, "a pipe"
+    assert not re.search(r"\x1b\[[\d;]*[3-9]\d", called(command, Terminal()).output)
 
 
 def test_the_demo_shows_what_it_sent():
@@ -264,7 +286,6 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as place:
-        write_traces(Path(place))
         os.chdir(place)
-        write_model(Path(place))
+        write_files(Path(place))
         SNAPSHOT.write_text("".join(map(shown, COMMANDS)), encoding="utf-8")

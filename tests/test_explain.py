@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import axes
-from axes.algebra.explanation import Explanation, Section
-from axes.runtime import flags
 from tests import explained_steps as steps
+from tests.test_show import TRANSFERS, whole_and_alone
 
-SNAPSHOTS = Path(__file__).parent / "explained_operations.txt"
+SNAPSHOTS = Path(__file__).parent / "snapshots" / "explained_operations.txt"
 """The text of explanations, one after the other; `python -m tests.test_explain` writes it."""
+
+FAST = ("llama", "moe with a capacity", "rl_sync, scores of the generator")
 
 # --- as it is counted
 
 
-def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
-    names = list(steps.STEPS)
+@pytest.mark.parametrize("names", [FAST, pytest.param((*steps.STEPS,), marks=pytest.mark.full)], ids=["some", "all"])
+def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool, names):
     counted = pool.run(steps.count_steps, names)
     for rank in (0, 7):
         for name, said in steps.tell_steps(names, rank).items():
@@ -36,48 +34,31 @@ def test_steps_of_the_examples_send_what_is_said_collective_by_collective(pool):
             assert len(counted[rank][name]) > 5
 
 
-def test_each_example_has_a_step_that_is_counted_or_a_reason():
-    examples = {path.stem for path in (Path(__file__).parents[1] / "examples").glob("*.py")}
-    assert examples == {*steps.OF_EXAMPLES}
-    covered = {name for found in steps.OF_EXAMPLES.values() if isinstance(found, tuple) for name in found}
-    assert covered == {*steps.STEPS, *steps.IN_A_JOB} - {"llama in two stages in its job"}
-
-
-def test_a_step_that_needs_what_other_ranks_send_is_explained_in_its_job(pool):
-    every = pool.run(steps.explain_and_count_in_a_job)
+@pytest.mark.parametrize(
+    "name", [name if name == "moe, dropless" else pytest.param(name, marks=pytest.mark.full) for name in steps.IN_A_JOB]
+)
+def test_a_step_that_needs_what_other_ranks_send_is_explained_in_its_job(pool, name):
+    every = pool.run(steps.explain_and_count_in_a_job, [name])
     for rank, found in enumerate(every):
-        for name, (said, counted) in found.items():
-            assert said == counted, (name, rank)
-    for name, kind in (
-        ("moe_llama", "all_to_all"),
-        ("moe, dropless", "all_to_all"),
-        ("llama in two stages in its job", "send"),
-    ):
-        assert any(each == kind and taken != given for each, _, taken, given in every[0][name][1]), name
+        said, counted = found[name]
+        assert said == counted, rank
+    kind = "send" if "stages" in name else "all_to_all"
+    assert any(each == kind and taken != given for each, _, taken, given in every[0][name][1])
 
 
-def test_a_simulated_step_whose_sizes_other_ranks_tell_says_that_it_is_not_exact():
+def test_a_simulated_step_says_where_it_is_not_exact_and_of_each_collective_its_module_and_line():
     with axes.simulate(8, 3):
         step, mesh = steps.IN_A_JOB["moe, dropless"]()
         found = axes.explain(step, mesh=mesh)
     assert not found.json()["exact"]
     assert "as if they told what this one does" in " ".join(str(found).split())
-    assert all(each.json()["exact"] for each in steps.explain_steps(["llama", "moe with a capacity"], 0).values())
-
-
-def test_stages_that_ask_one_another_are_refused_in_a_simulated_world():
-    def step() -> None:
-        options = steps.llama.Options(mesh="pp=2 dp=2 tp=2")
-        mesh = steps.mesh_of(options, steps.llama.AXES, "fsdp = dp cp")
-        model, loss = steps.llama.made(options, mesh), steps.llama.loss_on(mesh)
-        tokens = torch.zeros(4, 64, dtype=torch.long)
-        stage = PipelineStage(model, mesh.axis("pp").index, 2, torch.device("cpu"), group=mesh.axis("pp").group)
-        ScheduleGPipe(stage, 2, loss_fn=loss).step(*([tokens] if model.first else []), target=tokens)
-
-    # From 2.15 on torch refuses it by itself.
-    ours, torchs = "Stages of a pipeline ask one another", "not supported with a fake process group"
-    with axes.simulate(8, 4), pytest.raises((axes.AxesError, RuntimeError), match=f"{ours}|{torchs}"):
-        axes.explain(step)
+    facts = steps.explain_steps(["llama"], 5)["llama"].json()
+    assert facts["exact"]
+    assert {each["by"] for each in facts["collectives"]} == {"axes", "torch: FSDP2"}
+    assert {each["module"].partition(".")[0] for each in facts["collectives"]} == {"Llama", "Loss", ""}
+    assert all(each["place"] and each["axes"] for each in facts["collectives"])
+    outside = {each["what"].partition(" of ")[0] for each in facts["collectives"] if not each["module"]}
+    assert outside == {"the norm"}
 
 
 def test_in_a_running_job_the_step_runs_and_each_rank_has_its_own_explanation(pool):
@@ -85,15 +66,6 @@ def test_in_a_running_job_the_step_runs_and_each_rank_has_its_own_explanation(po
         assert said == counted
         assert said
         assert total == 28
-
-
-def test_each_collective_of_a_llama_has_its_module_its_axes_and_its_line():
-    (found,) = steps.explain_steps(["llama"], 5).values()
-    assert {each["by"] for each in found.json()["collectives"]} == {"axes", "torch: FSDP2"}
-    assert {each["module"].partition(".")[0] for each in found.json()["collectives"]} == {"Llama", "Loss", ""}
-    assert all(each["place"] and each["axes"] for each in found.json()["collectives"])
-    outside = {each["what"].partition(" of ")[0] for each in found.json()["collectives"] if not each["module"]}
-    assert outside == {"the norm"}
 
 
 def test_operations_send_what_is_said_forward_and_backward(pool):
@@ -201,8 +173,9 @@ def test_gradients_and_random_numbers_are_as_before_and_nothing_listens_any_more
     axes.explain(lambda: torch.rand(3))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert net.up.weight.grad is kept
-    assert not flags.watched
     assert not torch.nn.modules.module._global_forward_pre_hooks
+    with pytest.raises(ZeroDivisionError):
+        axes.explain(lambda: 1 // 0, mesh=world)
 
 
 def test_a_world_of_any_size_is_simulated_for_a_step_and_gone_after_it():
@@ -233,13 +206,6 @@ def test_a_mesh_whose_names_cut_its_axes_is_simulated_as_it_is():
     assert (gathered["axes"], gathered["ranks"]) == (["rows"], "ranks 1, 5")
 
 
-def test_a_step_that_raises_leaves_nothing_behind():
-    with pytest.raises(ZeroDivisionError):
-        axes.explain(lambda: 1 // 0, mesh="dp=2")
-    assert not torch.distributed.is_initialized()
-    assert not flags.watched
-
-
 # --- an operation
 
 
@@ -268,52 +234,6 @@ def test_the_text_is_that_of_the_snapshots_and_at_most_80_columns_wide():
     assert explanations().isascii()
 
 
-def test_html_and_svg_are_whole_and_load_nothing(world):
-    x = axes.shard(torch.ones(4, 4), "b@dp d")
-    found = [axes.explain(*inputs, **keywords) for inputs, keywords in EXPLAINED]
-    found += [world.explain("dp tp -> tp dp"), axes.explain(lambda: axes.rearrange(x, "b@dp d -> b d"))]
-    for each in found:
-        page, svg = each.html(), each.svg()
-        root = ElementTree.fromstring(svg)
-        names = [element.tag.partition("}")[2] for element in root.iter()]
-        assert root.get("role") == "img"
-        assert {"title", "desc"} <= {*names}
-        assert root.get("viewBox")
-        ElementTree.fromstring(re.sub("<meta [^>]*>", "", page.partition("\n")[2]))
-        for text in (page, svg):
-            assert "prefers-color-scheme: dark" in text
-            assert "<script" not in text
-            assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-        assert each._repr_html_() in page
-        assert escape(each.heading) in page
-
-
-def test_json_has_its_version_and_is_data_of_its_own():
-    for inputs, keywords in EXPLAINED:
-        found = axes.explain(*inputs, **keywords)
-        data = found.json()
-        assert json.loads(json.dumps(data)) == data
-        assert data["schema"] == 1
-        data["tensors"].clear()
-        assert found.json()["tensors"]
-
-
-def test_the_local_work_is_that_of_the_call():
-    facts = axes.explain("b@dp d, d f@tp -> b@dp f@tp", b=8, d=6, f=4, mesh="dp=4 tp=2").json()
-    (product,) = [each for each in facts["local_work"] if each["flop"]]
-    assert product["flop"] == 2 * 2 * 6 * 2
-    assert [each["shape"] for tensor in facts["tensors"] for each in tensor["local"]] == [[2, 6], [6, 2], [2, 2]]
-
-
-def test_shards_of_uneven_sizes_are_said_rank_by_rank():
-    (operand, _) = axes.explain("b@dp -> b", (5,), mesh="dp=4 tp=2").json()["tensors"]
-    assert operand["local"] == [
-        {"shape": [2], "ranks": "ranks 0..3"},
-        {"shape": [1], "ranks": "ranks 4, 5"},
-        {"shape": [0], "ranks": "ranks 6, 7"},
-    ]
-
-
 def test_groups_that_are_there_are_shared_and_names_of_the_same_ranks_said(world):
     mesh = world.define("model = tp")
     assert not axes.explain("b@tp -> b", (4,), mesh=mesh).json()["groups"][0]["exists"]
@@ -323,60 +243,62 @@ def test_groups_that_are_there_are_shared_and_names_of_the_same_ranks_said(world
     assert group["ranks"] == "ranks 2, 3"
 
 
-def test_a_mesh_may_have_a_million_ranks():
+def test_html_svg_and_json_are_whole(world):
+    x = axes.shard(torch.ones(4, 4), "b@dp d")
+    found = [axes.explain(*inputs, **keywords) for inputs, keywords in EXPLAINED]
+    found += [world.explain("dp tp -> tp dp"), axes.explain(lambda: axes.rearrange(x, "b@dp d -> b d"))]
+    for each in found:
+        whole_and_alone(each)
+        data = each.json()
+        assert json.loads(json.dumps(data)) == data
+        assert (data["schema"], escape(each.heading) in each.html()) == (1, True)
+        data.clear()
+        assert each.json(), "data of its own"
+
+
+def test_numbers_of_an_operation_are_those_of_its_shards():
+    facts = axes.explain("b@dp d, d f@tp -> b@dp f@tp", b=8, d=6, f=4, mesh="dp=4 tp=2").json()
+    (product,) = [each for each in facts["local_work"] if each["flop"]]
+    assert product["flop"] == 2 * 2 * 6 * 2
+    assert [each["shape"] for tensor in facts["tensors"] for each in tensor["local"]] == [[2, 6], [6, 2], [2, 2]]
+    (operand, _) = axes.explain("b@dp -> b", (5,), mesh="dp=4 tp=2").json()["tensors"]
+    assert [(each["shape"], each["ranks"]) for each in operand["local"]] == [
+        ([2], "ranks 0..3"),
+        ([1], "ranks 4, 5"),
+        ([0], "ranks 6, 7"),
+    ]
     found = axes.explain("b@dp s@tp -> b s", (1 << 20, 64), mesh="dp=131072 tp=8")
     assert found.json()["communication"][0]["group_size"] == 1 << 20
 
 
-# --- mistakes
+# --- a transfer
 
 
-@pytest.mark.parametrize(
-    ("inputs", "keywords", "error", "says"),
-    [
-        (("b s",), {"mesh": "tp=2"}, axes.ExpressionError, "two sides"),
-        (("b s@tp -> b s", (4, 8)), {}, axes.MeshError, "needs a mesh"),
-        (("b s@tp -> b s",), {"mesh": "tp=2", "b": 4}, axes.SizeError, "the size of 's' is open"),
-        (("b ... -> b ...",), {"mesh": "tp=2", "b": 4}, axes.SizeError, "has no name for a size"),
-        (("b s@tp -> b s", (4, 8), (8,)), {"mesh": "tp=2"}, axes.SizeError, "has 1 operands, and 2 shapes"),
-        (("b s@tp -> b s", torch.ones(4)), {"mesh": "tp=2"}, axes.SizeError, "takes whole shapes"),
-        (("b s@xp -> b s", (4, 8)), {"mesh": "tp=2"}, axes.MeshError, "no axis 'xp'"),
-        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "kind": "einsum2"}, axes.ExpressionError, "kind is one of"),
-        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "kind": "reduce"}, axes.ExpressionError, "this is a rearrange"),
-        (("b s@tp -> b", (4, 8)), {"mesh": "tp=2", "op": "median"}, axes.ShardingError, "'median'"),
-        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "dtype": "float33"}, axes.ShardingError, "unknown dtype"),
-        (("b s@tp -> b s", (4, 8)), {"mesh": "tp=2", "q": 3}, axes.SizeError, "'q'"),
-        (("b s@* -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write it"),
-        (("b s | * -> b s", (4, 8)), {"mesh": "tp=2"}, axes.ShardingError, "write what is"),
-        (("(f + g) -> f, g@tp", (8,)), {"mesh": "tp=2"}, axes.SizeError, "'f' and 'g' don't follow"),
-        (("(f + g) -> f, g",), {"mesh": "tp=2", "f": 4}, axes.SizeError, "the size of 'g' is open"),
-        (("(f + f) -> f", (8,)), {"mesh": "tp=2"}, axes.ExpressionError, "each block becomes one tensor"),
-        (("f, f -> (f + f)", (4,), (4,)), {"mesh": "tp=2", "kind": "einsum"}, axes.ExpressionError, "a rearrange"),
-        (("b@dp -> f@tp", (4,)), {"mesh": "dp=2 tp=2", "kind": "shard_map"}, axes.SizeError, "say it"),
-        ((3,), {"mesh": "tp=2"}, axes.AxesError, "expression, a module, a function or a transfer"),
-        ((len,), {}, axes.AxesError, "in a simulated world"),
-        ((len, []), {"mesh": "tp=2", "b": 3}, axes.AxesError, "are of expressions"),
-    ],
-)
-def test_a_mistake_is_an_error_that_says_what_to_write(inputs, keywords, error, says):
-    with pytest.raises(error, match=r"(?s).*") as raised:
-        axes.explain(*inputs, **keywords)
-    assert says in str(raised.value)
-    assert not torch.distributed.is_initialized()
-
-
-def test_rows_that_are_too_long_go_on_under_themselves():
-    found = Explanation("heading", (Section("rows", (("a", "word " * 40), ("bb", "short"))),))
-    lines = str(found).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[2].startswith("  a   word")
-    assert lines[3].startswith("      word")
-
-
-def test_a_title_of_a_table_in_html_is_as_wide_as_the_table():
-    page = axes.explain("b s@tp d -> b s d@tp", (8, 16, 4), mesh=axes.Mesh("dp=4 tp=2")).html()
-    titles = re.findall(r"<th[^>]*>(?:communication|backward, of DTensors)", page)
-    assert [title.partition(">")[0] for title in titles] == ['<th colspan="6"', '<th colspan="6"'], page
+def test_a_transfer_is_explained_from_each_rank_bucket_by_bucket_in_the_cost_models_time():
+    move, model = TRANSFERS["transfer from pipeline stages"](), axes.CostModel()
+    for rank in (0, 5, 13):
+        found, steps_of_rank = axes.explain(move.at(rank)), move.at(rank).steps
+        facts = found.json()
+        assert (facts["schema"], facts["kind"], facts["rank"]) == (1, "transfer", rank)
+        for way in ("bytes_in", "bytes_out"):
+            assert facts[way] == sum(getattr(step, way) for step in steps_of_rank)
+            assert [each[way] for each in facts["steps"]] == [
+                getattr(step, way) for step in steps_of_rank if step.ranks
+            ]
+        assert (facts["partners"], facts["received_in_all"]) == ([*move.at(rank).partners], move.lower_bound)
+        assert f"rank {rank}" in str(found)
+        assert max(map(len, str(found).splitlines())) <= 80
+        whole_and_alone(found)
+    assert axes.explain(move.at(99)).json()["rank"] == 0, "who has no part in it sees it from the first rank"
+    two, ends = axes.Mesh("x=2"), ({"w": "a@x"}, {"w": "a@x"})
+    far = axes.transfer(*ends, two, axes.Mesh("x=2", ranks=[8, 9]), {"w": (2**20,)}, dtype="float32")
+    time = 20 + (2**21 / model.inter_node_gbps + 2**21 / model.memory_gbps) / 1e3
+    assert axes.explain(far).json()["time_us"] == pytest.approx(time, abs=1e-3)
+    with axes.simulate(2), axes.init_mesh("a=2", device_type="cpu") as mesh:
+        here = axes.transfer({"w": "f@a d"}, {"w": "f d@a"}, mesh, mesh, {"w": (4, 4)})
+        step = axes.explain(here, {"w": axes.ones("f@a d", f=4, d=4)}).json()
+        arrived = [each["bytes_in"] for each in step["collectives"] if each["kind"] == "recv"]
+        assert (step["kind"], arrived) == ("step", [16])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """Faults on real processes: each surviving rank ends in time and is told why, and nothing is left.
 
-`make test` runs a row of each kind of fault, but for the cut link, which tests/test_hosts.py cuts each time;
+`make test` runs a row of each kind of fault, but for the cut link, which tests/test_jobs.py cuts each time;
 `make test-full` runs the whole matrix.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
 
 import pytest
@@ -23,10 +20,8 @@ from tests.faults import (
     MOMENTS,
     PAGE,
     ROWS,
-    End,
     Outcome,
     Row,
-    Watch,
     run_all,
 )
 
@@ -74,55 +69,3 @@ def test_the_table_of_the_page_has_the_rows_of_the_matrix():
             ended = r"(done|(axes|torch|torchrun|launch) \d+\.\d s)"
             assert all(re.fullmatch(rf"{ended}(, {ended})*", cell) for cell in cells[2:]), line
     assert found == ROWS
-
-
-# ---------------------------------------------------------------------------- what is wrong is noticed
-
-TOLD = "rank 1 was last seen passing in init_mesh"
-KILLED = "rank 1 of 3 was killed by SIGKILL"
-
-
-def outcome(end: End, said: str = KILLED, **more: object) -> Outcome:
-    row = Row("launch", "SIGKILL", "collective", "in")
-    return Outcome(row, {0: end, 2: End("DesyncError", 0.1, TOLD)}, said, 1.0, **more)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("found", "noticed"),
-    [
-        (outcome(End("DesyncError", 0.1, TOLD)), None),
-        (outcome(End("ended", 2.1)), None),
-        (outcome(End("RuntimeError", 0.1, "closed by peer", saving=True)), None),
-        (outcome(End("DesyncError", 0.1, "closed by peer")), "rank 0 isn't told why"),
-        (outcome(End("RuntimeError", 0.1, TOLD)), "rank 0 has an error that says little"),
-        (outcome(End("DesyncError", 99.0, TOLD)), "rank 0 took 99 s"),
-        (outcome(End("finished", 0.1)), "rank 0 finished"),
-        (outcome(End("ended", 0.1), "rank 0 of 3 failed first"), "the launcher doesn't say why"),
-        (outcome(End("ended", 0.1), left=["port 80"]), "left: port 80"),
-        (Outcome(SAMPLE[2], {0: End("ended", 0.1)}, KILLED), "rank 2 didn't end"),
-    ],
-)
-def test_what_is_not_as_promised_is_noticed(found, noticed):
-    wrong = found.wrong()
-    assert (wrong == []) if noticed is None else any(each.startswith(noticed) for each in wrong)
-
-
-def test_what_is_left_is_noticed(tmp_path):
-    (tmp_path / "tmp").mkdir()
-    with Watch(SAMPLE[0], tmp_path) as watch:
-        assert watch.left() == []
-        process = subprocess.Popen(["sleep", "60"], env=os.environ | {"FOLDER": str(tmp_path)})
-        try:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                port = listener.getsockname()[1]
-                watch.ports = {port}
-                (tmp_path / "tmp" / "some.file").touch()
-                left = "\n".join(watch.left())
-                assert f"process {process.pid}, sleep 60" in left
-                assert f"port {port}" in left
-                assert "file some.file" in left
-        finally:
-            process.kill()
-            process.wait()
-        (tmp_path / "tmp" / "some.file").unlink()
-        assert watch.left() == []

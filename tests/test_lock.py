@@ -11,55 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from axes.show.cli import main
 from tests.conftest import stages_reduce_outside_in, stages_send_at_once
+from tests.test_command_line import NET, Done, called
 
 ROOT = Path(__file__).resolve().parent.parent
 
-NET = """
-import torch
-
-import axes
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(8, 32, bias=False), torch.nn.Linear(32, 8, bias=False)
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x):
-        h = torch.relu(axes.einsum(x, self.up.weight, "b@dp d, f@tp d -> b@dp f@tp"))
-        return axes.einsum(h, self.down.weight, "b@dp f@tp, d f@tp -> b@dp d")
-
-
-SPECS = {"up.weight": "f@tp d", "down.weight": "d f@tp", "scale": "one"}
-
-
-def build(mesh):
-    net = axes.shard_module(Net(), SPECS, mesh)
-    return net, axes.zeros("b@dp d", b=8, d=8)
-
-
-def raises(mesh):
-    print("said on the way")
-    return {}["nothing"]
-
-
-def returns_text():
-    return "a model"
-
-
-def alone():
-    return torch.nn.Linear(2, 3)
-"""
 LOCK = 'lock net.lock --model net_to_lock.py:build --mesh "dp=4 tp=2; both = dp tp"'
-
-
-def lock_command(command: str) -> Result:
-    return CliRunner().invoke(main, shlex.split(command), prog_name="python -m axes")
 
 
 class Net:
@@ -91,13 +49,6 @@ def net(tmp_path, monkeypatch):
     sys.modules.pop("net_to_lock", None)
 
 
-def test_each_parameter_group_and_collective_is_a_line(net):
-    done = lock_command(LOCK)
-    assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == "net.lock: written\n  rank 0: 2 parameters, 3 groups, 3 collectives\n"
-    assert net.text == WANTED
-
-
 WANTED = """\
 # Written by `python -m axes lock`, and compared by `python -m axes lock --check`.
 axes lock 1
@@ -121,14 +72,27 @@ total      parameters      1,024 B
 """
 
 
-def test_the_same_model_is_as_it_was_and_the_file_alone_says_of_what_it_is(net):
-    lock_command(LOCK)
-    before = net.text
+def test_each_parameter_group_and_collective_is_a_line_and_stays_so(net):
+    done = called(LOCK)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == "net.lock: written\n  rank 0: 2 parameters, 3 groups, 3 collectives\n"
     for command in ("lock net.lock --check", "lock net.lock"):
-        done = lock_command(command)
+        done = called(command)
         assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.startswith("net.lock: as it was\n")
-        assert net.text == before
+        assert net.text == WANTED
+    found = json.loads(called(f"{LOCK} --json").stdout)
+    assert {"schema": 1, "command": "lock", "model": "net_to_lock.py:build"}.items() <= found.items()
+    (part,) = found["ranks"]
+    assert [each["name"] for each in part["parameters"]] == ["up.weight", "down.weight"]
+    assert [each["kind"] for each in part["collectives"]] == ["all_reduce"] * 3
+    assert part["groups"][0] == {"names": ["tp"], "size": 2, "ranks": "ranks 0, 1"}
+    assert called('lock net.lock --model net_to_lock:alone --mesh "tp=2"').exit_code == 0
+    assert re.search("parameter  weight .*on each rank", net.text)
+    assert "forward" not in net.text, "a module alone has no step"
+    done = called("lock net.lock --check --rank 1")
+    assert done.exit_code == 2
+    assert "--check takes the model, the mesh and the ranks from FILE" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -145,10 +109,10 @@ def test_the_same_model_is_as_it_was_and_the_file_alone_says_of_what_it_is(net):
     ],
 )
 def test_a_change_of_layout_is_a_changed_line_and_another_change_is_none(net, before, after, changed):
-    lock_command(LOCK)
+    called(LOCK)
     kept = net.text
     net.write(before, after)
-    done = lock_command("lock net.lock --check")
+    done = called("lock net.lock --check")
     assert net.text == kept
     assert done.exit_code == (1 if changed else 0), done.output
     lines = done.stdout.splitlines()
@@ -157,42 +121,33 @@ def test_a_change_of_layout_is_a_changed_line_and_another_change_is_none(net, be
     if changed:
         assert done.stderr.startswith(f"error: {len(lines)} lines of net.lock aren't what net_to_lock.py:build does")
         assert done.stderr.endswith("python -m axes lock net.lock\n")
-        told = json.loads(lock_command("lock net.lock --check --json").stdout)
+        told = json.loads(called("lock net.lock --check --json").stdout)
         assert (told["same"], told["changes"]) == (False, lines)
-        assert lock_command("lock net.lock").stdout.startswith("net.lock: written")
-        assert lock_command("lock net.lock --check").exit_code == 0
+        assert called("lock net.lock").stdout.startswith("net.lock: written")
+        assert called("lock net.lock --check").exit_code == 0
 
 
 def test_another_mesh_is_asked_for_by_its_option_or_in_the_file(net):
-    lock_command(LOCK)
-    assert lock_command('lock net.lock --mesh "dp=* tp=4" --world 16').exit_code == 0
+    called(LOCK)
+    assert called('lock net.lock --mesh "dp=* tp=4" --world 16').exit_code == 0
     assert "mesh   dp=4 tp=4\n" in net.text
-    assert lock_command('lock net.lock --mesh "dp=4 tp=4; (dp tp) = rows=2 ep"').exit_code == 0
+    assert called('lock net.lock --mesh "dp=4 tp=4; (dp tp) = rows=2 ep"').exit_code == 0
     assert "mesh   dp=4 tp=4; (dp tp) = rows=2 ep\n" in net.text, "a name that cuts an axis"
-    assert lock_command("lock net.lock --check").exit_code == 0
+    assert called("lock net.lock --check").exit_code == 0
     (net.folder / "net.lock").write_text(net.text.replace("dp=4 tp=4;", "dp=2 tp=2;"))
-    assert lock_command("lock net.lock --check").exit_code == 1
-    assert lock_command("lock net.lock").exit_code == 0
+    assert called("lock net.lock --check").exit_code == 1
+    assert called("lock net.lock").exit_code == 0
     assert "[32, 8] -> [16, 8]" in net.text
 
 
 def test_ranks_that_have_other_parts_are_told_each_and_named_in_a_difference(net):
-    lock_command(f"{LOCK} --rank 0 --rank 7")
+    called(f"{LOCK} --rank 0 --rank 7")
     assert "ranks  0 7\n" in net.text
     assert "\nrank 0\n" in net.text.partition("\nrank 7\n")[0]
     net.write('"one"}', '"one@tp"}')
-    done = lock_command("lock net.lock --check")
+    done = called("lock net.lock --check")
     assert done.exit_code == 1, "of one element rank 0 has all, and rank 7 nothing"
     assert {line[:10] for line in done.stdout.splitlines()} == {"- rank 0: ", "+ rank 0: ", "- rank 7: ", "+ rank 7: "}
-
-
-def test_json_is_the_same_as_data(net):
-    found = json.loads(lock_command(f"{LOCK} --json").stdout)
-    assert {"schema": 1, "command": "lock", "model": "net_to_lock.py:build"}.items() <= found.items()
-    (part,) = found["ranks"]
-    assert [each["name"] for each in part["parameters"]] == ["up.weight", "down.weight"]
-    assert [each["kind"] for each in part["collectives"]] == ["all_reduce"] * 3
-    assert part["groups"][0] == {"names": ["tp"], "size": 2, "ranks": "ranks 0, 1"}
 
 
 MISTAKES = {
@@ -219,7 +174,7 @@ MISTAKES = {
 def test_a_mistake_is_a_message_and_the_status_says_so(net, command):
     (net.folder / "newer.lock").write_text("axes lock 2\nmodel  a:b\n\n")
     (net.folder / "broken.lock").write_text("axes lock 1\nmodel  a:b\nranks  0\n\n")
-    done = lock_command(command)
+    done = called(command)
     assert done.exit_code == (2 if "directory" in MISTAKES[command] else 1), done.output
     assert MISTAKES[command] in done.stderr
     assert "Traceback" not in done.output
@@ -227,20 +182,7 @@ def test_a_mistake_is_a_message_and_the_status_says_so(net, command):
     assert not (net.folder / "x.lock").exists()
 
 
-def test_check_takes_no_other_model(net):
-    lock_command(LOCK)
-    done = lock_command("lock net.lock --check --rank 1")
-    assert done.exit_code == 2
-    assert "--check takes the model, the mesh and the ranks from FILE" in done.stderr
-
-
-def test_a_module_alone_has_no_step_and_plain_parameters_are_on_each_rank(net):
-    assert lock_command('lock net.lock --model net_to_lock:alone --mesh "tp=2"').exit_code == 0
-    assert "parameter  weight " in net.text
-    assert "on each rank" in net.text
-    assert "forward" not in net.text
-
-
+@pytest.mark.full
 def test_the_text_is_the_same_in_every_process(net):
     texts = set()
     for seed in ("1", "2"):
@@ -272,14 +214,14 @@ def build(mesh):
 """
 
 
-def stages(folder: Path, text: str) -> Result:
+def stages(folder: Path, text: str) -> Done:
     """Locks this file, or says what has changed since."""
     sys.modules.pop("stages_to_lock", None)
     for kept in folder.glob("__pycache__/*"):
         kept.unlink()
     (folder / "stages_to_lock.py").write_text(text, encoding="utf-8")
     done = "--check" if (folder / "stages.lock").exists() else '--model stages_to_lock.py:build --mesh "pp=3 dp=2"'
-    return lock_command(f"lock stages.lock {done}{'' if done == '--check' else ' --rank 1 --rank 2 --rank 5'}")
+    return called(f"lock stages.lock {done}{'' if done == '--check' else ' --rank 1 --rank 2 --rank 5'}")
 
 
 @stages_send_at_once
@@ -317,20 +259,12 @@ def test_stages_that_ask_for_shapes_are_told_what_to_pass(net):
     assert "PipelineStage(..., input_args=, output_args=)" in done.output or "fake process group" in done.output
 
 
-def test_the_page_shows_lines_of_it():
-    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-    shown = [
-        line for line in page.splitlines() if line.startswith(("group  ", "parameter  ", "forward  ", "backward  "))
-    ]
-    assert len(shown) > 5
-    kept = [(ROOT / "examples" / name).read_text(encoding="utf-8").splitlines() for name in EXAMPLES]
-    assert set(shown) <= {line for lines in kept for line in lines}
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=(stages_send_at_once, stages_reduce_outside_in) if "stages" in name else ())
+        pytest.param(
+            name, marks=(stages_send_at_once, stages_reduce_outside_in, pytest.mark.full) if "stages" in name else ()
+        )
         for name in EXAMPLES
     ],
 )
@@ -338,5 +272,5 @@ def test_the_example_is_as_its_file_says(monkeypatch, name):
     """Whoever changes a layout of it writes the file anew: python -m axes lock examples/llama.lock."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    done = lock_command(f"lock examples/{name} --check")
+    done = called(f"lock examples/{name} --check")
     assert done.exit_code == 0, done.output

@@ -7,65 +7,18 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
-from axes.algebra.errors import AxesError
-from axes.runtime import flags, trace
+
+# Imports from inside: the reader of traces, which the command line shows as text alone.
 from axes.show import timeline
-
-Moved = tuple[str, int, int]
-
-
-class Counted(TorchDispatchMode):
-    """Every collective that torch's dispatcher sees, with the bytes that this rank receives and sends at least."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Moved] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.found.append(moved(func.__name__.split(".")[0], args))
-        return func(*args, **(kwargs or {}))
-
-
-def bytes_of(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def moved(name: str, args: Sequence[Any]) -> Moved:
-    """What one call of the backend moves."""
-    group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-    size, rank = group.size(), group.rank()
-    if name == "allreduce_":
-        both = 2 * bytes_of(args[0][0]) * (size - 1) // size
-        return "all_reduce", both, both
-    if name == "_allgather_base_":
-        return "all_gather", bytes_of(args[0]) - bytes_of(args[1]), bytes_of(args[1]) * (size - 1)
-    if name == "_reduce_scatter_base_":
-        return "reduce_scatter", bytes_of(args[1]) * (size - 1) // size, bytes_of(args[1]) * (size - 1) // size
-    if name == "alltoall_base_":
-        out, x, _, receives, sends = args[:5]
-        row = out.element_size()
-        sides = [
-            (sum(counts) - counts[rank]) * row if counts else bytes_of(buffer) * (size - 1) // size
-            for buffer, counts in ((out, receives), (x, sends))
-        ]
-        return "all_to_all", sides[0], sides[1]
-    if name == "broadcast_":
-        count = bytes_of(args[0][0])
-        return "broadcast", *((0, count) if rank == args[2] else (count, 0))
-    assert name in ("send", "recv_"), name
-    count = bytes_of(args[0][0])
-    return ("recv", count, 0) if name == "recv_" else ("send", 0, count)
+from tests.counting import Counter
 
 
 def all_kinds(mesh: axes.Mesh) -> None:
@@ -94,27 +47,27 @@ def all_kinds(mesh: axes.Mesh) -> None:
     axes.reshard(axes.shard(torch.ones(4096, 2048), "a@tp b", mesh=mesh), "a b@dp")
 
 
-def is_here(event: timeline.Issued) -> bool:
-    return event.place.startswith("tests/test_trace.py:")
-
-
-def recorded(folder: str) -> tuple[list[Moved], list[Moved], bool]:
-    """What the dispatcher sees and what the trace says, of the same calls."""
+def recorded(folder: str) -> list[tuple[str, int, int]]:
+    """What is counted of calls that are traced, as the trace says it."""
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
     all_kinds(mesh)
-    counted = Counted()
-    with axes.debug(trace=f"{folder}/kinds.jsonl"), counted:
+    with axes.debug(trace=f"{folder}/kinds.jsonl"), Counter() as counter:
         all_kinds(mesh)
         axes.shard(torch.ones(4), "a@dp", mesh=mesh, source_rank=3)
-    log = timeline.read_log(Path(folder, f"kinds.{dist.get_rank()}.jsonl"))
-    told: list[Moved] = []
-    for event in log.events:
+    slow(folder)
+    return [(kind, came, went) for kind, _, came, went in counter.found]
+
+
+def told(path: Path) -> list[tuple[str, int, int]]:
+    """What a trace says that was sent, call by call."""
+    found = []
+    for event in timeline.read_log(path).events:
         if event.op["by"] == "send and receive":
-            told += [("recv", event.bytes_in, 0)] * (event.bytes_in > 0)
-            told += [("send", 0, event.bytes_out)] * (event.bytes_out > 0)
+            found += [("recv", event.bytes_in, 0)] * (event.bytes_in > 0)
+            found += [("send", 0, event.bytes_out)] * (event.bytes_out > 0)
         else:
-            told.append((event.op["by"], event.bytes_in, event.bytes_out))
-    return counted.found, told, all(map(is_here, log.events))
+            found.append((event.op["by"], event.bytes_in, event.bytes_out))
+    return found
 
 
 def slow(folder: str) -> None:
@@ -131,24 +84,27 @@ def slow(folder: str) -> None:
             axes.psum(x, "dp", mesh=mesh)
 
 
-def both(folder: str) -> tuple[list[Moved], list[Moved], bool]:
-    found = recorded(folder)
-    slow(folder)
-    return found
-
-
 @pytest.fixture(scope="module")
 def ran(world, tmp_path_factory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("traces")
-    return folder, world(both, 4, str(folder))
+    return folder, world(recorded, 4, str(folder))
 
 
-def test_events_are_what_the_dispatcher_counts_call_by_call_and_byte_by_byte(ran):
-    for counted, told, here in ran[1]:
-        assert told == counted
-        assert here
-    kinds = {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "recv"}
-    assert {name for _, told, _ in ran[1] for name, *_ in told} == kinds
+def test_events_are_what_is_counted_call_by_call_and_byte_by_byte(ran):
+    kinds = set()
+    for rank, counted in enumerate(ran[1]):
+        path = ran[0] / f"kinds.{rank}.jsonl"
+        found = told(path)
+        assert [kind for kind, *_ in found] == [kind for kind, *_ in counted]
+        for one, two in zip(found, counted, strict=True):
+            # A part of an element that goes around a ring is an element.
+            assert all(
+                0 <= there - here <= (8 if one[0] == "all_reduce" else 0)
+                for here, there in zip(one[1:], two[1:], strict=True)
+            ), (one, two)
+        assert all(event.place.startswith("tests/test_trace.py:") for event in timeline.read_log(path).events)
+        kinds |= {kind for kind, *_ in found}
+    assert kinds == {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "recv"}
 
 
 def test_an_event_says_what_it_is_part_of(ran):
@@ -215,7 +171,7 @@ def hung(folder: str, how: int) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_who_is_killed_in_a_collective_has_said_in_which(world, tmp_path, how):
-    with pytest.raises(AxesError, match="rank 0 of 2 was "):
+    with pytest.raises(axes.AxesError, match="rank 0 of 2 was "):
         world(hung, 2, str(tmp_path), how)
     job = timeline.read_traces([tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
     (event,) = job.open
@@ -227,7 +183,7 @@ def test_who_is_killed_in_a_collective_has_said_in_which(world, tmp_path, how):
     assert "rank 1 never came to it" in " ".join(str(job).split())
 
 
-def raising() -> None:
+def raising(folder: str) -> None:
     mesh = axes.init_mesh("tp=2", device_type="cpu")
     axes.psum(torch.ones(3), "tp", mesh=mesh)
     raise ValueError("a mistake")
@@ -237,10 +193,46 @@ def test_the_environment_begins_a_trace_and_an_exception_loses_none_of_it(world,
     monkeypatch.setenv("AXES_TRACE", str(tmp_path / "trace.jsonl"))
     (tmp_path / "trace.0.jsonl").write_text("of an earlier job\n" * 100)
     with pytest.raises(ValueError, match="a mistake"):
-        world(raising, 2)
+        world(raising, 2, str(tmp_path))
     for path in (tmp_path / "trace.0.jsonl", tmp_path / "trace.1.jsonl"):
         assert path.read_bytes().endswith(b"}\n"), "closed, without the rest of its window"
         assert [event.op["kind"] for event in timeline.read_log(path).events] == ["psum"]
+
+
+# --- transfers
+
+
+def moved_in_a_job(folder: str) -> tuple[list[Any], int]:
+    """What is counted of a transfer to ranks some of which are the same, and how much that is at least."""
+    source = axes.init_mesh("fsdp=3", ranks=range(3), device_type="cpu")
+    target = axes.init_mesh("dp=1 tp=2", ranks=[3, 1], device_type="cpu")
+    shapes = {"up": (50, 40), "norm": (7,), "bias": (3,)}
+    ends = {"up": "f@fsdp d", "norm": "d@fsdp", "bias": "d"}, {"up": "f d@tp", "norm": "d@tp", "bias": "d"}
+    move = axes.transfer(*ends, source, target, shapes, dtype="float32", bucket_mb=2e-3)
+    inside = source.coordinate is not None
+    held = {n: torch.ones(source.sharding(s).local_shape(shapes[n])) for n, s in ends[0].items()} if inside else {}
+    move(held)
+    with axes.debug(trace=f"{folder}/in_a_job.jsonl"), Counter() as counter:
+        move(held)
+    return counter.found, move.lower_bound
+
+
+def test_a_transfer_is_two_events_with_the_bytes_that_were_sent_and_its_largest_tensors(world, tmp_path):
+    sent, paths = 0, [tmp_path / f"in_a_job.{rank}.jsonl" for rank in range(4)]
+    moved = world(moved_in_a_job, 4, str(tmp_path))
+    for path, (counted, _) in zip(paths, moved, strict=True):
+        _, exchange = timeline.read_log(path).events
+        assert counted[0][0] == "all_reduce"
+        assert exchange.bytes_out == sum(out for *_, out in counted[1:])
+        assert exchange.bytes_in == sum(came for _, _, came, _ in counted[1:])
+        assert "'up' (f@fsdp d -> f d@tp), 'norm' (d@fsdp -> d@tp), 1 more" in exchange.op["what"]
+        assert exchange.place.startswith("tests/test_trace.py:")
+        assert exchange.op.get("apart"), "ranks wait for their partners alone"
+        sent += exchange.bytes_out
+    assert 0 <= sent - moved[0][1] < 500, "pieces begin at multiples of 16 bytes"
+    text = str(timeline.read_traces(paths))
+    assert "exchange of axes.transfer of 3 tensors in" in text
+    assert "hadn't ended" not in text
 
 
 # --- the file, in a simulated world
@@ -261,22 +253,6 @@ def lengths(path: Path) -> list[int]:
     return [int(event.what.partition("[")[2].partition("]")[0]) for event in timeline.read_log(path).events]
 
 
-def test_a_file_has_more_events_than_a_window(mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "WINDOW", 1)
-    wanted = [1 + number % 97 for number in range(200)]
-    with axes.debug(trace=str(tmp_path / "t")):
-        sums(mesh, *wanted)
-    assert lengths(tmp_path / "t.0") == wanted
-
-
-def test_what_is_remembered_is_bounded(mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "_MOST", 3)
-    with axes.debug(trace=str(tmp_path / "t")):
-        sums(mesh, *range(1, 9), *range(1, 9))
-        assert all(len(known) <= 3 for known in (trace.recorder().known, trace.recorder()._ops))
-    assert lengths(tmp_path / "t.0") == [*range(1, 9)] * 2
-
-
 def test_blocks_are_nested_and_go_on_in_their_files(mesh, tmp_path):
     for first in (1, 11):
         with axes.debug(trace=tmp_path / "outer.jsonl"):
@@ -289,8 +265,6 @@ def test_blocks_are_nested_and_go_on_in_their_files(mesh, tmp_path):
     sums(mesh, 100)
     assert lengths(tmp_path / "outer.0.jsonl") == [1, 3, 11, 13]
     assert lengths(tmp_path / "inner.0.jsonl") == [2, 12]
-    assert flags.trace == ""
-    assert not flags.watched
 
 
 def test_a_forked_process_leaves_the_trace_alone(mesh, tmp_path):
@@ -299,25 +273,10 @@ def test_a_forked_process_leaves_the_trace_alone(mesh, tmp_path):
         child = os.fork()
         if not child:
             sums(mesh, 2)
-            os._exit(0 if flags.trace == "" else 1)
+            os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         sums(mesh, 3)
     assert lengths(tmp_path / "t.0") == [1, 3]
-
-
-def test_threads_that_begin_a_trace_at_the_same_time_write_one(mesh, tmp_path, monkeypatch):
-    real = trace.Recorder
-
-    def slowly(path: str) -> trace.Recorder:
-        time.sleep(0.2)
-        return real(path)
-
-    monkeypatch.setattr(trace, "Recorder", slowly)
-    monkeypatch.setattr(trace.flags, "trace", str(tmp_path / "one.jsonl"))
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: trace.recorder(), range(4)))
-    trace.stop(str(tmp_path / "one.jsonl"))
-    assert len({*map(id, found)}) == 1
 
 
 def test_an_asynchronous_collective_is_marked(mesh, tmp_path):
@@ -327,68 +286,6 @@ def test_an_asynchronous_collective_is_marked(mesh, tmp_path):
     (event,) = timeline.read_log(tmp_path / "t.0").events
     assert event.op["later"]
     assert not event.counts
-
-
-def test_where_the_disk_is_full_the_trace_ends_and_the_job_goes_on(mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "WINDOW", 1)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with axes.debug(trace=tmp_path / "t"):
-        sums(mesh, 1)
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.warns(UserWarning, match=r"the trace .* ends here: .*No space left on device"):
-            sums(mesh, *[2] * 200)
-    found = lengths(tmp_path / "t.0")
-    assert found == [1] + [2] * (len(found) - 1)
-    assert len(found) < 200
-
-
-def test_lines_are_told_where_the_working_directory_is_gone(mesh, tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with axes.debug(trace=tmp_path / "t"):
-        sums(mesh, 1)
-    assert "test_trace.py:" in timeline.read_log(tmp_path / "t.0").events[0].place
-
-
-def test_groups_that_are_ended_are_let_go(mesh, tmp_path):
-    with axes.debug(trace=tmp_path / "t"):
-        sums(mesh, 1)
-        assert trace.recorder().known
-        axes.destroy_process_groups()
-        assert not trace.recorder().known
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"trace": 3}, r"axes.debug\(trace=\): the path of a file, or ''; found .*3"),
-        ({"trace": "/nowhere/t"}, "the trace can't be written: .*No such file or directory"),
-        ({"trace": "/dev/null/t"}, "the trace can't be written: .*Not a directory"),
-        ({"trace": "a\0b"}, r"the trace can't be written: 'a\\x00b.0' is no path of a file \(embedded null byte\)"),
-        ({"trace": "\ud800"}, r"the trace can't be written: '\\ud800.0' is no path of a file \(.*surrogates"),
-        ({"trace": "/"}, "the trace can't be written: '/' is a folder; write the path of a file"),
-        ({"trace": "."}, "the trace can't be written: '.' is a folder"),
-        ({"trace": ".."}, "the trace can't be written: '..' is a folder"),
-    ],
-)
-def test_a_trace_that_cant_be_is_one_error_and_off_again(mesh, given, message):
-    before = flags.said()
-    with pytest.raises(AxesError, match=message):
-        axes.debug(**given)
-    assert flags.said() == before
-    assert axes.psum(torch.ones(3), "tp", mesh=mesh).shape == (3,)
-
-
-def test_a_trace_of_the_environment_that_cant_be_is_an_error_of_the_mesh(monkeypatch):
-    monkeypatch.setenv("AXES_TRACE", "/")
-    with axes.simulate(4), pytest.raises(AxesError, match="the trace can't be written: '/' is a folder"):
-        axes.init_mesh("dp=2 tp=2")
-    monkeypatch.delenv("AXES_TRACE")
-    flags.read_environment()
 
 
 # --- the reader
@@ -432,12 +329,6 @@ def test_clocks_of_machines_are_set_by_the_collectives_that_they_have_in_common(
     assert all(abs(found - wanted) <= clock.error for found, wanted in zip(starts, [80, 1010], strict=True))
     assert "2 hosts" in str(job)
     assert "agree within" in str(job)
-
-
-def test_ranks_of_one_machine_have_one_clock_whatever_the_time_of_day(tmp_path):
-    texts = {rank: log(rank, [("psum", (0, 1), 10 * rank, 100)], wall=rank * 10**9) for rank in (0, 1)}
-    job = job_of(tmp_path, texts)
-    assert job.waits[id(job.logs[0].events[0])] == 10
 
 
 def test_lateness_is_handed_on_to_the_rank_that_caused_it(tmp_path):
@@ -491,14 +382,14 @@ WRONG = {
 def test_a_file_that_isnt_a_trace_is_one_error(tmp_path, case):
     text, message = WRONG[case]
     (tmp_path / "t").write_text(text)
-    with pytest.raises(AxesError, match=message):
+    with pytest.raises(axes.AxesError, match=message):
         timeline.read_log(tmp_path / "t")
 
 
 def test_traces_of_two_jobs_and_two_of_a_rank_are_told_apart(tmp_path):
-    with pytest.raises(AxesError, match="there is another trace of rank 0"):
+    with pytest.raises(axes.AxesError, match="there is another trace of rank 0"):
         job_of(tmp_path, {0: log(0, []), 1: log(0, [])})
-    with pytest.raises(AxesError, match="of several jobs: of 4 and of 8 ranks"):
+    with pytest.raises(axes.AxesError, match="of several jobs: of 4 and of 8 ranks"):
         job_of(tmp_path, {0: log(0, []), 1: log(1, [], world=8)})
-    with pytest.raises(AxesError, match="no trace is given"):
+    with pytest.raises(axes.AxesError, match="no trace is given"):
         timeline.read_traces([])

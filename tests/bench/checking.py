@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import axes
 from tests.bench.measure import Times, benchmark
-from tests.test_check import told_apart
+from tests.test_desync import told_apart
 
 RANKS = 4
 ROUNDS = 10
