@@ -50,7 +50,7 @@ def files(d: Draw) -> None:
             p.do("back = get_model_state_dict(module(x), options=StateDictOptions(full_state_dict=True))")
             p.do(f"for k in back if {t}.here is not None else (): same(back[k], wholes[k], k)")
         p.do("for k, (g, s) in wanted.items(): check(x[k], wholes[k], g, s)")
-    p.do("folder.__exit__(None)")
+    p.do("folder.__exit__(None, None, None)")
 
 
 def sharded(d: Draw, grid: Grid, g: str, shapes: list[tuple[int, ...]]) -> str:

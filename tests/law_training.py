@@ -7,11 +7,12 @@ given, recomputed layers, clipping, the optimizer, and a checkpoint from which i
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import axes
 from tests.common import case
 from tests.strategies import place
-from tests.whole_cases import Draw, Grid, check, refusal
+from tests.whole_cases import Draw, Grid, Random, check, held, refusal
 
 WEIGHTS = {
     "mlp": {"up": "f e", "down": "e f"},
@@ -176,6 +177,26 @@ def alike(one: nn.Module, many: nn.Module, where: Mapping[str, tuple[Grid, str]]
             check(x, whole, *where[name])
 
 
+def changed(one: nn.Module, many: nn.Module, seed: int) -> None:
+    """Some gradients are missing, lie otherwise than their parameter, or are pending."""
+    random = Random(seed)
+    for whole, x in zip(one.parameters(), many.parameters(), strict=True):
+        kind, spec, mesh = (
+            random.choice(("there", "missing", "whole", "pending")),
+            axes.spec_of(x),
+            axes.sharding_of(x).mesh,
+        )
+        free = [name for name, size in mesh.shape.items() if size > 1 and not re.search(rf"\b{name}\b", spec)]
+        if kind == "missing":
+            whole.grad = x.grad = None
+        elif kind == "whole":
+            x.grad = axes.shard(whole.grad, " ".join(["_"] * x.ndim), mesh=mesh)
+        elif kind == "pending" and free:
+            at, local = mesh.axis(free[0]).index, held(x.grad)
+            local = local - 1 if at == 0 else torch.full_like(local, float(at == 1))
+            x.grad = axes.from_local(local, f"{spec} | sum@{free[0]}", mesh=mesh, shape=x.shape)
+
+
 def filled(one: nn.Module, many: nn.Module) -> None:
     """Gives the model of one device the values of the other."""
     with torch.no_grad():
@@ -193,20 +214,17 @@ def resumed(model: nn.Module, optimizer: Any, fresh: nn.Module, others: Any) -> 
         set_state_dict(fresh, others, model_state_dict=weights, optim_state_dict=state)
 
 
-class shared_folder:
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
     """A folder that all ranks see while they are in it."""
-
-    def __enter__(self) -> str:
-        name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(name, 0)
-        self.name: str = name[0]
-        return self.name
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            dist.barrier()
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name, 0)
+    try:
+        yield name[0]
+        dist.barrier()
+    finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(Path(self.name), ignore_errors=True)
+            shutil.rmtree(name[0], ignore_errors=True)
 
 
 OPTIMIZERS = (
@@ -261,7 +279,9 @@ def training(d: Draw) -> None:
     ranges = {"b": (2, 3, 4, 8), "s": (1, 3, 4), "v": (5, 8, 12), "e": (4, 5), "f": (4, 6, 7), "h": (2, 4), "k": (1, 2)}
     sizes = {name: random.choice(choices) for name, choices in {**ranges, "n": (2, 3, 4), "g": (2, 3)}.items()}
     options = f"{' '.join(layers)!r}, {sizes}, {d.chance(0.3)}, {d.chance(0.3)}"
-    p.do("from tests.law_training import Net, alike, data, filled, resumed; from tests.own_optimizers import Each")
+    p.do(
+        "from tests.law_training import Net, alike, changed, data, filled, resumed; from tests.own_optimizers import Each"
+    )
     p.do(f"torch.manual_seed({d.seed()}); torch.set_default_dtype(torch.float64); one = Net({options})")
     d.features.add("training")
     kind = random.choice(OPTIMIZERS)
@@ -279,6 +299,9 @@ def training(d: Draw) -> None:
         p.do("loss, LOSS = many(t, l), one(t, l); loss.backward(); LOSS.backward()")
         p.do("same(axes.unshard(loss), LOSS, 'loss')")
         p.do(f"alike(one, many, {where}, 'gradient')")
+        if d.chance(0.5):
+            d.features.add("gradients of all kinds")
+            p.do(f"changed(one, many, {d.seed()})")
         p.do(f"norm = axes.nn.clip_grad_norm_(many.parameters(), {limit}, {order})")
         p.do(f"same(norm, torch.nn.utils.clip_grad_norm_(one.parameters(), {limit}, {order}), 'norm')")
         p.do(f"opt.step(); OPT.step(); alike(one, many, {where})")

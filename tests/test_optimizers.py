@@ -7,12 +7,9 @@ what else an optimizer has: groups, hooks, closures, state that somebody replace
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
-import io
 import pickle
 import random
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
@@ -224,39 +220,6 @@ def test_steps_on_shards_are_those_of_one_device_bit_for_bit_and_send_nothing(po
 @pytest.mark.full
 def test_so_are_those_of_every_optimizer_in_every_dtype(pool):
     pool.run(same_steps, EVERY, timeout=600)
-
-
-def state_dicts() -> None:
-    mesh = job()
-    for name, options in (("AdamW", {"amsgrad": True}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("ASGD", {})):
-        (_, ones), (_, others) = pair(1, mesh), pair(1, mesh)
-        kind = getattr(torch.optim, name)
-        ordinary, ours = kind(ones[:1], **options), axes.nn.local_optimizer(kind, others[:1], **options)
-        for optimizer, parameters in ((ordinary, ones), (ours, others)):
-            parameters[0].grad = sharded(torch.ones(PLACES[0][0]), 0, mesh)
-            optimizer.step()
-        assert described(ordinary.state_dict()) == described(ours.state_dict()), name
-        saved = [copy.deepcopy(o.state_dict()) for o in (ordinary, ours)]
-        ordinary.load_state_dict(saved[1])
-        ours.load_state_dict(saved[0])
-        ordinary.step()
-        ours.step()
-        assert torch.equal(local(ones[0]), local(others[0])), name
-
-
-def described(state: Any) -> Any:
-    """The structure of a state dict: keys, and what each tensor is."""
-    if isinstance(state, dict):
-        return {key: described(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [described(value) for value in state]
-    if isinstance(state, DTensor):
-        return (tuple(state.shape), state.dtype, state.placements, state.device_mesh, tuple(state.stride()))
-    return (tuple(state.shape), state.dtype) if isinstance(state, torch.Tensor) else state
-
-
-def test_the_state_dict_is_that_of_the_ordinary_optimizer_and_each_loads_the_other(pool):
-    pool.run(state_dicts)
 
 
 def training() -> None:
@@ -491,24 +454,6 @@ def momentum(steps: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.optim.Op
     return weight, plain, ours, theirs
 
 
-def test_a_step_takes_state_and_memory_that_somebody_has_replaced(mesh):
-    weight, plain, ours, theirs = momentum()
-    for way in ("another tensor", "swapped", "other memory"):
-        if way == "another tensor":
-            ours.state[weight]["momentum_buffer"] = axes.full("a@dp b@tp", 7.0, a=4, b=4)
-        elif way == "swapped":
-            torch.utils.swap_tensors(ours.state[weight]["momentum_buffer"], axes.full("a@dp b@tp", 7.0, a=4, b=4))
-        else:
-            weight._local_tensor, plain.data = torch.full((2, 2), 5.0), torch.full((2, 2), 5.0)  # as FSDP2 does
-        theirs.state[plain]["momentum_buffer"].fill_(7.0)
-        if way == "other memory":
-            local(ours.state[weight]["momentum_buffer"]).fill_(7.0)
-        ours.step()
-        theirs.step()
-        assert torch.equal(local(weight), plain), way
-        assert torch.equal(local(ours.state[weight]["momentum_buffer"]), theirs.state[plain]["momentum_buffer"])
-
-
 def test_a_parameter_that_is_sharded_anew_doesnt_step_with_the_state_that_it_had(mesh):
     weight, _, ours, _ = momentum()
     weight.grad = None
@@ -518,66 +463,94 @@ def test_a_parameter_that_is_sharded_anew_doesnt_step_with_the_state_that_it_had
         ours.step()
 
 
-def test_parameters_that_are_in_no_group_any_more_are_kept_alive_by_nobody(mesh):
-    weight, _, ours, _ = momentum()
-    ours.param_groups[0]["params"] = []
-    ours.step()
-    alive = weakref.ref(weight)
-    ours.state.clear()
-    del weight
-    gc.collect()
-    assert alive() is None
+# What happens to an optimizer between steps, the same to one on shards and to one on tensors like them. `full` gives
+# a tensor like a parameter.
+
+Change = Callable[[Any, list[torch.Tensor], Callable[[float], torch.Tensor]], Any]
 
 
-def test_parameters_that_change_places_or_groups_keep_their_own_state():
-    def stepped(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def exchange(o: Any, w: list[torch.Tensor]) -> None:
+    one, two = o.state[w[0]], o.state[w[1]]
+    one["exp_avg"], two["exp_avg"] = two["exp_avg"], one["exp_avg"]
+
+
+def set_memory(x: torch.Tensor) -> None:
+    """Another memory for a parameter, as FSDP2 gives it one."""
+    if isinstance(x, DTensor):
+        x._local_tensor = torch.full_like(local(x), 5.0)
+    else:
+        x.data = torch.full_like(x, 5.0)
+
+
+CHANGED: dict[str, Change] = {
+    "state is replaced": lambda o, w, full: o.state[w[0]].update(exp_avg=full(7.0)),
+    "state is swapped": lambda o, w, full: torch.utils.swap_tensors(o.state[w[0]]["exp_avg"], full(7.0)),
+    "state is exchanged": lambda o, w, full: exchange(o, w),
+    "state is removed": lambda o, w, full: o.state.pop(w[0]),
+    "state is loaded": lambda o, w, full: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "memory is replaced": lambda o, w, full: set_memory(w[0]),
+    "parameters change places": lambda o, w, full: o.param_groups[0]["params"].reverse(),
+    "one leaves": lambda o, w, full: o.param_groups[0]["params"].pop(),
+    "one goes to another group": lambda o, w, full: o.add_param_group(
+        {"params": [o.param_groups[0]["params"].pop()], "lr": 0.5}
+    ),
+    "options change": lambda o, w, full: o.param_groups[0].update(maximize=True, weight_decay=0.1),
+    "an option asks for more state": lambda o, w, full: o.param_groups[0].update(amsgrad=not o.state),
+    "a gradient is missing": lambda o, w, full: setattr(w[1], "grad", None),
+    "gradients are zeroed": lambda o, w, full: o.zero_grad(set_to_none=False),
+    "it is copied": lambda o, w, full: copy.deepcopy(o),
+    "it is pickled": lambda o, w, full: pickle.loads(pickle.dumps(o)),
+}
+
+
+WHEN = [(what, at) for what in CHANGED for at in (0, 2) if at or what.partition("state is ")[2] in ("", "loaded")]
+
+
+@pytest.mark.parametrize(("what", "at"), WHEN)
+def test_what_happens_between_steps_changes_the_next_as_on_plain_tensors(mesh, what, at):
+    def stepped(made: Callable[..., Any], full: Callable[[float], torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        w = [full(float(number)).requires_grad_() for number in range(3)]
+        optimizer = made(torch.optim.Adam, w, lr=0.1)
         for turn in range(4):
-            for number, weight in enumerate(weights):
-                weight.grad = torch.ones_like(weight) * (turn + 1) * (number - 1.5)
+            for number, weight in enumerate(w):
+                weight.grad = full((turn + 1) * (number - 1.5))
+            if turn == at:
+                found = CHANGED[what](optimizer, w, full)
+                if isinstance(found, torch.optim.Optimizer):
+                    optimizer, w = found, found.param_groups[0]["params"]
             optimizer.step()
-            if turn == 0:
-                optimizer.param_groups[0]["params"].reverse()
-            if turn == 1:
-                one, other = (optimizer.state[weight] for weight in weights[:2])
-                one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
-            if turn == 2:
-                optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.5})
-        return [local(weight) for weight in weights]
+        return optimizer, w
 
-    with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu"):
-        ours = [axes.zeros("n@dp", n=4, requires_grad=True) for _ in range(3)]
-        theirs = [torch.zeros(4, requires_grad=True) for _ in range(3)]
-        found = stepped(ours, axes.nn.local_optimizer(torch.optim.Adam, ours, lr=0.1))
-        expected = stepped(theirs, torch.optim.Adam(theirs, lr=0.1))
-    assert all(map(torch.equal, found, expected))
+    ours, shards = stepped(axes.nn.local_optimizer, lambda x: axes.full("a@dp b@tp", x, a=4, b=4))
+    theirs, plain = stepped(lambda kind, *given, **options: kind(*given, **options), lambda x: torch.full((2, 2), x))
+    assert type(ours).__name__ == "LocalAdam"
+    for one, other in zip(shards, plain, strict=True):
+        assert torch.equal(local(one), other)
+        assert torch.equal(local(one.grad), other.grad) if other.grad is not None else one.grad is None
+        assert ours.state[one].keys() == theirs.state[other].keys()
+        for key, value in theirs.state[other].items():
+            assert torch.equal(local(ours.state[one][key]), value), key
+            assert isinstance(ours.state[one][key], DTensor) == (key != "step"), key
 
 
-LATER = [
-    # what is set after the optimizer is made, before which step, and the state that it asks for
-    (torch.optim.SGD, {"momentum": 0.9}, 0, "momentum_buffer"),
-    (torch.optim.SGD, {"momentum": 0.9}, 2, "momentum_buffer"),
-    (torch.optim.Adam, {"amsgrad": True}, 0, "max_exp_avg_sq"),
-    (torch.optim.RMSprop, {"centered": True}, 0, "grad_avg"),
-]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("kind", "later", "first", "name"), LATER)
-def test_state_of_an_option_that_is_set_later_is_sharded_whatever_a_rank_has_of_it(rank, kind, later, first, name):
-    with axes.simulate(2, rank=rank), axes.init_mesh("x=2", device_type="cpu"):
-        for shape, spec in (((3, 2), "a@x b"), ((1,), "a@x")):
-            whole = numbers(shape, 0).requires_grad_()
-            weight = axes.shard(whole.detach(), spec).requires_grad_()
-            ours, theirs = axes.nn.local_optimizer(kind, [weight], lr=0.1), kind([whole], lr=0.1)
-            for step in range(4):
-                whole.grad = numbers(shape, step)
-                weight.grad = axes.shard(whole.grad, spec)
-                for optimizer in (ours, theirs):
-                    optimizer.param_groups[0].update(later if step >= first else {})
-                    optimizer.step()
-            assert isinstance(ours.state[weight][name], DTensor)
-            assert equal(ours.state[weight][name], theirs.state[whole][name])
-            assert equal(weight, whole)
+def test_state_dicts_are_those_of_the_ordinary_optimizer_and_each_loads_the_other(mesh):
+    weights = [parameter(), parameter()]
+    ordinary = torch.optim.AdamW(weights[:1], amsgrad=True)
+    ours = axes.nn.local_optimizer(torch.optim.AdamW, weights[1:], amsgrad=True)
+    for optimizer, weight in zip((ordinary, ours), weights, strict=True):
+        weight.grad = ones()
+        optimizer.step()
+    one, two = (copy.deepcopy(o.state_dict()) for o in (ordinary, ours))
+    assert one["param_groups"] == two["param_groups"]
+    for key, value in one["state"][0].items():
+        found = two["state"][0][key]
+        assert torch.equal(local(found), local(value))
+        assert getattr(found, "placements", ()) == getattr(value, "placements", ())
+    ordinary.load_state_dict(two)
+    ours.load_state_dict(one)
+    ordinary.step()
+    ours.step()
+    assert torch.equal(*map(local, weights))
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
@@ -590,27 +563,6 @@ def test_groups_may_have_another_kind_of_state_under_the_same_name(mesh, order):
     optimizer.step()
     optimizer.step()
     assert [isinstance(optimizer.state[weight]["v"], DTensor) for weight in weights] == list(order)
-
-
-def saved_and_loaded(x: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_and_loaded])
-def test_a_copy_of_an_optimizer_steps_like_it(mesh, copied):
-    (weight, whole), kind = (parameter("a@dp"), torch.ones(2, requires_grad=True)), torch.optim.AdamW
-    ours, theirs = axes.nn.local_optimizer(kind, [weight], lr=0.5), kind([whole], lr=0.5)
-    for step in range(3):
-        (weight,) = ours.param_groups[0]["params"]
-        weight.grad, whole.grad = axes.full("a@dp", step + 1.0, a=4), torch.full((2,), step + 1.0)
-        ours.step()
-        theirs.step()
-        assert torch.equal(local(weight), whole)
-        ours = copied(ours)
-        assert isinstance(ours, kind)
 
 
 # ---------------------------------------------------------------------------- what else a step is
@@ -643,23 +595,6 @@ def test_autograd_hears_of_what_changed_and_of_nothing_else(mesh):
         y.backward(torch.ones_like(y))
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_gradients_of_plain_and_sharded_parameters_are_zeroed(mesh, options):
-    weights = [parameter(), torch.ones(2, requires_grad=True), parameter("a@tp")]
-    gradients = [ones(), torch.ones(2), ones("a@tp")]
-    groups = [{"params": weights[:2]}, {"params": weights[2]}]
-    optimizer = axes.nn.local_optimizer(torch.optim.Adam, groups, **options)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient
-    optimizer.zero_grad(set_to_none=False)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        assert weight.grad is gradient
-        assert not local(gradient).any()
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
-    optimizer.zero_grad()
-    assert [weight.grad for weight in weights] == [None] * 3
-
-
 def test_the_dtype_of_a_gradient_may_change_from_step_to_step(mesh):
     weight = parameter("a@dp")
     optimizer = axes.nn.local_optimizer(torch.optim.SGD, [weight], lr=1.0, foreach=False)
@@ -670,24 +605,6 @@ def test_the_dtype_of_a_gradient_may_change_from_step_to_step(mesh):
         optimizer.step()
     assert local(weight).tolist() == [-3.0] * 2
     assert weight.grad.dtype == torch.float32
-
-
-def test_hooks_of_all_optimizers_see_the_steps_of_the_user_alone(mesh):
-    seen: list[str] = []
-    hooks = [
-        register(lambda optimizer, *_: seen.append(type(optimizer).__name__))
-        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
-    ]
-    try:
-        weight = parameter()
-        optimizer = axes.nn.local_optimizer(torch.optim.Adam, [weight])
-        assert not seen
-        weight.grad = ones()
-        optimizer.step()
-        assert seen == ["LocalAdam", "LocalAdam"]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def plain_gradient(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:

@@ -21,13 +21,18 @@ import axes
 
 def meshes(model: nn.Module) -> axes.Mesh:
     mesh = axes.init_mesh("dp tp=2", "fsdp = dp", device_type="cpu", options={"tp": axes.GroupOptions(timeout=60.0)})
-    assert_type(mesh, axes.Mesh)
-    assert_type(axes.Mesh("dp=2 tp=2", ranks=range(4), ranks_per_node=4), axes.Mesh)
-    assert_type(mesh["dp", "tp"], axes.Mesh)
-    assert_type(mesh.rearrange("(a b) tp -> b tp a", a=2), axes.Mesh)
-    assert_type(mesh.define("x = tp dp").at(3), axes.Mesh)
+    assert_type(
+        [
+            mesh,
+            axes.Mesh("dp=2 tp=2", ranks=range(4), ranks_per_node=4),
+            mesh["dp", "tp"],
+            mesh.rearrange("(a b) tp -> b tp a", a=2),
+            mesh.define("x = tp dp").at(3),
+            axes.Mesh.from_device_mesh(mesh.device_mesh),
+        ],
+        list[axes.Mesh],
+    )
     assert_type(mesh.device_mesh, DeviceMesh)
-    assert_type(axes.Mesh.from_device_mesh(mesh.device_mesh), axes.Mesh)
     assert_type(mesh.axis("tp"), axes.Axis)
     assert_type(mesh.axis("tp").group, ProcessGroup)
     assert_type(mesh.axis("tp").ranks, Sequence[int])
@@ -42,8 +47,7 @@ def meshes(model: nn.Module) -> axes.Mesh:
     fully_shard(model, mesh=mesh["dp"].device_mesh)
     assert_type(torch.distributed.get_world_size(mesh.axis("tp").group), int)
     with mesh as entered, axes.use_mesh(mesh) as used:
-        assert_type(entered, axes.Mesh)
-        assert_type(used, axes.Mesh)
+        assert_type((entered, used), tuple[axes.Mesh, axes.Mesh])
     print(mesh.explain("dp tp -> tp dp"), axes.process_groups()[0].names)
     print(axes.show(mesh, rank=1), axes.show(mesh.sharding("b@dp d"), (8, 4)).text(120), axes.show(mesh).svg())
     page: str = axes.explain("b s@tp -> b s", (4, 8), mesh=mesh, dtype=torch.bfloat16).html()
@@ -53,46 +57,65 @@ def meshes(model: nn.Module) -> axes.Mesh:
 
 def tensors(mesh: axes.Mesh) -> DTensor:
     x = axes.shard(torch.randn(8, 4), "b@dp d", mesh=mesh)
-    assert_type(x, DTensor)
-    assert_type(axes.from_local(torch.randn(8, 4), "b@dp d", mesh=mesh, grad="whole"), DTensor)
-    assert_type(axes.randn("b@dp d", mesh=mesh, b=8, d=4, requires_grad=True), DTensor)
-    assert_type(axes.full("b@dp d", 1.0, mesh=mesh, b=8, d=4), DTensor)
-    assert_type(axes.unshard(x), Tensor)
-    assert_type(axes.to_local(x, grad="summed"), Tensor)
+    assert_type(
+        [
+            x,
+            axes.from_local(torch.randn(8, 4), "b@dp d", mesh=mesh, grad="whole"),
+            axes.randn("b@dp d", mesh=mesh, b=8, d=4, requires_grad=True),
+            axes.full("b@dp d", 1.0, mesh=mesh, b=8, d=4),
+        ],
+        list[DTensor],
+    )
+    assert_type((axes.unshard(x), axes.to_local(x, grad="summed")), tuple[Tensor, Tensor])
     assert_type(axes.spec_of(x), str)
     assert_type(axes.sharding_of(x), axes.Sharding)
     return axes.lift(x, mesh)
 
 
 def operations(x: DTensor, local: Tensor, weight: nn.Parameter) -> None:
-    assert_type(axes.reshard(x, "b d@tp"), DTensor)
-    assert_type(axes.reshard(local, "b@tp d -> b d@tp", mesh=axes.sharding_of(x).mesh), Tensor)
-    assert_type(axes.rearrange(x, "b d@tp -> d b", comm_dtype=torch.bfloat16), DTensor)
-    assert_type(axes.rearrange(local, "b d@tp -> d b"), Tensor)
-    assert_type(axes.rearrange([local, local], "n b d -> b n d"), Tensor)
-    assert_type(axes.rearrange([x, x], "n b d@tp -> b n d"), DTensor)
-    assert_type(axes.rearrange(weight, "a b -> b a"), Tensor)
-    assert_type(axes.reduce(x, "b d -> b", "mean"), DTensor)
-    assert_type(axes.reduce(local, "b d -> b", torch.amax), Tensor)
-    assert_type(axes.repeat(x, "b d -> b n d", n=3), DTensor)
-    assert_type(axes.repeat(local, "b d -> b n d", n=3), Tensor)
-    assert_type(axes.einsum(x, x, "b d, e d -> b e", grad="pending"), DTensor)
-    assert_type(axes.einsum(local, weight, "b d, e d -> b e", e=3), Tensor)
-    assert_type(axes.softmax(x, "b d@tp", over="d"), DTensor)
-    assert_type(axes.logsumexp(local, "b d@tp", over="d"), Tensor)
-    assert_type(axes.rms_norm(x, "b d@tp", over="d", weight=x), DTensor)
-    assert_type(axes.layer_norm(local, "b d", over="d", weight=local, bias=weight), Tensor)
-    assert_type(axes.cross_entropy(x, x, "b v@tp, b -> ", reduction="sum"), DTensor)
-    assert_type(axes.embedding(local, weight, "s, v d -> s d"), Tensor)
+    assert_type(
+        [
+            axes.reshard(x, "b d@tp"),
+            axes.rearrange(x, "b d@tp -> d b", comm_dtype=torch.bfloat16),
+            axes.rearrange([x, x], "n b d@tp -> b n d"),
+            axes.reduce(x, "b d -> b", "mean"),
+            axes.repeat(x, "b d -> b n d", n=3),
+            axes.einsum(x, x, "b d, e d -> b e", grad="pending"),
+            axes.softmax(x, "b d@tp", over="d"),
+            axes.rms_norm(x, "b d@tp", over="d", weight=x),
+            axes.cross_entropy(x, x, "b v@tp, b -> ", reduction="sum"),
+        ],
+        list[DTensor],
+    )
+    assert_type(
+        (
+            axes.reshard(local, "b@tp d -> b d@tp", mesh=axes.sharding_of(x).mesh),
+            axes.rearrange(local, "b d@tp -> d b"),
+            axes.rearrange([local, local], "n b d -> b n d"),
+            axes.rearrange(weight, "a b -> b a"),
+            axes.reduce(local, "b d -> b", torch.amax),
+            axes.repeat(local, "b d -> b n d", n=3),
+            axes.einsum(local, weight, "b d, e d -> b e", e=3),
+            axes.logsumexp(local, "b d@tp", over="d"),
+            axes.layer_norm(local, "b d", over="d", weight=local, bias=weight),
+            axes.embedding(local, weight, "s, v d -> s d"),
+        ),
+        tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    )
 
 
 def collectives(x: Tensor) -> None:
-    assert_type(axes.psum(x, "tp"), Tensor)
-    assert_type(axes.pmax(axes.pmin(axes.pmean(x, ("dp", "tp")), "tp"), "tp"), Tensor)
-    assert_type(axes.psum_scatter(axes.all_gather(x, "tp", dim=1), "tp", dim=1), Tensor)
-    assert_type(axes.all_to_all(x, "tp", send_sizes=[1, 2], recv_sizes=[2, 1]), Tensor)
-    assert_type(axes.ppermute(x, "tp", shift=1), Tensor)
-    assert_type(axes.ppermute(x, "tp", perm=[(0, 1)]), Tensor)
+    assert_type(
+        (
+            axes.psum(x, "tp"),
+            axes.pmax(axes.pmin(axes.pmean(x, ("dp", "tp")), "tp"), "tp"),
+            axes.psum_scatter(axes.all_gather(x, "tp", dim=1), "tp", dim=1),
+            axes.all_to_all(x, "tp", send_sizes=[1, 2], recv_sizes=[2, 1]),
+            axes.ppermute(x, "tp", shift=1),
+            axes.ppermute(x, "tp", perm=[(0, 1)]),
+        ),
+        tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    )
     assert_type(axes.axis_index("tp") + axes.axis_size("tp"), int)
 
 
@@ -117,8 +140,7 @@ def regions(x: DTensor, w: DTensor) -> None:
     assert_type(axes.unshard(y) / axes.unshard(norms), Tensor)
     assert_type(loss_and_count(x), dict[str, Tensor])
     double: Callable[[Tensor], DTensor] = axes.shard_map(lambda t: 2 * t, "b@dp d -> b@dp d", check=1e-6)
-    assert_type(double(x), DTensor)
-    assert_type(axes.shard_map(torch.relu, "b@dp d -> b@dp d")(x), DTensor)
+    assert_type((double(x), axes.shard_map(torch.relu, "b@dp d -> b@dp d")(x)), tuple[DTensor, DTensor])
 
 
 def plans(mesh: axes.Mesh) -> axes.Plan:

@@ -1,6 +1,6 @@
 """A small transformer parallelized by hand, in Megatron's way, for `axes.verify` to find bugs in.
 
-`program(tokens, labels, mesh)` runs it on whatever axes the mesh has of dp, cp, tp and ep. `bug` puts one mistake in.
+`program(tokens, labels, mesh)` runs it on whatever axes the mesh has of dp, cp and tp. `bug` puts one mistake in.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, EMBED, HEADS, MLP, EXPERTS = 16, 8, 4, 16, 4
+VOCAB, EMBED, HEADS, MLP = 16, 8, 4, 16
 
 
 class Collective(torch.autograd.Function):
@@ -70,7 +70,7 @@ class Axis:
 
 class Context:
     def __init__(self, mesh, bug=None, sequence=False):
-        self.dp, self.cp, self.tp, self.ep = (Axis(mesh, name) for name in ("dp", "cp", "tp", "ep"))
+        self.dp, self.cp, self.tp = (Axis(mesh, name) for name in ("dp", "cp", "tp"))
         self.bug, self.sequence = bug, sequence and self.tp.size > 1
 
     def enter(self, x):
@@ -131,46 +131,16 @@ class Mlp(nn.Module):
         return context.leave(y) + self.bias
 
 
-class Router(nn.Module):
-    def __init__(self, context):
-        super().__init__()
-        self.context = context
-        self.gate = nn.Linear(EMBED, EXPERTS, bias=False)
-
-    def forward(self, x):
-        gates = self.gate(x).softmax(-1)
-        return gates * self.context.tp.size if self.context.bug == "gates" else gates
-
-
-class Moe(nn.Module):
-    """Every expert sees every token; ep splits the experts."""
-
-    def __init__(self, context):
-        super().__init__()
-        self.context = context
-        self.router = Router(context)
-        self.up = split(torch.randn(EXPERTS, EMBED, MLP) / 3, context.ep, 0)
-        self.down = split(torch.randn(EXPERTS, MLP, EMBED) / 4, context.ep, 0)
-
-    def forward(self, x):
-        context = self.context
-        gates = self.router(x)
-        gates = context.ep.part(context.ep.f(gates), 2)
-        h = F.gelu(torch.einsum("bsd,edf->bsef", context.ep.f(x), self.up))
-        return context.ep.g(torch.einsum("bsef,efd,bse->bsd", h, self.down, gates))
-
-
 class Block(nn.Module):
     def __init__(self, context, dropout):
         super().__init__()
-        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(EMBED), nn.RMSNorm(EMBED), nn.RMSNorm(EMBED)
-        self.attention, self.mlp, self.moe = Attention(context), Mlp(context), Moe(context)
+        self.norm1, self.norm2 = nn.LayerNorm(EMBED), nn.RMSNorm(EMBED)
+        self.attention, self.mlp = Attention(context), Mlp(context)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
         x = x + self.dropout(self.attention(self.norm1(x)))
-        x = x + self.dropout(self.mlp(self.norm2(x)))
-        return x + self.moe(self.norm3(x))
+        return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class Model(nn.Module):
@@ -201,7 +171,7 @@ class Model(nn.Module):
 
 def summed_over_tp(name):
     """What every rank of tp has, and uses for its part of the sequence alone."""
-    return "norm" in name or "moe" in name or name.endswith("mlp.bias")
+    return "norm" in name or name.endswith("mlp.bias")
 
 
 def synchronized(model, context):
@@ -210,8 +180,8 @@ def synchronized(model, context):
         grad = context.cp.all_reduce(context.dp.all_reduce(p.grad))
         if context.sequence and summed_over_tp(name) and not (context.bug == "norm" and "norm1" in name):
             grad = context.tp.all_reduce(grad)
-        if context.bug == "experts" and name in ("blocks.0.moe.up", "blocks.0.moe.down"):
-            grad = context.tp.all_reduce(grad)
+        if context.bug == "twice" and name == "blocks.0.mlp.up.weight":
+            grad = context.cp.all_reduce(grad)
         p.grad = grad
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import axes
-from tests.test_module_regions import Loss, Model
 from tests.verify_models import tokens_and_labels
 
 TOKENS, LABELS = tokens_and_labels()
+
+
+def inputs(*shape: int) -> torch.Tensor:
+    return torch.linspace(-1, 2, torch.Size(shape).numel()).mul(5).view(shape).sin()
 
 
 class Feed(nn.Module):
@@ -36,31 +35,40 @@ class Feed(nn.Module):
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+        return self.head(x + self.hidden(self.norm(x)))
+
+    def hidden(self, x):
+        return self.down(F.gelu(self.up(x)))
 
 
 def loss_of(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def rows(mesh, *names):
-    """This rank's part of the batch over these axes."""
-    tokens, labels = TOKENS, LABELS
+def part(x, mesh, *names):
+    """This rank's part of a batch over these axes."""
     for name in names:
-        if mesh.shape.get(name, 1) > 1:
-            size, index = mesh.shape[name], mesh.coordinate[name]
-            tokens, labels = tokens.chunk(size)[index], labels.chunk(size)[index]
-    return tokens, labels
+        x = x.chunk(mesh.shape[name])[mesh.coordinate[name]]
+    return x
 
 
-def fsdp(mesh, reshard=True, accumulate=1, evaluated=False, divided=True):
+def averaged(model, mesh):
+    """Gradients that are summed by hand."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+    return model
+
+
+def fsdp(mesh, accumulate=1, evaluated=False, divided=True, dtype=None):
     """FSDP2, maybe with a forward pass after the last backward one; unless `divided` gradients are too large."""
     model = Feed()
     for each in (model.up, model.down, model):
-        fully_shard(each, mesh=mesh["dp"].device_mesh, reshard_after_forward=reshard)
-    tokens, labels = rows(mesh, "dp")
+        fully_shard(each, mesh=mesh["dp"].device_mesh, reshard_after_forward=None if evaluated else accumulate == 1)
+    tokens, labels = (part(x, mesh, "dp") for x in (TOKENS, LABELS))
+    run = torch.compile(model, backend="aot_eager") if dtype == "compiled" else model
     for _ in range(accumulate):
-        loss = loss_of(model(tokens), labels) / accumulate
+        loss = loss_of(run(tokens), labels) / accumulate
         (loss if divided else loss * mesh.shape["dp"]).backward()
     if evaluated:
         with torch.no_grad():
@@ -68,79 +76,49 @@ def fsdp(mesh, reshard=True, accumulate=1, evaluated=False, divided=True):
     return loss * accumulate, model
 
 
-def exact(mesh, off=0, flipped=False, finite=False):
-    """Truth values, integers, and numbers that aren't finite; those of several ranks may be wrong."""
-    x, several = torch.linspace(-1, 2, 48, dtype=torch.float64).view(6, 8), mesh.size > 1
-    mask = (x < 0) if several and flipped else (x > 0)
-    logs = x.abs().log() if several and finite else x.log()
-    numbers = torch.tensor([10**9, 3 + off * several])
-    return axes.shard(mask, "b@dp d", mesh=mesh), mask.all(), numbers, axes.shard(logs, "b@dp d", mesh=mesh)
-
-
 def hsdp(mesh, twice=False):
-    model = Feed()
-    fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"].device_mesh)
-    tokens, labels = rows(mesh, "dp_replicate", "dp_shard")
-    loss = loss_of(model(tokens), labels)
+    model, names = Feed(), ("dp_replicate", "dp_shard")
+    fully_shard(model, mesh=mesh[names].device_mesh)
+    loss = loss_of(model(part(TOKENS, mesh, *names)), part(LABELS, mesh, *names))
     loss.backward()
-    if twice:
-        for p in model.parameters():
-            p.grad /= mesh.shape["dp_replicate"]
+    for p in model.parameters() if twice else ():
+        p.grad /= mesh.shape["dp_replicate"]
     return loss, model
 
 
-def torch_tp(mesh, dp=False):
+def torch_tp(mesh):
     """torch's own tensor parallelism, and FSDP2 around it."""
     model = Feed()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, mesh["tp"].device_mesh, plan)
-    tokens, labels = rows(mesh, "dp") if dp else (TOKENS, LABELS)
-    if dp:
-        fully_shard(model, mesh=mesh["dp"].device_mesh)
-    loss = loss_of(model(tokens), labels)
+    fully_shard(model, mesh=mesh["dp"].device_mesh)
+    loss = loss_of(model(part(TOKENS, mesh, "dp")), part(LABELS, mesh, "dp"))
     loss.backward()
     return loss, model
 
 
-def torch_sequence_parallel(mesh):
+def data_parallel(mesh, synchronized=True, stepped=False):
+    """Gradients averaged by hand, if `synchronized`; the loss left as each rank's own."""
     model = Feed()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=True),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["tp"].device_mesh, plan)
-    loss = loss_of(model(TOKENS), LABELS)
-    loss.backward()
-    return loss, model
-
-
-def data_parallel(mesh):
-    """Gradients averaged by hand, the loss left as each rank's own."""
-    model = Feed()
-    tokens, labels = rows(mesh, "dp")
+    tokens, labels = (part(x, mesh, "dp") for x in (TOKENS, LABELS))
     loss = loss_of(model(tokens), labels)
     loss.backward()
-    for p in model.parameters():
-        if mesh.shape["dp"] > 1:
-            dist.all_reduce(p.grad, op=dist.ReduceOp.SUM, group=mesh.axis("dp").group)
-            p.grad /= mesh.shape["dp"]
+    if synchronized:
+        averaged(model, mesh)
+    if stepped:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
     return {"loss": loss, "logits": model(tokens)}, model
 
 
 def stages(mesh):
     """A pipeline of two stages, each with its own parameters, that hand activations over."""
     model = Feed()
-    pp = mesh.shape["pp"]
-    stage = mesh.coordinate["pp"] if pp > 1 else 0
-    if pp == 1:
+    there = torch.empty(*TOKENS.shape, 8)
+    if mesh.shape["pp"] == 1:
         loss = loss_of(model(TOKENS), LABELS)
         loss.backward()
         return {"loss": loss}, model
-    there = torch.empty(*TOKENS.shape, 8)
-    if stage == 0:
+    if mesh.coordinate["pp"] == 0:
         model.down = model.up = model.head = model.norm = None
         x = model.embedding(TOKENS)
         dist.send(x.detach(), 1)
@@ -150,71 +128,37 @@ def stages(mesh):
     model.embedding = None
     dist.recv(there, 0)
     x = there.requires_grad_()
-    loss = loss_of(model.head(x + model.down(F.gelu(model.up(model.norm(x))))), LABELS)
+    loss = loss_of(model.head(x + model.hidden(model.norm(x))), LABELS)
     loss.backward()
     dist.send(x.grad, 0)
     return {"loss": loss}, model
 
 
 def dtensors(mesh):
-    """Operations by name on DTensors; the result is pending over tp."""
-    w = nn.Parameter(axes.shard(torch.randn(12, 8), "f@tp e"))
-    v = nn.Parameter(axes.shard(torch.randn(8, 12), "e f@tp"))
+    """Operations by name on DTensors of sizes that don't divide; one result is pending over tp."""
     model = nn.Module()
-    model.w, model.v = w, v
-    x = axes.shard(torch.randn(4, 8), "b@dp e")
-    h = axes.einsum(x, w, "b@dp e, f@tp e -> b@dp f@tp")
-    y = axes.einsum(h, v, "b@dp f@tp, e f@tp -> b@dp e | sum@tp")
+    model.w = nn.Parameter(axes.shard(torch.randn(11, 8), "f@tp e"))
+    model.v = nn.Parameter(axes.shard(torch.randn(8, 11), "e f@tp"))
+    x = axes.shard(torch.randn(5, 8), "b@dp e")
+    h = axes.einsum(x, model.w, "b@dp e, f@tp e -> b@dp f@tp")
+    y = axes.einsum(h, model.v, "b@dp f@tp, e f@tp -> b@dp e | sum@tp")
     whole = axes.reshard(y, "b@dp e")
     axes.unshard(whole).square().sum().backward()
     return {"pending": y, "whole": whole}, model
 
 
-def uneven(mesh):
-    """Seven rows over dp, five columns over tp."""
-    torch.manual_seed(3)
-    model = nn.Linear(6, 5)
-    axes.shard_module(model, {"weight": "f@tp e", "bias": "f@tp"})
-    x = axes.shard(torch.randn(7, 6), "b@dp e")
-    y = model(x)
-    axes.unshard(y).square().mean().backward()
-    return y, model
-
-
-REGION_SPECS = {
-    "*.qkv.weight": "(three=3 h@tp k=2) e",
-    "*.out.weight": "e f@tp",
-    "*.up.weight": "f@tp e",
-    "*.up.bias": "f@tp",
-    "*.down.weight": "e f@tp",
-    "*": "...",
-}
-
-
 class Recurrent(nn.Module):
-    """Layers of torch that drop inside; of a packed sequence where it is `packed`."""
+    """Layers of torch that drop inside, of a packed sequence; attention drops inside as well."""
 
-    def __init__(self, kind, packed=False, **options):
+    def __init__(self):
         super().__init__()
-        self.layers = getattr(nn, kind)(8, 8, 2, dropout=0.3, batch_first=True, **options)
-        self.head, self.packed = nn.Linear(8, 8), packed
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.layers, self.head = nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True), nn.Linear(8, 8)
 
     def forward(self, x):
-        if not self.packed:
-            return self.head(self.layers(x)[0])
+        x = self.attention(x, x, x, need_weights=False)[0]
         found, _ = self.layers(nn.utils.rnn.pack_padded_sequence(x, [x.shape[1]] * len(x), batch_first=True))
         return self.head(nn.utils.rnn.pad_packed_sequence(found, batch_first=True)[0])
-
-
-class Attention(nn.Module):
-    """torch's attention, which drops inside."""
-
-    def __init__(self, need_weights):
-        super().__init__()
-        self.attention, self.need_weights = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True), need_weights
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=self.need_weights)[0]
 
 
 class Noise(nn.Module):
@@ -224,285 +168,42 @@ class Noise(nn.Module):
         return x * (torch.rand_like(x) > 0.3) / 0.7
 
 
-DROPPING = {
-    "attention": lambda: Attention(need_weights=True),
-    "fused attention": lambda: Attention(need_weights=False),
-    "a transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True), 2),
-    "LSTM": lambda: Recurrent("LSTM"),
-    "LSTM of a packed sequence": lambda: Recurrent("LSTM", packed=True),
-    "GRU": lambda: Recurrent("GRU"),
-    "RNN": lambda: Recurrent("RNN", nonlinearity="relu"),
-    "dropout by hand": lambda: nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8)),
-}
-
-
-def dropping(mesh, kind):
+def dropping(mesh, by_hand=False):
     """A model with dropout where torch's functions don't see each other, rows of its input over dp."""
-    model = DROPPING[kind]()
-    x = torch.linspace(-1, 2, 96).view(4, 3, 8).sin()
-    loss = model(x.chunk(mesh.size)[mesh.rank]).square().mean()
+    model = nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8)) if by_hand else Recurrent()
+    loss = model(part(inputs(4, 3, 8), mesh, "dp")).square().mean()
     loss.backward()
-    for parameter in model.parameters():
-        parameter.grad = axes.pmean(parameter.grad, "dp", mesh=mesh)
-    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
+    return axes.pmean(loss.detach(), "dp", mesh=mesh), averaged(model, mesh)
 
 
-class Unrecorded(Feed):
-    """A model whose output has no gradients."""
+class Region(nn.Module):
+    """Two products in one, and one that is summed; `down` may have something wrong."""
 
-    @torch.no_grad()
-    def forward(self, tokens):
-        return super().forward(tokens)
+    def __init__(self, down=None):
+        super().__init__()
+        self.gates, self.down = nn.Linear(8, 24, bias=False), nn.Linear(12, 8, bias=False) if down is None else down
+
+    def forward(self, x):
+        gate, up = self.gates(x).chunk(2, -1)
+        y = gate.sigmoid() * up
+        if type(self.down) is nn.Linear:
+            return x + axes.einsum(y, self.down.weight, "b s f@tp, e f@tp -> b s e")
+        return x + self.down(y)
 
 
-def region(checkpointed=False, expression="b@dp s@tp -> b@dp s@tp v"):
-    torch.manual_seed(5)
-    return axes.shard_map(Model(parallel=True, checkpointed=checkpointed), expression)
-
-
-class Scaled(nn.Linear):
-    """A row-parallel layer whose output is multiplied by the size of tp."""
-
-    def __init__(self):
-        super().__init__(16, 8, bias=False)
+class Unreduced(nn.Linear):
+    """A row-parallel layer that forgets its sum."""
 
     def forward(self, x):
         return super().forward(x) * axes.axis_size("tp")
 
 
-def same_region():
-    torch.manual_seed(1)
-    return axes.shard_map(Loss(), "b@dp d | same@tp -> b@dp d | same@tp")
+REGION = {"gates.weight": "(two=2 f@tp) e", "down.weight": "e f@tp"}
 
 
-class Named(nn.Module):
-    """Layers of axes.nn on DTensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = axes.nn.RMSNorm("b s embed", over="embed", embed=8)
-        self.up = axes.nn.Einsum("b s embed, mlp embed -> b s mlp", embed=8, mlp=12)
-        self.down = axes.nn.Einsum("b s mlp@*, embed mlp@* -> b s embed", embed=8, mlp=12)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-@dataclass
-class Answer:
-    """What a model of transformers returns is like this, too."""
-
-    logits: torch.Tensor
-    loss: torch.Tensor | None = None
-
-
-def compiled(mesh):
-    """FSDP2 around a module that is compiled by a wrapper."""
-    model = Feed()
-    fully_shard(model, mesh=mesh["dp"].device_mesh)
-    tokens, labels = rows(mesh, "dp")
-    loss = loss_of(torch.compile(model, backend="aot_eager")(tokens), labels)
-    loss.backward()
-    return loss, model
-
-
-def stepped(mesh, synchronized=True):
-    """A program that steps its optimizer; unless `synchronized` with each rank's own gradients."""
-    model = Feed()
-    tokens, labels = rows(mesh, "dp")
-    loss = loss_of(model(tokens), labels)
-    loss.backward()
-    for p in model.parameters() if synchronized else ():
-        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
-
-
-class NarrowNorm(nn.Module):
-    """Llama's: it computes in float32 whatever comes."""
-
-    def __init__(self, embed=8):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, embed))
-
-    def forward(self, x):
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).type_as(x)
-
-
-class Narrow(nn.Module):
-    """A product that is split over tp between two norms that round; a wrong one without its all-reduce."""
-
-    def __init__(self, answer=False, reduced=True):
-        super().__init__()
-        self.norm1, self.norm2 = NarrowNorm(), NarrowNorm()
-        self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
-        self.answer, self.reduced = answer, reduced
-
-    def forward(self, x):
-        y = torch.tanh(self.up(self.norm1(x)))
-        expression = "b f@tp, e f@tp -> b e"
-        y = axes.einsum(y, self.down.weight, expression) if self.reduced else self.down(y)
-        y = self.norm2(x + y)
-        return Answer(y, None) if self.answer else y
-
-
-NARROW_SPECS = {"up.weight": "f@tp e", "down.weight": "e f@tp", "*": "..."}
-
-
-def narrow(mesh, answer=False, reduced=True):
-    """`Narrow` as a function that takes shards out of its parameters by itself."""
-    model = Narrow(answer, reduced)
-    for name, dim in (("up", 0), ("down", 1)):
-        layer, tp = getattr(model, name), mesh.axis("tp")
-        layer.weight = nn.Parameter(layer.weight.detach().chunk(tp.size, dim)[tp.index].clone())
-    with axes.use_mesh(mesh):
-        return model(torch.linspace(-1, 2, 48).view(6, 8)), model
-
-
-class Gate(nn.Module):
-    """A region whose gate has a small gradient, on more than one rank twice as large as it should be."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        torch.manual_seed(2)
-        self.large, self.gate = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(8))
-        self.to(dtype)
-
-    def forward(self, x):
-        gate = doubled(self.gate, axes.axis_size("tp") > 1)
-        return (self.large(x) * 100).square().sum(), 1e-4 * (x * gate).square().mean()
-
-
-def doubled(x, wrong):
-    """`x`, with a gradient that is twice as large if `wrong`."""
-    return 2 * x - x.detach() if wrong else x
-
-
-def feed(mesh, wrong):
-    """A model with inputs, of which one gradient is wrong on more than one rank if `wrong`."""
-    model, x = Feed(), torch.linspace(-1, 2, 48).view(6, 8).sin()
-    if wrong and mesh.size > 1:
-        model.up.weight.register_hook(lambda g: 2 * g)
-    return model, x
-
-
-def planted(mesh, kind, wrong=True):
-    """A program on dp, right on one rank; on several ranks with an error in what it returns if `wrong`."""
-    several = wrong and mesh.size > 1
-    model, x = feed(mesh, False)
-    y = model.down(F.gelu(model.up(x)))
-    z = y.detach()
-    if kind == "ids beside a large loss":
-        loss = y.bfloat16().double().square().sum() * 1e5
-        return {"loss": loss, "ids": torch.tensor([1, 2, 4 if several else 3])}
-    if kind == "mask beside a large loss":
-        loss = y.bfloat16().double().square().sum() * 1e5
-        return {"loss": loss, "mask": torch.tensor([True, not several])}
-    if kind == "count":
-        return y.sum(), torch.tensor(9 if several else 7)
-    if kind == "flag":
-        return y.sum(), torch.tensor(not several)
-    if kind == "flag of one rank":
-        return y.sum(), torch.tensor(not several or mesh.coordinate["dp"] == 0)
-    if kind == "number":
-        return y.sum(), {"loss": z.square().mean().item() * (2 if several else 1)}
-    if kind == "share":
-        part = z.chunk(mesh.size)[mesh.rank].square().mean()
-        return axes.pmean(part, "dp", mesh=mesh) / (mesh.size if wrong else 1)
-    if kind == "missing numbers":
-        y = z.masked_fill(torch.arange(8) == 2, torch.nan)
-        return y * (2 if several else 1)
-    if kind in ("loss beside a count", "loss of bfloat16 beside a count"):
-        loss = (y.bfloat16() if "bfloat16" in kind else y.float()).double().square().mean().detach()
-        return {"loss": loss * (1.5 if several else 1), "tokens": 65536.0 * 16}
-    if kind in ("scores beside a mask", "scores of float32 beside a mask"):
-        z = F.layer_norm(z.float(), (8,)).double() if "float32" in kind else z
-        fill = -1e9 if "float32" in kind else torch.finfo(torch.float32).min
-        return z * (1 + 0.25 * several), torch.full((6, 6), fill).triu(1)
-    if kind == "scores in a mask":
-        scores = F.linear(z, z) * (1 + 0.25 * several)
-        return scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), torch.finfo(z.dtype).min)
-    if kind == "output of no name":
-        return {"y": y.detach(), **({"z": z} if several else {})}
-    raise AssertionError(kind)
-
-
-def planted_gradient(mesh, kind, wrong=True):
-    """A program that is right on one rank; on several ranks with a wrong gradient, if `wrong`."""
-    several = wrong and mesh.size > 1
-    model, x = feed(mesh, several and kind in ("complex", "no scalar"))
-    small = nn.Linear(8, 1, bias=False)
-    y = model.down(F.gelu(model.up(x)))
-    both = nn.ModuleDict({"model": model, "small": small})
-    if kind in ("small", "small beside a mask"):
-        mask = torch.ones(8).bfloat16() if "mask" in kind else torch.ones(8)
-        z = F.linear(x, doubled(small.weight, several)).mean()
-        loss = ((y * mask.to(y.dtype)).square().sum() + (3e-12 if kind == "small" else 1e-6) * z) * 100
-        loss.backward()
-        return loss.detach(), both
-    if kind == "small beside a large one":
-        z = F.linear(x.bfloat16(), doubled(small.weight, several).bfloat16()).double().square().mean()
-        (1e6 * y.square().sum() + z).backward()
-        return z_of(y), both
-    if kind == "complex":
-        return torch.complex(y, y.square()).sum(), model
-    if kind == "no scalar":
-        return y.softmax(-1), model
-    if kind == "one rank":
-        y.square().sum().backward()
-        if several and mesh.rank == 1:
-            model.up.weight.grad.mul_(1.001)
-        return z_of(y), model
-    if kind == "frozen":
-        model.up.weight.requires_grad_(several)
-        model.down(F.gelu(model.up(x))).sum().backward()
-        return z_of(y), model
-    if kind in ("tiny", "huge"):
-        (y * (1e-200 if kind == "tiny" else 1e200)).sum().backward()
-        if several:
-            model.up.bias.grad.mul_(2)
-        return z_of(y), model
-    raise AssertionError(kind)
-
-
-def z_of(y):
-    return y.detach().square().sum()
-
-
-def counted(mesh):
-    """Each rank's own count of its rows, as many on all ranks, beside its share of a loss."""
-    model, x = feed(mesh, False)
-    rows = x.chunk(mesh.size)[mesh.rank]
-    loss = model.down(F.gelu(model.up(rows))).square().sum()
-    loss.backward()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = axes.psum(parameter.grad, "dp", mesh=mesh)
-    return (loss.detach(), torch.tensor(len(rows))), model
-
-
-def zeroed(mesh):
-    """A step of training that drops its gradients and returns the loss with its graph, which is gone."""
-    model, x = feed(mesh, False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = model.down(F.gelu(model.up(x))).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, model
-
-
-def sparse(mesh):
-    """An embedding with sparse gradients, and a sparse output."""
-    embedding = nn.Embedding(8, 4, sparse=True)
-    loss = embedding(torch.tensor([1, 2, 2])).square().sum()
-    loss.backward()
-    return {"loss": loss.detach(), "eye": torch.eye(3).to_sparse()}, embedding
-
-
-def nested(mesh):
-    return torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+def region(down=None):
+    torch.manual_seed(5)
+    return axes.shard_map(Region(down), "b@dp s e -> b@dp s e")
 
 
 class KeyBias(nn.Module):
@@ -517,73 +218,34 @@ class KeyBias(nn.Module):
         return scores.softmax(-1) @ self.value(x)
 
 
-def without_backward(mesh, sharded=False):
-    """Outputs of this rank's rows; backward was never run, and no gradient is summed, unless FSDP2 does."""
-    model = KeyBias()
-    if sharded:
-        fully_shard(model, mesh=mesh["dp"].device_mesh)
-    x = torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
-    return model(x.chunk(mesh.size)[mesh.rank]).softmax(-1), model
-
-
-def adam(mesh):
-    """Steps of Adam, which divides gradients by their size, also those that are zero but for rounding."""
-    model, x = KeyBias(), torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
+def adam(mesh, dtype=torch.float64, scale=1.0):
+    """Steps of Adam, which divides gradients by their size, on attention that is computed in a dtype."""
+    model, x = KeyBias(), part(inputs(6, 3, 8), mesh, "dp").to(dtype)
     nn.init.zeros_(model.key.bias)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model(x.chunk(mesh.size)[mesh.rank]).square().mean()
-        loss.backward()
-        for p in model.parameters():
-            p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
-        optimizer.step()
-    return loss.detach(), model
-
-
-def one_graph(mesh):
-    """Attention as one compiled graph; the gradient of the bias of keys is zero but for rounding."""
-    model, x = KeyBias(), torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    loss = compiled(x.chunk(mesh.size)[mesh.rank]).square().mean()
-    loss.backward()
-    for p in model.parameters():
-        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
-    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
-
-
-def narrow_adam(mesh, dtype=torch.bfloat16, scale=1e6):
-    """Steps of Adam on attention that is computed in a narrow dtype, with a loss that is scaled."""
-    model, x = KeyBias(), torch.linspace(-1, 2, 144).view(6, 3, 8).sin()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
         narrow = {name: p.to(dtype) for name, p in model.named_parameters()}
-        y = torch.func.functional_call(model, narrow, (x.chunk(mesh.size)[mesh.rank].to(dtype),))
-        loss = scale * y.double().square().mean()
+        loss = scale * torch.func.functional_call(model, narrow, (x,)).double().square().mean()
         loss.backward()
-        for p in model.parameters():
-            p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
+        averaged(model, mesh)
         optimizer.step()
     return axes.pmean(loss.detach(), "dp", mesh=mesh), model
 
 
 def centered(mesh, dtype=torch.float64):
     """Sums that are zero but for rounding, beside one that isn't; the parameters are of no module that is called."""
-    x = torch.linspace(-1, 2, 4096, dtype=dtype).mul(37).sin().view(512, 8)
+    x = inputs(512, 8).to(dtype)
     parameters = nn.ParameterDict({"query": torch.randn(8, 8, dtype=dtype), "bias": torch.randn(8, dtype=dtype)})
-    own = x.chunk(mesh.size)[mesh.rank]
+    own = part(x, mesh, "dp")
     mean = axes.pmean(own.mean(0), "dp", mesh=mesh)
-    keys = x[:16] + parameters["bias"]
-    loss = ((own @ parameters["query"]) @ keys.T).softmax(-1)[:, :8].square().mean()
+    loss = ((own @ parameters["query"]) @ (x[:16] + parameters["bias"]).T).softmax(-1)[:, :8].square().mean()
     loss.backward()
-    for p in parameters.values():
-        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
     zero, large = axes.psum((own - mean).sum(0), "dp", mesh=mesh), axes.psum(own.exp().sum(), "dp", mesh=mesh)
-    return {"zero": zero, "large": large}, parameters
+    return {"zero": zero, "large": large}, averaged(parameters, mesh)
 
 
-class Routed(nn.Module):
+class Router(nn.Module):
     """Each row goes to two of four experts."""
 
     def __init__(self):
@@ -598,15 +260,30 @@ class Routed(nn.Module):
         return torch.einsum("bef,edf,be->bd", hidden, self.down, gates)
 
 
-def routed(mesh, dtype=torch.float64):
-    model, x = Routed(), torch.linspace(-1, 2, 512).mul(9).sin().view(64, 8)
-    narrow = {name: p.to(dtype) for name, p in model.named_parameters()}
-    own = x.chunk(mesh.size)[mesh.rank].to(dtype)
-    loss = torch.func.functional_call(model, narrow, (own,)).double().square().mean()
+def routed(mesh):
+    model = Router()
+    narrow = {name: p.bfloat16() for name, p in model.named_parameters()}
+    loss = (
+        torch.func.functional_call(model, narrow, (part(inputs(64, 8), mesh, "dp").bfloat16(),))
+        .double()
+        .square()
+        .mean()
+    )
     loss.backward()
-    for p in model.parameters():
-        p.grad = axes.pmean(p.grad, "dp", mesh=mesh)
-    return axes.pmean(loss.detach(), "dp", mesh=mesh), model
+    return axes.pmean(loss.detach(), "dp", mesh=mesh), averaged(model, mesh)
+
+
+def without_backward(mesh):
+    """Outputs of this rank's rows; backward was never run, and no gradient is summed."""
+    model = KeyBias()
+    return model(part(inputs(6, 3, 8), mesh, "dp")).softmax(-1), model
+
+
+def summands(mesh):
+    """A DTensor that is pending over dp; every summand has the whole bias."""
+    model, x = nn.Linear(4, 3), inputs(6, 4)
+    own = F.linear(x.chunk(mesh.size, 1)[mesh.rank], model.weight.chunk(mesh.size, 1)[mesh.rank])
+    return axes.from_local(own + model.bias, "b e | sum@dp", mesh=mesh), model
 
 
 STEPS = [0]
@@ -625,28 +302,8 @@ def particular(x, mesh):
     return torch.arange(4.0).sin() * (1.25 if mesh.size > 1 else 1)
 
 
-class Unreduced(nn.Module):
-    """Two layers that are split over tp, without a sum after them; with a mask beside it if `fill`."""
-
-    def __init__(self, fill=None):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
-        self.fill = fill
-
-    def forward(self, x):
-        y = self.down(F.gelu(self.up(x)))
-        return y if self.fill is None else (y, torch.full((6, 6), self.fill).triu(1))
-
-
-UNREDUCED_SPECS = {"up.weight": "f@tp e", "down.weight": "e f@tp"}
-
-
-def summands(mesh, divided=False):
-    """A DTensor that is pending over dp; every summand has the whole bias, unless `divided`."""
-    model, x = nn.Linear(4, 3), torch.linspace(-1, 2, 24).view(6, 4).sin()
-    own = F.linear(x.chunk(mesh.size, 1)[mesh.rank], model.weight.chunk(mesh.size, 1)[mesh.rank])
-    bias = model.bias / mesh.size if divided else model.bias
-    return axes.from_local(own + bias, "b e | sum@dp", mesh=mesh), model
+def nested(mesh):
+    return torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
 
 class Method(nn.Module):
@@ -667,3 +324,97 @@ def unseen(x, mesh, kind, wrong=False):
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     loss = second(first(x)).square().mean() * (mesh.size if wrong else 1)
     return loss, nn.Sequential(first, second) if kind == "input" else first
+
+
+# One error among what a program returns: `several` says whether there is one. `y` has a graph.
+
+Planted = Callable[[torch.Tensor, bool], Any]
+
+
+def large(y):
+    return y.bfloat16().double().square().sum() * 1e5
+
+
+PLANTED: dict[str, tuple[Planted, str]] = {
+    "ids beside a large loss": (
+        lambda y, several: {"loss": large(y), "ids": torch.tensor([1, 2, 4 if several else 3])},
+        "output['ids']: none of these: largest relative difference 3e-01; right where dp has size 1",
+    ),
+    "a large integer": (
+        lambda y, several: (y.sum(), torch.tensor([10**9, 3 + several])),
+        "output[1]: none of these: largest relative difference 1e-09",
+    ),
+    "a mask": (
+        lambda y, several: {"loss": large(y), "mask": torch.tensor([True, not several])},
+        "output['mask']: none of these: largest relative difference 1e+00; right where dp has size 1",
+    ),
+    "a flag": (lambda y, several: (y.sum(), torch.tensor(not several)), "output[1]: zero on every rank"),
+    "a flag of one rank": (
+        lambda y, several: (y.sum(), torch.tensor(not several or dist.get_rank() == 0)),
+        "output[1]: not the same on the ranks of dp, where it should be",
+    ),
+    "a number": (
+        lambda y, several: (y.sum(), {"loss": y.square().mean().item() * (1 + several)}),
+        "output[1]['loss']: 2 times too large over dp: a mean over dp is missing",
+    ),
+    "numbers that aren't there": (
+        lambda y, several: y.detach().masked_fill(torch.arange(8) == 2, torch.nan) * (1 + several),
+        "output: 2 times too large over dp: a mean over dp is missing",
+    ),
+    "what isn't finite": (
+        lambda y, several: (y.sum(), y.detach().abs().log() if several else (y.detach() - 9).log()),
+        "output[1]: not infinite, or no number, where the one device's is",
+    ),
+    "a loss beside a count": (
+        lambda y, several: {
+            "loss": y.float().double().square().mean().detach() * (1.5 if several else 1),
+            "n": 2.0**20,
+        },
+        "output['loss']: none of these: largest relative difference 5e-01",
+    ),
+    "scores beside a mask": (
+        lambda y, several: (
+            y.detach() * (1 + 0.25 * several),
+            torch.full((6, 6), torch.finfo(torch.float32).min).triu(1),
+        ),
+        "output[0]: 5/4 of the right one",
+    ),
+    "an output of no name": (
+        lambda y, several: {"y": y.detach(), **({"z": y.detach()} if several else {})},
+        "output['z']: there, though one device has none of this name",
+    ),
+}
+
+
+def planted(mesh, kind, wrong=True):
+    """A program on dp, right on one rank; on several ranks with an error in what it returns if `wrong`."""
+    return PLANTED[kind][0](Feed().hidden(inputs(6, 8)), wrong and mesh.size > 1)
+
+
+GRADIENTS = {
+    "small": "small.weight: its gradient is 2 times too large over dp",
+    "complex": "up.weight: its gradient is 2 times too large over dp",
+    "one rank": "up.weight: its gradient is 1.001 of the right one where dp is 1, and right elsewhere",
+    "frozen": "up.weight: its gradient is there, though on one device the parameter is frozen",
+    "tiny": "up.bias: its gradient is 2 times too large over dp",
+}
+
+
+def planted_gradient(mesh, kind):
+    """A program that is right on one rank; on several ranks with a wrong gradient."""
+    several, model, small = mesh.size > 1, Feed(), nn.Linear(8, 1, bias=False)
+    if kind == "frozen":
+        model.up.weight.requires_grad_(several)
+    y = model.hidden(x := inputs(6, 8))
+    if kind == "small":
+        weight = 2 * small.weight - small.weight.detach() if several else small.weight
+        (100 * (y.square().sum() + 3e-12 * F.linear(x, weight).mean())).backward()
+        return y.detach().sum(), nn.ModuleDict({"model": model, "small": small})
+    if kind == "complex":
+        if several:
+            model.up.weight.register_hook(lambda g: 2 * g)
+        return torch.complex(y, y.square()).sum(), model
+    (y.square() * 1e-200 if kind == "tiny" else y.square()).sum().backward()
+    if several and (kind == "tiny" or (kind == "one rank" and mesh.rank == 1)):
+        (model.up.bias if kind == "tiny" else model.up.weight).grad.mul_(2 if kind == "tiny" else 1.001)
+    return y.detach().square().sum(), model
