@@ -1,4 +1,4 @@
-"""A small transformer parallelized by hand, in Megatron's way, for `axes.verify` to find bugs in.
+"""A small model parallelized by hand, in Megatron's way, for `axes.verify` to find bugs in.
 
 `program(tokens, labels, mesh)` runs it on whatever axes the mesh has of dp, cp and tp. `bug` puts one mistake in.
 """
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, EMBED, HEADS, MLP = 16, 8, 4, 16
+VOCAB, EMBED, MLP = 16, 8, 16
 
 
 class Collective(torch.autograd.Function):
@@ -86,29 +86,6 @@ def split(parameter, axis, dim):
     return nn.Parameter(axis.part(parameter.detach(), dim).clone())
 
 
-class Attention(nn.Module):
-    def __init__(self, context):
-        super().__init__()
-        self.context = context
-        self.qkv, self.out = nn.Linear(EMBED, 3 * EMBED, bias=False), nn.Linear(EMBED, EMBED, bias=False)
-        tp, qkv = context.tp, self.qkv.weight
-        if context.bug == "rows":
-            self.qkv.weight = split(qkv, tp, 0)
-        else:
-            self.qkv.weight = nn.Parameter(tp.part(qkv.detach().view(3, -1, EMBED), 1).reshape(-1, EMBED).clone())
-        self.out.weight = split(self.out.weight, tp, 1)
-
-    def forward(self, x):
-        context = self.context
-        y = self.qkv(context.enter(x))
-        q, k, v = y.view(*y.shape[:2], 3, -1, EMBED // HEADS).permute(2, 0, 3, 1, 4)
-        k, v = context.cp.gathered(k, 2), context.cp.gathered(v, 2)
-        here = torch.arange(q.shape[2]) + context.cp.index * q.shape[2]
-        mask = here[:, None] >= torch.arange(k.shape[2])
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return context.leave(self.out(y.transpose(1, 2).flatten(2)))
-
-
 class Mlp(nn.Module):
     def __init__(self, context):
         super().__init__()
@@ -134,13 +111,11 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, context, dropout):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(EMBED), nn.RMSNorm(EMBED)
-        self.attention, self.mlp = Attention(context), Mlp(context)
+        self.norm1, self.mlp = nn.LayerNorm(EMBED), Mlp(context)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        return x + self.dropout(self.mlp(self.norm1(x)))
 
 
 class Model(nn.Module):
