@@ -584,6 +584,6 @@ def each_schedule() -> Iterator[object]:
     yield pytest.param("pp=2 dp=2 tp=2", "Schedule1F1B", 1, False, True, marks=PLAIN_ALONE)
 
 
-@pytest.mark.parametrize(("text", "schedule", "per_rank", "stored", "dtensors"), each_schedule())
+@pytest.mark.parametrize(("text", "schedule", "per_rank", "stored", "dtensors"), list(each_schedule()))
 def test_losses_gradients_and_norms_of_stages_are_those_of_one_device(pool, text, schedule, per_rank, stored, dtensors):
     pool.run(in_stages, text, schedule, per_rank, stored, dtensors)
