@@ -321,6 +321,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         for text, carets, said in rows
     ),
     *((f"{call}({wrong})", "ExpressionError", "an expression is text; found") for call in ("axes.Mesh", "mesh.rearrange", "mesh.define", "mesh.sharding") for wrong in ("None", "b'dp'", "['dp']")),
+    ("mesh.sharding('a ' * 5000 + ']' + ' b' * 5000)", "ExpressionError", "']' is reserved", "\n  ...", "] b", "...\n  ", "^"),
     *MESHES, *LAYOUTS, *SIZES, *SHARDINGS, *PLANS, *RULES,
     *((f"{table if 'LayoutRules' in table else f'axes.LayoutRules({table})'}.applied({shapes})", kind, said) for table, shapes, kind, said in APPLIED),
     *((f"axes.LayoutRules({table})", kind, *said) for table, kind, *said in TABLES),

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import axes
 from axes import GroupOptions, Mesh, MeshError
 from tests.common import case
+from tests.strategies import refusal
 
 WHOLE = torch.arange(64.0).view(8, 8)
 SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
@@ -36,9 +37,7 @@ def made_by_torch() -> int:
 
 
 def error_of(call) -> str:
-    with pytest.raises(MeshError) as caught:
-        call()
-    return str(caught.value)
+    return refusal(MeshError, call) or ""
 
 
 # ------------------------------------------------------------------------ how many, and which
@@ -99,34 +98,6 @@ def meet_after_other_groups():
 def test_ranks_that_made_different_groups_before_still_meet_and_destroyed_groups_are_made_anew(pool):
     found = pool.run(meet_after_other_groups)
     assert found[:4] == [[(1, 3), (1, 2)], [(1, 2), (1, 2)], [(5, 3), (5, 2)], [(5, 2), (5, 2)]]
-
-
-DECLARATIONS = [("dp=2 cp=2 tp=2", None), ("dp=4 tp=2", SHUFFLED), ("x=3 y=2", [6, 1, 3, 2, 5, 0]), ("x=4", range(1, 8, 2))]  # fmt: skip
-
-
-def orders_and_collectives(declaration, ranks):
-    """Coordinate i is rank i of the group, in every kind of collective; a rank outside takes no part."""
-    mesh = axes.init_mesh(declaration, ranks=ranks)
-    names = mesh.axis_names
-    flat = mesh.rearrange(f"{' '.join(names)} -> all=({' '.join(reversed(names))})")
-    if mesh.coordinate is None:
-        assert "isn't one of the ranks" in error_of(lambda: mesh.axis(names[0]).group.size())
-        return
-    for axis in [*map(mesh.axis, names), flat.axis("all")]:
-        with case(f"axis {axis.name}"):
-            group, mine, ranks = axis.group, torch.tensor([dist.get_rank()]), list(axis.ranks)
-            gathered = [torch.empty_like(mine) for _ in ranks]
-            dist.all_gather(gathered, mine, group=group)
-            assert torch.cat(gathered).tolist() == ranks == dist.get_process_group_ranks(group)
-            assert funcol.all_gather_tensor(mine, 0, group).tolist() == ranks
-            start = torch.tensor([axis.index * 10])
-            dist.broadcast(start, src=axis.ranks[0], group=group)
-            assert (group.rank(), start.item()) == (axis.index, 0)
-
-
-@pytest.mark.parametrize(("declaration", "ranks"), DECLARATIONS)
-def test_coordinate_i_is_rank_i_of_the_group_in_every_kind_of_collective(pool, declaration, ranks):
-    pool.run(orders_and_collectives, declaration, ranks)
 
 
 def bound_to_a_device():
@@ -478,16 +449,24 @@ def test_the_process_is_that_rank_of_that_world_until_the_block_ends_however_it_
 # ---------------------------------------------------------------------- device meshes
 
 
-def where_shards_lie(declaration, ranks, expression):
-    """A device mesh is the mesh as torch has it, and torch's own ways find the shards where the coordinates say."""
+def as_torch_has_it(declaration, ranks, expression):
+    """Coordinate i is rank i of a group, a device mesh is the mesh as torch has it, and shards lie where coordinates say."""
     mesh = axes.init_mesh(declaration, ranks=ranks)
     mesh = mesh.rearrange(expression) if expression else mesh
-    made = mesh.device_mesh
+    made, names = mesh.device_mesh, mesh.axis_names
+    flat = mesh.rearrange(f"{' '.join(names)} -> all=({' '.join(reversed(names))})")
     assert made.mesh.tolist() == mesh.ranks
     if mesh.coordinate is None:
         assert made.get_coordinate() is None
         assert distribute_tensor(WHOLE, made, [Shard(0)] * mesh.ndim).to_local().numel() == 0
+        assert "isn't one of the ranks" in error_of(lambda: mesh.axis(names[0]).group.size())
         return
+    for axis in [*map(mesh.axis, names), flat.axis("all")]:
+        with case(f"axis {axis.name}"):
+            group, start, line = axis.group, torch.tensor([axis.index * 10]), list(axis.ranks)
+            assert funcol.all_gather_tensor(torch.tensor([dist.get_rank()]), 0, group).tolist() == line
+            dist.broadcast(start, src=line[0], group=group)
+            assert (dist.get_process_group_ranks(group), group.rank(), start.item()) == (line, axis.index, 0)
     checks = {
         "coordinate": made.get_coordinate() == tuple(mesh.coordinate.values()),
         "places": tuple(made.get_local_rank(i) for i in range(made.ndim)) == made.get_coordinate(),
@@ -519,12 +498,13 @@ def where_shards_lie(declaration, ranks, expression):
         ("dp=2 tp=4", None, "dp tp -> x=(tp dp)"),
         ("dp=2 tp=4", SHUFFLED, None),
         ("x=4", [6, 3, 5, 0], None),
+        ("x=3 y=2", [6, 1, 3, 2, 5, 0], None),
         ("a=2 b=2 c=2", None, "a b c -> c b a"),
         ("pp=1 dp=2 tp=2", [0, 2, 4, 6], None),
     ],
 )
-def test_shards_lie_where_the_coordinates_say_in_any_order_of_ranks(pool, declaration, ranks, expression):
-    pool.run(where_shards_lie, declaration, ranks, expression)
+def test_groups_and_shards_are_where_the_coordinates_say_in_any_order_of_ranks(pool, declaration, ranks, expression):
+    pool.run(as_torch_has_it, declaration, ranks, expression)
 
 
 def flattened_by_hand(ranks):

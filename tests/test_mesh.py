@@ -133,9 +133,7 @@ def test_equations_add_names_of_the_same_ranks_and_never_redefine_one(case, data
 def test_evenly_spaced_ranks_stay_a_range_and_others_keep_their_order(ranks):
     mesh = Mesh("pp=2 dp tp=8", "all = pp dp tp", ranks=ranks)
     assert mesh.shape == {"pp": 2, "dp": 128, "tp": 8}
-    assert isinstance(mesh.axis("dp").ranks, range)
-    assert isinstance(mesh.axis("all").ranks, range)
-    assert "ranks=range(" in repr(mesh) or mesh.ranks[0][0][0] == 0
+    assert {type(mesh.axis(name).ranks) for name in ("dp", "all")} == {range}
     assert Mesh("a=2 b=2", ranks=[90, 5, 17, 3]).ranks == [[90, 5], [17, 3]]
     assert type(mesh.at(np.int64(3)).rank) is int
 
@@ -297,28 +295,16 @@ def test_131072_ranks_are_numpys_and_nobody_lists_them(rank, order, count, first
     grid = np.arange(first, first + 131_072).reshape(list(mesh.shape.values()))
     where = dict(zip(mesh.axis_names, np.unravel_index(rank, grid.shape), strict=True))
     assert seen.coordinate == where
-
-    def line(names: list[str]) -> list[int]:
+    for name, names in (("flat", order[:count]), ("fsdp", ["dp_shard", "cp"])):
         kept = [name for name in mesh.axis_names if name in names]
-        index = tuple(slice(None) if name in names else at for name, at in where.items())
-        return grid[index].transpose([kept.index(name) for name in names]).reshape(-1).tolist()
-
-    for name in mesh.axis_names:
-        assert list(seen.axis(name).ranks) == line([name])
-    assert list(seen.axis("flat").ranks) == line(order[:count])
-    sparse = np.reshape(line(["dp_shard", "cp", "tp"]), (-1, 64))
-    row, column = np.argwhere(sparse == rank + first)[0]
-    assert (list(seen.axis("ep").ranks), list(seen.axis("efsdp").ranks)) == (
-        sparse[row].tolist(),
-        sparse[:, column].tolist(),
-    )
+        line = grid[tuple(slice(None) if name in names else at for name, at in where.items())]
+        assert list(seen.axis(name).ranks) == line.transpose([kept.index(name) for name in names]).reshape(-1).tolist()
 
 
 def test_a_mesh_of_more_ranks_than_there_is_memory_works_as_well():
     mesh = Mesh("pp=16 dp tp=8", "x = tp pp", ranks=range(2**44)).at(2**43 + 5)
-    assert mesh.coordinate == {"pp": 8, "dp": 0, "tp": 5}
+    assert (mesh.coordinate, len(mesh.axis("x").ranks)) == ({"pp": 8, "dp": 0, "tp": 5}, 128)
     assert mesh.axis("dp").ranks == range(2**43 + 5, 2**43 + 5 + 2**40, 8)
-    assert len(mesh.axis("x").ranks) == 128
 
 
 def test_the_algebra_imports_no_torch():

@@ -180,12 +180,12 @@ def judged(source: State, target: State, shape: tuple[int, ...], model: Any = FL
 
 def lacking(source: State, target: State, shape: tuple[int, ...]) -> int:
     """The most elements that any rank wants and hasn't."""
-    most = 0
-    for rank in target.ranks:
+
+    def missing(rank: int) -> int:
         want, have = ([set(listed(i)) for i in end.sharding.local_indices(shape, rank)] for end in (target, source))
-        shared = math.prod(len(a & b) for a, b in zip(want, have, strict=True))
-        most = max(most, math.prod(map(len, want)) - shared)
-    return most
+        return math.prod(map(len, want)) - math.prod(len(a & b) for a, b in zip(want, have, strict=True))
+
+    return max(map(missing, target.ranks))
 
 
 def padded(state: State, shape: tuple[int, ...], ranks: int) -> int:

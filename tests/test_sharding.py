@@ -233,8 +233,8 @@ LARGE = Mesh("a=1000000 b=1000000", "ab = a b")
     ],
 )
 def test_equivalence_by_example(mesh, one, other, shape, same):
-    meshes_of = mesh if isinstance(mesh, tuple) else (mesh, mesh)
-    assert meshes_of[0].sharding(one).is_equivalent(meshes_of[1].sharding(other), shape) == same
+    first, second = mesh if isinstance(mesh, tuple) else (mesh, mesh)
+    assert first.sharding(one).is_equivalent(second.sharding(other), shape) == same
 
 
 # ---------------------------------------------------------------------------- placements

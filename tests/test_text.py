@@ -1,4 +1,4 @@
-"""Text: specs that are their own text, sizes that are found again, rules that choose, and whatever anyone might type.
+"""Text: names, sizes that are found again, rules that choose, and whatever anyone might type.
 
 What an error says, with its caret, is in `refusals_algebra`.
 """
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import math
-import pickle
+import re
 import sys
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import axes
-from axes import AxesError, ExpressionError, Mesh, Rules, SizeError
+from axes import AxesError, Mesh, Rules, SizeError
 from tests.counting import calls
 from tests.strategies import factorizations, place, refusal
 
@@ -59,50 +59,6 @@ def test_a_name_is_an_identifier_of_python_between_any_white_space(name):
     assert Mesh("dp=2").rearrange(f"dp -> {name}=(dp)").shape == {name: 2}
     spec = f"s {name}@(tp {name}) | sum@c"
     assert Mesh(f"{text} c=2").sharding(spec).spec == spec
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> str:
-    """A spec on MESH in its canonical text: names, sizes, numbers, groups with splits inside or outside, what is pending."""
-    free = [*draw(st.permutations(["dp", "cp", "tp"]))]
-
-    def split() -> str:
-        taken = [free.pop() for _ in range(draw(st.integers(0, min(2, len(free)))))]
-        return place(taken)
-
-    def size() -> str:
-        return draw(st.sampled_from(["", "", "=8", f"={2**48}"]))
-
-    texts = []
-    for at in range(draw(st.integers(0, 4))):
-        if draw(st.booleans()):
-            texts.append(draw(st.sampled_from([f"d{at}{size()}", "_", str(at + 1)])) + split())
-            continue
-        names = [draw(st.sampled_from([f"f{at}{letter}{size()}", "8"])) for letter in "abc"[: draw(st.integers(2, 3))]]
-        outside = draw(st.booleans())
-        inner = " ".join(name + ("" if outside else split()) for name in names)
-        texts.append(f"({inner}){split() if outside else ''}")
-    pending = [f"{draw(st.sampled_from(['sum', 'mean', 'max', 'min']))}{place([axis])}" for axis in free]
-    return " ".join([*texts, *(["|", *pending] if pending else [])])
-
-
-@settings(max_examples=200)
-@given(specs(), st.data())
-def test_a_spec_is_its_own_text_however_it_is_spaced(spec, data):
-    sharding = MESH.sharding(spec)
-    assert sharding.spec == spec
-    for sign in "()@|=":
-        spec = spec.replace(sign, data.draw(st.sampled_from([sign, f" {sign}", f"{sign}\n", f"\t{sign} "])))
-    assert MESH.sharding(spec) == sharding
-
-
-def test_in_a_long_text_the_error_shows_an_excerpt_around_the_place_and_keeps_it_when_pickled():
-    with pytest.raises(ExpressionError) as caught:
-        MESH.sharding("a " * 5000 + "]" + " b" * 5000)
-    _, shown, below = str(caught.value).split("\n")
-    assert (len(shown) < 100, shown[below.index("^")], shown[:5], shown[-3:]) == (True, "]", "  ...", "...")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.text, again.start) == (str(caught.value), caught.value.text, 10_000)
 
 
 # ---------------------------------------------------------------------------- anything anyone types
@@ -222,8 +178,7 @@ def test_sizes_that_are_left_out_are_found_again_and_a_wrong_one_is_never_taken(
     name = data.draw(st.sampled_from(sorted(sizes)))
     wrong = {**sizes, name: sizes[name] + data.draw(st.integers(1, 7))}
     refused = refusal(AxesError, lambda: Mesh(*texts, sizes=wrong))
-    in_none = not any(name in text.replace("(", " ").replace(")", " ").split() for text in texts[1:])
-    assert refused or in_none
+    assert refused or not any(re.search(rf"\b{name}\b", text) for text in texts[1:])  # in no equation
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5), st.data())
