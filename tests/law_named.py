@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,6 +27,7 @@ def line(grid: Grid, names: Sequence[str]) -> list[int]:
 
 def numbers(shape: Sequence[int], seed: int, dtype: torch.dtype, layout: str = "dense") -> torch.Tensor:
     """Small numbers with ties, in any dtype."""
+    warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     x = whole(shape, seed, dtype if dtype in DTYPES else torch.float64)
     x = x.abs().to(torch.int32) if dtype in (torch.uint16, torch.uint64) else x
     return laid(x.to(torch.complex64 if dtype is torch.complex32 else dtype).to(dtype), layout)
@@ -147,6 +149,7 @@ def named(d: Draw) -> None:
         )
         expected = f"moved(xs, {pairs})"
     if grid.here is None:
+        p.do(f"assert {g}.here is None")
         p.do(f"t = torch.ones({shape}); mine = 0")
         if count > 1:
             p.refuse(f"{call}, mesh={m})", "isn't one of the ranks of")

@@ -527,7 +527,8 @@ def _group(line: Line) -> Methods:
 def _as_sent(x: torch.Tensor) -> torch.Tensor:
     """The elements in order, as a dtype that every backend moves."""
     flat = _resolved(x).contiguous().view(-1)
-    return flat if x.dtype in _EVERY_BACKEND_HAS else flat.view(torch.uint8)
+    # (The stride of one element may be anything, and the bytes of a dtype need a stride of 1.)
+    return flat if x.dtype in _EVERY_BACKEND_HAS else flat.unsqueeze(-1).view(torch.uint8).view(-1)
 
 
 def _as_received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
