@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import axes
 from axes import DesyncError
+from tests.common import case
 
 WHOLE = torch.linspace(1, 2, 6 * 8 * 12).view(6, 8, 12)
 
@@ -31,50 +33,39 @@ class Block(nn.Module):
         return self.second(torch.tanh(axes.einsum(self.first(x), self.weight, "b s d, d e -> b s e")))
 
 
-class Model(nn.Module):
-    def __init__(self, where, recompute):
-        super().__init__()
-        self.blocks, self.recompute = nn.ModuleList([Block(where), Block(where)]), recompute
-
+class Recomputed(nn.Sequential):
     def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return x
+        return checkpoint(self[0], x, use_reentrant=False)
 
 
 def trained(model, x):
     """Two steps of two passes each; all values and gradients, whole."""
     found = []
     torch.manual_seed(5)
-    for _ in range(2):
-        for _ in range(2):
-            y = model(x)
-            y.backward(y.detach())
-            found.append(y)
-        found += [p.grad for p in model.parameters()]
+    for step in range(4):
+        y = model(x)
+        y.backward(y.detach())
+        found += [y, *(p.grad for p in model.parameters() if step % 2)]
     return [axes.unshard(each.detach()) if hasattr(each, "placements") else each.detach() for each in found]
 
 
 def models():
-    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
-    expected = trained(Model(None, recompute=False), WHOLE)
-    if torch.equal(expected[0], expected[1]):
-        return ["two calls drop the same"]
-    wrong = []
-    for recompute in (False, True):
-        region = axes.shard_module(Model("b@dp s@tp d", recompute), {"*": "..."}, mesh)
-        axes.shard_map(region, "b@dp s@tp d -> b@dp s@tp d", mesh)
-        plain = axes.shard_module(Model(None, recompute), {"*": "..."}, mesh)
-        for kind, model in (("local", region), ("global", plain)):
-            found = trained(model, axes.shard(WHOLE, "b@dp s@tp d", mesh=mesh))
+    expected = trained(nn.Sequential(Block(), Block()), WHOLE)
+    assert not torch.equal(expected[0], expected[1]), "two calls drop the same"
+    with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
+        for recompute, where in itertools.product((False, True), (None, "b@dp s@tp d")):
+            kind = Recomputed if recompute else nn.Sequential
+            model = axes.shard_module(nn.Sequential(kind(Block(where)), kind(Block(where))), {"*": "..."})
+            model = axes.shard_map(model, f"{where} -> {where}") if where else model
+            found = trained(model, axes.shard(WHOLE, "b@dp s@tp d"))
             for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-                if not torch.equal(mine == 0, theirs == 0) or not torch.allclose(mine, theirs, 1e-5, 1e-6):
-                    wrong.append((kind, recompute, number))
-    return wrong
+                with case(f"{where}, recompute={recompute}, {number}"):
+                    assert torch.equal(mine == 0, theirs == 0)
+                    assert torch.allclose(mine, theirs, 1e-5, 1e-6)
 
 
 def test_a_model_trains_as_on_one_device_with_recomputation_and_without(warm):
-    assert warm(models, 4) == [[]] * 4
+    warm(models, 4)
 
 
 def test_recomputation_drops_the_same_and_the_next_call_others():

@@ -7,7 +7,6 @@ result and its sharding, how many collectives are sent, or the error. What is ri
 from __future__ import annotations
 
 import gc
-import math
 import random
 import re
 import weakref
@@ -225,47 +224,6 @@ def test_one_text_is_the_same_or_the_same_mistake_on_plain_tensors_shards_and_dt
 
 
 # --- shards of which nothing is sent: the same, with this rank's sizes
-
-
-def groups(atoms: list[str], any_of: random.Random) -> list[list[str]]:
-    """The atoms, in order, in groups of up to three; a group may be empty."""
-    found = []
-    while atoms:
-        count = any_of.choice([0, 1, 1, 1, 2, 3])
-        found.append(atoms[:count])
-        atoms = atoms[count:]
-    return found
-
-
-def written(dims: list[list[str]], split: dict[str, str]) -> str:
-    texts = [" ".join(atom + (f"@{split[atom]}" if atom in split else "") for atom in dim) for dim in dims]
-    return " ".join(text if len(dim) == 1 else f"({text})" for text, dim in zip(texts, dims, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_rearranged_shard_is_einops_of_it_in_values_memory_and_gradients(seed: int):
-    any_of = random.Random(seed)
-    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
-        for _ in range(50):
-            atoms = [*"abcde"[: any_of.randint(1, 5)]]
-            mine = {atom: any_of.randint(1, 4) for atom in atoms}
-            split = {any_of.choice(atoms): axis for axis in ("dp", "tp") if any_of.random() < 0.7}
-            left, right = groups(atoms, any_of), groups(any_of.sample(atoms, len(atoms)), any_of)
-            texts = [f"{written(left, split)} -> {written(right, split)}" for split in (split, {})]
-            if not split:
-                texts[0] += " |"
-            named = [atom for dims in (left, right) for dim in dims for atom in dim if len(dim) > 1]
-            x = torch.randn([math.prod(mine[atom] for atom in dim) for dim in left])
-            x = x.mT.contiguous().mT if any_of.random() < 0.5 and x.dim() > 1 else x
-            x = (x.requires_grad_() * 1) if any_of.random() < 0.5 else x.requires_grad_()
-            found = rearrange(x, texts[0], sizes={a: mine[a] * (2 if a in split else 1) for a in named})
-            expected = einops.rearrange(x, texts[1], **{a: mine[a] for a in named})
-            assert torch.equal(found, expected), texts
-            shared = [y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for y in (found, expected)]
-            assert shared[0] == shared[1] <= (found is x or found._is_view()), texts
-            g = torch.randn_like(found)
-            gradients = [torch.autograd.grad(y, x, g)[0] for y in (found, expected)]
-            assert torch.equal(*gradients), texts
 
 
 class Captured:

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import axes
 from axes import shard_module
-from tests.common import error_of
+from tests.common import case, error_of
 
 
 class Attention(nn.Module):
@@ -96,40 +96,33 @@ def reference() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return y.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def compared(y, gradients, model, wrong, what) -> None:
+def compared(model: nn.Module, mesh: axes.Mesh) -> None:
+    """A pass forward and back, beside that of one device."""
     expected, wanted = reference()
-    whole = axes.unshard(y.detach()) if isinstance(y, DTensor) else y
-    if not torch.allclose(whole, expected, rtol=1e-12, atol=1e-12):
-        wrong.append(f"{what}: value")
-    for name, g in gradients.items():
-        g = axes.unshard(g) if isinstance(g, DTensor) else g
-        if not torch.allclose(g, wanted[name], rtol=1e-10, atol=1e-12):
-            wrong.append(f"{what}: {name}, {g.norm() / wanted[name].norm():.4f} times")
-    if set(gradients) != set(wanted):
-        wrong.append(f"{what}: {set(gradients) ^ set(wanted)}")
-    if any(not isinstance(p, DTensor) for p in model.parameters()):
-        wrong.append(f"{what}: a parameter stayed plain")
+    y = model(axes.shard(TOKENS, "b@dp s@tp", mesh=mesh))
+    (y * axes.shard(weights(y.shape), "b@dp s@tp v", mesh=mesh)).sum().backward()
+    assert torch.allclose(axes.unshard(y.detach()), expected, rtol=1e-12, atol=1e-12)
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == set(wanted)
+    for name, p in parameters.items():
+        with case(f"{name}, {axes.unshard(p.grad).norm() / wanted[name].norm():.4f} times"):
+            assert axes.sharding_of(p.grad) == axes.sharding_of(p)
+            assert torch.allclose(axes.unshard(p.grad), wanted[name], rtol=1e-10, atol=1e-12)
 
 
-def on(text: str, checkpointed: bool) -> list[str]:
+def on(text: str, checkpointed: bool) -> None:
     """The region of the whole model, and of a copy of it."""
-    wrong: list[str] = []
-    with axes.init_mesh(text, device_type="cpu"):
-        for what in ("model", "copy"):
+    with axes.init_mesh(text, device_type="cpu") as mesh:
+        for copied in (False, True):
             torch.manual_seed(5)
             model = shard_module(Model(parallel=True, checkpointed=checkpointed).double(), SPECS)
             model = axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v")
-            model = copy.deepcopy(model) if what == "copy" else model
-            y = model(axes.shard(TOKENS, "b@dp s@tp"))
-            (y * axes.shard(weights(y.shape), "b@dp s@tp v")).sum().backward()
-            compared(y, {name: p.grad for name, p in model.named_parameters()}, model, wrong, what)
-            wrong += [name for name, p in model.named_parameters() if axes.sharding_of(p.grad) != axes.sharding_of(p)]
-    return wrong
+            compared(copy.deepcopy(model) if copied else model, mesh)
 
 
 @pytest.mark.parametrize(("text", "checkpointed"), [("dp=2 tp=2", True), ("dp=1 tp=4", False), ("dp=4 tp=1", False)])
 def test_values_and_gradients_are_those_of_one_device(warm, text, checkpointed):
-    assert warm(on, 4, text, checkpointed) == [[]] * 4
+    warm(on, 4, text, checkpointed)
 
 
 def other_dim(parameter):
@@ -137,41 +130,28 @@ def other_dim(parameter):
     return Shard(1) if factored else None
 
 
-def fully_sharded(model: nn.Module, mesh: axes.Mesh) -> None:
-    """FSDP2 over dp, block by block and the rest, with gradients that are summands of the whole one already."""
-    # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
-    rows = {"mesh": mesh["dp"].device_mesh, "shard_placement_fn": other_dim}
-    for module in (*model.blocks, model):
-        fully_shard(module, **rows)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-
-
-def under_fsdp(tp: int, checkpointed: bool, compiled: bool = False) -> list[str]:
-    """Tensor parallel parameters that fully_shard shards over dp, block by block and the rest."""
-    wrong: list[str] = []
+def under_fsdp(tp: int, checkpointed: bool, compiled: bool = False) -> None:
+    """Tensor parallel parameters that fully_shard shards over dp, with gradients that are summands of the whole one already."""
     mesh = axes.init_mesh(f"dp tp={tp}", device_type="cpu")
     torch.manual_seed(5)
     model = Model(parallel=True, checkpointed=checkpointed).double()
     if tp > 1:
         shard_module(model, SPECS, mesh["tp"])
     axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v", mesh)  # no ambient one, in backward neither
-    fully_sharded(model, mesh)
+    for module in (*model.blocks, model):
+        # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
+        fully_shard(module, mesh=mesh["dp"].device_mesh, shard_placement_fn=other_dim)
+        module.set_gradient_divide_factor(1.0)
     for block in model.blocks if compiled else ():
         block.compile(backend="aot_eager")
     for _ in range(2):
         model.zero_grad()
-        y = model(axes.shard(TOKENS, "b@dp s@tp", mesh=mesh))
-        (y * axes.shard(weights(y.shape), "b@dp s@tp v", mesh=mesh)).sum().backward()
-        gradients = {name: axes.unshard(p.grad) for name, p in model.named_parameters()}
-        compared(y, gradients, model, wrong, "fsdp")
-    return wrong
+        compared(model, mesh)
 
 
 @pytest.mark.parametrize(("tp", "checkpointed", "compiled"), [(1, False, False), (2, True, False), (2, False, True)])
 def test_fully_shard_outside_gives_the_gradients_of_one_device(warm, tp, checkpointed, compiled):
-    assert warm(under_fsdp, 4, tp, checkpointed, compiled, timeout=240) == [[]] * 4
+    warm(under_fsdp, 4, tp, checkpointed, compiled, timeout=240)
 
 
 class Assigning(nn.Linear):
@@ -239,8 +219,7 @@ class Loss(nn.Module):
         return x + y + self.bias
 
 
-def the_same(reentrant: bool | None) -> list[str]:
-    wrong = []
+def the_same(reentrant: bool | None) -> None:
     torch.manual_seed(1)
     whole = Loss().double()
     x = torch.linspace(-2, 3, 32, dtype=torch.float64).view(4, 8).requires_grad_()
@@ -248,24 +227,22 @@ def the_same(reentrant: bool | None) -> list[str]:
     (y * weights(y.shape)).sum().backward()
     with axes.init_mesh("dp=2 tp=2", device_type="cpu"):
         model = shard_module(copy.deepcopy(whole), {"up.*": "f@tp ...", "down.weight": "e f@tp", "*": "..."})
+        model.zero_grad()
         model.reentrant = reentrant
         axes.shard_map(model, "b@dp d | same@tp -> b@dp d | same@tp", check=True)
         sharded = axes.shard(x.detach().requires_grad_(), "b@dp d")
         z = model(sharded)
         (z * axes.shard(weights(y.shape), "b@dp d")).sum().backward()
-        if not torch.allclose(axes.unshard(z.detach()), y.detach()):
-            wrong.append("value")
-        if not torch.allclose(axes.unshard(sharded.grad), x.grad):
-            wrong.append("the input's gradient")
-        for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-            if not torch.allclose(axes.unshard(p.grad), q.grad):
-                wrong.append(f"{name}: {axes.unshard(p.grad).norm() / q.grad.norm()}")
-    return wrong
+        assert torch.allclose(axes.unshard(z.detach()), y.detach())
+        pairs = [("input", sharded, x), *((n, p, whole.get_parameter(n)) for n, p in model.named_parameters())]
+        for name, mine, theirs in pairs:
+            with case(name):
+                assert torch.allclose(axes.unshard(mine.grad), theirs.grad)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_parameters_of_a_region_that_is_the_same_over_an_axis_are_so_as_well(warm, reentrant):
-    assert warm(the_same, 4, reentrant) == [[]] * 4
+    warm(the_same, 4, reentrant)
 
 
 class Within(nn.Module):
@@ -282,33 +259,26 @@ class Within(nn.Module):
         return self.last(self.part(torch.tanh(self.first(x)))) + y
 
 
-def nested(plain: bool) -> list[str]:
-    wrong = []
+def nested(plain: bool) -> None:
     torch.manual_seed(2)
-    whole = Within().double()
-    x = weights((4, 8, 8))
+    whole, x = Within().double(), weights((4, 8, 8))
     whole((x, x)).square().sum().backward()
     with axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
         model = shard_module(copy.deepcopy(whole), {"*": "..."})
         axes.shard_map(model.part, "b@dp s e -> b@dp s e")
         axes.shard_map(model, "b@dp s e, b@dp s e -> b@dp s e")
-        rows = slice(2 * mesh.coordinate["dp"], 2 * mesh.coordinate["dp"] + 2)
         model.zero_grad()
-        shard = x[rows] if plain else axes.shard(x, "b@dp s e")
-        y = model((shard, shard))
-        (y * y).sum().backward()
-        for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-            # Of plain shards each rank has the loss of its rows.
-            if not torch.allclose(axes.unshard(p.grad), q.grad, rtol=1e-10, atol=1e-12):
-                wrong.append(f"{name}: {axes.unshard(p.grad).norm() / q.grad.norm():.3f} times")
-        if axes.spec_of(model.calls) != "" or axes.unshard(model.calls) != 2:
-            wrong.append(f"the buffer is {model.calls}")
-    return wrong
+        shard = x[mesh.sharding("b@dp").local_indices((4,))] if plain else axes.shard(x, "b@dp s e")
+        model((shard, shard)).square().sum().backward()  # of plain shards each rank has the loss of its rows
+        for name, p in model.named_parameters():
+            with case(name):
+                assert torch.allclose(axes.unshard(p.grad), whole.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
+        assert (axes.spec_of(model.calls), axes.unshard(model.calls)) == ("", 2)
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_region_within_a_region_means_the_same_by_gradients_and_buffers_keep_what_is_assigned(warm, plain):
-    assert warm(nested, 4, plain) == [[]] * 4
+    warm(nested, 4, plain)
 
 
 class Cache:
@@ -465,34 +435,30 @@ class Summed(nn.Module):
         return y, total, y.cos().sum(1), whole
 
 
-def plain_borders(replicated: bool, check: bool) -> list[str]:
+def plain_borders(replicated: bool, check: bool) -> None:
     """A region of plain shards: the gradients of each result beside those of one device."""
     mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
     of_scale = "_ c@()" if replicated else "_ d@tp"
-    region = axes.shard_map(
-        Summed(), f"b@dp d@tp, {of_scale} -> b@dp d@tp, , b@dp | sum@tp, | same@(dp tp)", mesh, check=check
-    )
+    text = f"b@dp d@tp, {of_scale} -> b@dp d@tp, , b@dp | sum@tp, | same@(dp tp)"
     rows, columns = mesh.sharding("b@dp d@tp").local_indices((4, 6))
-    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
-    scale = torch.full((1, 1 if replicated else 6), 1.5, dtype=torch.float64)
     here = slice(None) if replicated else columns
-    mine = x[rows, columns].clone().requires_grad_(), scale[:, here].clone().requires_grad_()
-    one = x.clone().requires_grad_(), scale.clone().requires_grad_()
+    x, scale = weights((4, 6)), torch.full((1, 1 if replicated else 6), 1.5, dtype=torch.float64)
+    mine, one = (
+        [each.clone().requires_grad_() for each in pair] for pair in ((x[rows, columns], scale[:, here]), (x, scale))
+    )
     y = one[0].sin() * one[1]
-    wanted = y, (y * y).sum(), y.cos().sum(1), (y * y).sum()
-    parts = (rows, columns), (), (rows,), ()
-    wrong = []
-    for place, (result, whole, part) in enumerate(zip(region(*mine), wanted, parts, strict=True)):
+    wanted, parts = (y, (y * y).sum(), y.cos().sum(1), (y * y).sum()), ((rows, columns), (), (rows,), ())
+    for place, (result, whole) in enumerate(
+        zip(axes.shard_map(Summed(), text, mesh, check=check)(*mine), wanted, strict=True)
+    ):
         weight = torch.arange(1.0, 1 + whole.numel(), dtype=torch.float64).view(whole.shape)
-        dx, dscale = torch.autograd.grad(result, mine, weight[part], retain_graph=True)
+        dx, dscale = torch.autograd.grad(result, mine, weight[parts[place]], retain_graph=True)
         dx_of_one, dscale_of_one = torch.autograd.grad(whole, one, weight, retain_graph=True)
-        for found, expected in ((dx, dx_of_one[rows, columns]), (dscale, dscale_of_one[:, here])):
-            if not torch.allclose(found, expected):
-                wrong.append(f"result {place}: {found} is not {expected}")
-    return wrong
+        with case(f"result {place}"):
+            assert torch.allclose(dx, dx_of_one[rows, columns])
+            assert torch.allclose(dscale, dscale_of_one[:, here])
 
 
-@pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize(("replicated", "check"), [(False, False), (True, True)])
 def test_gradients_of_plain_shards_are_those_of_one_device_at_each_border(warm, replicated, check):
-    assert warm(plain_borders, 4, replicated, check) == [[]] * 4
+    warm(plain_borders, 4, replicated, check)
