@@ -21,14 +21,10 @@ from tests.counting import Counted, Counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-import hf_llama
 import llama
 import moe
-import moe_llama
-import rl_sync
 import train
-import ulysses
-from pipelined import forward_backward, mesh_of
+from pipelined import mesh_of
 
 Step = Callable[[], Any]
 
@@ -37,16 +33,6 @@ def llama_step(mesh_text: str) -> tuple[Step, axes.Mesh]:
     """A step of the Llama, whose parameters FSDP2 gathers: that which `examples/llama.lock` has."""
     mesh = mesh_of(llama.Options(mesh=mesh_text), llama.AXES, "fsdp = dp cp")
     return llama.build(mesh)[1], mesh
-
-
-def moe_llama_step() -> tuple[Step, axes.Mesh]:
-    """Forward and backward of the Llama with experts, which sends by what its routers choose."""
-    options = moe_llama.Options(mesh="dp_shard=2 cp=2 tp=2", ep=4)
-    mesh = mesh_of(options, moe_llama.AXES, *moe_llama.READINGS, ep=4, etp=1)
-    run = forward_backward(moe_llama.made(options, mesh), moe_llama.loss_on(mesh), mesh, 2, "1f1b")
-    shape = mesh.sharding("b@dp s@cp").local_shape((options.batch, options.sequence))
-    tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(mesh.rank))
-    return lambda: run(tokens, tokens), mesh
 
 
 def moe_step(capacity: int | None) -> tuple[Step, axes.Mesh]:
@@ -81,53 +67,18 @@ def train_step() -> tuple[Step, axes.Mesh]:
     return lambda: train.batch_loss(model, window, len(window) * mesh.names["batch"], mesh), mesh
 
 
-def ulysses_step() -> tuple[Step, axes.Mesh]:
-    """Attention by two rearranges, on DTensors and on plain shards."""
-    mesh = axes.init_mesh("cp=4 tp=2", device_type="cpu")
-    return lambda: ulysses.compare(4, 2, 16, 8), mesh
-
-
-def hf_step() -> tuple[Step, axes.Mesh]:
-    """Loss and gradients of a model of transformers."""
-    options = hf_llama.Options(mesh="dp=2 tp=4", key_heads=2)
-    mesh = hf_llama.mesh_of(options)
-    model = hf_llama.on_mesh(hf_llama.plain(options), mesh)
-
-    def step() -> None:
-        with mesh:
-            tokens = axes.shard(torch.zeros(4, 16, dtype=torch.long), "b@dp s")
-            logits = model(tokens, use_cache=False).logits
-            axes.cross_entropy(logits, tokens, "b@dp s v@tp, b@dp s -> ").backward()
-
-    return step, mesh
-
-
-def fused_step() -> tuple[Step, axes.Mesh]:
-    """The scores of rl_sync.py's generator, whose queries, keys and values are one product."""
-    options = rl_sync.Options()
-    mesh = axes.init_mesh("dp=4 tp=2", device_type="cpu")
-    model = rl_sync.FusedTransformer(options.size, seed=2)
-    axes.shard_module(model, rl_sync.FUSED_SPECS, mesh["tp"])
-    windows = torch.zeros(2, options.sequence, dtype=torch.long)
-    return lambda: rl_sync.scores_of(model, windows, mesh), mesh
-
-
 STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama": lambda: llama_step("dp=2 cp=2 tp=2"),
     "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
     "llama in two stages of a longer context": lambda: llama_step("pp=2 cp=2 tp=2"),
     "train": train_step,
     "moe with a capacity": lambda: moe_step(4),
-    "ulysses": ulysses_step,
-    "hf_llama": hf_step,
-    "rl_sync, scores of the generator": fused_step,
 }
 
 
 IN_A_JOB: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama in two stages in its job": lambda: llama_step("pp=2 dp=2 tp=2"),
     "moe, dropless": lambda: moe_step(None),
-    "moe_llama": moe_llama_step,
 }
 """Steps that a simulated world can't explain: they send by what was sent, or stages ask one another for shapes."""
 
@@ -207,22 +158,6 @@ def explain_and_count_in_a_job(names: Sequence[str]) -> dict[str, tuple[list[Cou
             step()
         found[name] = told(explained, mesh, simulated=False), counter.found
     return found
-
-
-def explain_in_a_job() -> tuple[list[Any], list[Any], float]:
-    """What a step of the running job is said to send, and counted; and what it computes, as nothing is made up."""
-    mesh = axes.init_mesh(MESH, device_type="cpu")
-    x = axes.shard(torch.arange(8.0).view(4, 2), "b@dp d@tp", mesh=mesh)
-    found: list[float] = []
-
-    def step() -> None:
-        whole = axes.rearrange(x, "b@dp d@tp -> b d")
-        found.append(float(axes.to_local(whole).sum()))
-
-    said = [(each["kind"], each["bytes_in"], each["bytes_out"]) for each in axes.explain(step).json()["collectives"]]
-    with Counter() as counter:
-        step()
-    return said, [(kind, received, sent) for kind, _, received, sent in counter.found], found[0]
 
 
 # --- operations

@@ -19,7 +19,10 @@ from tests.test_show import CASES, TRANSFERS
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = find()
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package chromium)")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package chromium)"),
+]
 
 
 class MLP(torch.nn.Module):
@@ -87,26 +90,3 @@ def test_a_page_is_drawn_well(name, browser, tmp_path):
             assert not seen.errors
             assert not seen.complaints, f"{width} pixels, {'dark' if dark else 'light'}"
             assert seen.png.startswith(b"\x89PNG")
-
-
-UGLY = {
-    "is 900 wide": '<p style="width:900px">wide</p>',
-    "contrast of": '<p style="color:#999;background:#aaa">grey</p>',
-    "cut off": '<svg width="50" height="20" viewBox="0 0 50 20"><text x="9" y="14" font-size="12">a long label</text></svg>',
-    "pixels high": '<svg width="50" height="9" viewBox="0 0 200 36"><text x="9" y="14" font-size="12">tiny</text></svg>',
-    "shows no text": "<p></p>",
-}
-
-
-@pytest.mark.parametrize("said", UGLY)
-def test_what_is_ugly_is_noticed(said, browser, tmp_path):
-    head = '<meta name="viewport" content="width=device-width"><style>body { margin: 0; background: #fff }</style>'
-    page = tmp_path / "page.html"
-    page.write_text(f"<!doctype html><html><head>{head}</head><body>{UGLY[said]}</body></html>", encoding="utf-8")
-    assert said in "\n".join(browser.look(page, 390, False).complaints)
-
-
-def test_an_error_of_the_console_is_noticed(browser, tmp_path):
-    page = tmp_path / "page.html"
-    page.write_text("<p>text</p><script>console.error('oh'); undefined.x</script>", encoding="utf-8")
-    assert len(browser.look(page, 1280, False).errors) == 2

@@ -213,22 +213,6 @@ def begin_as_under_torchrun(method: str | None) -> int:
     return total()
 
 
-def begin_many_times() -> int:
-    for start in range(3):
-        dist.init_process_group("gloo")
-        assert total(start) == 3 + 3 * start
-        meet(f"start {start}")
-        dist.destroy_process_group()
-    return 3
-
-
-def meet(key: str) -> None:
-    """Wait for all ranks: gloo resets the connections of those that are still reading."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store.add(key, 1)
-    assert wait_until(lambda: store.add(key, 0) == int(os.environ["WORLD_SIZE"]))
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -237,7 +221,6 @@ def meet(key: str) -> None:
         (begin_as_under_torchrun, None),
         (begin_as_under_torchrun, "env://"),
         (begin_as_under_torchrun, "tcp://"),
-        (begin_many_times,),
     ],
     ids=lambda call: " ".join([call[0].__name__, *map(str, call[1:])]),
 )
@@ -581,20 +564,6 @@ def test_a_fork_server_that_is_late_is_named():
     out, err = run_python("-c", textwrap.dedent(code))
     told = "starting: time is up, the fork server, which may still import torch, (process ...) hasn't answered"
     assert out == f"{told} [1, 1]\n", err
-
-
-@pytest.mark.full
-def test_what_is_left_of_a_program_that_is_killed_says_nothing(tmp_path: Path):
-    """Python's end would, where bindings count what is left: triton's do, which torch 2.15 imports."""
-    code = """
-        import os, signal
-        from axes import launch
-        if __name__ == "__main__":
-            print(len(launch(os.getpid, 2)), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(code))
-    assert run_python("script.py", folder=tmp_path) == ("2\n", "")
 
 
 # ---------------------------------------------------------------------------- what can be sent

@@ -253,12 +253,6 @@ def test_stages_have_the_sends_and_receives_of_their_schedule_in_its_order(net):
     assert "96 B in, 0 B out" in wider.output
 
 
-def test_stages_that_ask_for_shapes_are_told_what_to_pass(net):
-    done = stages(net.folder, STAGES.replace(" like, like,", ""))
-    assert done.exit_code == 1
-    assert "PipelineStage(..., input_args=, output_args=)" in done.output or "fake process group" in done.output
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from axes.runtime.launch import MOST
 from tests.test_docs import blocks, file_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,14 +71,7 @@ def test_a_command_prints_what_stands_under_it(command, text, shell):
         assert found == text
 
 
-def test_the_commands_are_of_a_script_of_torchrun_and_of_the_command_line():
-    assert [command.split()[:2] for command, _ in shown("sh")] == [
-        ["python", "-m"],
-        ["python", "matmul.py"],
-        ["torchrun", "--nproc-per-node"],
-    ]
-
-
+@pytest.mark.full
 def test_a_prompt_prints_what_the_page_says(shell):
     """Every block that isn't a file, as it would be pasted."""
     pasted = [text for _, text in blocks(PAGE) if not file_of(text)]
@@ -99,10 +91,3 @@ def test_what_is_said_about_versions_extras_and_processes_is_so():
     assert f"python{python} -m venv" in PAGE
     (extras,) = re.findall(r"pip install '\.\[(.*)\]'", PAGE)
     assert {*extras.split(",")} <= {*PROJECT["optional-dependencies"]}
-    assert f"up to {MOST} local processes" in PAGE
-
-
-def test_the_readme_begins_with_the_quick_start_and_the_tour():
-    top = README.split("\n## ")[0]
-    assert "(docs/quick-start.md)" in top
-    assert "(docs/tour.md)" in top
