@@ -26,10 +26,10 @@ from tests.counting import Counter
 SPECS = ("a b", "a@x b", "a b@(x y)", "a@y b@x", "(p=4 q@y) b@x")
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(SPECS, SPECS)))
-def test_holders_of_the_same_share_what_they_send(source: str, target: str):
+@pytest.mark.parametrize(("source", "target", "node"), list(product(SPECS, SPECS, (2, 8))))
+def test_holders_of_the_same_share_what_they_send(source: str, target: str, node: int):
     """By brute force: for each element who has it and who lacks it."""
-    shape, ends = (128, 160), (Mesh("x=2 y=2"), Mesh("x=2 y=2", ranks=(3, 6, 2, 7)))
+    shape, ends = (128, 160), [Mesh("x=2 y=2", ranks=ranks, ranks_per_node=node) for ranks in (range(4), (3, 6, 2, 7))]
     move = axes.transfer({"w": source}, {"w": target}, *ends, {"w": shape}, dtype="bfloat16")
     has, lacks = (torch.zeros(8, *shape, dtype=torch.bool) for _ in range(2))
     for held, mesh, spec in ((has, ends[0], source), (lacks, ends[1], target)):
