@@ -23,16 +23,18 @@ from hypothesis import strategies as st
 
 from axes import AxesError, Layout, Mesh, SizeError
 
-# One profile for all: the same examples in every run, no clock, and no database of failures.
-# AXES_EXAMPLES=2000 looks further than every run can.
-settings.register_profile(
-    "axes",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=int(os.environ.get("AXES_EXAMPLES", "80")),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+CASES = int(os.environ.get("AXES_CASES", "1"))
+"""`make test-full` looks ten times as far as every run can."""
+
+
+def examples(number: int) -> settings:
+    """So many examples, no clock, no database of failures; the same in every run but those that are told a seed."""
+    slow, same = [HealthCheck.too_slow, HealthCheck.filter_too_much], "AXES_SEED" not in os.environ
+    how = {"derandomize": same, "deadline": None, "database": None, "suppress_health_check": slow}
+    return settings(max_examples=number * CASES, **how)
+
+
+settings.register_profile("axes", examples(80))
 settings.load_profile("axes")
 
 Modes = Sequence[tuple[int, int]]

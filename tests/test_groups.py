@@ -320,9 +320,8 @@ def listing():
 
 def test_the_groups_that_exist_are_listed_with_who_asked_for_them(pool):
     default, tp, dp = pool.run(listing)[3]
-    assert (default[1], default[3]) == (list(range(8)), "default")
+    assert (default[1], default[3], dp[:4]) == (list(range(8)), "default", (("dp",), [1, 3, 5, 7], 1, "made"))
     assert tp == (("tp", "ep"), [2, 3], 3, "made", "tp, ep: ranks 2, 3  gloo  made, asked for 3 times")
-    assert dp[:4] == (("dp",), [1, 3, 5, 7], 1, "made")
 
 
 class BackendOptions:

@@ -18,13 +18,13 @@ from typing import Any
 import einops
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from axes import AxesError, LayoutRules, ShardingError
 from axes.algebra.name_patterns import NamePatterns
 from tests.counting import calls
-from tests.strategies import refusal
+from tests.strategies import examples, refusal
 
 Arrays = dict[str, np.ndarray]
 
@@ -156,7 +156,7 @@ def used_sizes(table: dict) -> dict[str, int]:
     }
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(rule())
 def test_pieces_are_the_expression_and_the_way_back_is_the_same_rule(drawn):
     table, sources, targets = drawn
@@ -225,9 +225,11 @@ def test_a_table_says_which_sources_nobody_needs_and_which_targets_keep_their_va
 def test_what_a_change_is_is_printed_in_a_few_lines():
     shapes = {f"experts.{e}.up": (3, 4) for e in range(5)} | {f"n{i}": (2,) for i in range(9)} | {"x": (1,)}
     lines = str(LayoutRules({"experts.{e}.up": "up", "x": None}).applied(shapes)).splitlines()
-    assert lines[0] == "15 tensors -> 10 tensors, 1 unused"
-    assert lines[1] == "  experts.0.up [3, 4], experts.1.up [3, 4], experts.2.up [3, 4], 2 more -> up [5, 3, 4]"
-    assert lines[-1] == "  and 2 more"
+    assert (lines[0], lines[1], lines[-1]) == (
+        "15 tensors -> 10 tensors, 1 unused",
+        "  experts.0.up [3, 4], experts.1.up [3, 4], experts.2.up [3, 4], 2 more -> up [5, 3, 4]",
+        "  and 2 more",
+    )
 
 
 NAMES = st.text("ab.*{}?", max_size=6) | st.sampled_from(["a", "a.{e}", "{e}.b", "*", "a.*", "a.0"])
@@ -237,7 +239,7 @@ EXPRESSIONS = st.text("ab e12().+->@|,_=", max_size=14) | st.sampled_from(
 SIDES = NAMES | st.none() | st.lists(NAMES, max_size=3).map(tuple)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.dictionaries(SIDES, SIDES | st.tuples(NAMES, EXPRESSIONS) | st.tuples(NAMES, NAMES, EXPRESSIONS), max_size=3),
     st.dictionaries(NAMES, st.lists(st.integers(0, 4), max_size=3), max_size=4),
@@ -256,7 +258,7 @@ MARKS = st.sampled_from(["*", "**", "?", "[a-b]", "[!a]", "[.]", "[a.b]", "[]]",
 names = st.lists(WORDS, min_size=1, max_size=5).map(".".join)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.lists(WORDS | MARKS, min_size=1, max_size=5).map(".".join), min_size=1, max_size=12), names)
 def test_a_table_finds_what_trying_all_patterns_in_order_finds(every, name):
     table, brute = NamePatterns(every), [n for n, each in enumerate(every) if fnmatch.fnmatchcase(name, each)]

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import axes
 from axes import CostModel, Mesh
 from tests.counting import calls
-from tests.strategies import listed, place
+from tests.strategies import examples, listed, place
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAT = CostModel(20.0, 50.0, 50.0, math.inf, ranks_per_node=1 << 40)
@@ -319,7 +319,7 @@ def redistributions(draw: st.DrawFn, mixed: bool = False) -> tuple[State, State,
     return source, draw(state(other, shape, (), source if mesh is other else None)), shape
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(redistributions(), st.sampled_from(MODELS))
 @example((State(m := mesh_of((3, 2, 2), range(12)), "s@(a bc)"), State(m, "s@(a b c)"), (35,)), FLAT)
 @example((State(m, "s@a t@b"), State(m, "s@a t@(b c)"), (0, 5)), FLAT)
@@ -327,7 +327,7 @@ def test_any_sharding_becomes_any_other_whatever_divides(case, model):
     judged(*case, model)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(redistributions(mixed=True), st.sampled_from(MODELS))
 def test_mixed_reductions_are_resolved_in_their_order(case, model):
     judged(*case, model)

@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import axes
 from axes import AxesError, Mesh, Rules, SizeError
 from tests.counting import calls
-from tests.strategies import factorizations, place, refusal
+from tests.strategies import examples, factorizations, place, refusal
 
 MESH = Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp")
 
@@ -69,7 +69,7 @@ LIKELY = st.sampled_from(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.text(max_size=40) | st.lists(LIKELY, max_size=14).map("".join) | st.lists(LIKELY, max_size=14).map(" ".join))
 @example("dp=100000000000000 tp=100000000000000")
 @example("(dp=-1 tp=-1) = a b")
@@ -167,7 +167,7 @@ def equations(draw: st.DrawFn) -> tuple[list[str], dict[str, int], set[str]]:
     return texts, sizes, known
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(equations(), st.data())
 def test_sizes_that_are_left_out_are_found_again_and_a_wrong_one_is_never_taken(case, data):
     texts, sizes, enough = case
@@ -240,7 +240,7 @@ GRID = Mesh("dp=2 cp=3 tp=4 ep=1", "fsdp = dp cp")
 CHOICES = st.none() | st.sampled_from(["dp", "cp", "tp", "ep", "fsdp", ("fsdp", "tp"), ("ep", "fsdp"), ("tp", "dp")])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), CHOICES), max_size=8), st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=4), st.data())  # fmt: skip
 def test_the_first_rule_applies_whose_axes_are_free_and_whose_size_divides(table, names, data):
     extents = {name: data.draw(st.sampled_from((1, 2, 4, 6, 12, 24, 30))) for name in names}
