@@ -73,6 +73,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("with axes.use_rules(axes.Rules(batch='dp')): axes.shard(L(4, 6), 'batch model')", "ShardingError", "no rule is about 'model'"),
     (f"{LINEAR}; axes.annotate(m, {{'wait': 'a b'}})", "ShardingError", "Linear has no parameter or buffer 'wait'"),
     (f"{LINEAR}; axes.annotate(m.weight, 'a')", "ShardingError", "the tensor has 2 dims, [6, 4]; the annotation 'a' has 1"),
+    ("axes.shard_module(torch.nn.Linear(4, 6), {'weight': 'heads embed', 'bias': 'heads'}, rules=axes.Rules([('heads', ('dp', 'tp')), ('heads', 'dp'), ('embed', None)], strict=True))", "SizeError", "weight [6, 4], 'heads embed': the rule heads=(dp tp) is strict: 6 doesn't divide into 4 parts\n  heads embed\n  ^^^^^\nwrite a size that divides, other axes, or heads=None; rules that aren't strict leave it whole"),
     ("axes.Rules([('heads', 'tp')], strict='yes')", "ShardingError", "strict is True or False; found 'yes'"),
     # files
     # verify

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import axes
-import axes.nn
-from axes import Rules, ShardingError, SizeError
+from axes import Rules, ShardingError
 from tests.common import case
 
 TOKENS = torch.arange(16).view(4, 4) * 5 % 12
@@ -275,20 +274,6 @@ def test_names_of_a_tied_tensor_may_say_the_same_in_other_words(capsys):
         axes.shard_module(Model(), other, axes.Mesh("dp=2 tp=2"), rules, dry_run=True)
 
 
-def test_a_strict_rule_that_does_not_divide_names_the_parameter_its_dim_and_the_axes(capsys):
-    mesh, specs = axes.Mesh("dp=2 tp=4"), {"weight": "heads embed", "bias": "heads"}
-    table = [("heads", ("dp", "tp")), ("heads", "dp"), ("embed", None)]
-    strict, loose = Rules(table, strict=True), Rules(table)
-    axes.shard_module(nn.Linear(4, 6), specs, mesh, loose, dry_run=True)
-    assert "heads@dp embed" in capsys.readouterr().out
-    with pytest.raises(SizeError) as caught:
-        axes.shard_module(nn.Linear(4, 6), specs, mesh, strict, dry_run=True)
-    assert str(caught.value).startswith(
-        "weight [6, 4], 'heads embed': the rule heads=(dp tp) is strict: 6 doesn't divide into 8 parts\n  heads embed\n"
-        "  ^^^^^\nwrite a size that divides, other axes, or heads=None; rules that aren't strict leave it whole"
-    )
-
-
 def test_a_dry_run_prints_what_each_rank_would_hold_and_changes_nothing(capsys):
     model = Model()
     rules = Rules(mlp="tp", heads="tp", three=None, head_dim=None, embed=None, vocab="dp")
@@ -302,15 +287,6 @@ def test_a_dry_run_prints_what_each_rank_would_hold_and_changes_nothing(capsys):
     assert total == sum(every)
     assert lines[-1] == "rules that no parameter uses: vocab=dp"
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def test_a_mistake_is_found_before_anything_is_changed():
-    with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu") as mesh:
-        model = Model()
-        for specs in ({"embedding.weight": "v@tp e", "*": "..."}, {"blocks.0.up.bias": "mlp | sum@tp", "*": "..."}):
-            with pytest.raises(axes.AxesError):
-                axes.shard_module(model, {**specs, "head.weight": "v e@tp"}, mesh)
-            assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
 # ------------------------------------------------------------------------------ values that are drawn

@@ -21,7 +21,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
-import axes.nn
 from axes import ShardingError
 from tests import own_optimizers
 from tests.common import case

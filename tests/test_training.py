@@ -20,12 +20,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import axes
-import axes.nn
 from tests.common import case
 
 HAS_DIMS = hasattr(fsdp, "DataParallelMeshDims")
@@ -333,26 +332,8 @@ def under_fsdp() -> None:
                 model._apply(lambda t: t.clone())
 
 
-def over_tensor_parallelism() -> None:
-    """torch's strided shards, and plain parameters that are FSDP2's alone, in one model."""
-    one, model, mesh = blocks(), blocks(), axes.init_mesh("dp=4 tp=2", device_type="cpu")
-    one(torch.arange(40.0).view(8, 5) / 10).square().mean().backward()
-    for block in model:
-        for linear, dim in ((block.up, 0), (block.down, 1)):
-            placed = distribute_tensor(linear.weight.detach(), mesh["tp"].device_mesh, [Shard(dim)])
-            linear.weight = nn.Parameter(placed)
-        fully_shard(block, mesh=mesh["dp"].device_mesh)
-    for p, other in zip(model.parameters(), one.parameters(), strict=True):
-        p.grad = distribute_tensor(other.grad, p.device_mesh, [Shard(0)] * p.device_mesh.ndim)
-        p.grad = p.grad.redistribute(placements=p.placements)
-    assert len({p.device_mesh for p in model.parameters()}) > 1
-    expected = nn.utils.get_total_norm([p.grad for p in one.parameters()])
-    torch.testing.assert_close(axes.nn.total_norm([p.grad for p in model.parameters()]), expected)
-
-
 def test_what_fsdp2_shards_is_clipped_and_stepped_as_on_one_device(pool):
     pool.run(under_fsdp)
-    pool.run(over_tensor_parallelism)
 
 
 def staged() -> None:

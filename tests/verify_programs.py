@@ -76,16 +76,6 @@ def fsdp(mesh, accumulate=1, evaluated=False, divided=True, dtype=None):
     return loss * accumulate, model
 
 
-def hsdp(mesh, twice=False):
-    model, names = Feed(), ("dp_replicate", "dp_shard")
-    fully_shard(model, mesh=mesh[names].device_mesh)
-    loss = loss_of(model(part(TOKENS, mesh, *names)), part(LABELS, mesh, *names))
-    loss.backward()
-    for p in model.parameters() if twice else ():
-        p.grad /= mesh.shape["dp_replicate"]
-    return loss, model
-
-
 def torch_tp(mesh):
     """torch's own tensor parallelism, and FSDP2 around it."""
     model = Feed()
@@ -245,34 +235,6 @@ def centered(mesh, dtype=torch.float64):
     return {"zero": zero, "large": large}, averaged(parameters, mesh)
 
 
-class Router(nn.Module):
-    """Each row goes to two of four experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(8, 4, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8) / 3), nn.Parameter(torch.randn(4, 8, 16) / 4)
-
-    def forward(self, x):
-        weights, experts = self.router(x).softmax(-1).topk(2)
-        gates = torch.zeros(len(x), 4, dtype=x.dtype).scatter(-1, experts, weights)
-        hidden = torch.einsum("bd,efd->bef", x, self.up).relu()
-        return torch.einsum("bef,edf,be->bd", hidden, self.down, gates)
-
-
-def routed(mesh):
-    model = Router()
-    narrow = {name: p.bfloat16() for name, p in model.named_parameters()}
-    loss = (
-        torch.func.functional_call(model, narrow, (part(inputs(64, 8), mesh, "dp").bfloat16(),))
-        .double()
-        .square()
-        .mean()
-    )
-    loss.backward()
-    return axes.pmean(loss.detach(), "dp", mesh=mesh), averaged(model, mesh)
-
-
 def without_backward(mesh):
     """Outputs of this rank's rows; backward was never run, and no gradient is summed."""
     model = KeyBias()
@@ -295,32 +257,12 @@ def counting(x, mesh):
     return x.sin() * STEPS[0] * (1.25 if mesh.size > 1 else 1)
 
 
-def particular(x, mesh):
-    """A program that runs with its own numbers alone, and is wrong on several ranks."""
-    if not bool((x == 1 / 3).all()):
-        raise ValueError("found other numbers")
-    return torch.arange(4.0).sin() * (1.25 if mesh.size > 1 else 1)
-
-
 def nested(mesh):
     return torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
 
-class Method(nn.Module):
-    """Its loss is a method, so nothing says where `scale` belongs."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
-
-    def loss(self, x):
-        return (self.linear(x) * self.scale).square().mean()
-
-
 def unseen(x, mesh, kind, wrong=False):
     """Programs of which something can't be compared, right but where they are made `wrong`."""
-    if kind == "method":
-        return Method().loss(x)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     loss = second(first(x)).square().mean() * (mesh.size if wrong else 1)
     return loss, nn.Sequential(first, second) if kind == "input" else first
