@@ -426,6 +426,9 @@ def test_a_sum_of_integers_that_overflows_is_no_multiple():
 def test_a_factor_of_narrow_numbers_is_the_one_that_sizes_give():
     found = diagnosed(held(WHOLE * 2.002, WHOLE * 2.002), WHOLE, Tolerance(3e-2, 0.0))
     assert (found.text, found.factor, found.axes) == ("2 times too large", 2.0, ("tp",))
+    places = [(d, t, c) for d in range(4) for t in range(2) for c in range(2)]
+    several = Parts({"dp": 4, "tp": 2, "cp": 2}, {place: Piece(WHOLE * 4) for place in places})
+    assert diagnosed(several, WHOLE, EXACT).axes == ("dp",), "one axis is likelier than two"
 
 
 def test_a_pending_dtensor_with_a_wrong_sum_is_told_so():
