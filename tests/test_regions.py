@@ -514,6 +514,9 @@ def sharing() -> None:
         ):
             for x in (sharded(), sharded().requires_grad_()):
                 assert storage(shard_map(body, text)(x)) != storage(x), text
+        for x in (sharded(), sharded().requires_grad_()):
+            y = axes.reduce(x, "n@tp d -> n@tp", lambda t, dims: t.select(dims[0], 0))
+            assert storage(y) != storage(x), "a function that reduces"
         for right, body, shares in TWO:
             a, b = shard_map(lambda x, body=body: body(x + 1), f"n@tp d -> {right}")(sharded())
             assert (storage(a) == storage(b)) == shares, right
