@@ -103,6 +103,7 @@ def compare(row: tuple[str, ...], kind: str, text: str) -> None:
     for part in row[2:]:
         assert part in text[at:], f"the text has no {part!r}, or not in this place:\n{text}"
         at = text.index(part, at) + len(part)
+        assert not (part.endswith("^") and text[at : at + 1] == "^"), f"more is marked than {part!r}:\n{text}"
 
 
 def test_a_program_is_in_one_row():
