@@ -13,7 +13,7 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,8 +105,8 @@ NUMBERS: list[Any] = [
     np.array([1, 2]), np.str_("b"),
 ]  # fmt: skip
 
+# Those that a dict can have as keys.
 KEYS = [number for number in NUMBERS if not isinstance(number, np.ndarray)]
-"""Those that a dict can have as keys."""
 
 TEXTS: list[str] = [
     "", " ", "\n", "\0", "b\0d", "\ud800", "b \udfff@tp", "é", "ﬁ", "\u202eb d", "b\u00a0d", "b\u200bd", "٣", "b=٣",
@@ -136,27 +136,23 @@ PIECES = [
 ]  # fmt: skip
 
 
+CHANGES: list[Callable[[random.Random, str, int, int], str]] = [
+    lambda rng, text, at, to: text[:at] + text[at + 1 :],
+    lambda rng, text, at, to: text[:at] + rng.choice(ALPHABET) + text[at:],
+    lambda rng, text, at, to: text[:at] + rng.choice(ALPHABET) + text[at + 1 :],
+    lambda rng, text, at, to: text[:at] + rng.choice(PIECES) + text[at:],
+    lambda rng, text, at, to: text[:to] + text[at:to] + text[to:],
+    lambda rng, text, at, to: text[:at] + "(" + text[at:to] + ")" + text[to:],
+    lambda rng, text, at, to: " ".join(rng.sample(text.split(" "), len(text.split(" ")))),
+    lambda rng, text, at, to: text[:at] + text[to:],
+]
+
+
 def mutated(rng: random.Random, text: str) -> str:
     """`text` after a few changes of characters and pieces."""
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         at, to = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
-        match rng.randrange(8):
-            case 0:
-                text = text[:at] + text[at + 1 :]
-            case 1:
-                text = text[:at] + rng.choice(ALPHABET) + text[at:]
-            case 2:
-                text = text[:at] + rng.choice(ALPHABET) + text[at + 1 :]
-            case 3:
-                text = text[:at] + rng.choice(PIECES) + text[at:]
-            case 4:
-                text = text[:to] + text[at:to] + text[to:]
-            case 5:
-                text = text[:at] + "(" + text[at:to] + ")" + text[to:]
-            case 6:
-                text = " ".join(rng.sample(text.split(" "), len(text.split(" "))))
-            case _:
-                text = text[:at] + text[to:]
+        text = rng.choice(CHANGES)(rng, text, at, to)
     return text
 
 
@@ -223,25 +219,21 @@ OTHERS: list[Callable[[], Any]] = [
 
 def anything(rng: random.Random) -> Any:
     """A value of any kind."""
-    match rng.randrange(10):
-        case 0 | 1:
-            return rng.choice(NUMBERS)
-        case 2:
-            return texts(rng)
-        case 3:
-            return rng.choice(TENSORS)()
-        case 4:
-            return rng.choice(RAISING)()
-        case 5:
-            return [rng.choice((anything, texts))(rng) for _ in range(rng.randrange(3))]
-        case 6 if rng.random() < 0.5:
-            return {rng.choice(TEXTS): anything(rng) for _ in range(rng.randrange(3))}
-        case _:
-            return rng.choice(OTHERS)()
+    return rng.choice(KINDS)(rng)
 
 
+KINDS: list[Callable[[random.Random], Any]] = [
+    lambda rng: rng.choice(NUMBERS),
+    lambda rng: rng.choice(NUMBERS),
+    texts,
+    lambda rng: rng.choice(TENSORS)(),
+    lambda rng: rng.choice(RAISING)(),
+    lambda rng: [rng.choice((anything, texts))(rng) for _ in range(rng.randrange(3))],
+    lambda rng: {rng.choice(TEXTS): anything(rng) for _ in range(rng.randrange(3))},
+    *[lambda rng: rng.choice(OTHERS)()] * 4,
+]
+# What is longer isn't changed element by element: a range may be longer than memory.
 MOST_ITEMS = 10_000
-"""What is longer isn't changed element by element: a range may be longer than memory."""
 
 
 def instead_of(rng: random.Random, right: Any, foreign: list[Any]) -> Any:
@@ -321,11 +313,11 @@ def described(value: Any) -> str:
     return text if len(text) < 300 else f"{text[:300]}... ({len(text)} characters)"
 
 
+# Of a result with more numbers a part is compared.
 SHOWN = 100_000
-"""Of a result with more numbers a part is compared."""
 
+# What differs from one call to the next: where an object lies, and what a nested tensor calls its dims.
 ADDRESS = re.compile(r"0x[0-9a-f]+|\bj\d+\b")
-"""What differs from one call to the next: where an object lies, and what a nested tensor calls its dims."""
 
 
 def summary(value: Any, values: bool = True, depth: int = 0) -> Any:
@@ -690,17 +682,3 @@ def world(name: str) -> Iterator[axes.Mesh]:
 
 
 SIZES = {"one": {"tp": 1, "kv": 1}, "eight": {"tp": 4, "kv": 2}}
-
-__all__ = [
-    "ADDRESS",
-    "Case",
-    "Door",
-    "Fresh",
-    "doors",
-    "foreign_to",
-    "hostile",
-    "nullcontext",
-    "right_case",
-    "summary",
-    "world",
-]

@@ -29,16 +29,16 @@ import axes
 from tests.hostile import ADDRESS, Case, doors, foreign_to, hostile, right_case, summary, world
 
 FIRST, ALL = 2_000, 500_000
+# So many calls are in one world; then the other one's turn comes.
 BLOCK = 500
-"""So many calls are in one world; then the other one's turn comes."""
 
 LONGEST, SLOWEST = 2_000, 0.5
 
+# Doors whose right calls need real processes or end the world; they are in tests of their own.
 ELSEWHERE = {"connect", "simulate", "destroy_process_groups"}
-"""Doors whose right calls need real processes or end the world; they are in tests of their own."""
 
+# Those without a door, since they would start processes. What they refuse is in the table of refusals.
 STARTING = {"launch", "verify"}
-"""Those without a door, since they would start processes. What they refuse is in the table of refusals."""
 
 HOME = str(Path(axes.__file__).parent)
 
