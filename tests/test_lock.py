@@ -233,10 +233,12 @@ def test_stages_have_the_sends_and_receives_of_their_schedule_in_its_order(net):
 
     def moved(lines: list[str]) -> list[str]:
         every = (
-            re.fullmatch(r"forward +(send|recv) .*Schedule1F1B, (?:to|from) rank (\d)(?:  (\d) times)?", line)
+            re.fullmatch(r"forward +(send|recv) .*Schedule1F1B, (to|from) rank (\d)(?:  (\d) times)?", line)
             for line in lines
         )
-        return [f"{found[1]} {found[2]}" for found in every if found for _ in range(int(found[3] or 1))]
+        ways = {"send": "to", "recv": "from"}
+        rows = [found for found in every if found and ways[found[1]] == found[2]]
+        return [f"{found[1]} {found[3]}" for found in rows for _ in range(int(found[4] or 1))]
 
     assert sum(line.startswith("parameter") for line in middle) == 2, "the one with a bias"
     assert moved(last) == ["recv 3", "send 3"] * 3
