@@ -690,14 +690,14 @@ def test_a_simulated_world_gives_shapes():
 def test_an_einsum_of_shards_copies_nothing_where_memory_allows_views():
     with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
         for text, *shapes in (
-            ("s b d, (q h@tp k) d -> q b h@tp s k", (6, 2, 4), (15, 4)),
-            ("b h@tp s k, (h@tp k) d -> b s h@tp d", (2, 5, 6, 2), (10, 4)),
+            ("s b d, (q h@tp k) d -> q b h@tp s k", (6, 2, 4), (30, 4)),
+            ("b s h@tp k, (h@tp k) d -> b s d | sum@tp", (2, 6, 5, 2), (10, 4)),
             ("b h@tp s k, b h@tp d k -> b h@tp s d", (2, 5, 6, 2), (2, 5, 4, 2)),
-        )[2:]:
-            xs = [torch.randn(shape) for shape in shapes]
-            axes.einsum(*xs, text)
+        ):
+            xs, sizes = [torch.randn(shape) for shape in shapes], {"h": 10, "k": 2}
+            axes.einsum(*xs, text, sizes=sizes)
             with torch.profiler.profile() as seen:
-                axes.einsum(*xs, text)
+                axes.einsum(*xs, text, sizes=sizes)
             assert not {event.name for event in seen.events()} & {"aten::clone", "aten::copy_", "aten::contiguous"}
 
 
