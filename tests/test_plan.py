@@ -453,8 +453,7 @@ def test_five_axes_of_65536_ranks_are_planned_in_some_thousand_calls_and_2_to_th
     mesh = Mesh("v=4 w=4 x=4 y=8 z=128")
     assert calls(lambda: axes.plan(*ends, ((1 << 15) + more,) * 4, mesh)) < 25_000
     large = axes.plan(*ends, (2**40 + more, 2**8, 2**6, 2**6), Mesh("v=256 w=256 x=256 y=256 z=256"))
-    assert str(large)
-    assert large.peak_bytes > 0
+    assert len(str(large)) < 1000 < large.peak_bytes
 
 
 def many_texts() -> str:
