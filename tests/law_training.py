@@ -282,7 +282,7 @@ def training(d: Draw) -> None:
     p.do(
         "from tests.law_training import Net, alike, changed, data, filled, resumed; from tests.own_optimizers import Each"
     )
-    p.do(f"torch.manual_seed({d.seed()}); torch.set_default_dtype(torch.float64); one = Net({options})")
+    p.do(f"torch.manual_seed({d.seed()}); one = Net({options}).double()")
     d.features.add("training")
     kind = random.choice(OPTIMIZERS)
     p.do(f"OPT = {made(kind, 'one', 'torch')}")
@@ -303,10 +303,9 @@ def training(d: Draw) -> None:
             d.features.add("gradients of all kinds")
             p.do(f"changed(one, many, {d.seed()})")
         p.do(f"norm = axes.nn.clip_grad_norm_(many.parameters(), {limit}, {order})")
-        p.do(f"same(norm, torch.nn.utils.clip_grad_norm_(one.parameters(), {limit}, {order}), 'norm')")
+        p.do(f"same(norm, torch.nn.utils.clip_grad_norm_(one.parameters(), {limit}, {order}).double(), 'norm')")
         p.do(f"opt.step(); OPT.step(); alike(one, many, {where})")
         p.do("opt.zero_grad(); OPT.zero_grad()")
-    p.do("torch.set_default_dtype(torch.float32)")
 
 
 def made(kind: str, model: str, by: str = "") -> str:
@@ -324,7 +323,7 @@ def placed(d: Draw, name: str, options: str, grid: Grid, g: str, layers: Sequenc
     by_rules = d.chance(0.25)
     lie = lying(d, net, grid, g, places, 0.0 if by_rules else 0.7)
     deferred = d.chance(0.3)
-    p.do(f"with torch.device({'meta' if deferred else 'cpu'!r}): {name} = Net({options}, {places}, {m})")
+    p.do(f"with torch.device({'meta' if deferred else 'cpu'!r}): {name} = Net({options}, {places}, {m}).double()")
     if not deferred:
         p.do(f"{name}.load_state_dict(one.state_dict())")
     if by_rules and is_even(grid, places, sizes):
