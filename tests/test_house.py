@@ -471,3 +471,10 @@ def test_few_tests_import_from_inside_and_say_why():
     silent = [name for name in inside if "# Imports from inside: " not in (ROOT / "tests" / name).read_text("utf-8")]
     assert not silent
     assert len(inside) <= MOST_INSIDE, sorted(inside)
+
+
+MOST_STATEMENTS = 15_000  # of the tests without their benchmarks; on the way to 14,500
+
+
+def test_the_tests_are_few():
+    assert sum(isinstance(node, ast.stmt) for path in TESTS for node in ast.walk(tree(path))) <= MOST_STATEMENTS
