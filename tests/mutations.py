@@ -266,8 +266,8 @@ def reach(keep: Path, faults: list[Fault]) -> None:
     shutil.rmtree(notes, ignore_errors=True)
     notes.mkdir(parents=True)
     project = copied(keep / "reach", list(enumerate(faults)), probes=True)
-    arguments = ["-m", "not full", "-p", "tests.mutations", *(f"--deselect={name}" for name in NOT_ASKED)]
-    asked(project, arguments, keep / "reach.xml", AXES_REACHED=str(notes))
+    arguments = ["-m", "not full", *(f"--deselect={name}" for name in NOT_ASKED)]
+    asked(project, arguments, keep / "reach.xml", AXES_REACHED=str(notes), PYTEST_PLUGINS="tests.mutations")
     (keep / "reach.json").write_text(json.dumps(reached_by(notes, len(faults)), indent=1))
 
 
@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--count", type=int, default=COUNT)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.action == "draw":
         print("\n".join(f"{k:3} {fault}" for k, fault in enumerate(drawn(options.seed, options.count))))
         return
