@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -32,3 +34,26 @@ def error_of(call: Callable[[], object]) -> str:
     except axes.AxesError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def stat_of(pid: int) -> list[str]:
+    """What Linux says of a process: its state, its parent."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs or is stopped; one that ended and wasn't waited for doesn't."""
+    try:
+        return stat_of(pid)[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # it may end while its file is read
+        return False
+
+
+def waited(condition: Callable[[], object], seconds: float = 90) -> bool:
+    """Whether it became true within these seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
+from tests.common import stat_of, waited
 
 _ = axes.init_mesh, axes.psum, axes.from_local  # imported now: what is forked from this process has them
 
@@ -48,12 +49,9 @@ def written(path: Path, text: str) -> None:
     new.rename(path)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = START) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError("what this rank waits for didn't happen")
-        time.sleep(0.005)
+def wait_for(condition: Callable[[], bool]) -> None:
+    if not waited(condition, START):
+        raise TimeoutError("what this rank waits for didn't happen")
 
 
 @dataclass
@@ -183,7 +181,7 @@ class Reducing(TorchDispatchMode):
 
 def stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return stat_of(pid)[0] == "T"
 
 
 def job(at: Injector) -> None:

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from tests.common import lives, waited
 from tests.fault_program import MOMENTS, PHASES, START, program
 
 ROOT = Path(__file__).parents[1]
@@ -191,14 +191,6 @@ class Outcome:
 # ---------------------------------------------------------------------------- one row
 
 
-def lives(pid: int) -> bool:
-    """Whether a process runs or is stopped; one that ended and wasn't waited for doesn't."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def processes() -> Iterator[int]:
     return (int(entry) for entry in os.listdir("/proc") if entry.isdecimal())
 
@@ -303,16 +295,6 @@ class Watch:
                     found.append(f"process {pid}, {command:.80}")
         found += [f"port {port}" for port in sorted(self.ports & set(listening().values()))]
         return found + [f"file {f.name}" for f in (self.folder / "tmp").iterdir() if not f.name.startswith(TORCHS)]
-
-
-def waited(condition: Callable[[], Any], seconds: float) -> bool:
-    """Whether it became true within these seconds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def run(row: Row) -> Outcome:

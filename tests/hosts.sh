@@ -3,10 +3,10 @@
 #
 #   tests/hosts.sh FOLDER RANKS PROGRAM [ARGUMENT ...]
 #
-# Each host runs RANKS ranks of the program; what they print is in FOLDER/host0.log and host1.log. A rank asks for
-# a fault by a file in FOLDER: `stop` stops the agent of the first host, which hosts the store, `go` lets it go on,
-# `cut` takes the link down; `stop.done` and so on say that it has happened. Ends when the program has, or has left
-# FOLDER/ended, or after four minutes, and leaves nothing behind. Needs root and iproute2: exit status 77, with the reason, where there are no namespaces to be had.
+# Each host runs RANKS ranks of the program; what they print is in FOLDER/host0.log and host1.log. A rank that leaves
+# FOLDER/cut has the link taken down; cut.done says that it is. Ends when the program has, or has left FOLDER/ended, or after
+# four minutes, and leaves nothing behind. Needs root and iproute2: exit status 77, with the reason, where there are no
+# namespaces to be had.
 set -u
 folder=$1 ranks=$2
 shift 2
@@ -49,8 +49,6 @@ start "$two" 1 "$@"
 second=$!
 
 for _ in $(seq 1200); do
-    [ -e "$folder/stop" ] && kill -STOP "$first" && mv "$folder/stop" "$folder/stop.done"
-    [ -e "$folder/go" ] && kill -CONT "$first" && mv "$folder/go" "$folder/go.done"
     [ -e "$folder/cut" ] && ip -n "$one" link set eth0 down && mv "$folder/cut" "$folder/cut.done"
     [ -e "$folder/ended" ] && exit 0
     if ! kill -0 "$first" 2>/dev/null && ! kill -0 "$second" 2>/dev/null; then

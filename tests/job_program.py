@@ -89,10 +89,6 @@ class JobRank:
         self.link = axes.connect(self.store, self.name, self.mesh, peers, LIMIT)
         return repr(self.link)
 
-    def trace(self, path: str) -> None:
-        """Record what is sent in a file, until the path is ''."""
-        axes.debug(trace=path)
-
     def close(self) -> list[str]:
         self.link.close()
         return self.keys()
@@ -128,17 +124,6 @@ class JobRank:
             for name, x in {} if sends or shapes or dtypes else tensors.items():
                 both = [axes.shard(values(name, at), lies[name], mesh=self.mesh).to_local() for at in (turn, -1)]
                 self.memory[name] = torch.equal(x.to_local(), both[0]), torch.equal(x.to_local(), both[1])
-
-    def pages(self, sent: Any, written: Any) -> list[float]:
-        """Pages of a cache of six, sent by the trainer, and what the generator's cache of nine is then."""
-        sends, spec = self.name == "trainer", "page@fsdp d" if self.name == "trainer" else "page d@tp"
-        whole = torch.arange(12.0).view(6, 2) if sends else torch.full((9, 2), -1.0)
-        cache = {"k": axes.shard(whole, spec, mesh=self.mesh)}
-        if sends:
-            self.link.send(cache, {"k": spec}, pages=sent)
-        else:
-            self.link.receive(cache, {"k": spec}, pages=written)
-        return cache["k"].full_tensor().tolist()
 
 
 def serve(pipe: Connection, name: str, rank: int, folder: str, port: int) -> None:

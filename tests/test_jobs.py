@@ -1,13 +1,10 @@
-"""Two jobs and the link between them: `axes.connect` on real processes, faults on the way; and two hosts of one job."""
+"""Two jobs and the link between them: `axes.connect` on real processes, and faults on the way."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +15,6 @@ import torch
 import torch.distributed as dist
 
 import axes
-
-# Imports from inside: the reader of traces, which the command line shows as text alone.
-from axes.show import timeline
 from tests.job_program import LIMIT, forks, host, serve
 
 WAIT = 60.0
@@ -197,44 +191,6 @@ def test_a_transfer_goes_both_ways_and_leaves_no_key(jobs: Jobs):
     assert not [key for key in before if "pair/" in key or "call/" in key or "met/" in key], before
 
 
-def test_pages_of_one_jobs_cache_are_written_to_pages_of_the_others(jobs: Jobs):
-    expected = torch.full((9, 2), -1.0)
-    expected[[8, 0, 3]] = torch.arange(12.0).view(6, 2)[[5, 5, 1]]
-    for (name, _), (kind, found, *_) in jobs.ask_all(
-        "pages", sent=("page", [5, 5, 1]), written=("page", [8, 0, 3])
-    ).items():
-        assert kind == "ok", found
-        assert name == "trainer" or found == expected.tolist()
-    for sent, written, says in (
-        (("page", [6]), ("page", [0]), "the sources have 6 pages, from 0 on; found 6"),
-        (("page", [1]), None, "'trainer' passes pages=, 'generator' doesn't"),
-    ):
-        for each, (kind, text, *_) in jobs.ask_all("pages", sent=sent, written=written).items():
-            assert kind in ("ShardingError", "DesyncError"), (each, text)
-            assert says in text, (each, text)
-
-
-def test_a_link_records_waiting_and_exchange_with_the_partner_the_specs_and_the_line(jobs: Jobs, tmp_path: Path):
-    good(jobs, 2500)
-    for name in BOTH:
-        jobs.ask(name, "trace", path=str(tmp_path / f"{name}.jsonl"))
-    good(jobs, 2501)
-    for name in BOTH:
-        jobs.ask(name, "trace", path="")
-    for name, other, call in (("trainer", "generator", "link.send"), ("generator", "trainer", "link.receive")):
-        for rank in range(2):
-            events = timeline.read_log(tmp_path / f"{name}.{rank}.jsonl").events
-            waiting, exchange = [event for event in events if event.op["kind"] == call]
-            assert waiting.op["what"] == f"{call} waiting for '{other}'"
-            assert (exchange.op["axis"], exchange.place) == ("trainer to generator", waiting.place)
-            assert exchange.op["what"].startswith(f"{call} of 3 tensors in ")
-            assert "'c' (f d -> f@tp d), 'a' (f@fsdp d -> f d@tp), 1 more" in exchange.op["what"]
-            assert exchange.place.startswith("tests/job_program.py:")
-        text = str(timeline.read_traces(tmp_path / f"{name}.{rank}.jsonl" for rank in range(2)))
-        assert "trainer to generator" in text
-        assert "hadn't ended" not in text
-
-
 def test_a_second_generator_joins_the_first_one_leaves_and_the_store_goes():
     running, peers = Jobs(), (*BOTH, "other")
     try:
@@ -308,55 +264,3 @@ def test_a_sub_mesh_is_refused_and_who_waits_alone_has_the_time_to_read_why(worl
         assert said.startswith("mesh['dp'] is another one on each rank")
         assert said.endswith("axes.init_mesh('dp=2', ranks=...)")
         assert "'generator' didn't come" in waited
-
-
-# --- two hosts ------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).parents[1]
-NO_NAMESPACES = 77
-HALF = 2
-RANKS = 2 * HALF
-
-
-def on_two_hosts(folder: Path, *program: str) -> None:
-    """Runs a program on two hosts of two ranks; skips where this machine has no network namespaces."""
-    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    command = ["bash", str(ROOT / "tests/hosts.sh"), str(folder), str(HALF), *program]
-    script = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    said, _ = script.communicate(timeout=280)
-    if script.returncode == NO_NAMESPACES:
-        pytest.skip(said.strip())
-    logs = "".join((folder / f"host{host}.log").read_text() for host in (0, 1))
-    assert script.returncode == 0, said + logs
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    assert f"axes-{script.pid}-" not in left
-
-
-def test_groups_across_hosts_a_store_that_is_stopped_and_a_link_that_is_cut(tmp_path):
-    on_two_hosts(tmp_path, "tests/on_hosts.py", str(tmp_path))
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-    for rank, each in enumerate(found):
-        assert each["groups"] == {
-            "ranks_per_node": HALF,
-            "sums": [[2, 4][rank % 2], [1, 5][rank // 2], 6],
-            "moved": list(range(16)),
-            "weight": True,
-            "hosts": [2, 1],
-        }
-
-        for what, subject in (("group", "the group of ranks 0..3 ('spare')"), ("mesh", "init_mesh over ranks 0..3")):
-            kind, text, seconds = each["stopped"][what]
-            assert kind == "DesyncError"
-            assert text.startswith(f"the job's store at 10.77.0.1:29477 doesn't answer in {subject}, for ")
-            assert seconds < 20  # the limit is four; without one there is no end
-        assert each["stopped"]["after"] == 2
-
-        kind, text, seconds = each["cut"]["across"]
-        assert kind == "DesyncError"
-        assert "on_hosts.py" in text
-        assert seconds < 20
-        kind, text, seconds = each["cut"]["mesh"]
-        assert kind == "DesyncError"
-        assert seconds < 20
-        assert ("ranks 2, 3 didn't come to init_mesh" if rank < HALF else "doesn't answer in init_mesh") in text
-        assert each["cut"]["within"][:2] == ["", ""]

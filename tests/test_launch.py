@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import axes
 from axes import AxesError, launch
+from tests.common import lives, stat_of, waited
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,21 +48,8 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     assert [f for f in temporary.iterdir() if not f.name.startswith("torchinductor")] == []
 
 
-def stat_of(pid: int) -> list[str]:
-    """What the system says of a process: its state, its parent."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def lives(pid: int) -> bool:
-    """Whether a process runs; one that ended and wasn't waited for doesn't."""
-    try:
-        return stat_of(pid)[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it may end while its file is read
-        return False
 
 
 def grandparent() -> int:
@@ -71,15 +59,6 @@ def grandparent() -> int:
 def server() -> int:
     """The process from which ranks are forked: by an agent for each launch."""
     return launch(grandparent, 1)[0]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 90) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def refuses(port: int) -> bool:
@@ -432,7 +411,7 @@ def test_what_a_rank_starts_ends_with_it_and_the_port_is_closed_while_the_error_
     with pytest.raises(ValueError, match="with a child") as caught:
         launch(leave_a_child, 1, tmp_path)
     (child,) = written_down(tmp_path)
-    assert wait_until(lambda: not lives(child))
+    assert waited(lambda: not lives(child))
     assert refuses(int((tmp_path / "port").read_text()))
     assert caught.value.__traceback__ is not None
 
@@ -442,7 +421,7 @@ def test_what_a_rank_starts_ends_with_it_and_the_port_is_closed_while_the_error_
 
 def test_an_interrupt_ends_the_ranks(tmp_path: Path):
     def interrupt() -> None:
-        wait_until(lambda: len(written_down(tmp_path)) == 3)
+        waited(lambda: len(written_down(tmp_path)) == 3)
         os.kill(os.getpid(), signal.SIGINT)
 
     with meanwhile(interrupt), pytest.raises(KeyboardInterrupt):
@@ -486,7 +465,7 @@ def test_when_the_launching_process_is_killed_nothing_is_left_of_ranks_that_hang
     environ = os.environ | {"TMPDIR": str(temporary)}
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environ)
     try:
-        assert wait_until(lambda: len(written_down(pids)) == 2)
+        assert waited(lambda: len(written_down(pids)) == 2)
         descendants = written_down(pids)
         for pid in (parent.pid, *children(parent.pid)):
             descendants += children(pid)  # the fork server, the agent
@@ -494,15 +473,15 @@ def test_when_the_launching_process_is_killed_nothing_is_left_of_ranks_that_hang
     finally:
         parent.kill()
         parent.wait()
-    assert wait_until(lambda: not any(lives(pid) for pid in descendants))
+    assert waited(lambda: not any(lives(pid) for pid in descendants))
     # A process whose first thread has ended holds its sockets until the others have.
-    assert wait_until(lambda: refuses(int((pids / "0.port").read_text())))
+    assert waited(lambda: refuses(int((pids / "0.port").read_text())))
     assert [f for f in temporary.iterdir() if not f.name.startswith("torchinductor")] == []
 
 
 def wait_for_leave(folder: Path) -> int:
     write_down(os.getpid(), folder)
-    assert wait_until((folder / f"{dist.get_rank()}.go").exists)
+    assert waited((folder / f"{dist.get_rank()}.go").exists)
     return total()
 
 
@@ -510,31 +489,16 @@ def test_when_the_fork_server_is_killed_what_it_started_goes_on_and_the_next_lau
     before = server()
 
     def kill() -> None:
-        wait_until(lambda: len(written_down(tmp_path)) == 2)
+        waited(lambda: len(written_down(tmp_path)) == 2)
         os.kill(before, signal.SIGKILL)
-        wait_until(lambda: not lives(before))
+        waited(lambda: not lives(before))
         for rank in range(2):
             (tmp_path / f"{rank}.go").touch()
 
     with meanwhile(kill):
         assert launch(wait_for_leave, 2, tmp_path) == [1, 1]
-    assert wait_until(lambda: not any(lives(pid) for pid in written_down(tmp_path)))
+    assert waited(lambda: not any(lives(pid) for pid in written_down(tmp_path)))
     assert server() != before
-
-
-def test_when_the_agent_is_killed_the_ranks_end_and_the_next_launch_works(tmp_path: Path):
-    others = children(server())
-
-    def kill() -> None:
-        wait_until(lambda: len(written_down(tmp_path)) == 2)
-        for agent in {int(stat_of(pid)[1]) for pid in written_down(tmp_path)} - {*others}:
-            os.kill(agent, signal.SIGKILL)
-
-    with meanwhile(kill):
-        told = failure(AxesError, sleep_on, 2, -1, tmp_path)
-    assert told.startswith("sleep_on: the process that started the ranks died")
-    assert wait_until(lambda: not any(lives(pid) for pid in written_down(tmp_path)))
-    assert launch(total, 2) == [1, 1]
 
 
 def test_a_fork_server_that_is_stopped_is_named_and_not_waited_for():
@@ -548,22 +512,7 @@ def test_a_fork_server_that_is_stopped_is_named_and_not_waited_for():
     finally:
         os.kill(pid, signal.SIGCONT)
     assert launch(total, 2) == [1, 1]
-    assert wait_until(lambda: {*children(pid)} <= {*others})  # what was asked for when it was stopped
-
-
-@pytest.mark.full
-def test_a_fork_server_that_is_late_is_named():
-    code = """
-        import re
-        from tests.test_launch import AxesError, launch, total
-        try:
-            launch(total, 2, timeout=0.01)
-        except AxesError as error:
-            print(re.sub("process [0-9]+", "process ...", str(error)), launch(total, 2))
-    """
-    out, err = run_python("-c", textwrap.dedent(code))
-    told = "starting: time is up, the fork server, which may still import torch, (process ...) hasn't answered"
-    assert out == f"{told} [1, 1]\n", err
+    assert waited(lambda: {*children(pid)} <= {*others})  # what was asked for when it was stopped
 
 
 # ---------------------------------------------------------------------------- what can be sent
