@@ -1,16 +1,14 @@
 """Checkpoints and weight files beside the law `files`, which saves any sharding and loads it as any other.
 
-Here: what FSDP2 shards, saves that are written meanwhile, ranks that are killed while they save, what is read of
-safetensors files, and what is refused.
+Here: what FSDP2 shards, saves that are written meanwhile, what is read of safetensors files, and what is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
-import signal
-import warnings
+import types
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import axes
-from axes import AxesError, DesyncError, ShardingError
+from axes import DesyncError, ShardingError
 from tests.common import case
 
 WHOLE = torch.arange(24 * 8.0).view(24, 8) + 0.5
@@ -197,117 +195,41 @@ def test_fsdp_on_the_dim_of_a_factor_is_an_error_wherever_its_placements_are_rea
     pool.run(over_a_factor, str(tmp_path))
 
 
-# ------------------------------------------------------------------------------ killed while saving
-
-
-def state(mesh: axes.Mesh, value: float) -> dict[str, torch.Tensor]:
-    """Three tensors, a factor of one of which is split."""
-    specs = {"a": "(three=3 h@tp) e", "b": "h@(dp tp) e", "c": "h e@tp"}
-    return {name: axes.shard(torch.full((24, 8), value), spec, mesh=mesh) for name, spec in specs.items()}
-
-
-def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class DyingPlanner(dcp.DefaultSavePlanner):
-    """Is killed when it is asked for the second part that its rank writes."""
-
-    left = 1
-
-    def resolve_data(self, write_item):
-        self.left -= 1
-        return die() if self.left < 0 else super().resolve_data(write_item)
-
-
-class LateDyingWriter(dcp.FileSystemWriter):
-    """Is killed between the writing of the metadata and its taking their place."""
-
-    def finish(self, metadata, results):
-        self.fs.rename = die
-        super().finish(metadata, results)
-
-
-def saved_then_killed(folder: str, where: str) -> None:
-    mesh = axes.init_mesh("dp=2 tp=2", device_type="cpu")
-    dcp.save(state(mesh, 1.0), checkpoint_id=f"{folder}/1")
-    planner = DyingPlanner() if where == "all ranks after a part" else None
-    writer = LateDyingWriter if planner is None and dist.get_rank() == 0 else dcp.FileSystemWriter
-    dcp.save(state(mesh, 2.0), storage_writer=writer(f"{folder}/2"), planner=planner)
-
-
-def loaded(path: Path) -> set[float]:
-    """The values that one process loads."""
-    found = {name: torch.zeros(24, 8) for name in "abc"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it loads in one process
-        dcp.load(found, checkpoint_id=path, no_dist=True)
-    return {float(v) for x in found.values() for v in x.flatten()}
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "all ranks after a part",
-        pytest.param("before the metadata has its name", marks=pytest.mark.full),
-    ],
-)
-def test_what_was_saved_before_a_kill_is_found_and_loads(world, tmp_path, where):
-    """torch writes `.metadata` when every rank has written its part: a folder without one is a save that didn't end."""
-    with pytest.raises(AxesError, match=r"SIGKILL|signal 9"):
-        world(saved_then_killed, 4, str(tmp_path), where)
-    assert (tmp_path / "2").is_dir()
-    assert [found.parent.name for found in tmp_path.glob("*/.metadata")] == ["1"]
-    assert loaded(tmp_path / "1") == {1.0}
-    with pytest.raises(dcp.CheckpointException, match="metadata"):
-        loaded(tmp_path / "2")
-
-
 # ------------------------------------------------------------------------------ safetensors files
 
 
-class Counting:
-    """`safetensors.safe_open` that counts the bytes of slices, and gives nothing else of a tensor."""
+class CountingSlice:
+    """A slice of a file's tensor that counts the bytes which are taken."""
 
     taken = 0
-    real = safetensors.safe_open
 
-    def __init__(self, *args, **keywords):
-        self.file = Counting.real(*args, **keywords)
-        self.keys = self.file.keys
-
-    def __enter__(self):
-        self.file.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.file.__exit__(*error)
-
-    def get_slice(self, name):
-        return CountingSlice(self.file.get_slice(name))
-
-
-class CountingSlice:
     def __init__(self, inner):
         self.inner, self.get_shape, self.get_dtype = inner, inner.get_shape, inner.get_dtype
 
     def __getitem__(self, where):
         part = self.inner[where]
-        Counting.taken += part.nbytes
+        CountingSlice.taken += part.nbytes
         return part
+
+
+@contextlib.contextmanager
+def counting(*args, real=safetensors.safe_open, **keywords):
+    """`safetensors.safe_open` that gives slices, and nothing else of a tensor."""
+    with real(*args, **keywords) as file:
+        yield types.SimpleNamespace(keys=file.keys, get_slice=lambda name: CountingSlice(file.get_slice(name)))
 
 
 @pytest.mark.parametrize("rank", [0, 3, 6])
 @pytest.mark.parametrize("spec", ["h@tp e", "h@(tp dp) e", FACTOR, "(two=2 h@dp) (four=4 e@tp)", "h e@dp", "h e"])
 def test_a_rank_reads_the_bytes_of_its_shards_and_no_others(tmp_path, monkeypatch, spec, rank):
     save_file({"weight": WHOLE}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(safetensors, "safe_open", Counting)
-    Counting.taken = 0
+    monkeypatch.setattr(safetensors, "safe_open", counting)
+    monkeypatch.setattr(CountingSlice, "taken", 0)
     with axes.simulate(8, rank=rank), job() as mesh:
         model = axes.nn.load_safetensors(linear(torch.zeros(24, 8), spec, mesh), tmp_path)
         part = axes.shard(WHOLE, spec).to_local()
         assert torch.equal(model.weight.to_local(), part)
-        assert Counting.taken == part.nbytes
+        assert CountingSlice.taken == part.nbytes
 
 
 class Tied(nn.Module):

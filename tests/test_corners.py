@@ -22,9 +22,7 @@ from typing import Any
 import einops
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -660,31 +658,10 @@ def named() -> None:
             call(image).sum().backward()
             assert image.grad.shape == (2,)
         assert here.at(0).rank == 0
-    half = axes.init_mesh("p=4 q=2", "p = hi=2 lo=2", "(q p) = u=2 v=4", device_type="cpu")
-    w = axes.shard(torch.arange(8.0), "d@(p q)", mesh=axes.init_mesh("p=4 q=2", device_type="cpu"))
-    for split, places in (("lo q", None), ("hi lo q", "q lo hi"), ("p q", "q p")):
-        if places:  # the axes of the region are factors of those of the tensor's mesh
-            y = axes.shard_map(lambda t: t.sum(0), f"d@({split}) -> | sum@({places})", mesh=half)(w)
-            assert axes.unshard(y) == 28
 
 
 def test_collectives_share_groups_and_take_any_tensor(pool):
     pool.run(named)
-
-
-def test_a_simulated_world_gives_shapes():
-    with axes.simulate(4096, rank=1232), axes.init_mesh("dp=64 cp=8 tp=8", device_type="cpu"):
-        x = axes.ones("b@dp s@tp d", b=128, s=64, d=16).requires_grad_()
-        y = axes.shard_map(lambda x: axes.all_gather(x, "tp", dim=1), "b@dp s@tp d -> b@dp s d", check=True)(x)
-        y.sum().backward()
-        assert (y.shape, y.to_local().shape, x.grad.shape) == ((128, 64, 16), (2, 64, 16), x.shape)
-        local = axes.all_gather(axes.psum(torch.ones(16, 4), "dp"), ("cp", "tp"))
-        assert (axes.all_to_all(local, "tp", 0, 1).shape, axes.psum_scatter(local, ("cp", "tp")).shape) == (
-            (128, 32),
-            (16, 4),
-        )
-        z = axes.all_to_all(torch.ones(4, 35), "tp", 1, 1, send_sizes=[0, *[5] * 7], recv_sizes=[0] * 8)
-        assert z.shape == (4, 0)
 
 
 def test_an_einsum_of_shards_copies_nothing_where_memory_allows_views():
@@ -720,81 +697,3 @@ def states_of_autocast() -> None:
 
 def test_every_state_of_autocast_has_its_own_result(pool):
     pool.run(states_of_autocast)
-
-
-# --- graphs ---------------------------------------------------------------------------------------
-
-
-def every_collective(x: torch.Tensor) -> torch.Tensor:
-    y = axes.psum(x, "tp") * axes.axis_index("tp") + axes.pmean(x.sin(), ("dp", "tp")) + axes.pmax(x, "dp")
-    y = axes.psum_scatter(axes.all_gather(y, "tp", dim=1) ** 2, "tp", dim=-1)
-    y = axes.all_to_all(y, "tp", 0, 1)
-    return axes.ppermute(y, "tp", shift=1) + axes.ppermute(y, "tp", perm=[(0, 1)]) * axes.axis_size("dp")
-
-
-def crossed(x: DTensor, w: DTensor) -> torch.Tensor:
-    rows = axes.to_local(x.cos(), "b@dp d | same@tp")
-    alike = axes.to_local(w, grad="whole").sin()
-    own_ = axes.to_local(w.sin(), grad="summed") * rows.sum()
-    found = [
-        axes.from_local(rows * 2, "b@dp d", shape=(x.shape[0], x.shape[1]), grad="whole"),
-        axes.from_local(own_, "d | sum@dp same@tp"),
-    ]
-    return sum(axes.unshard(y).square().sum() for y in [*found, axes.shard(alike * 2, "d@tp")])
-
-
-def swapped(x: torch.Tensor) -> torch.Tensor:
-    one, two = axes.rearrange(x, "(f@tp + f@tp) d -> f@tp d, f@tp d")
-    return axes.rearrange((two, one), "f@tp d, f@tp d -> (f@tp + f@tp) d")
-
-
-def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    y, z = axes.shard_map(lambda x, w: ((x @ w).sin(), axes.psum(x.sum(1), "tp")), "b d@tp, d@tp f -> b f | sum@tp, b")(
-        x.cos(), w
-    )
-    return (axes.unshard(y) ** 2).sum() + axes.unshard(z).sum()
-
-
-GRAPHS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...], tuple[tuple[int, ...], ...]]] = {
-    # a function, the specs of its operands (none for plain tensors), and their whole shapes; the first dim grows
-    "collectives": (every_collective, ("",), ((8, 4),)),
-    "sizes": (lambda x: axes.all_to_all(x, "tp", 1, 1, send_sizes=[1, 3], recv_sizes=[[1, 1], [3, 3]][axes.axis_index("tp")]).sin(), ("",), ((6, 4),)),
-    "a mean of unknown size": (lambda x: axes.reduce(x, "b@tp s -> s", "mean"), ("",), ((6, 4),)),
-    "results written in place": (lambda x: axes.rearrange(x.sin(), "a b@tp -> a@tp b").mul_(2).relu_(), ("",), ((8, 6),)),
-    "functions": (lambda x, w: axes.rms_norm(axes.softmax(x, "b v@tp", over="v"), "b v@tp", over="v", weight=w), ("b v@tp", "v@tp"), ((6, 10), (10,))),
-    "borders": (crossed, ("b@dp d", "d"), ((12, 10), (8,))),
-    "blocks": (swapped, ("f d",), ((12, 5),)),
-    "a region": (body, ("b d@tp", "d@tp f"), ((12, 10), (10, 8))),
-    "autocast": (lambda x, w: torch.autocast("cpu", F16)(axes.einsum)(x, w, "b k@tp, k@tp f -> b f"), ("b k@tp", "k@tp f"), ((12, 10), (10, 8))),
-    "many": (lambda x, w: sum(axes.unshard(y).square().sum() for y in axes.reshard({"x": x, "w": w}, {"x": "b k@dp", "w": "k f@tp"}).values()), ("b k@tp", "k@tp f"), ((12, 10), (10, 8))),
-}  # fmt: skip
-
-
-def in_a_graph(name: str) -> int:
-    function, specs, shapes = GRAPHS[name]
-    with axes.init_mesh("dp=1 tp=2", device_type="cpu"):
-        counter = CompileCounterWithBackend("aot_eager")
-        fast = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
-        for more in (0, 16, 32)[: 1 if name == "blocks" else 3]:
-            results = []
-            for call in (function, fast):
-                wholes = [numbers(s[0] + more * (at == 0), *s[1:], seed=at) for at, s in enumerate(shapes)]
-                if name == "blocks":
-                    xs = [axes.shard(wholes[0], "(2 f@tp) d").requires_grad_()]
-                else:
-                    xs = [
-                        axes.shard(x, spec).requires_grad_() if spec else (x + dist.get_rank()).requires_grad_()
-                        for x, spec in zip(wholes, specs, strict=True)
-                    ]
-                y = whole_of(call(*xs))
-                y.float().square().sum().backward()
-                results.append([y.detach(), *(whole_of(x.grad) for x in xs)])
-            with case(f"{more} more rows"):
-                for one, other in zip(*results, strict=True):
-                    torch.testing.assert_close(other, one)
-        return counter.frame_count
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_function_compiles_into_one_graph_that_serves_several_sizes(warm, name):
-    assert warm(in_a_graph, 2, name, timeout=240) == [1, 1]

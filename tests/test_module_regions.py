@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import axes
@@ -123,35 +122,6 @@ def on(text: str, checkpointed: bool) -> None:
 @pytest.mark.parametrize(("text", "checkpointed"), [("dp=2 tp=2", True), ("dp=1 tp=4", False), ("dp=4 tp=1", False)])
 def test_values_and_gradients_are_those_of_one_device(warm, text, checkpointed):
     warm(on, 4, text, checkpointed)
-
-
-def other_dim(parameter):
-    factored = isinstance(parameter, DTensor) and axes.spec_of(parameter).startswith("(")
-    return Shard(1) if factored else None
-
-
-def under_fsdp(tp: int, checkpointed: bool, compiled: bool = False) -> None:
-    """Tensor parallel parameters that fully_shard shards over dp, with gradients that are summands of the whole one already."""
-    mesh = axes.init_mesh(f"dp tp={tp}", device_type="cpu")
-    torch.manual_seed(5)
-    model = Model(parallel=True, checkpointed=checkpointed).double()
-    if tp > 1:
-        shard_module(model, SPECS, mesh["tp"])
-    axes.shard_map(model, "b@dp s@tp -> b@dp s@tp v", mesh)  # no ambient one, in backward neither
-    for module in (*model.blocks, model):
-        # A factor that is split over tp can't be split over dp as well, in placements; the other dim can.
-        fully_shard(module, mesh=mesh["dp"].device_mesh, shard_placement_fn=other_dim)
-        module.set_gradient_divide_factor(1.0)
-    for block in model.blocks if compiled else ():
-        block.compile(backend="aot_eager")
-    for _ in range(2):
-        model.zero_grad()
-        compared(model, mesh)
-
-
-@pytest.mark.parametrize(("tp", "checkpointed", "compiled"), [(1, False, False), (2, True, False), (2, False, True)])
-def test_fully_shard_outside_gives_the_gradients_of_one_device(warm, tp, checkpointed, compiled):
-    warm(under_fsdp, 4, tp, checkpointed, compiled, timeout=240)
 
 
 class Assigning(nn.Linear):

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
@@ -165,41 +164,6 @@ def test_in_the_local_view_the_gradient_is_the_adjoint_of_the_move(pool, shape):
     pool.run(adjoint, 60, 3, shape, timeout=120)
 
 
-LOCAL = [
-    # source, target, the gradient of each coordinate from the cotangents of both
-    ("n@a", "n", [[12.0], [15.0]]),
-    ("n", "n@a", [[5.0, 0.0], [0.0, 6.0]]),
-    ("n | sum@a", "n", [[12.0, 15.0]] * 2),
-    ("n | sum@a", "n@a", [[5.0, 6.0]] * 2),
-    ("n | sum@a", "n | same@a", [[5.0, 6.0]] * 2),
-    ("n | same@a", "n", [[12.0, 15.0]] * 2),
-    ("n", "n | same@a", [[2.5, 3.0]] * 2),
-    ("n@a", "n | same@a", [[5.0], [6.0]]),
-    ("n | same@a", "n@a", [[5.0, 6.0]] * 2),
-    ("n | mean@a", "n", [[6.0, 7.5]] * 2),
-    ("n | max@a", "n", [[0.0, 15.0], [12.0, 0.0]]),
-    ("n | max@a", "n@a", [[0.0, 6.0], [5.0, 0.0]]),
-    ("n | min@a", "n", [[12.0, 0.0], [0.0, 15.0]]),
-]
-
-
-def local_gradient(source: str, target: str) -> list[float]:
-    mesh = cube()
-    me, split = mesh.coordinate["a"], "@a" in target.partition("|")[0]
-    shard = torch.tensor([[1.0], [2.0]] if "@a" in source.partition("|")[0] else [[1.0, 4.0], [3.0, 2.0]])
-    x = shard[me if source != "n" and "same" not in source else 0].double().requires_grad_()
-    g = [[5.0], [6.0]] if split else [[5.0, 6.0], [7.0, 9.0]]
-    axes.reshard(x, f"{source} -> {target}", mesh=mesh).backward(
-        torch.tensor(g[0 if "same" in target else me]).double()
-    )
-    return x.grad.tolist()
-
-
-@pytest.mark.parametrize(("source", "target", "gradients"), LOCAL)
-def test_a_row_of_the_table_of_gradients_in_the_local_view(pool, source, target, gradients):
-    assert pool.run(local_gradient, source, target) == [gradients[rank >> 2] for rank in range(8)]
-
-
 GLOBAL = [
     # value, result, cotangent, its gradient, collectives on the way back
     ("n@a", "n@()", "n | sum@a", "_@a", 1),
@@ -290,35 +254,6 @@ def test_every_dtype_is_moved_bit_by_bit_from_any_layout_of_memory(pool, dtype):
     pool.run(moved, dtype)
 
 
-REDUCED = [
-    # dtype, on the way, what it has no
-    (torch.bfloat16, None, ()),
-    (torch.float64, None, ()),
-    (torch.int32, None, ("mean",)),
-    (torch.complex64, None, ("max", "min")),
-    (torch.int16, torch.int64, ("mean", "max", "min")),
-    (torch.bfloat16, torch.float32, ()),
-]
-
-
-def reduced(dtype: torch.dtype, comm_dtype: torch.dtype | None, without: tuple[str, ...]) -> None:
-    mesh = cube()
-    parts = torch.stack([whole_of((8, 4), torch.float64).roll(k, 0).remainder(5) for k in range(4)])
-    results = {"sum": parts.sum(0), "mean": parts.mean(0), "max": parts.amax(0), "min": parts.amin(0)}
-    mine = parts[mesh.coordinate["a"] * 2 + mesh.coordinate["c"]].to(dtype)
-    for op, target in itertools.product(results, ("m n", "m@(a c) n", "m n@c", "m@b n@(c a)")):
-        if op not in without:
-            with case(f"{op} to {target}"):
-                found = axes.reshard(mine, f"m n | {op}@(a c) -> {target}", mesh=mesh, comm_dtype=comm_dtype)
-                assert found.dtype == dtype
-                assert torch.equal(found, tile(results[op], target).to(dtype))
-
-
-@pytest.mark.parametrize(("dtype", "comm_dtype", "without"), REDUCED, ids=str)
-def test_reductions_are_those_of_all_contributions(pool, dtype, comm_dtype, without):
-    pool.run(reduced, dtype, comm_dtype, without)
-
-
 def gradient_dtypes() -> tuple[float, float]:
     """Sums of what 16 bits can't hold, rounded where they travel as bfloat16."""
     x = torch.full((4,), 257.0).requires_grad_()
@@ -372,66 +307,7 @@ def test_what_lies_right_stays_where_it_is_and_a_slice_is_a_copy(pool):
     pool.run(in_place)
 
 
-# --- beside DTensor's own -------------------------------------------------------------------------
-
-
-def beside_dtensor() -> None:
-    mesh = axes.init_mesh("a=4 b=2", device_type="cpu")
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    local, choices = torch.arange(6.0).view(2, 3) + dist.get_rank(), [Shard(0), Shard(1), Partial()]
-    for pair, wanted in itertools.product(itertools.product(choices, choices), ((0, 1), (1, 1), ())):
-        placements = [Shard(dim) for dim in wanted] or [Replicate(), Replicate()]
-        x = DTensor.from_local(local, mesh.device_mesh, pair, run_check=False)
-        theirs = x.redistribute(placements=placements)
-        ours = axes.reshard(x, axes.Sharding.from_placements(mesh, placements, 2))
-        with case(f"{pair} -> {placements}"):
-            assert torch.allclose(ours.to_local(), theirs.to_local())
-            assert (ours.placements, ours.stride()) == (theirs.placements, theirs.stride())
-
-
-def test_results_are_those_of_dtensor_with_its_placements_and_strides(pool):
-    pool.run(beside_dtensor)
-
-
-PLACED = [
-    *[(spec, shape) for spec in ("m@a n", "m@(a b) n@c", "m n@(a c)") for shape in ((8, 8), (5, 3), (1, 0))],
-    *[("m n@(c b)", (5, 8)), ("(q=3 h@a) n", (12, 5)), ("(h=4@(a b) q=3) n@c", (12, 3)), ("m@c (q=2 k@b)", (3, 8))],
-]
-
-
-def distributed() -> None:
-    """What DTensor puts on each rank by the placements of a sharding is the shard of it."""
-    mesh = cube()
-    for spec, shape in PLACED:
-        whole = torch.arange(math.prod(shape)).view(shape)
-        with case(f"{spec} of {shape}"):
-            ours = axes.shard(whole, spec, mesh=mesh)
-            theirs = distribute_tensor(whole, mesh.device_mesh, ours.placements, src_data_rank=None)
-            assert torch.equal(ours.to_local(), theirs.to_local())
-            assert axes.sharding_of(theirs).is_equivalent(axes.sharding_of(ours), shape)
-
-
-def test_dtensor_cuts_as_a_sharding_says_by_its_placements(pool):
-    pool.run(distributed)
-
-
 # --- one rank's tensor ----------------------------------------------------------------------------
-
-
-def sources(axis: str | tuple[str, ...], index: int) -> None:
-    """Every line along `axis` has the tensor of its member with this index."""
-    mesh = axes.init_mesh("pp=2 dp=2 tp=2", "all = dp tp", device_type="cpu")[axis]
-    mine = torch.arange(8.0).view(4, 2) + 100 * dist.get_rank()
-    line = np.sort(np.array(mesh.ranks).reshape(-1)).tolist()
-    x = axes.shard(mine, f"a@{mesh.axis_names[-1]} b", mesh=mesh, source_rank=line[index])
-    assert torch.equal(axes.unshard(x), torch.arange(8.0).view(4, 2) + 100 * line[index])
-    assert mine[0, 0] == 100 * dist.get_rank()
-
-
-@pytest.mark.parametrize("axis", ["pp", "dp", "all", ("dp", "tp"), ("tp", "pp")], ids=str)
-def test_each_line_has_a_source_of_its_own(pool, axis):
-    for index in (0, 1):
-        pool.run(sources, axis, index)
 
 
 def odd_sources() -> None:
@@ -448,13 +324,13 @@ def odd_sources() -> None:
     few = axes.init_mesh("tp=4", ranks=[0, 1, 2, 3], device_type="cpu")
     x = axes.shard(torch.full((4,), float(dist.get_rank())), "a@tp", mesh=few, source_rank=2)
     assert x.to_local().tolist() == ([2.0] if dist.get_rank() < 4 else [])
-    if mesh.coordinate["pp"] == 1:  # one stage alone
-        w = torch.full((12, 2), float(dist.get_rank()), requires_grad=True)
-        y = axes.shard(w, "(three h@tp) b", mesh=mesh["tp"], source_rank=6, three=3)
-        assert (y.requires_grad, y.is_leaf, y.to_local().unique().tolist()) == (True, True, [6.0])
+    source = (5, 6)[mesh.coordinate["pp"]]  # each line along tp has its own
+    w = torch.full((12, 2), float(dist.get_rank()), requires_grad=True)
+    y = axes.shard(w, "(three h@tp) b", mesh=mesh["tp"], source_rank=source, three=3)
+    assert (y.requires_grad, y.is_leaf, y.to_local().unique().tolist()) == (True, True, [source])
 
 
-def test_a_source_outside_the_line_is_refused_and_ranks_outside_take_no_part(pool):
+def test_each_line_has_a_source_of_its_own_and_another_is_refused(pool):
     pool.run(odd_sources)
 
 

@@ -223,24 +223,6 @@ def adam(mesh, dtype=torch.float64, scale=1.0):
     return axes.pmean(loss.detach(), "dp", mesh=mesh), model
 
 
-def centered(mesh, dtype=torch.float64):
-    """Sums that are zero but for rounding, beside one that isn't; the parameters are of no module that is called."""
-    x = inputs(512, 8).to(dtype)
-    parameters = nn.ParameterDict({"query": torch.randn(8, 8, dtype=dtype), "bias": torch.randn(8, dtype=dtype)})
-    own = part(x, mesh, "dp")
-    mean = axes.pmean(own.mean(0), "dp", mesh=mesh)
-    loss = ((own @ parameters["query"]) @ (x[:16] + parameters["bias"]).T).softmax(-1)[:, :8].square().mean()
-    loss.backward()
-    zero, large = axes.psum((own - mean).sum(0), "dp", mesh=mesh), axes.psum(own.exp().sum(), "dp", mesh=mesh)
-    return {"zero": zero, "large": large}, averaged(parameters, mesh)
-
-
-def without_backward(mesh):
-    """Outputs of this rank's rows; backward was never run, and no gradient is summed."""
-    model = KeyBias()
-    return model(part(inputs(6, 3, 8), mesh, "dp")).softmax(-1), model
-
-
 def summands(mesh):
     """A DTensor that is pending over dp; every summand has the whole bias."""
     model, x = nn.Linear(4, 3), inputs(6, 4)
