@@ -329,6 +329,12 @@ FULL = {
     "flow",
     "gram",
     "several results",
+    "norms",
+    "there and back",
+    "moved",
+    "labels of shards",
+    "an uncut dim",
+    "nested axes",
 }
 """What a run of all finds beside the others."""
 

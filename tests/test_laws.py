@@ -115,6 +115,8 @@ FEATURES = {
     "vector_norm of torch": 20,
     "embedding of torch": 20,
     "amax of torch": 5,
+    **dict.fromkeys(("named psum", "named pmean", "named pmax", "named pmin", "named all_gather"), 10),
+    **dict.fromkeys(("named psum_scatter", "named all_to_all", "named sizes", "named ppermute"), 15),
 }
 
 ALONE = {"scalar", "compiled", "autocast", "refused"}

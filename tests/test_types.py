@@ -25,9 +25,8 @@ PYRIGHT = ("pyright", "--project=pyrightconfig.json", f"--pythonpath={sys.execut
 STRICT = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["."]}
 
 
-@pytest.mark.parametrize(
-    "checker", [(*MYPY, *PROGRAMS), pytest.param(PYRIGHT, marks=pytest.mark.full)], ids=["mypy", "pyright"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("checker", [(*MYPY, *PROGRAMS), PYRIGHT], ids=["mypy", "pyright"])
 def test_a_checker_knows_every_result_and_finds_every_mistake(checker, tmp_path):
     for name in PROGRAMS:
         shutil.copy(ROOT / "tests" / name, tmp_path)
