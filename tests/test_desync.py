@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import axes
 from axes import DesyncError, GroupOptions
-from tests.common import case
+from tests.common import case, waited
 
 # --- meshes and groups ----------------------------------------------------------------------------
 
@@ -326,8 +326,9 @@ def told_apart(numbers: range) -> list[tuple[int, float, str]]:
     return found
 
 
-def test_programs_that_differ_on_one_rank_are_told_so_on_every_rank(world):
-    every = world(told_apart, 4, range(30), timeout=300)
+@pytest.mark.parametrize("numbers", [range(20), pytest.param(range(20, 100), marks=pytest.mark.full)], ids=str)
+def test_programs_that_differ_on_one_rank_are_told_so_on_every_rank(world, numbers):
+    every = world(told_apart, 4, numbers, timeout=600)
     for each in zip(*every, strict=True):
         number = each[0][0]
         assert all(said for _, _, said in each), (differing(number), each)
@@ -528,7 +529,7 @@ def dying(how: str, folder: str) -> None:
         error = caught
     cause = None if error is None else type(error.__cause__).__name__
     (Path(folder) / f"{rank}").write_text(f"{type(error).__name__} from {cause}: {error}")
-    time.sleep(1)  # until the others have written theirs
+    waited(lambda: len([*Path(folder).iterdir()]) == 3, 1)  # until the others have written theirs
 
 
 DIED = {

@@ -56,9 +56,14 @@ def grandparent() -> int:
     return int(stat_of(os.getppid())[1])
 
 
+SERVERS: list[int] = []
+
+
 def server() -> int:
-    """The process from which ranks are forked: by an agent for each launch."""
-    return launch(grandparent, 1)[0]
+    """The process from which ranks are forked, by an agent for each launch: the last known one, while it lives."""
+    if not SERVERS or not lives(SERVERS[-1]):
+        SERVERS.append(launch(grandparent, 1)[0])
+    return SERVERS[-1]
 
 
 def refuses(port: int) -> bool:
@@ -485,6 +490,7 @@ def wait_for_leave(folder: Path) -> int:
     return total()
 
 
+@pytest.mark.full
 def test_when_the_fork_server_is_killed_what_it_started_goes_on_and_the_next_launch_works(tmp_path: Path):
     before = server()
 
@@ -564,11 +570,8 @@ SCRIPTS = {
 """A program, how it is run, and what it prints or its error says."""
 
 
-FAST = ("a script", "without a guard")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.full) for name in SCRIPTS]
+    "name", [pytest.param(name, marks=[] if name == "without a guard" else pytest.mark.full) for name in SCRIPTS]
 )
 def test_what_a_script_defines_travels_where_other_processes_find_it(tmp_path: Path, name: str):
     code, arguments, said = SCRIPTS[name]
