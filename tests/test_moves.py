@@ -262,6 +262,7 @@ def gradient_dtypes() -> tuple[float, float, int]:
     narrow = axes.reshard(
         torch.full((4,), 300, dtype=torch.int16), "n | sum@a -> n", mesh=cube(), comm_dtype=torch.int64
     )
+    assert (x.grad.dtype, narrow.dtype) == (torch.float32, torch.int16)
     return float(y[0]), float(x.grad[0]), int(narrow[0])
 
 
