@@ -215,6 +215,16 @@ def test_the_gradient_of_a_leaf_is_resolved_once_or_left_to_the_caller(pool, gra
     assert pool.run(leaf_gradient, grad) == [found] * 8
 
 
+def tied() -> list[float]:
+    x = torch.ones(2, requires_grad=True)
+    axes.reshard(x, "n | max@a -> n", mesh=cube()).backward(torch.ones(2))
+    return x.grad.tolist()
+
+
+def test_ranks_that_have_the_same_maximum_share_its_gradient(pool):
+    assert pool.run(tied) == [[1.0, 1.0]] * 8
+
+
 # --- dtypes and layouts of memory -----------------------------------------------------------------
 
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
