@@ -513,18 +513,12 @@ LAID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "column by column": lambda x: x.t().contiguous().t(),
     "one row for all": lambda x: x[:1].expand_as(x),
 }
-IDENTITIES: dict[str, Callable[[DTensor], DTensor]] = {
-    "reshard": lambda w: axes.reshard(w, "d f@tp"),
-    "rearrange": lambda w: axes.rearrange(w, "d f@tp -> d f@tp"),
-    "einsum": lambda w: axes.einsum(w, "d f@tp -> d f@tp"),
-    "a sum": lambda w: axes.rearrange(w, "d f@tp -> d f@tp") + 0 * w,
-}
 
 
 def memory_of_gradients() -> None:
     """A gradient lies in memory as its leaf does, and nobody else has it."""
     with axes.init_mesh("dp=2 tp=4", device_type="cpu"):
-        whole, kept = torch.arange(42.0).view(6, 7), []
+        whole = torch.arange(42.0).view(6, 7)
         shard = axes.shard(whole, "d f@tp").to_local()
         for (way, laid), spec in itertools.product(LAID.items(), ("d f", "d f@tp", "d f@dp")):
             w = axes.from_local(laid(shard), "d f@tp", shape=(6, 7)).requires_grad_()
@@ -537,15 +531,6 @@ def memory_of_gradients() -> None:
                 assert (local.t() if w.stride(0) == 1 else local).is_contiguous()
                 w.grad.zero_()
                 assert torch.equal(whole_of(given), whole)
-        for name, identity in IDENTITIES.items():
-            w, given = axes.zeros("d f@tp", d=6, f=7, requires_grad=True), axes.ones("d f@tp", d=6, f=7)
-            for count in (1, 2, 3):
-                y = identity(w)
-                y.register_hook(kept.append)
-                y.backward(given)
-                with case(f"{name}, {count}"):
-                    assert (whole_of(w.grad).unique().tolist(), whole_of(given).unique().tolist()) == ([count], [1])
-        assert all(torch.equal(whole_of(each), torch.ones(6, 7)) for each in kept)
 
 
 WRITTEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
