@@ -66,6 +66,7 @@ SIZES = (
 )
 
 IDS = "torch.tensor([0, 1, 2])"
+# fmt: off
 FUNCTIONS = (
     *told(
         "axes.softmax(L(3, 4), ...)",
@@ -101,16 +102,8 @@ FUNCTIONS = (
     ),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', reduction='none')", "ShardingError", "reduction is 'mean' or"),
     ("axes.cross_entropy(L(3, 4), L(3), 'b v, b -> ')", "ShardingError", "labels are whole numbers; found torch.float"),
-    (
-        f"axes.cross_entropy(D('b v', 3, 4), {IDS}, 'b v, b -> ')",
-        "ShardingError",
-        "DTensors or plain tensors, not both",
-    ),
-    (
-        "axes.softmax(D('b@dp v@tp', 4, 8), 'b v', over='v')",
-        "ShardingError",
-        "left side  b v@()\n  tensor     b@dp v@tp",
-    ),
+    (f"axes.cross_entropy(D('b v', 3, 4), {IDS}, 'b v, b -> ')", "ShardingError", "DTensors or plain tensors, not both"),
+    ("axes.softmax(D('b@dp v@tp', 4, 8), 'b v', over='v')", "ShardingError", "left side  b v@()\n  tensor     b@dp v@tp"),
     ("axes.embedding(L(3), L(3, 4), 'b, v d -> b d')", "ShardingError", "ids are whole numbers"),
     (f"axes.embedding({IDS}, L(3, 4).long(), 'a, v d -> a d')", "ShardingError", "can't be made NaN"),
     (f"axes.embedding({IDS}, L(3, 4), 'a, v d -> a b')", "ExpressionError", "the result has the names of the ids and"),
@@ -120,18 +113,11 @@ FUNCTIONS = (
 )
 
 DROPPED = (
-    *[
-        (f"axes.nn.dropout(L(2), {p})", "ShardingError", "p is a probability, from 0 to 1")
-        for p in ("-0.1", "1.5", "'0.1'", "True", "float('nan')")
-    ],
+    *[(f"axes.nn.dropout(L(2), {p})", "ShardingError", "p is a probability, from 0 to 1") for p in ("-0.1", "1.5", "'0.1'", "True", "float('nan')")],
     ("axes.nn.Dropout(1.5)", "ShardingError", "p is a probability, from 0 to 1; found"),
     ("axes.nn.Dropout(0.5, 'a@@ b')", "ExpressionError", "a@@ b"),
     ("axes.nn.dropout(L(4, 4), 0.1)", "ShardingError", "needs to know which part of the whole it is; write a spec"),
-    (
-        "axes.nn.dropout(D('b@dp s', 4, 4), 0.1, 'b s@dp')",
-        "ShardingError",
-        "isn't sharded as the spec says\n  spec    b s@dp",
-    ),
+    ("axes.nn.dropout(D('b@dp s', 4, 4), 0.1, 'b s@dp')", "ShardingError", "isn't sharded as the spec says\n  spec    b s@dp"),
     ("axes.nn.dropout(L(4, 4), 0.1, 'b')", "ShardingError", "the spec 'b' has 1 dims, the tensor 2"),
     ("axes.nn.dropout(L(4), 0.1, 's@tp', s=6)", "ShardingError", "of [6] on this rank is [3] by 's@tp'; found [4]"),
     ("axes.nn.dropout(axes.from_local(L(4), 'b | max@tp'), 0.1)", "ShardingError", "pending max or min"),
@@ -162,17 +148,9 @@ MOVED = (
             ("'b ...@tp'", "name the dim that is split"),
         ),
     ),
-    (
-        "axes.reshard(D('b@dp s | max@tp', 4, 4), 'b s | sum@tp')",
-        "ShardingError",
-        "the source has max pending over tp, not sum\n  source  _@dp _",
-    ),
+    ("axes.reshard(D('b@dp s | max@tp', 4, 4), 'b s | sum@tp')", "ShardingError", "the source has max pending over tp, not sum\n  source  _@dp _"),
     ("axes.reshard(D('b@dp s | sum@tp', 4, 4), 'b s@tp | *')", "ShardingError", "'tp' is used twice"),
-    (
-        "axes.reshard(axes.from_local(L(4).long(), 'n | mean@tp'), 'n |')",
-        "ShardingError",
-        "a mean of int64 isn't int64",
-    ),
+    ("axes.reshard(axes.from_local(L(4).long(), 'n | mean@tp'), 'n |')", "ShardingError", "a mean of int64 isn't int64"),
     ("axes.reshard(D('n', 4), 'n@@tp')", "ExpressionError", "n@@tp\n"),
     ("axes.reshard(D('n', 4), 3)", "ExpressionError", "takes a spec or a Sharding"),
     ("axes.reshard(L(4), 'n@tp')", "ShardingError", "write both sides"),
@@ -187,10 +165,7 @@ MOVED = (
     ),
     ("axes.reshard(D('n', 5), 'n@(tp cp)')", "ShardingError", "DTensor"),
     ("axes.reshard(D('n', 4), '(h@tp e)', h=[2])", "SizeError", "The size of a dim is a whole number; found [2]"),
-    *[
-        (f"axes.reshard(D('a', {n}), '(h@tp d)', h=4)", "ShardingError", "don't multiply to the dim")
-        for n in (10, 14, 30)
-    ],
+    *[(f"axes.reshard(D('a', {n}), '(h@tp d)', h=4)", "ShardingError", "don't multiply to the dim") for n in (10, 14, 30)],
     *[(f"axes.reshard(D('a', {n}), '(h d)@tp', h=4)", "SizeError", "don't multiply to the dim") for n in (10, 14, 30)],
     ("axes.reshard(L(2), 'n@tp -> n', grad='pending')", "ShardingError", "axes.reshard: grad='pending' is about"),
     ("axes.repeat(L(2), 'n@tp -> n', grad='pending')", "ShardingError", "axes.repeat: grad='pending' is about"),
@@ -257,14 +232,12 @@ PLANNED = (
             "axes.transfer({'w': 'n@tp'}, {'w': 'n'}, mesh, mesh, {'w': (4,)}, dtype={'w': ...})",
         )
     ],
-    (
-        "axes.plan('(a=2 b)@tp c', '(a=4 b) c', (8, 8))",
-        "SizeError",
-        "'a' is given two sizes: 2 in '(a=2 b)@tp c' and 4 in",
-    ),
+    ("axes.plan('(a=2 b)@tp c', '(a=4 b) c', (8, 8))", "SizeError", "'a' is given two sizes: 2 in '(a=2 b)@tp c' and 4 in"),
 )
+# fmt: on
 
 X = "x = L(4, 2).requires_grad_(); w = D('b@dp d', 8, 2).requires_grad_(); "
+# fmt: off
 CROSSED = (
     (
         X + "axes.from_local(x, 'b d')",
@@ -282,29 +255,15 @@ CROSSED = (
         "'b@(dp cp) d | same@tp'",
     ),
     (X + "axes.from_local(x, 'b d | sum@tp', grad=None)", "ShardingError", "'b d | sum@tp same@(dp cp)'"),
-    (
-        X + "axes.from_local(x, 'b@dp d | same@tp')",
-        "ShardingError",
-        "replicated over 'cp' (2 ranks).",
-        "'b@dp d | same@tp same@cp'",
-    ),
+    (X + "axes.from_local(x, 'b@dp d | same@tp')", "ShardingError", "replicated over 'cp' (2 ranks).", "'b@dp d | same@tp same@cp'"),
     (X + "axes.to_local(w)", "ShardingError", 'axes.to_local(x, grad="whole")', "'_@dp _ | same@(cp tp)'"),
     (X + "axes.to_local(w, 'b@dp d | same@cp')", "ShardingError", "replicated over 'tp' (2 ranks)."),
-    (
-        X + "axes.to_local(w, 'b d')",
-        "ShardingError",
-        "isn't sharded as the spec says\n  spec    b d\n  tensor  _@dp _",
-        "axes.reshard(x, 'b d')",
-    ),
+    (X + "axes.to_local(w, 'b d')", "ShardingError", "isn't sharded as the spec says\n  spec    b d\n  tensor  _@dp _", "axes.reshard(x, 'b d')"),
     (X + "axes.to_local(w, 'b@dp')", "ShardingError", "the spec 'b@dp' has 1 dims, the tensor 2: [8, 2]"),
     (X + "axes.to_local(w, 'b@dp d | same@dp')", "ShardingError", "axis 'dp' is used twice"),
     (X + "axes.from_local(x, 'b@tp d | same@tp')", "ShardingError", "axis 'tp' is used twice"),
     (X + "axes.to_local(w, grad='sum')", "ShardingError", "axes.to_local: grad is 'whole' or 'summed'; found 'sum'"),
-    (
-        X + "axes.from_local(x.detach(), 'b d', grad=True)",
-        "ShardingError",
-        "axes.from_local: grad is 'whole' or 'summed'; found True",
-    ),
+    (X + "axes.from_local(x.detach(), 'b d', grad=True)", "ShardingError", "axes.from_local: grad is 'whole' or 'summed'; found True"),
     (X + "axes.shard(x * 2, 'n d', source_rank=0)", "ShardingError", "leave out source_rank"),
     (X + "axes.shard(x, 'n d | sum@tp')", "ShardingError", "a whole tensor has nothing pending"),
     ("axes.shard(L(4), 'a@tp', source_rank='1')", "MeshError", "source_rank is a whole number from 0"),
@@ -327,33 +286,17 @@ BLOCKS = (
         "ShardingError",
         "blocks of a DTensor lie alike, and where they are split they have one size",
     ),
-    (
-        "axes.rearrange((D('n@tp d', 8, 4), D('n d', 8, 4)), 'q d, k d -> (q + k) d')",
-        "ShardingError",
-        "blocks of a DTensor lie alike",
-    ),
+    ("axes.rearrange((D('n@tp d', 8, 4), D('n d', 8, 4)), 'q d, k d -> (q + k) d')", "ShardingError", "blocks of a DTensor lie alike"),
     ("axes.rearrange((D('n@tp d', 8, 4), D('n d', 8, 4)), 'f@tp d, g d -> (f + g@tp) d', g=8)", "ShardingError", ""),
-    (
-        "axes.rearrange((D('n d', 8, 4), L(8, 4)), 'q d, k d -> (q + k) d')",
-        "ShardingError",
-        "DTensors or plain tensors, not both",
-    ),
+    ("axes.rearrange((D('n d', 8, 4), L(8, 4)), 'q d, k d -> (q + k) d')", "ShardingError", "DTensors or plain tensors, not both"),
     (
         "axes.rearrange((D('n d', 8, 4), D('n d', 8, 4).double()), 'q d, k d -> (q + k) d')",
         "ShardingError",
         "tensors that are put together have one dtype; found float32, float64",
     ),
-    (
-        "axes.rearrange(D('n d', 16, 4), '(a + b) d -> a d, b d')",
-        "SizeError",
-        "the sizes of 'a' and 'b' don't follow from  (a + b) = 16",
-    ),
+    ("axes.rearrange(D('n d', 16, 4), '(a + b) d -> a d, b d')", "SizeError", "the sizes of 'a' and 'b' don't follow from  (a + b) = 16"),
     ("axes.rearrange(L(33, 5), '(h k + g k + g k) d -> h k d, g k d, g k d', h=8, k=2)", "SizeError", "can't be 33"),
-    (
-        "axes.rearrange(D('n d', 8, 4), '(a@tp + a@tp) d -> a@tp d, a@tp d')",
-        "ShardingError",
-        "the tensor isn't sharded as the left side says",
-    ),
+    ("axes.rearrange(D('n d', 8, 4), '(a@tp + a@tp) d -> a@tp d, a@tp d')", "ShardingError", "the tensor isn't sharded as the left side says"),
     (
         "axes.rearrange(L(5, 4), '(a@tp + b@tp) d -> a@tp d, b@tp d', a=3)",
         "SizeError",
@@ -390,23 +333,11 @@ EINOPS = (
             ("rearrange(L(6, 2), '(b1 b2) h -> b1 b2 h')", "SizeError", "the sizes of 'b1' and 'b2' don't follow from"),
             ("rearrange(L(6, 2), '(b1 b2) h -> b1 b2 h', b1=5)", "SizeError", "6 doesn't divide by 5"),
             ("rearrange(L(6, 2), 'b h -> h b', q=5)", "SizeError", "a size is given for 'q', which isn't in"),
-            (
-                "rearrange(L(6, 2), '(b ...) c -> b ... c')",
-                "ExpressionError",
-                "'...' in a group on the left leaves its",
-            ),
+            ("rearrange(L(6, 2), '(b ...) c -> b ... c')", "ExpressionError", "'...' in a group on the left leaves its"),
             ("rearrange(L(6, 2), 'b 2 -> b')", "ExpressionError", "rearrange takes no number but 1 on the left"),
             ("rearrange(L(6, 2), 'b h -> b h ...')", "ExpressionError", "'...' is in the result and in no operand"),
-            (
-                "repeat(L(6, 2), 'b h -> b h d')",
-                "SizeError",
-                "the size of 'd' isn't known from any tensor; give it, like d=",
-            ),
-            (
-                "repeat(L(6, 2), 'b h -> b d', d=2)",
-                "ExpressionError",
-                "'h' stands on the left only; repeat adds to what",
-            ),
+            ("repeat(L(6, 2), 'b h -> b h d')", "SizeError", "the size of 'd' isn't known from any tensor; give it, like d="),
+            ("repeat(L(6, 2), 'b h -> b d', d=2)", "ExpressionError", "'h' stands on the left only; repeat adds to what"),
             ("rearrange(L(6, 2), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
             ("rearrange(L(6, 2).numpy(), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
             ("reduce(L(6, 2), 'b h -> b x', 'sum')", "ExpressionError", "'x' stands on the right only"),
@@ -416,39 +347,25 @@ EINOPS = (
                 "ShardingError",
                 "without dims (1,) that is [6]; found a tensor of [6, 2]",
             ),
-            (
-                "reduce(D('a@tp b', 6, 2), 'a@tp b -> a@tp', lambda x, dims: 1.0)",
-                "ShardingError",
-                "that is [3]; found 1.0",
-            ),
+            ("reduce(D('a@tp b', 6, 2), 'a@tp b -> a@tp', lambda x, dims: 1.0)", "ShardingError", "that is [3]; found 1.0"),
             ("reduce(torch.arange(4), 'b@dp -> ', 'mean')", "ShardingError", "a mean of torch.int64 isn't"),
             *[
-                (
-                    f"reduce(L(5, 3), 'b@dp s -> s | {left}', 'mean')",
-                    "SizeError",
-                    "stays pending needs the whole size of 'b'",
-                )
+                (f"reduce(L(5, 3), 'b@dp s -> s | {left}', 'mean')", "SizeError", "stays pending needs the whole size of 'b'")
                 for left in ("mean@dp", "sum@dp", "*")
             ],
             ("reduce(L(5, 3), 'b@dp s@(cp tp) -> | sum@cp', 'mean')", "SizeError", "whole size of 'b' and 's'"),
-            (
-                "reduce(L(4, 3), '(b t)@dp s -> t s', 'mean', t=2)",
-                "SizeError",
-                "over names of (b t)@dp needs the whole size of 'b'",
-            ),
+            ("reduce(L(4, 3), '(b t)@dp s -> t s', 'mean', t=2)", "SizeError", "over names of (b t)@dp needs the whole size of 'b'"),
         )
     ],
     *[
-        (
-            f"axes.einsum(D('a@tp e', 16, 5), D('(a@tp i=2) f', {rows}, 3), 'a e, a f -> a e f')",
-            "SizeError",
-            f"'a' is 16, found {rows}",
-        )
+        (f"axes.einsum(D('a@tp e', 16, 5), D('(a@tp i=2) f', {rows}, 3), 'a e, a f -> a e f')", "SizeError", f"'a' is 16, found {rows}")
         for rows in (4, 8, 12)
     ],
 )
+# fmt: on
 
 TAKEN = "axes.shard_map(lambda *xs: xs[0], '...')"
+# fmt: off
 REGIONS = (
     *told(
         TAKEN,
@@ -467,71 +384,17 @@ REGIONS = (
     *[
         (f"axes.shard_map({body}, '{text}')({given})", error, said, text)
         for text, given, body, error, said in (
-            (
-                "b d, d f -> b d",
-                "D('b@dp d', 4, 6)",
-                "lambda *x: x[0]",
-                "ShardingError",
-                "is called with 1 tensors, and the left side has 2 specs",
-            ),
-            (
-                "b@dp d -> b@dp d, d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "returned 1 tensors, and the right side has 2 specs",
-            ),
+            ("b d, d f -> b d", "D('b@dp d', 4, 6)", "lambda *x: x[0]", "ShardingError", "is called with 1 tensors, and the left side has 2 specs"),
+            ("b@dp d -> b@dp d, d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "returned 1 tensors, and the right side has 2 specs"),
             ("b@dp d -> ", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "result 0 has 2 dims, its spec '' 0"),
-            (
-                "b@dp -> b@dp",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "tensor 0 has 2 dims, its spec 'b@dp' 1",
-            ),
-            (
-                "b@cp d -> b@cp d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "left side  b@cp d\n  tensor     b@dp d",
-            ),
-            (
-                "b d -> b@dp d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "tensor 0 isn't sharded as the left side says",
-            ),
+            ("b@dp -> b@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "tensor 0 has 2 dims, its spec 'b@dp' 1"),
+            ("b@cp d -> b@cp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "left side  b@cp d\n  tensor     b@dp d"),
+            ("b d -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "tensor 0 isn't sharded as the left side says"),
             ("b d -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
-            (
-                "b d | * -> b d | *",
-                "D('b d | sum@cp', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "only the function knows what it leaves pending",
-            ),
-            (
-                "b d | same@cp -> b d",
-                "D('b d | sum@cp', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "tensor     b d | sum@cp",
-            ),
-            (
-                "b@dp d | same@dp -> b@dp d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "axis 'dp' is used twice: in b=4@dp and in same@dp",
-            ),
-            (
-                "b@dp d -> b@dp d | same@dp",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "axis 'dp' is used twice",
-            ),
+            ("b d | * -> b d | *", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "only the function knows what it leaves pending"),
+            ("b d | same@cp -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
+            ("b@dp d | same@dp -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice: in b=4@dp and in same@dp"),
+            ("b@dp d -> b@dp d | same@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
             ("b@dp d -> b@dp d@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
             (
                 "b d, b f | * -> b d",
@@ -540,21 +403,9 @@ REGIONS = (
                 "ShardingError",
                 "the tensors disagree on how 'b' is split",
             ),
-            (
-                "b d, b f -> b d",
-                "D('b d', 5, 6), D('b f', 6, 2)",
-                "lambda x, y: x",
-                "SizeError",
-                "'b' has two sizes, 5 and 6",
-            ),
+            ("b d, b f -> b d", "D('b d', 5, 6), D('b f', 6, 2)", "lambda x, y: x", "SizeError", "'b' has two sizes, 5 and 6"),
             ("b=8 d -> b d", "D('b d', 4, 6)", "lambda x: x", "SizeError", "'b' has two sizes, 8 and 4"),
-            (
-                "_ 3 -> _ 3",
-                "D('b d', 4, 6)",
-                "lambda x: x",
-                "SizeError",
-                "a dim of [4, 6] is written as 3, and has 6 elements",
-            ),
+            ("_ 3 -> _ 3", "D('b d', 4, 6)", "lambda x: x", "SizeError", "a dim of [4, 6] is written as 3, and has 6 elements"),
             (
                 "b@dp d -> b@dp d",
                 "D('b@dp d', 4, 6)",
@@ -583,27 +434,11 @@ REGIONS = (
                 "ShardingError",
                 "b on the right was part of '(b c)' on the left",
             ),
-            (
-                "b d -> b c@*",
-                "D('b d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "'*' in c@* is how 'c' is split on the left, where it isn't",
-            ),
-            (
-                "b@dp d -> b@dp d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: D('b@dp d', 4, 6)",
-                "ShardingError",
-                "the function returned a DTensor",
-            ),
+            ("b d -> b c@*", "D('b d', 4, 6)", "lambda x: x", "ShardingError", "'*' in c@* is how 'c' is split on the left, where it isn't"),
+            ("b@dp d -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: D('b@dp d', 4, 6)", "ShardingError", "the function returned a DTensor"),
         )
     ],
-    (
-        "axes.shard_map(lambda x, y: x, 'b d, b d -> b d')(D('b d', 4, 6), L(4, 6))",
-        "ShardingError",
-        "tensor 1 among the arguments is a plain one",
-    ),
+    ("axes.shard_map(lambda x, y: x, 'b d, b d -> b d')(D('b d', 4, 6), L(4, 6))", "ShardingError", "tensor 1 among the arguments is a plain one"),
     ("axes.shard_map(lambda x: axes.psum(x, 'tq'), 'b -> b')(D('b', 4))", "MeshError", "the mesh has no axis 'tq'"),
     *[
         (
@@ -633,6 +468,7 @@ REGIONS = (
         )
     ],
 )
+# fmt: on
 
 ROWS: tuple[tuple[str, ...], ...] = (
     *((f"axes.{program}", *rest) for program, *rest in COLLECTIVES),

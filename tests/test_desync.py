@@ -110,13 +110,9 @@ DIFFER: dict[str, tuple[Callable[[int], Any], tuple[Told, ...]]] = {
     "other meshes before": (apart, ((),)),
     "groups made beforehand": (made_beforehand, ((),)),
 }  # fmt: skip
-WAITED = (
-    "overlapping universes",
-    "ranks without itself",
-    "one never comes",
-    "one never comes to a group",
-    "opposite orders",
-)
+# fmt: off
+WAITED = ("overlapping universes", "ranks without itself", "one never comes", "one never comes to a group", "opposite orders")
+# fmt: on
 
 
 def attempt(call: Callable[[], Any]) -> str:

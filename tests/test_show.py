@@ -34,6 +34,7 @@ def planned(source: str, target: str, *shape: int, mesh: Mesh = CUBE, **options:
     return axes.plan(source, target, shape, mesh=mesh, dtype="bfloat16", **options)
 
 
+# fmt: off
 CASES: dict[str, Callable[[], Any]] = {
     "mesh": lambda: axes.show(Mesh("dp=2 tp=4", "all = dp tp", ranks_per_node=4), rank=5),
     "mesh of 65,536 ranks": lambda: axes.show(JOB, rank=40000),
@@ -59,41 +60,24 @@ CASES: dict[str, Callable[[], Any]] = {
     "sharding of any shape": lambda: axes.show(CUBE.sharding("b@dp s@tp")),
     "sharding of three split dims": lambda: axes.show(CUBE.sharding("a@dp b@cp c@tp"), (8, 6, 4), rank=5),
     "sharding of one dim": lambda: axes.show(Mesh("x=4").sharding("n@x"), (5,)),
-    "sharding of a factor": lambda: axes.show(
-        Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4), (48, 8), rank=1
-    ),
+    "sharding of a factor": lambda: axes.show(Mesh("dp=2 tp=2").sharding("(qkv=3 heads@tp dim) embed@dp", heads=4), (48, 8), rank=1),
     "pending": lambda: axes.show(CUBE.sharding("a b@tp | sum@(dp cp)"), (3, 4)),
     "pending in turn": lambda: axes.show(CUBE.sharding("a | sum@dp max@tp"), (4,)),
     "scalar": lambda: axes.show(CUBE.sharding(""), ()),
     "sharding on 65,536 ranks": lambda: axes.show(JOB.sharding("b@(pp dp) s@tp d"), (65536, 4096, 8192), rank=40000),
     "plan": lambda: axes.show(planned("b@dp s@tp d", "b@dp s d@tp", 8, 2048, 4096, mesh=Mesh("dp=2 tp=4"))),
     "plan of several steps": lambda: axes.show(
-        planned(
-            "b s d | sum@(cp tp)",
-            "b s d",
-            8,
-            64,
-            64,
-            mesh=Mesh("dp=2 cp=2 tp=4"),
-            cost_model=axes.CostModel(latency_us=0, ranks_per_node=16),
-        )
+        planned("b s d | sum@(cp tp)", "b s d", 8, 64, 64, mesh=Mesh("dp=2 cp=2 tp=4"), cost_model=axes.CostModel(latency_us=0, ranks_per_node=16))
     ),
     "plan that sends nothing": lambda: axes.show(planned("s d", "s d@tp", 64, 64)),
     "plan between two sets of ranks": lambda: axes.show(
-        axes.plan(
-            "a@dp b@tp",
-            "a b@t",
-            (64, 64),
-            source_mesh=Mesh("dp=4 tp=2"),
-            target_mesh=Mesh("r=2 t=2", ranks=range(8, 12)),
-        ),
+        axes.plan("a@dp b@tp", "a b@t", (64, 64), source_mesh=Mesh("dp=4 tp=2"), target_mesh=Mesh("r=2 t=2", ranks=range(8, 12))),
         rank=9,
     ),
-    "plan on 65,536 ranks": lambda: axes.show(
-        planned("b@dp s@tp d", "b@dp s d@tp", 65536, 4096, 8192, mesh=JOB), rank=40000
-    ),
+    "plan on 65,536 ranks": lambda: axes.show(planned("b@dp s@tp d", "b@dp s d@tp", 65536, 4096, 8192, mesh=JOB), rank=40000),
     "plan in a large group": lambda: axes.show(planned("b@dp s d", "b s d", 65536, 64, 8, mesh=JOB), rank=40000),
 }
+# fmt: on
 
 
 MOE = Mesh("pp=2 fsdp=2 tp=2", "(fsdp tp) = efsdp ep", ep=4)
