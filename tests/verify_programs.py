@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -259,6 +260,14 @@ def large(y):
     return y.bfloat16().double().square().sum() * 1e5
 
 
+@dataclass
+class Found:
+    """What a program returns may be a dataclass."""
+
+    total: torch.Tensor
+    squares: torch.Tensor
+
+
 PLANTED: dict[str, tuple[Planted, str]] = {
     "ids beside a large loss": (
         lambda y, several: {"loss": large(y), "ids": torch.tensor([1, 2, 4 if several else 3])},
@@ -280,6 +289,10 @@ PLANTED: dict[str, tuple[Planted, str]] = {
     "a number": (
         lambda y, several: (y.sum(), {"loss": y.square().mean().item() * (1 + several)}),
         "output[1]['loss']: 2 times too large over dp: a mean over dp is missing",
+    ),
+    "in a dataclass": (
+        lambda y, several: Found(y.sum(), y.detach().square() * (1 + several)),
+        "output.squares: 2 times too large over dp: a mean over dp is missing",
     ),
     "numbers that aren't there": (
         lambda y, several: y.detach().masked_fill(torch.arange(8) == 2, torch.nan) * (1 + several),
