@@ -29,19 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SEED, COUNT = 31, 24
-PYTEST = (
-    sys.executable,
-    "-m",
-    "pytest",
-    "-q",
-    "-n",
-    "3",
-    "--dist",
-    "loadfile",
-    "--no-loadscope-reorder",
-    "-p",
-    "no:cacheprovider",
-)
+# fmt: off
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
+# fmt: on
 NOT_ASKED = ("tests/test_house.py",)
 
 TURNED = {

@@ -153,14 +153,13 @@ class AsksOfParameters(Each):
             p.steps = getattr(p, "steps", 0) + 1
 
 
+# fmt: off
 ByGroup = by(
     "ByGroup",
-    lambda p, g, state, group: (
-        state.setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(())).add_(g if group["each"] else 1)
-        * g
-    ),
+    lambda p, g, state, group: (state.setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(())).add_(g if group["each"] else 1) * g),
     each=True,
 )
+# fmt: on
 """A value for each element in the groups that say so, in others one for all, under the same name."""
 
 ELEMENTWISE: list[type[Each]] = [

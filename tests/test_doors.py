@@ -70,6 +70,7 @@ def on_one_rank(call):
 
 WHOLE = torch.arange(24.0).view(2, 12)
 
+# fmt: off
 SIZE_DOORS = {
     "sharding": lambda mesh, h: mesh.sharding("b (h@tp d)", h=h).spec,
     "sharding, sizes": lambda mesh, h: mesh.sharding("b (h@tp d)", sizes={"h": h}).spec,
@@ -88,9 +89,7 @@ SIZE_DOORS = {
     "einops": lambda mesh, h: axes.rearrange(WHOLE, "b (h d) -> h b d", h=h).tolist(),
     "rearrange": lambda mesh, h: axes.rearrange(WHOLE, "b (h d) -> h@tp b d", mesh=mesh, h=h).tolist(),
     "rearrange, sizes": lambda mesh, h: axes.rearrange(WHOLE, "b (h d) -> h b d", sizes={"h": h}).tolist(),
-    "rearrange a DTensor": lambda mesh, h: (
-        axes.rearrange(axes.shard(WHOLE, "b d", mesh=mesh), "b (h d) -> h b d", h=h).to_local().tolist()
-    ),
+    "rearrange a DTensor": lambda mesh, h: (axes.rearrange(axes.shard(WHOLE, "b d", mesh=mesh), "b (h d) -> h b d", h=h).to_local().tolist()),
     "reduce": lambda mesh, h: axes.reduce(WHOLE, "b (h@tp d) -> b d", "sum", mesh=mesh, h=h).tolist(),
     "reduce by einops": lambda mesh, h: axes.reduce(WHOLE, "b (h d) -> b d", "sum", h=h).tolist(),
     "repeat": lambda mesh, h: axes.repeat(WHOLE, "b d -> b h@tp d", mesh=mesh, h=h).tolist(),
@@ -98,14 +97,11 @@ SIZE_DOORS = {
     "einsum": lambda mesh, h: axes.einsum(WHOLE, "b (h d) -> b h", h=h).tolist(),
     "reshard": lambda mesh, h: axes.reshard(axes.shard(WHOLE, "b d", mesh=mesh), "b (h@tp d)", h=h).to_local().tolist(),
     "rms_norm": lambda mesh, h: axes.rms_norm(torch.ones(2, 4), "b h@tp", over="h", mesh=mesh, h=h).tolist(),
-    "cross_entropy": lambda mesh, h: axes.cross_entropy(
-        torch.ones(2, 4), torch.tensor([1, 2]), "b h@tp, b -> ", mesh=mesh, h=h
-    ).tolist(),
-    "embedding": lambda mesh, h: axes.embedding(
-        torch.tensor([1, 2]), torch.ones(4, 3), "b, h@tp e -> b e", mesh=mesh, h=h
-    ).tolist(),
+    "cross_entropy": lambda mesh, h: axes.cross_entropy(torch.ones(2, 4), torch.tensor([1, 2]), "b h@tp, b -> ", mesh=mesh, h=h).tolist(),
+    "embedding": lambda mesh, h: axes.embedding(torch.tensor([1, 2]), torch.ones(4, 3), "b, h@tp e -> b e", mesh=mesh, h=h).tolist(),
     "reshard a shard": lambda mesh, h: axes.reshard(WHOLE, "b (h d)@tp -> b (h d)", mesh=mesh, h=h).tolist(),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("wrong", [4.0, "4", True, np.float64(4)], ids=lambda value: type(value).__name__)
@@ -159,6 +155,7 @@ def applied(layer, mesh):
 
 
 # Each takes the text of a tensor of two dims, and names that go with it.
+# fmt: off
 SPEC_DOORS = {
     "sharding": lambda mesh, spec, names: mesh.sharding(spec),
     "shard": lambda mesh, spec, names: axes.shard(SQUARE, spec, mesh=mesh),
@@ -168,12 +165,8 @@ SPEC_DOORS = {
     "rand": lambda mesh, spec, names: axes.rand(spec, mesh=mesh, sizes=dict.fromkeys(names.split(), 4)),
     "plan, from": lambda mesh, spec, names: axes.plan(spec, "_ _", (4, 4), mesh=mesh),
     "plan, to": lambda mesh, spec, names: axes.plan("_ _", spec, (4, 4), mesh=mesh),
-    "transfer, from": lambda mesh, spec, names: axes.transfer(
-        {"w": spec}, {"w": "_ _"}, shapes={"w": (4, 4)}, source_mesh=mesh, target_mesh=mesh
-    ),
-    "transfer, to": lambda mesh, spec, names: axes.transfer(
-        {"w": "_ _"}, {"w": spec}, shapes={"w": (4, 4)}, source_mesh=mesh, target_mesh=mesh
-    ),
+    "transfer, from": lambda mesh, spec, names: axes.transfer({"w": spec}, {"w": "_ _"}, shapes={"w": (4, 4)}, source_mesh=mesh, target_mesh=mesh),
+    "transfer, to": lambda mesh, spec, names: axes.transfer({"w": "_ _"}, {"w": spec}, shapes={"w": (4, 4)}, source_mesh=mesh, target_mesh=mesh),
     "shard_module": lambda mesh, spec, names: axes.shard_module(torch.nn.Linear(4, 4), {"weight": spec}, mesh=mesh),
     "constrain": lambda mesh, spec, names: axes.constrain(whole(mesh), spec, rules=axes.Rules(a=None, b=None)),
     "reshard": lambda mesh, spec, names: axes.reshard(whole(mesh), spec),
@@ -194,6 +187,7 @@ SPEC_DOORS = {
     "nn.Rearrange": lambda mesh, spec, names: applied(axes.nn.Rearrange(f"{names} -> {spec}"), mesh),
     "nn.dropout": lambda mesh, spec, names: axes.nn.dropout(SQUARE, 0.5, spec, mesh=mesh, seed=1),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("door", SPEC_DOORS)

@@ -344,13 +344,13 @@ def test_parameters_that_an_optimizer_keeps_to_itself_are_refused(mesh, kept):
         optimizer.step()
 
 
+# fmt: off
 CHANGES: dict[str, Callable[[torch.optim.Optimizer], object]] = {
     "a flag": lambda o: o.param_groups[0].update(norm=True),
     "a number that was 0": lambda o: o.param_groups[0].update(scale=0.5),
-    "what is loaded": lambda o: o.load_state_dict(
-        {**o.state_dict(), "param_groups": [{**o.state_dict()["param_groups"][0], "norm": True}]}
-    ),
+    "what is loaded": lambda o: o.load_state_dict({**o.state_dict(), "param_groups": [{**o.state_dict()["param_groups"][0], "norm": True}]}),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -444,6 +444,7 @@ def set_memory(x: torch.Tensor) -> None:
         x.data = torch.full_like(x, 5.0)
 
 
+# fmt: off
 CHANGED: dict[str, Change] = {
     "state is replaced": lambda o, w, full: o.state[w[0]].update(exp_avg=full(7.0)),
     "state is swapped": lambda o, w, full: torch.utils.swap_tensors(o.state[w[0]]["exp_avg"], full(7.0)),
@@ -453,9 +454,7 @@ CHANGED: dict[str, Change] = {
     "memory is replaced": lambda o, w, full: set_memory(w[0]),
     "parameters change places": lambda o, w, full: o.param_groups[0]["params"].reverse(),
     "one leaves": lambda o, w, full: o.param_groups[0]["params"].pop(),
-    "one goes to another group": lambda o, w, full: o.add_param_group(
-        {"params": [o.param_groups[0]["params"].pop()], "lr": 0.5}
-    ),
+    "one goes to another group": lambda o, w, full: o.add_param_group({"params": [o.param_groups[0]["params"].pop()], "lr": 0.5}),
     "options change": lambda o, w, full: o.param_groups[0].update(maximize=True, weight_decay=0.1),
     "an option asks for more state": lambda o, w, full: o.param_groups[0].update(amsgrad=not o.state),
     "a gradient is missing": lambda o, w, full: setattr(w[1], "grad", None),
@@ -463,6 +462,7 @@ CHANGED: dict[str, Change] = {
     "it is copied": lambda o, w, full: copy.deepcopy(o),
     "it is pickled": lambda o, w, full: pickle.loads(pickle.dumps(o)),
 }
+# fmt: on
 
 
 WHEN = [(what, at) for what in CHANGED for at in (0, 2) if at or what.partition("state is ")[2] in ("", "loaded")]
@@ -550,16 +550,13 @@ def plain_gradient(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer
     optimizer.step()
 
 
+# fmt: off
 FAILING: dict[str, tuple[type[Each], type[Exception], str, Callable[[list[torch.Tensor], Any], object]]] = {
     "a step that can't begin": (AsksOfParameters, ShardingError, "is a plain tensor", plain_gradient),
     "a closure": (Twice, ZeroDivisionError, "division", lambda _, optimizer: optimizer.step(lambda: 1 / 0)),
-    "a step": (
-        Lion,
-        TypeError,
-        "unsupported operand",
-        lambda _, optimizer: optimizer.step(),
-    ),  # it doesn't ask for a missing gradient
+    "a step": (Lion, TypeError, "unsupported operand", lambda _, optimizer: optimizer.step()),  # it doesn't ask for a missing gradient
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("fails", FAILING)

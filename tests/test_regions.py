@@ -39,19 +39,13 @@ def sharded(seed: int = 0) -> DTensor:
 
 # --- names that flow --------------------------------------------------------------------------------
 
+# fmt: off
 FLOWS = [
     # a region, what it does, an operand with its spec, the spec of the result, and the result on one device
     ("b s d -> b s d", torch.cos, (5, 4, 6), "b@dp s@cp d", "_@dp _@cp _", torch.cos),
     ("... d -> ... d", torch.cos, (5, 4, 6), "b@dp s@cp d", "_@dp _@cp _", torch.cos),
     ("b=5 ... -> ... | sum@dp", lambda x: x.sum(0) / 2, (5, 4, 6), "b s@cp d", "_@cp _ | sum@dp", lambda x: x.sum(0)),
-    (
-        "b=8 d -> b@(* tp) d",
-        lambda x: x.tensor_split(2, 0)[axis_index("tp")],
-        (8, 3),
-        "b@dp d",
-        "_@(dp tp) _",
-        torch.clone,
-    ),
+    ("b=8 d -> b@(* tp) d", lambda x: x.tensor_split(2, 0)[axis_index("tp")], (8, 3), "b@dp d", "_@(dp tp) _", torch.clone),
     ("s@cp d -> s d", lambda x: all_gather(x, "cp"), (4, 3), "s@cp d@tp", "_ _@tp", torch.clone),
     ("(h d) e -> (h d) e", torch.neg, (8, 3), "n@tp e", "_@tp _", torch.neg),
     (
@@ -62,17 +56,11 @@ FLOWS = [
         "_@tp _",
         lambda w: w[:8],
     ),
-    (
-        "n@dp d -> n@dp two=2",
-        lambda x: x[:, :1].expand(-1, 2),
-        (5, 3),
-        "n@dp d",
-        "_@dp _",
-        lambda x: x[:, :1].expand(-1, 2),
-    ),
+    ("n@dp d -> n@dp two=2", lambda x: x[:, :1].expand(-1, 2), (5, 3), "n@dp d", "_@dp _", lambda x: x[:, :1].expand(-1, 2)),
     ("s@rest d -> s d", lambda x: all_gather(x, "rest"), (8, 3), "s@(cp tp) d", "_ _", torch.clone),
     ("s@(cp tp) d -> s@rest d", torch.neg, (8, 3), "s@(cp tp) d", "_@(cp tp) _", torch.neg),
 ]
+# fmt: on
 
 
 def flowing(number: int) -> None:

@@ -189,15 +189,15 @@ def test_so_they_are_in_every_combination(warm, unit, what, compiled):
     warm(with_checkpoints, 4, [Case(unit, *what, *more, compiled) for more in each], timeout=600)
 
 
+# fmt: off
 PRODUCTS = {
     "torch": lambda x, w: F.linear(x, w),
     "einsum": lambda x, w: axes.einsum(x, w, "b@fs d, f d -> b@fs f"),
     "region": lambda x, w: axes.shard_map(F.linear, "b@fs d, f d -> b@fs f")(x, w),
     "reshard": lambda x, w: F.linear(x, axes.reshard(w, "f d")),
-    "to_local": lambda x, w: axes.from_local(
-        axes.to_local(x) @ axes.to_local(w, grad="summed").T, "b@fs f", grad="summed"
-    ),
+    "to_local": lambda x, w: axes.from_local(axes.to_local(x) @ axes.to_local(w, grad="summed").T, "b@fs f", grad="summed"),
 }
+# fmt: on
 
 
 class Product(nn.Module):

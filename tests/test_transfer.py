@@ -380,16 +380,15 @@ def test_backward_refuses_what_a_transfer_has_written_since_it_was_saved(pool):
 
 # --- layout rules ---------------------------------------------------------------------------------
 
+# fmt: off
 TABLE = {
-    ("model.*.q", "model.*.k", "model.*.v"): (
-        "*.qkv",
-        "(tp h k) d, (tp g k) d, (tp g k) d -> (tp (h k + g k + g k)) d",
-    ),
+    ("model.*.q", "model.*.k", "model.*.v"): ("*.qkv", "(tp h k) d, (tp g k) d, (tp g k) d -> (tp (h k + g k + g k)) d"),
     ("model.*.experts.{e}.gate", "model.*.experts.{e}.up"): ("*.w13", "e f d, e f d -> e d (f + f)"),
     "model.embed": ("embed", "head"),
     "*.inv_freq": None,
     None: "step",
 }
+# fmt: on
 OF_MODEL = {
     "model.0.q": ((16, 6), "f@tp d@fsdp"),
     "model.0.k": ((4, 6), "f@tp d@fsdp"),

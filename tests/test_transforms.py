@@ -28,6 +28,7 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 LABELS, IDS = torch.tensor([0, 3, 2, 1]), torch.tensor([1, 0, 3])
 ONES = torch.ones(4, 4)
 
+# fmt: off
 SHARDS: dict[str, list[Call]] = {
     "psum": [lambda x: axes.psum(x, "tp"), lambda x: axes.psum(x, ("dp", "tp"))],
     "pmean": [lambda x: axes.pmean(x, "tp")],
@@ -35,10 +36,7 @@ SHARDS: dict[str, list[Call]] = {
     "pmin": [lambda x: axes.pmin(x, "dp")],
     "all_gather": [lambda x: axes.all_gather(x, "tp", dim=1)],
     "psum_scatter": [lambda x: axes.psum_scatter(x, "tp", dim=1)],
-    "all_to_all": [
-        lambda x: axes.all_to_all(x, "tp", 0, 1),
-        lambda x: axes.all_to_all(x, "tp", send_sizes=[2, 2], recv_sizes=[2, 2]),
-    ],
+    "all_to_all": [lambda x: axes.all_to_all(x, "tp", 0, 1), lambda x: axes.all_to_all(x, "tp", send_sizes=[2, 2], recv_sizes=[2, 2])],
     "ppermute": [lambda x: axes.ppermute(x, "dp", shift=1), lambda x: axes.ppermute(x, "tp", perm=[(0, 1)])],
     "reshard": [
         lambda x: axes.reshard(x, "a b@tp -> a b"),
@@ -77,6 +75,7 @@ SHARDS: dict[str, list[Call]] = {
     "cross_entropy": [lambda x: axes.cross_entropy(x, LABELS, "a b@tp, a -> ", b=8)],
     "embedding": [lambda x: axes.embedding(IDS, x, "n, a@tp b -> n b", a=8)],
 }
+# fmt: on
 """Functions of plain shards, called on one of `[4, 4]`."""
 
 SAME: list[Call] = [
@@ -262,6 +261,7 @@ TANGENT = "has a tangent, and DTensors have no forward-mode differentiation"
 TRANSFORM = "inside a transform of torch.func"
 BATCH = "found a batch of gradients"
 
+# fmt: off
 TRANSFORMS: dict[str, Callable[[Call, torch.Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
     "vjp": lambda f, x: torch.func.vjp(f, x),
@@ -270,10 +270,9 @@ TRANSFORMS: dict[str, Callable[[Call, torch.Tensor], Any]] = {
     "jacrev": lambda f, x: torch.func.jacrev(f)(x),
     "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
     "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
-    "vectorized forward jacobian": lambda f, x: torch.autograd.functional.jacobian(
-        f, x, vectorize=True, strategy="forward-mode"
-    ),
+    "vectorized forward jacobian": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
 }
+# fmt: on
 
 OF_DTENSORS = ("grad", "vjp", "vmap", "jacrev")
 """The others end in torch, which has no forward mode for DTensors (2.13)."""

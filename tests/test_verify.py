@@ -24,15 +24,12 @@ full = functools.partial(pytest.param, marks=pytest.mark.full)
 SUMS = "whether gradients are summed over ranks, since the program runs no backward"
 NONE = "gradients, since the program leaves none and backward can't start from what it returns"
 
+# fmt: off
 RIGHT = {
     "Megatron's way on dp, cp and tp": ("dp=2 cp=2 tp=2", program, tokens_and_labels(ignored=3)),
     "sequence parallelism": ("tp=2", by_hand(program, sequence=True), tokens_and_labels()),
     "dropout of parts of the sequence": ("tp=2", by_hand(program, dropout=0.3, sequence=True), tokens_and_labels()),
-    "a loss that is a rank's share, untied": (
-        "dp=2 cp=2",
-        by_hand(program, local_loss=True, tied=False),
-        tokens_and_labels(),
-    ),
+    "a loss that is a rank's share, untied": ("dp=2 cp=2", by_hand(program, local_loss=True, tied=False), tokens_and_labels()),
     "three ranks of dp": ("dp=3 tp=2", program, tokens_and_labels(rows=6)),
     "without a loss": ("cp=2 tp=2", by_hand(program, sequence=True, trained=False), tokens_and_labels()),
     "FSDP2 with accumulation": ("dp=2", by_hand(programs.fsdp, accumulate=2), ()),
@@ -48,15 +45,12 @@ RIGHT = {
     "a number": ("dp=2", by_hand(programs.planted, kind="a number", wrong=False), ()),
     "scores beside a mask": ("dp=2", by_hand(programs.planted, kind="scores beside a mask", wrong=False), ()),
 }
+# fmt: on
 MISSED = {"without a loss": SUMS, "scores beside a mask": NONE}
 """Of right programs whose gradients nobody can judge what isn't compared."""
-SOMETIMES = {
-    "three ranks of dp",
-    "FSDP2, evaluated after it",
-    "steps of Adam",
-    "a number",
-    "a loss that is a rank's share, untied",
-}
+# fmt: off
+SOMETIMES = {"three ranks of dp", "FSDP2, evaluated after it", "steps of Adam", "a number", "a loss that is a rank's share, untied"}
+# fmt: on
 
 
 @pytest.mark.parametrize("name", [full(name) if name in SOMETIMES else name for name in RIGHT])
@@ -96,6 +90,7 @@ def test_dropout_by_hand_is_said_to_make_programs_that_cant_be_compared():
 
 
 # Bugs: the program, what it needs, and what its first line says.
+# fmt: off
 WRONG = {
     "missing all-reduce": (
         "dp=2 tp=2",
@@ -107,16 +102,8 @@ WRONG = {
         {},
         "blocks.0.mlp (Mlp): its output is right but that the output of blocks.0.mlp.down is added 2 times over tp",
     ),
-    "norm": (
-        "cp=2 tp=2",
-        {"sequence": True},
-        "blocks.1.norm1.weight: its gradient is pending over tp (its sum is right)",
-    ),
-    "bias": (
-        "dp=2 tp=2",
-        {},
-        "blocks.0.mlp (Mlp): its output is right but that blocks.0.mlp.bias is added 2 times over tp",
-    ),
+    "norm": ("cp=2 tp=2", {"sequence": True}, "blocks.1.norm1.weight: its gradient is pending over tp (its sum is right)"),
+    "bias": ("dp=2 tp=2", {}, "blocks.0.mlp (Mlp): its output is right but that blocks.0.mlp.bias is added 2 times over tp"),
     "loss": ("dp=2 cp=2", {}, "every gradient: all 15 are 2 times too large over cp: a mean over cp is missing"),
     "tie": (
         "dp=2 tp=2",
@@ -129,6 +116,7 @@ WRONG = {
         "blocks.0.dropout (Dropout): its output is different between the ranks of tp, where it should be the same: dropout draws differently",
     ),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("bug", WRONG)
@@ -140,6 +128,7 @@ def test_a_bug_is_found_and_named(bug):
 
 
 # Programs with one fault, and the first line on it.
+# fmt: off
 FAULTS = {
     "padding that is counted": (
         "dp=2 cp=2",
@@ -157,12 +146,9 @@ FAULTS = {
         by_hand(programs.data_parallel, synchronized=False, stepped=True),
         "it began as that, so what stepped it isn't the same",
     ),
-    "a summand that every rank adds": (
-        "dp=2",
-        programs.summands,
-        "output: pending over dp, as it says, and bias is 2 times in its sum",
-    ),
+    "a summand that every rank adds": ("dp=2", programs.summands, "output: pending over dp, as it says, and bias is 2 times in its sum"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -186,18 +172,16 @@ def test_one_wrong_tensor_is_found_and_named_whatever_is_beside_it(fn, kind, lin
     assert len(wrong.differences) == 1
 
 
+# fmt: off
 REGIONS = {
     "rows in the wrong order": (
         {"gates.weight": "(two f)@tp e"},
         None,
         "gates.weight has its rows in another order than forward takes them in: they lie as '_@tp _'",
     ),
-    "a module inside": (
-        {},
-        programs.Unreduced(12, 8, bias=False),
-        "down (Unreduced): its output is pending over tp (its mean is right)",
-    ),
+    "a module inside": ({}, programs.Unreduced(12, 8, bias=False), "down (Unreduced): its output is pending over tp (its mean is right)"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("fault", REGIONS)

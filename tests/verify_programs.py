@@ -268,6 +268,7 @@ class Found:
     squares: torch.Tensor
 
 
+# fmt: off
 PLANTED: dict[str, tuple[Planted, str]] = {
     "ids beside a large loss": (
         lambda y, several: {"loss": large(y), "ids": torch.tensor([1, 2, 4 if several else 3])},
@@ -303,17 +304,11 @@ PLANTED: dict[str, tuple[Planted, str]] = {
         "output[1]: not infinite, or no number, where the one device's is",
     ),
     "a loss beside a count": (
-        lambda y, several: {
-            "loss": y.float().double().square().mean().detach() * (1.5 if several else 1),
-            "n": 2.0**20,
-        },
+        lambda y, several: {"loss": y.float().double().square().mean().detach() * (1.5 if several else 1), "n": 2.0**20},
         "output['loss']: none of these: largest relative difference 5e-01",
     ),
     "scores beside a mask": (
-        lambda y, several: (
-            y.detach() * (1 + 0.25 * several),
-            torch.full((6, 6), torch.finfo(torch.float32).min).triu(1),
-        ),
+        lambda y, several: (y.detach() * (1 + 0.25 * several), torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)),
         "output[0]: 5/4 of the right one",
     ),
     "an output of no name": (
@@ -321,6 +316,7 @@ PLANTED: dict[str, tuple[Planted, str]] = {
         "output['z']: there, though one device has none of this name",
     ),
 }
+# fmt: on
 
 
 def planted(mesh, kind, wrong=True):
