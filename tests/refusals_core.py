@@ -36,70 +36,50 @@ COLLECTIVES = (
     ("ppermute(L(6), 'tp', perm=[(0, 1.0)])", "ShardingError", "a list of pairs"),
 )
 
+# fmt: off
 FOUR = "axes.all_to_all(L(6, 4), ('cp', 'tp'), ...)"
 GOOD = "recv_sizes=[1, 2, 3, 0]"
 SIZES = (
-    *told(
-        FOUR,
-        "ShardingError",
-        (
-            (GOOD, "all_to_all takes send_sizes and recv_sizes together; send_sizes is missing"),
-            ("send_sizes=[1, 2, 3, 0]", "recv_sizes is missing. A small all_to_all over"),
-            (f"send_sizes=[1, 2, 3, 0], {GOOD}, split_dim=1", "Write split_dim=1, concat_dim=1"),
-            (f"send_sizes=[1, 2, 3], {GOOD}", "send_sizes are one number for each of the 4 coordinates of"),
-            ("send_sizes=[1, 2, 3, 0], recv_sizes=(1, 2, 3, 0, 0)", "recv_sizes are one number for each of the 4"),
-            (f"send_sizes=[1, 2, 3.0, 0], {GOOD}", "send_sizes are whole numbers, one for each coordinate of"),
-            ("send_sizes=[1, 2, 3, 0], recv_sizes=[True, 2, 3, 0]", "recv_sizes are whole numbers, one for each"),
-            (f"send_sizes=6, {GOOD}", "send_sizes are whole numbers, one for each coordinate of"),
-            (f"send_sizes=torch.tensor([1, 2, 3, 0]), {GOOD}", "found a tensor. Write send_sizes=counts.tolist()"),
-        ),
-    ),
-    *told(
-        FOUR,
-        "SizeError",
-        (
-            (f"send_sizes=[1, 2, 4, -1], {GOOD}", "send_sizes are 0 or more, of 63 bits; found [1, 2, 4, -1]"),
-            (f"send_sizes=[1, 2, 2, 2], {GOOD}", "add up to 7; dim 0 of [6, 4] has 6 elements"),
-            (f"send_sizes=[1, 2, 3, 0], {GOOD}, split_dim=1, concat_dim=-1", "add up to 6; dim 1 of [6, 4] has 4"),
-        ),
-    ),
+    *told(FOUR, "ShardingError", (
+        (GOOD, "all_to_all takes send_sizes and recv_sizes together; send_sizes is missing"),
+        ("send_sizes=[1, 2, 3, 0]", "recv_sizes is missing. A small all_to_all over"),
+        (f"send_sizes=[1, 2, 3, 0], {GOOD}, split_dim=1", "Write split_dim=1, concat_dim=1"),
+        (f"send_sizes=[1, 2, 3], {GOOD}", "send_sizes are one number for each of the 4 coordinates of"),
+        ("send_sizes=[1, 2, 3, 0], recv_sizes=(1, 2, 3, 0, 0)", "recv_sizes are one number for each of the 4"),
+        (f"send_sizes=[1, 2, 3.0, 0], {GOOD}", "send_sizes are whole numbers, one for each coordinate of"),
+        ("send_sizes=[1, 2, 3, 0], recv_sizes=[True, 2, 3, 0]", "recv_sizes are whole numbers, one for each"),
+        (f"send_sizes=6, {GOOD}", "send_sizes are whole numbers, one for each coordinate of"),
+        (f"send_sizes=torch.tensor([1, 2, 3, 0]), {GOOD}", "found a tensor. Write send_sizes=counts.tolist()"),
+    )),
+    *told(FOUR, "SizeError", (
+        (f"send_sizes=[1, 2, 4, -1], {GOOD}", "send_sizes are 0 or more, of 63 bits; found [1, 2, 4, -1]"),
+        (f"send_sizes=[1, 2, 2, 2], {GOOD}", "add up to 7; dim 0 of [6, 4] has 6 elements"),
+        (f"send_sizes=[1, 2, 3, 0], {GOOD}, split_dim=1, concat_dim=-1", "add up to 6; dim 1 of [6, 4] has 4"),
+    )),
 )
 
 IDS = "torch.tensor([0, 1, 2])"
-# fmt: off
 FUNCTIONS = (
-    *told(
-        "axes.softmax(L(3, 4), ...)",
-        "ExpressionError",
-        (
-            ("'q k', over='j'", "softmax is over dims of the spec by name; found 'j'; known: q, k"),
-            ("'q k', over=''", "softmax is over dims of the spec by name"),
-            ("'q (k j)', over='k'", "softmax is over dims of the spec by name; found 'k'"),
-            ("'q k@*', over='k'", "'*' doesn't say it"),
-        ),
-    ),
+    *told("axes.softmax(L(3, 4), ...)", "ExpressionError", (
+        ("'q k', over='j'", "softmax is over dims of the spec by name; found 'j'; known: q, k"),
+        ("'q k', over=''", "softmax is over dims of the spec by name"),
+        ("'q (k j)', over='k'", "softmax is over dims of the spec by name; found 'k'"),
+        ("'q k@*', over='k'", "'*' doesn't say it"),
+    )),
     ("axes.softmax(L(3, 4), 'q k | sum@tp', over='k')", "ShardingError", "softmax isn't linear, so it can't take what"),
     ("axes.softmax(L(3, 4), 'q h k', over='k')", "ShardingError", "has 3 dims, the tensor 2: [3, 4]"),
     ("axes.softmax([1.0], 'k', over='k')", "ShardingError", "softmax takes tensors; found list"),
-    *[
-        (f"axes.{name}(L(4).to({dtype}), 'a', over='a')", "ShardingError", "is of floats")
-        for name in ("softmax", "logsumexp", "rms_norm", "layer_norm")
-        for dtype in ("torch.int64", "torch.complex64")
-    ],
+    *[(f"axes.{name}(L(4).to({dtype}), 'a', over='a')", "ShardingError", "is of floats") for name in ("softmax", "logsumexp", "rms_norm", "layer_norm") for dtype in ("torch.int64", "torch.complex64")],
     ("axes.rms_norm(L(3, 4), 'q k', over='k', weight=L(3))", "SizeError", "a weight or bias of 'k@()' is [4] here"),
     ("axes.rms_norm(L(3, 4), 'q k', over='k', q=3)", "SizeError", "which isn't in the expression; known: k"),
-    *told(
-        f"axes.cross_entropy(L(3, 4), {IDS}, ...)",
-        "ExpressionError",
-        (
-            ("'b v, b'", "cross_entropy is 'logits, labels -> loss'"),
-            ("'b v, s -> '", "labels have the names of the logits without the vocabulary"),
-            ("'b v, b -> v'", "the loss has names of the labels, in the same order"),
-            ("'b@dp v, b -> '", "'b' is split the same in all"),
-            ("'b v@tp, b -> | sum@tp'", "what a loss can leave pending"),
-            ("'b _, b -> '", "cross_entropy needs a name for each dim"),
-        ),
-    ),
+    *told(f"axes.cross_entropy(L(3, 4), {IDS}, ...)", "ExpressionError", (
+        ("'b v, b'", "cross_entropy is 'logits, labels -> loss'"),
+        ("'b v, s -> '", "labels have the names of the logits without the vocabulary"),
+        ("'b v, b -> v'", "the loss has names of the labels, in the same order"),
+        ("'b@dp v, b -> '", "'b' is split the same in all"),
+        ("'b v@tp, b -> | sum@tp'", "what a loss can leave pending"),
+        ("'b _, b -> '", "cross_entropy needs a name for each dim"),
+    )),
     (f"axes.cross_entropy(L(3, 4), {IDS}, 'b v, b -> ', reduction='none')", "ShardingError", "reduction is 'mean' or"),
     ("axes.cross_entropy(L(3, 4), L(3), 'b v, b -> ')", "ShardingError", "labels are whole numbers; found torch.float"),
     (f"axes.cross_entropy(D('b v', 3, 4), {IDS}, 'b v, b -> ')", "ShardingError", "DTensors or plain tensors, not both"),
@@ -129,25 +109,21 @@ DROPPED = (
 )
 
 MOVED = (
-    *told(
-        "axes.reshard(D('b@dp s d', 8, 12, 4), ...)",
-        "ShardingError",
-        (
-            ("'b@(tp tp) s d'", "'tp' is used twice"),
-            ("'b s@tp d | sum@tp'", "'tp' is used twice"),
-            ("'b s d | sum@tp'", "the source has nothing"),
-            ("'b (h=5@tp e) d'", "don't multiply to the dim"),
-            ("'b (h=3@tp e) d'", "doesn't divide into 2 parts"),
-            ("'b s'", "the spec has 2 dims, the tensor 3"),
-            ("'... d@tp e f g'", "the spec has 4 dims, the tensor 3"),
-            ("'b s d | same@tp'", "about gradients of plain tensors"),
-            ("'b@dp s d -> b s d'", "write only what it becomes"),
-            ("'b@* s@dp d'", "'dp' is used twice"),
-            ("'b@(* dp) s d'", "'dp' is used twice"),
-            ("'b s (d@* e)'", "in a group write the axes"),
-            ("'b ...@tp'", "name the dim that is split"),
-        ),
-    ),
+    *told("axes.reshard(D('b@dp s d', 8, 12, 4), ...)", "ShardingError", (
+        ("'b@(tp tp) s d'", "'tp' is used twice"),
+        ("'b s@tp d | sum@tp'", "'tp' is used twice"),
+        ("'b s d | sum@tp'", "the source has nothing"),
+        ("'b (h=5@tp e) d'", "don't multiply to the dim"),
+        ("'b (h=3@tp e) d'", "doesn't divide into 2 parts"),
+        ("'b s'", "the spec has 2 dims, the tensor 3"),
+        ("'... d@tp e f g'", "the spec has 4 dims, the tensor 3"),
+        ("'b s d | same@tp'", "about gradients of plain tensors"),
+        ("'b@dp s d -> b s d'", "write only what it becomes"),
+        ("'b@* s@dp d'", "'dp' is used twice"),
+        ("'b@(* dp) s d'", "'dp' is used twice"),
+        ("'b s (d@* e)'", "in a group write the axes"),
+        ("'b ...@tp'", "name the dim that is split"),
+    )),
     ("axes.reshard(D('b@dp s | max@tp', 4, 4), 'b s | sum@tp')", "ShardingError", "the source has max pending over tp, not sum\n  source  _@dp _"),
     ("axes.reshard(D('b@dp s | sum@tp', 4, 4), 'b s@tp | *')", "ShardingError", "'tp' is used twice"),
     ("axes.reshard(axes.from_local(L(4).long(), 'n | mean@tp'), 'n |')", "ShardingError", "a mean of int64 isn't int64"),
@@ -158,11 +134,7 @@ MOVED = (
     ("axes.reshard([1.0], 'n -> n')", "ShardingError", "takes a tensor"),
     ("axes.reshard(D('n', 4), axes.Mesh('a=2 b=4').sharding('n@a'))", "MeshError", "algebra alone"),
     ("axes.reshard(D('n', 4), mesh.sharding('n@dp'), mesh=mesh['dp'])", "MeshError", "leave out mesh="),
-    (
-        "other = axes.init_mesh('tp=2 cp=2 dp=2', device_type='cpu'); x = D('n', 4)\nwith other: axes.reshard(x, 'n@dp')",
-        "MeshError",
-        "where the tensor lies",
-    ),
+    ("other = axes.init_mesh('tp=2 cp=2 dp=2', device_type='cpu'); x = D('n', 4)\nwith other: axes.reshard(x, 'n@dp')", "MeshError", "where the tensor lies"),
     ("axes.reshard(D('n', 5), 'n@(tp cp)')", "ShardingError", "DTensor"),
     ("axes.reshard(D('n', 4), '(h@tp e)', h=[2])", "SizeError", "The size of a dim is a whole number; found [2]"),
     *[(f"axes.reshard(D('a', {n}), '(h@tp d)', h=4)", "ShardingError", "don't multiply to the dim") for n in (10, 14, 30)],
@@ -171,42 +143,25 @@ MOVED = (
     ("axes.repeat(L(2), 'n@tp -> n', grad='pending')", "ShardingError", "axes.repeat: grad='pending' is about"),
     ("axes.reshard(L(2), '_@tp -> _')", "ExpressionError", "'_' stands in specs only; reshard needs a name"),
     ("axes.reshard(L(2), '2 -> 2')", "ExpressionError", "reshard takes no number but 1 on the left"),
+    *[(f"axes.reshard(axes.from_local(L(4).to({dtype}), 'n | {op}@tp'), 'n')", "ShardingError", said) for dtype, op, said in (
+        ("torch.int16", "sum", "comm_dtype=torch.int64"),
+        ("torch.float8_e5m2", "sum", "comm_dtype=torch.float32"),
+        ("torch.bool", "sum", "comm_dtype=torch.int64"),
+        ("torch.int32", "mean", "a mean of int32"),
+        ("torch.complex64", "max", "no order"),
+    )],
     *[
-        (f"axes.reshard(axes.from_local(L(4).to({dtype}), 'n | {op}@tp'), 'n')", "ShardingError", said)
-        for dtype, op, said in (
-            ("torch.int16", "sum", "comm_dtype=torch.int64"),
-            ("torch.float8_e5m2", "sum", "comm_dtype=torch.float32"),
-            ("torch.bool", "sum", "comm_dtype=torch.int64"),
-            ("torch.int32", "mean", "a mean of int32"),
-            ("torch.complex64", "max", "no order"),
-        )
+        (f"axes.reshard(axes.from_local(L(4).to({dtype}), 'n@tp', shape=(8,)), 'n', comm_dtype={wire})", "ShardingError", "comm_dtype")
+        for dtype, wire in (("torch.float32", "torch.int32"), ("torch.float32", "torch.complex64"), ("torch.int64", "torch.float32"), ("torch.int64", "torch.int32"), ("torch.complex64", "torch.float32"))
     ],
-    *[
-        (
-            f"axes.reshard(axes.from_local(L(4).to({dtype}), 'n@tp', shape=(8,)), 'n', comm_dtype={wire})",
-            "ShardingError",
-            "comm_dtype",
-        )
-        for dtype, wire in (
-            ("torch.float32", "torch.int32"),
-            ("torch.float32", "torch.complex64"),
-            ("torch.int64", "torch.float32"),
-            ("torch.int64", "torch.int32"),
-            ("torch.complex64", "torch.float32"),
-        )
-    ],
-    *told(
-        "axes.reshard({'x': D('i@dp j', 8, 8), 'y': D('i j@tp', 8, 8)}, ...)",
-        "ShardingError",
-        (
-            ("'i j'", "takes specs by name; found 'i j'"),
-            ("{'x': 'i j'}", "'y' isn't in the specs"),
-            ("{'x': 'i j', 'y': 'i j', 'z': 'i'}", "'z' isn't in the tensors"),
-            ("{'x': 'i', 'y': 'i j'}", "of the tensor 'x'"),
-            ("{'x': 'i j -> i j', 'y': 'i j'}", "write only what it becomes"),
-            ("{'x': 'i j', 'y': 'i j'}, async_op=True", "reshard such tensors one by"),
-        ),
-    ),
+    *told("axes.reshard({'x': D('i@dp j', 8, 8), 'y': D('i j@tp', 8, 8)}, ...)", "ShardingError", (
+        ("'i j'", "takes specs by name; found 'i j'"),
+        ("{'x': 'i j'}", "'y' isn't in the specs"),
+        ("{'x': 'i j', 'y': 'i j', 'z': 'i'}", "'z' isn't in the tensors"),
+        ("{'x': 'i', 'y': 'i j'}", "of the tensor 'x'"),
+        ("{'x': 'i j -> i j', 'y': 'i j'}", "write only what it becomes"),
+        ("{'x': 'i j', 'y': 'i j'}, async_op=True", "reshard such tensors one by"),
+    )),
     ("axes.reshard({'x': L(2)}, {'x': 'i'})", "ShardingError", "as axes.shard and axes.from_local make them; 'x'"),
     ("axes.reshard({'x': D('i', 8)}, {'x': 3})", "ExpressionError", "takes a spec or a Sharding; found 3"),
     ("axes.reshard({'x': D('i', 8)}, {'x': 'i@pp'})", "MeshError", "'pp'"),
@@ -215,36 +170,21 @@ MOVED = (
 )
 
 PLANNED = (
-    *told(
-        "axes.plan('n@tp', 'n', ...)",
-        "SizeError",
-        [(shape, "a shape is whole numbers") for shape in ("(-1,)", "(2.5,)", "'ab'", "None", "(4, None)")],
-    ),
+    *told("axes.plan('n@tp', 'n', ...)", "SizeError", [(shape, "a shape is whole numbers") for shape in ("(-1,)", "(2.5,)", "'ab'", "None", "(4, None)")]),
     ("axes.plan('n@tp', 'n', (4,), q=2)", "SizeError", "isn't in the specs"),
     ("axes.plan('n@tp', 'n m', (4,))", "ShardingError", "dims"),
     ("axes.plan('n@tp', 'n', (4,), dtype='float31')", "ShardingError", "unknown dtype"),
     *[
         (program.replace("...", dtype), "ShardingError", "dtype is a torch dtype or its name, like 'bfloat16'; found ")
         for dtype in ("3", "L(1)", "raising('__repr__')")
-        for program in (
-            "axes.plan('n@tp', 'n', (4,), dtype=...)",
-            "axes.explain('n@tp -> n', (4,), dtype=...)",
-            "axes.transfer({'w': 'n@tp'}, {'w': 'n'}, mesh, mesh, {'w': (4,)}, dtype={'w': ...})",
-        )
+        for program in ("axes.plan('n@tp', 'n', (4,), dtype=...)", "axes.explain('n@tp -> n', (4,), dtype=...)", "axes.transfer({'w': 'n@tp'}, {'w': 'n'}, mesh, mesh, {'w': (4,)}, dtype={'w': ...})")
     ],
     ("axes.plan('(a=2 b)@tp c', '(a=4 b) c', (8, 8))", "SizeError", "'a' is given two sizes: 2 in '(a=2 b)@tp c' and 4 in"),
 )
-# fmt: on
 
 X = "x = L(4, 2).requires_grad_(); w = D('b@dp d', 8, 2).requires_grad_(); "
-# fmt: off
 CROSSED = (
-    (
-        X + "axes.from_local(x, 'b d')",
-        "ShardingError",
-        "replicated over 'dp' (2 ranks) and 'cp' (2 ranks) and 'tp' (2 ranks)",
-        "'b d | same@(dp cp tp)'",
-    ),
+    (X + "axes.from_local(x, 'b d')", "ShardingError", "replicated over 'dp' (2 ranks) and 'cp' (2 ranks) and 'tp' (2 ranks)", "'b d | same@(dp cp tp)'"),
     (
         X + "axes.from_local(x, 'b@(dp cp) d')",
         "ShardingError",
@@ -267,41 +207,20 @@ CROSSED = (
     (X + "axes.shard(x * 2, 'n d', source_rank=0)", "ShardingError", "leave out source_rank"),
     (X + "axes.shard(x, 'n d | sum@tp')", "ShardingError", "a whole tensor has nothing pending"),
     ("axes.shard(L(4), 'a@tp', source_rank='1')", "MeshError", "source_rank is a whole number from 0"),
-    (
-        "axes.from_local(L(1), 'n | sum@tp max@dp')",
-        "ShardingError",
-        "'| sum@tp max@dp' is resolved in the order in which it stands, and DTensor keeps only that of the mesh",
-        "resolve sum@tp first, or use the sub-mesh mesh['tp', 'dp']",
-    ),
+    ("axes.from_local(L(1), 'n | sum@tp max@dp')", "ShardingError", "'| sum@tp max@dp' is resolved in the order in which it stands, and DTensor keeps only that of the mesh", "resolve sum@tp first, or use the sub-mesh mesh['tp', 'dp']"),
 )
 
 BLOCKS = (
-    (
-        "axes.rearrange(D('n@tp d', 16, 4), '(f + f) d -> f d, f d')",
-        "ShardingError",
-        "a rank doesn't have its part of every block: _@tp of 16 is 2 blocks of 8, 8",
-    ),
-    (
-        "axes.rearrange((D('n@tp d', 8, 4), D('n@tp d', 4, 4)), 'q d, k d -> (q + k) d')",
-        "ShardingError",
-        "blocks of a DTensor lie alike, and where they are split they have one size",
-    ),
+    ("axes.rearrange(D('n@tp d', 16, 4), '(f + f) d -> f d, f d')", "ShardingError", "a rank doesn't have its part of every block: _@tp of 16 is 2 blocks of 8, 8"),
+    ("axes.rearrange((D('n@tp d', 8, 4), D('n@tp d', 4, 4)), 'q d, k d -> (q + k) d')", "ShardingError", "blocks of a DTensor lie alike, and where they are split they have one size"),
     ("axes.rearrange((D('n@tp d', 8, 4), D('n d', 8, 4)), 'q d, k d -> (q + k) d')", "ShardingError", "blocks of a DTensor lie alike"),
     ("axes.rearrange((D('n@tp d', 8, 4), D('n d', 8, 4)), 'f@tp d, g d -> (f + g@tp) d', g=8)", "ShardingError", ""),
     ("axes.rearrange((D('n d', 8, 4), L(8, 4)), 'q d, k d -> (q + k) d')", "ShardingError", "DTensors or plain tensors, not both"),
-    (
-        "axes.rearrange((D('n d', 8, 4), D('n d', 8, 4).double()), 'q d, k d -> (q + k) d')",
-        "ShardingError",
-        "tensors that are put together have one dtype; found float32, float64",
-    ),
+    ("axes.rearrange((D('n d', 8, 4), D('n d', 8, 4).double()), 'q d, k d -> (q + k) d')", "ShardingError", "tensors that are put together have one dtype; found float32, float64"),
     ("axes.rearrange(D('n d', 16, 4), '(a + b) d -> a d, b d')", "SizeError", "the sizes of 'a' and 'b' don't follow from  (a + b) = 16"),
     ("axes.rearrange(L(33, 5), '(h k + g k + g k) d -> h k d, g k d, g k d', h=8, k=2)", "SizeError", "can't be 33"),
     ("axes.rearrange(D('n d', 8, 4), '(a@tp + a@tp) d -> a@tp d, a@tp d')", "ShardingError", "the tensor isn't sharded as the left side says"),
-    (
-        "axes.rearrange(L(5, 4), '(a@tp + b@tp) d -> a@tp d, b@tp d', a=3)",
-        "SizeError",
-        "3 doesn't divide into 2 parts: 'a' is split inside of blocks",
-    ),
+    ("axes.rearrange(L(5, 4), '(a@tp + b@tp) d -> a@tp d, b@tp d', a=3)", "SizeError", "3 doesn't divide into 2 parts: 'a' is split inside of blocks"),
     ("axes.rearrange(L(3), '(q + k)@tp -> q, k', q=3)", "SizeError", ""),
     ("axes.einsum(L(4, 4), L(4, 4), '(a + b) d, d e -> e')", "ExpressionError", "einsum takes no blocks"),
     ("axes.reduce(L(4, 4), '(a + b) d -> d', 'sum')", "ExpressionError", "takes no blocks"),
@@ -310,163 +229,144 @@ BLOCKS = (
     ("axes.shard(L(16, 4), '(h@tp + g@tp) d')", "ExpressionError", "the blocks of (h@tp + g@tp) aren't written alike"),
     ("axes.rearrange((L(4, 4),), 'q d, k d -> (q + k) d')", "ExpressionError", "the left side is 2 tensors; found 1"),
     ("axes.rearrange(3.0, '(a + b) -> a, b', a=1)", "ShardingError", "axes.rearrange takes tensors; found float"),
-    *[
-        (f"axes.rearrange(L(4, 4), '{text}')", error, said)
-        for text, error, said in (
-            ("(a + b) d -> a d", "ExpressionError", "the left side is 2 tensors, blocks counted, and the right side 1"),
-            ("(a a + b) d -> a d, b d", "ExpressionError", "'a' stands twice in one block"),
-            ("(a=2 + a=3) d -> a d, a d", "SizeError", "'a' is given two sizes: 2 and 3"),
-            ("(_ + b) d -> a d, b d", "ExpressionError", "found '_'"),
-            ("(a + b) d", "ExpressionError", "rearrange needs '->'"),
-            ("(a + b)@tp (c + d) -> a, b", "ExpressionError", "one dim of a tensor holds blocks"),
-            ("(a@tp + b)@tp -> a, b", "ExpressionError", "a group has '@' inside or outside, not both"),
-        )
-    ],
+    *[(f"axes.rearrange(L(4, 4), '{text}')", error, said) for text, error, said in (
+        ("(a + b) d -> a d", "ExpressionError", "the left side is 2 tensors, blocks counted, and the right side 1"),
+        ("(a a + b) d -> a d, b d", "ExpressionError", "'a' stands twice in one block"),
+        ("(a=2 + a=3) d -> a d, a d", "SizeError", "'a' is given two sizes: 2 and 3"),
+        ("(_ + b) d -> a d, b d", "ExpressionError", "found '_'"),
+        ("(a + b) d", "ExpressionError", "rearrange needs '->'"),
+        ("(a + b)@tp (c + d) -> a, b", "ExpressionError", "one dim of a tensor holds blocks"),
+        ("(a@tp + b)@tp -> a, b", "ExpressionError", "a group has '@' inside or outside, not both"),
+    )],
 )
 
 EINOPS = (
-    *[
-        (f"axes.{call}", error, said)
-        for call, error, said in (
-            ("rearrange(L(6, 2), 'b b -> b b')", "ExpressionError", "'b' stands twice in one tensor"),
-            ("rearrange(L(6, 2), 'b (h (w c)) -> b h w c')", "ExpressionError", "groups don't nest"),
-            ("rearrange(L(6, 2), '(b1 b2) h -> b1 b2 h')", "SizeError", "the sizes of 'b1' and 'b2' don't follow from"),
-            ("rearrange(L(6, 2), '(b1 b2) h -> b1 b2 h', b1=5)", "SizeError", "6 doesn't divide by 5"),
-            ("rearrange(L(6, 2), 'b h -> h b', q=5)", "SizeError", "a size is given for 'q', which isn't in"),
-            ("rearrange(L(6, 2), '(b ...) c -> b ... c')", "ExpressionError", "'...' in a group on the left leaves its"),
-            ("rearrange(L(6, 2), 'b 2 -> b')", "ExpressionError", "rearrange takes no number but 1 on the left"),
-            ("rearrange(L(6, 2), 'b h -> b h ...')", "ExpressionError", "'...' is in the result and in no operand"),
-            ("repeat(L(6, 2), 'b h -> b h d')", "SizeError", "the size of 'd' isn't known from any tensor; give it, like d="),
-            ("repeat(L(6, 2), 'b h -> b d', d=2)", "ExpressionError", "'h' stands on the left only; repeat adds to what"),
-            ("rearrange(L(6, 2), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
-            ("rearrange(L(6, 2).numpy(), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
-            ("reduce(L(6, 2), 'b h -> b x', 'sum')", "ExpressionError", "'x' stands on the right only"),
-            ("reduce(L(6, 2), 'b h -> b', 'median')", "ShardingError", "and functions; found 'median'"),
-            (
-                "reduce(L(6, 2), 'a@tp b -> a@tp', lambda x, dims: x)",
-                "ShardingError",
-                "without dims (1,) that is [6]; found a tensor of [6, 2]",
-            ),
-            ("reduce(D('a@tp b', 6, 2), 'a@tp b -> a@tp', lambda x, dims: 1.0)", "ShardingError", "that is [3]; found 1.0"),
-            ("reduce(torch.arange(4), 'b@dp -> ', 'mean')", "ShardingError", "a mean of torch.int64 isn't"),
-            *[
-                (f"reduce(L(5, 3), 'b@dp s -> s | {left}', 'mean')", "SizeError", "stays pending needs the whole size of 'b'")
-                for left in ("mean@dp", "sum@dp", "*")
-            ],
-            ("reduce(L(5, 3), 'b@dp s@(cp tp) -> | sum@cp', 'mean')", "SizeError", "whole size of 'b' and 's'"),
-            ("reduce(L(4, 3), '(b t)@dp s -> t s', 'mean', t=2)", "SizeError", "over names of (b t)@dp needs the whole size of 'b'"),
-        )
-    ],
-    *[
-        (f"axes.einsum(D('a@tp e', 16, 5), D('(a@tp i=2) f', {rows}, 3), 'a e, a f -> a e f')", "SizeError", f"'a' is 16, found {rows}")
-        for rows in (4, 8, 12)
-    ],
+    *[(f"axes.{call}", error, said) for call, error, said in (
+        ("rearrange(L(6, 2), 'b b -> b b')", "ExpressionError", "'b' stands twice in one tensor"),
+        ("rearrange(L(6, 2), 'b (h (w c)) -> b h w c')", "ExpressionError", "groups don't nest"),
+        ("rearrange(L(6, 2), '(b1 b2) h -> b1 b2 h')", "SizeError", "the sizes of 'b1' and 'b2' don't follow from"),
+        ("rearrange(L(6, 2), '(b1 b2) h -> b1 b2 h', b1=5)", "SizeError", "6 doesn't divide by 5"),
+        ("rearrange(L(6, 2), 'b h -> h b', q=5)", "SizeError", "a size is given for 'q', which isn't in"),
+        ("rearrange(L(6, 2), '(b ...) c -> b ... c')", "ExpressionError", "'...' in a group on the left leaves its"),
+        ("rearrange(L(6, 2), 'b 2 -> b')", "ExpressionError", "rearrange takes no number but 1 on the left"),
+        ("rearrange(L(6, 2), 'b h -> b h ...')", "ExpressionError", "'...' is in the result and in no operand"),
+        ("repeat(L(6, 2), 'b h -> b h d')", "SizeError", "the size of 'd' isn't known from any tensor; give it, like d="),
+        ("repeat(L(6, 2), 'b h -> b d', d=2)", "ExpressionError", "'h' stands on the left only; repeat adds to what"),
+        ("rearrange(L(6, 2), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
+        ("rearrange(L(6, 2).numpy(), 'b h - > h b')", "ExpressionError", "'-' has no meaning here"),
+        ("reduce(L(6, 2), 'b h -> b x', 'sum')", "ExpressionError", "'x' stands on the right only"),
+        ("reduce(L(6, 2), 'b h -> b', 'median')", "ShardingError", "and functions; found 'median'"),
+        ("reduce(L(6, 2), 'a@tp b -> a@tp', lambda x, dims: x)", "ShardingError", "without dims (1,) that is [6]; found a tensor of [6, 2]"),
+        ("reduce(D('a@tp b', 6, 2), 'a@tp b -> a@tp', lambda x, dims: 1.0)", "ShardingError", "that is [3]; found 1.0"),
+        ("reduce(torch.arange(4), 'b@dp -> ', 'mean')", "ShardingError", "a mean of torch.int64 isn't"),
+        *[(f"reduce(L(5, 3), 'b@dp s -> s | {left}', 'mean')", "SizeError", "stays pending needs the whole size of 'b'") for left in ("mean@dp", "sum@dp", "*")],
+        ("reduce(L(5, 3), 'b@dp s@(cp tp) -> | sum@cp', 'mean')", "SizeError", "whole size of 'b' and 's'"),
+        ("reduce(L(4, 3), '(b t)@dp s -> t s', 'mean', t=2)", "SizeError", "over names of (b t)@dp needs the whole size of 'b'"),
+    )],
+    *[(f"axes.einsum(D('a@tp e', 16, 5), D('(a@tp i=2) f', {rows}, 3), 'a e, a f -> a e f')", "SizeError", f"'a' is 16, found {rows}") for rows in (4, 8, 12)],
 )
-# fmt: on
 
 TAKEN = "axes.shard_map(lambda *xs: xs[0], '...')"
-# fmt: off
 REGIONS = (
-    *told(
-        TAKEN,
-        "ExpressionError",
-        (
-            ("b@dp d", "a region says what goes in and what comes out"),
-            ("b@dp -> b@", "an axis name, '*' or '(' after '@'"),
-            ("(b c)@* -> b", "stands for the split that a name has"),
-            ("b@(* tp) -> b", "stands alone: it is the whole split"),
-        ),
-    ),
+    *told(TAKEN, "ExpressionError", (
+        ("b@dp d", "a region says what goes in and what comes out"),
+        ("b@dp -> b@", "an axis name, '*' or '(' after '@'"),
+        ("(b c)@* -> b", "stands for the split that a name has"),
+        ("b@(* tp) -> b", "stands alone: it is the whole split"),
+    )),
     ("axes.shard_map(torch.neg, '...@tp -> b')", "ExpressionError", "flows; name the dim that is split"),
     ("axes.shard_map(torch.neg)", "ExpressionError", "takes a function and an expression"),
     ("axes.shard_map('b -> b', torch.neg)", "ExpressionError", "takes a function and an expression"),
     ("axes.shard_map(3, 'b -> b')", "ExpressionError", "found int and str"),
-    *[
-        (f"axes.shard_map({body}, '{text}')({given})", error, said, text)
-        for text, given, body, error, said in (
-            ("b d, d f -> b d", "D('b@dp d', 4, 6)", "lambda *x: x[0]", "ShardingError", "is called with 1 tensors, and the left side has 2 specs"),
-            ("b@dp d -> b@dp d, d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "returned 1 tensors, and the right side has 2 specs"),
-            ("b@dp d -> ", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "result 0 has 2 dims, its spec '' 0"),
-            ("b@dp -> b@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "tensor 0 has 2 dims, its spec 'b@dp' 1"),
-            ("b@cp d -> b@cp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "left side  b@cp d\n  tensor     b@dp d"),
-            ("b d -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "tensor 0 isn't sharded as the left side says"),
-            ("b d -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
-            ("b d | * -> b d | *", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "only the function knows what it leaves pending"),
-            ("b d | same@cp -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
-            ("b@dp d | same@dp -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice: in b=4@dp and in same@dp"),
-            ("b@dp d -> b@dp d | same@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
-            ("b@dp d -> b@dp d@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
-            (
-                "b d, b f | * -> b d",
-                "D('b@dp d', 4, 6), D('b f', 4, 6)",
-                "lambda x, y: x",
-                "ShardingError",
-                "the tensors disagree on how 'b' is split",
-            ),
-            ("b d, b f -> b d", "D('b d', 5, 6), D('b f', 6, 2)", "lambda x, y: x", "SizeError", "'b' has two sizes, 5 and 6"),
-            ("b=8 d -> b d", "D('b d', 4, 6)", "lambda x: x", "SizeError", "'b' has two sizes, 8 and 4"),
-            ("_ 3 -> _ 3", "D('b d', 4, 6)", "lambda x: x", "SizeError", "a dim of [4, 6] is written as 3, and has 6 elements"),
-            (
-                "b@dp d -> b@dp d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x[:1]",
-                "ShardingError",
-                "is [4, 6] in whole and so [2, 6] on this rank; the function returned [1, 6]",
-            ),
-            (
-                "b@dp d -> b d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x",
-                "ShardingError",
-                "is [4, 6] in whole and so [4, 6] on this rank; the function returned [2, 6]",
-            ),
-            (
-                "b d -> (b d)",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x.flatten()",
-                "ShardingError",
-                "(b d) on the right was part of 'b' on the left, which is _@dp",
-            ),
-            (
-                "(b c) d -> b c d",
-                "D('b@dp d', 4, 6)",
-                "lambda x: x.unflatten(0, (2, 1))",
-                "ShardingError",
-                "b on the right was part of '(b c)' on the left",
-            ),
-            ("b d -> b c@*", "D('b d', 4, 6)", "lambda x: x", "ShardingError", "'*' in c@* is how 'c' is split on the left, where it isn't"),
-            ("b@dp d -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: D('b@dp d', 4, 6)", "ShardingError", "the function returned a DTensor"),
-        )
-    ],
+    *[(f"axes.shard_map({body}, '{text}')({given})", error, said, text) for text, given, body, error, said in (
+        ("b d, d f -> b d", "D('b@dp d', 4, 6)", "lambda *x: x[0]", "ShardingError", "is called with 1 tensors, and the left side has 2 specs"),
+        ("b@dp d -> b@dp d, d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "returned 1 tensors, and the right side has 2 specs"),
+        ("b@dp d -> ", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "result 0 has 2 dims, its spec '' 0"),
+        ("b@dp -> b@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "tensor 0 has 2 dims, its spec 'b@dp' 1"),
+        ("b@cp d -> b@cp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "left side  b@cp d\n  tensor     b@dp d"),
+        ("b d -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "tensor 0 isn't sharded as the left side says"),
+        ("b d -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
+        ("b d | * -> b d | *", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "only the function knows what it leaves pending"),
+        ("b d | same@cp -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
+        ("b@dp d | same@dp -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice: in b=4@dp and in same@dp"),
+        ("b@dp d -> b@dp d | same@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
+        ("b@dp d -> b@dp d@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
+        ("b d, b f | * -> b d", "D('b@dp d', 4, 6), D('b f', 4, 6)", "lambda x, y: x", "ShardingError", "the tensors disagree on how 'b' is split"),
+        ("b d, b f -> b d", "D('b d', 5, 6), D('b f', 6, 2)", "lambda x, y: x", "SizeError", "'b' has two sizes, 5 and 6"),
+        ("b=8 d -> b d", "D('b d', 4, 6)", "lambda x: x", "SizeError", "'b' has two sizes, 8 and 4"),
+        ("_ 3 -> _ 3", "D('b d', 4, 6)", "lambda x: x", "SizeError", "a dim of [4, 6] is written as 3, and has 6 elements"),
+        ("b@dp d -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x[:1]", "ShardingError", "is [4, 6] in whole and so [2, 6] on this rank; the function returned [1, 6]"),
+        ("b@dp d -> b d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "is [4, 6] in whole and so [4, 6] on this rank; the function returned [2, 6]"),
+        ("b d -> (b d)", "D('b@dp d', 4, 6)", "lambda x: x.flatten()", "ShardingError", "(b d) on the right was part of 'b' on the left, which is _@dp"),
+        ("(b c) d -> b c d", "D('b@dp d', 4, 6)", "lambda x: x.unflatten(0, (2, 1))", "ShardingError", "b on the right was part of '(b c)' on the left"),
+        ("b d -> b c@*", "D('b d', 4, 6)", "lambda x: x", "ShardingError", "'*' in c@* is how 'c' is split on the left, where it isn't"),
+        ("b@dp d -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: D('b@dp d', 4, 6)", "ShardingError", "the function returned a DTensor"),
+    )],
     ("axes.shard_map(lambda x, y: x, 'b d, b d -> b d')(D('b d', 4, 6), L(4, 6))", "ShardingError", "tensor 1 among the arguments is a plain one"),
     ("axes.shard_map(lambda x: axes.psum(x, 'tq'), 'b -> b')(D('b', 4))", "MeshError", "the mesh has no axis 'tq'"),
-    *[
-        (
-            f"axes.shard_map(torch.neg, 'n -> n', check={check})",
-            "ShardingError",
-            "check is True, False, or a tolerance between 0 and 1, like 1e-6; found ",
-        )
-        for check in ("1", "-1e-6", "1.0", "float('nan')", "'1e-6'", "None")
-    ],
-    *[
-        (
-            f"axes.shard_map(lambda t: {result}, 'n -> n')({given})",
-            "ShardingError",
-            said,
-            "torch.export.register_dataclass(...)",
-            "shard_map 'n -> n'",
-        )
-        for result, given, said in (
-            ("{t}", "D('n', 4)", "the function returned a value of type set, in which a region can't see tensors"),
-            ("[t, map(abs, [t])]", "D('n', 4)", "the function returned a value of type map"),
-            ("{'a': t, 'b': object()}", "D('n', 4)", "the function returned a value of type object"),
-            ("(t, torch.nn.Linear)", "D('n', 4)", "the function returned a value of type type"),
-            ("t", "{D('n', 4)}", "among the arguments is a value of type set, in which a region can't see tensors"),
-            ("t", "[frozenset([D('n', 4)])]", "among the arguments is a value of type frozenset"),
-            ("t", "(x for x in [D('n', 4)])", "among the arguments is a value of type generator"),
-            ("t", "{'a': D('n', 4)}.values()", "among the arguments is a value of type dict_values"),
-        )
-    ],
+    *[(f"axes.shard_map(torch.neg, 'n -> n', check={check})", "ShardingError", "check is True, False, or a tolerance between 0 and 1, like 1e-6; found ") for check in ("1", "-1e-6", "1.0", "float('nan')", "'1e-6'", "None")],
+    *[(f"axes.shard_map(lambda t: {result}, 'n -> n')({given})", "ShardingError", said, "torch.export.register_dataclass(...)", "shard_map 'n -> n'") for result, given, said in (
+        ("{t}", "D('n', 4)", "the function returned a value of type set, in which a region can't see tensors"),
+        ("[t, map(abs, [t])]", "D('n', 4)", "the function returned a value of type map"),
+        ("{'a': t, 'b': object()}", "D('n', 4)", "the function returned a value of type object"),
+        ("(t, torch.nn.Linear)", "D('n', 4)", "the function returned a value of type type"),
+        ("t", "{D('n', 4)}", "among the arguments is a value of type set, in which a region can't see tensors"),
+        ("t", "[frozenset([D('n', 4)])]", "among the arguments is a value of type frozenset"),
+        ("t", "(x for x in [D('n', 4)])", "among the arguments is a value of type generator"),
+        ("t", "{'a': D('n', 4)}.values()", "among the arguments is a value of type dict_values"),
+    )],
+)
+SPECS = (
+    "mesh.sharding('SPEC')",
+    "axes.shard(L(4, 4), 'SPEC')",
+    "axes.from_local(L(4, 4), 'SPEC')",
+    "axes.to_local(D('a b', 4, 4), 'SPEC')",
+    "axes.zeros('SPEC', sizes=dict(a=4, b=4))",
+    "axes.rand('SPEC', sizes=dict(a=4, b=4))",
+    "axes.plan('SPEC', '_ _', (4, 4))",
+    "axes.plan('_ _', 'SPEC', (4, 4))",
+    "axes.transfer({'w': 'SPEC'}, {'w': '_ _'}, shapes={'w': (4, 4)}, source_mesh=mesh, target_mesh=mesh)",
+    "axes.transfer({'w': '_ _'}, {'w': 'SPEC'}, shapes={'w': (4, 4)}, source_mesh=mesh, target_mesh=mesh)",
+    "axes.shard_module(torch.nn.Linear(4, 4), {'weight': 'SPEC'})",
+    "axes.constrain(D('a b', 4, 4), 'SPEC', rules=axes.Rules(a=None, b=None))",
+    "axes.reshard(D('a b', 4, 4), 'SPEC')",
+    "axes.reshard({'w': D('a b', 4, 4)}, {'w': 'SPEC'})",
+    "axes.reshard(L(4, 4), 'SPEC -> NAMES')",
+    "axes.shard_map(lambda x: x, 'SPEC -> c d')(D('a b', 4, 4))",
+    "axes.shard_map(lambda x: x, 'c d -> SPEC')(D('a b', 4, 4))",
+    "axes.rearrange(D('a b', 4, 4), 'SPEC -> NAMES')",
+    "axes.rearrange(D('a b', 4, 4), 'NAMES -> SPEC')",
+    "axes.rearrange(L(4, 4), 'SPEC -> NAMES')",
+    "axes.reduce(D('a b', 4, 4), 'SPEC -> a', 'sum')",
+    "axes.repeat(D('a b', 4, 4), 'NAMES -> SPEC')",
+    "axes.einsum(D('a b', 4, 4), 'NAMES -> SPEC')",
+    "axes.explain('SPEC -> NAMES', (4, 4))",
+    "axes.softmax(D('a b', 4, 4), 'SPEC', over='a')",
+    "axes.layer_norm(D('a b', 4, 4), 'SPEC', over='a')",
+    "axes.nn.Einsum('NAMES, b c -> SPEC', b=4, c=4)(L(4, 4))",
+    "axes.nn.Rearrange('NAMES -> SPEC')(L(4, 4))",
+    "axes.nn.dropout(L(4, 4), 0.5, 'SPEC', seed=1)",
+)
+"""Doors that take the text of a tensor of two dims, SPEC, and names that go with it: each says the same of a mistake."""
+
+WORDS = (
+    *(f"axes.{call}, grad=...)" for x in ("L(2, 2)", "D('a@tp b', 2, 2).requires_grad_()") for call in (f"reshard({x}, 'a b'", f"rearrange({x}, 'a b -> b a'")),
+    *(f"axes.{call}, grad=...)" for x in ("L(2, 2)", "D('a b', 2, 2)") for call in (f"reduce({x}, 'a b -> a', 'sum'", f"repeat({x}, 'a b -> a b n', n=2", f"einsum({x}, 'a b -> a'")),
+)
+NUMBERS = (
+    ("mesh.sharding('b@dp').local_shape((4,), rank=...)", "MeshError", "a rank is a whole number from 0"),
+    ("mesh.axis('tp').ranks_of(...)", "MeshError", "a rank is a whole number from 0"),
+    ("axes.Sharding.from_placements(mesh, mesh.sharding('b@dp').placements, ...)", "SizeError", "ndim is a whole number from 0"),
+    ("axes.Mesh('dp=2', ranks_per_node=...)", "MeshError", "ranks_per_node is a whole number from 1"),
+    ("axes.launch(print, ...)", "AxesError", "world size is a number of processes"),
+    ("axes.simulate(..., rank=0).__enter__()", "AxesError", "the world size is a whole number"),
+    ("axes.simulate(4, rank=...).__enter__()", "AxesError", "the rank is a whole number"),
+)
+DOORS = (
+    *[(door.replace("SPEC", "a@tp a").replace("NAMES", "a a"), "ExpressionError", "'a' stands twice in one tensor", "^") for door in SPECS],
+    *[(door.replace("SPEC", "a@tp b@tp").replace("NAMES", "a b"), "ShardingError", "'tp' is used twice") for door in SPECS],
+    *[row for word in WORDS for row in told(word, "ShardingError", [(wrong, "grad is 'resolved' or 'pending'; found") for wrong in ("'pendng'", "None", "True", "''", "'Resolved'")])],
+    *[row for program, error, said in NUMBERS for row in told(program, error, [(wrong, said) for wrong in ("1.0", "'1'", "True", "[2]")])],
 )
 # fmt: on
 
@@ -481,4 +381,5 @@ ROWS: tuple[tuple[str, ...], ...] = (
     *BLOCKS,
     *EINOPS,
     *REGIONS,
+    *DOORS,
 )

@@ -266,24 +266,8 @@ PROGRAMS: dict[str, Program] = {
     "shards": on_ax(lambda x, m: axes.reshard(x, "m@ax n -> m n@ax", m=m), (8, 7, 8), (1, 2, 2), local=True),
     "shards to a DTensor": on_ax(lambda x, m: axes.from_local(x, "m@ax n", shape=(m, 12)), (8, 7, 8), (1, 2, 2), local=True),
     "norm of shards": on_ax(lambda x, m: axes.rms_norm(x, "m@ax n", over="m", m=m), (8, 7, 8), (1, 2, 2), local=True),
-    "labels of shards": Program(
-        "ax=2",
-        lambda x, ids, v: axes.cross_entropy(x, ids, "s v@ax, s -> ", v=v),
-        lambda v: {"s v@ax": numbers(3, v), "s": integers(8, 3)},
-        (8, 9),
-        (1, 2),
-        None,
-        True,
-    ),
-    "rows of shards": Program(
-        "ax=2",
-        lambda ids, w, v: axes.embedding(ids, w, "s, v@ax d -> s d", v=v),
-        lambda v: {"s": integers(8, 3), "v@ax d": numbers(v, 5)},
-        (8, 9),
-        (1, 2),
-        None,
-        True,
-    ),
+    "labels of shards": Program("ax=2", lambda x, ids, v: axes.cross_entropy(x, ids, "s v@ax, s -> ", v=v), lambda v: {"s v@ax": numbers(3, v), "s": integers(8, 3)}, (8, 9), (1, 2), None, True),
+    "rows of shards": Program("ax=2", lambda ids, w, v: axes.embedding(ids, w, "s, v@ax d -> s d", v=v), lambda v: {"s": integers(8, 3), "v@ax d": numbers(v, 5)}, (8, 9), (1, 2), None, True),
     "merge": on_two(lambda x: axes.rearrange(x, "b@dp s d -> (b s)@dp d"), rows("b@dp s d", 3, 5), graphs=(1, 1, 2)),
     "gram": on_two(lambda x: axes.einsum(x, x, "b@dp s, b@dp t -> s@dp t"), rows("b@dp s", 4), graphs=(1, 1, 2)),
     "moved": Program("cp=2", moved, lambda n: {"b s@cp d": numbers(3, n, 10)}, (4, 8, 12), (1, 2, 3)),
@@ -319,23 +303,9 @@ PROGRAMS: dict[str, Program] = {
 }  # fmt: skip
 RANKS = {"ax=2": 2, "cp=2": 2, "dp=2 tp=1": 2}
 FULL = {
-    "unshard",
-    "mean",
-    "asked",
-    "both",
-    "looked up",
-    "a builtin",
-    "gather of one",
-    "flow",
-    "gram",
-    "several results",
-    "norms",
-    "there and back",
-    "moved",
-    "labels of shards",
-    "an uncut dim",
-    "nested axes",
-}
+    "unshard", "mean", "asked", "both", "looked up", "a builtin", "gather of one", "flow", "gram", "several results",
+    "norms", "there and back", "moved", "labels of shards", "an uncut dim", "nested axes",
+}  # fmt: skip
 """What a run of all finds beside the others."""
 
 
@@ -417,6 +387,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an axis twice": (lambda x: axes.reshard(x, "b@tp s@tp"), "axis 'tp' is used twice"),
     "a plain tensor": (lambda x: axes.psum(x.to_local(), "tpp"), "the mesh has no axis 'tpp'"),
     "a region's argument": (axes.shard_map(torch.neg, "b s@dp -> b s@dp"), "b@dp s"),
+    "a word for gradients": (lambda x: axes.reshard(x, "b s", grad="pendng"), "grad is 'resolved' or 'pending'; found"),
     "a region's result": (axes.shard_map(torch.neg, "b@dp s -> b@dp s, s"), "result"),
 }
 

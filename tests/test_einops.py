@@ -23,87 +23,67 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import axes
 from axes import einsum, rearrange, reduce, repeat
+from tests.common import case as noted
 from tests.common import numbers
 from tests.flow_cases import case, stripped
 
 IMAGES = torch.arange(6 * 12 * 8 * 3, dtype=torch.float64).reshape(6, 12, 8, 3)
 
-
-REARRANGE = [
-    ("b h w c -> b h w c", {}),
-    ("b h w c -> b c h w", {}),
-    ("b h w c -> (b h) w c", {}),
-    ("b h w c -> h (b w) c", {}),
-    ("b h w c -> b (c h w)", {}),
-    ("b h w c -> (b h w c)", {}),
-    ("(b1 b2) h w c -> b1 b2 h w c", {"b1": 2}),
-    ("(b1 b2) h w c -> (b1 h) (b2 w) c", {"b1": 2}),
-    ("(b1 b2) h w c -> (b2 h) (b1 w) c", {"b1": 2}),
-    ("b (h1 h) (w1 w) c -> (b h1 w1) h w c", {"h1": 2, "w1": 2}),
-    ("b (h h1) (w w1) c -> b h w (c h1 w1)", {"h1": 2, "w1": 2}),
-    ("b (h1 h) (w1 w) c -> b h w (h1 w1 c)", {"h1": 3, "h": 4, "w1": 2}),
-    ("b h w c -> b h w c 1", {}),
-    ("b h w c -> 1 b () h w c", {}),
-    ("b h w c -> b (1 h) w c", {}),
-    ("... c -> c ...", {}),
-    ("b ... c -> b c ...", {}),
-    ("... -> (...)", {}),
-    ("b ... -> b (...)", {}),
-    ("b ... c -> (b ...) c", {}),
-    ("b h ... w c -> c ... w h b", {}),
-    ("... (h1 h2) w c -> ... h1 (h2 w) c", {"h1": 3}),
-]
-
-
-REDUCE = [
-    ("b h w c -> b c", {}),
-    ("b h w c -> c", {}),
-    ("b h w c ->", {}),
-    ("b h w c -> 1 1 1 c", {}),
-    ("b h w c -> b () () c", {}),
-    ("b (h1 h2) (w1 w2) c -> b h1 w1 c", {"h2": 2, "w2": 2}),
-    ("b (h1 2) (w1 2) c -> b h1 w1 c", {}),
-    ("b (h1 h2) (w1 w2) c -> b h1 w1 c", {"h1": 3, "w1": 4}),
-    ("b ... c -> b c", {}),
-    ("... c -> c", {}),
-    ("b h ... -> b ...", {}),
-    ("(b1 b2) h w c -> h (b1 w) c", {"b1": 2}),
-    ("b h w c -> b h w c", {}),
-]
-
-
-REPEAT = [
-    ("h w -> h w c", {"c": 3}),
-    ("h w -> c h w", {"c": 3}),
-    ("h w -> (repeat h) w", {"repeat": 2}),
-    ("h w -> h (w repeat)", {"repeat": 3}),
-    ("h w -> (h2 h) (w3 w)", {"h2": 2, "w3": 3}),
-    ("h w -> (h h2) (w w2)", {"h2": 2, "w2": 2}),
-    ("h w -> h w 3", {}),
-    ("h w -> (h 2) (2 w)", {}),
-    ("... -> ... 2", {}),
-    ("... w -> w ... n", {"n": 1}),
-    ("h w -> h 1 w", {}),
-    ("h w -> h w", {}),
-]
-
-
+# Beside what is drawn below: dots, ones, brackets around nothing, numbers, and names that stand twice in an einsum.
+WHOLE = {
+    "rearrange": (
+        "b h w c -> b h w c",
+        "b h w c -> h (b w) c",
+        "(b1=2 b2) h w c -> (b2 h) (b1 w) c",
+        "b (h1=2 h) (w1=2 w) c -> (b h1 w1) h w c",
+        "b h w c -> b h w c 1",
+        "b h w c -> 1 b () h w c",
+        "b h w c -> b (1 h) w c",
+        "... c -> c ...",
+        "... -> (...)",
+        "b ... c -> (b ...) c",
+        "b h ... w c -> c ... w h b",
+        "... (h1=3 h2) w c -> ... h1 (h2 w) c",
+    ),
+    "reduce": (
+        "b h w c -> b c",
+        "b h w c ->",
+        "b h w c -> 1 1 1 c",
+        "b h w c -> b () () c",
+        "b (h1 h2=2) (w1 w2=2) c -> b h1 w1 c",
+        "b (h1 2) (w1 2) c -> b h1 w1 c",
+        "... c -> c",
+        "b h ... -> b ...",
+        "b h w c -> b h w c",
+    ),
+    "repeat": (
+        "h w -> (repeat=2 h) w",
+        "h w -> h (w repeat=3)",
+        "h w -> (h2=2 h) (w3=3 w)",
+        "h w -> h w 3",
+        "h w -> (h 2) (2 w)",
+        "... -> ... 2",
+        "... w -> w ... n=1",
+        "h w -> h 1 w",
+        "h w -> h w",
+    ),
+}
+# fmt: off
 EINSUM = [
-    ("b h w, h w c -> b c", [(2, 3, 4), (3, 4, 5)]),
-    ("a b c, c b d, a g k -> a b k", [(3, 3, 3)] * 3),
-    ("out inner, ... inner -> ... out", [(5, 4), (2, 3, 4)]),
-    ("i i ->", [(4, 4)]),
-    ("i i -> i", [(4, 4)]),
-    ("i, j -> i j", [(3,), (4,)]),
-    ("batch head q d, batch head k d -> batch head q k", [(2, 2, 3, 4), (2, 2, 5, 4)]),
-    ("i j -> j i", [(3, 4)]),
-    ("... a, ... a -> ...", [(2, 3, 4), (2, 3, 4)]),
-    (", a -> a", [(), (3,)]),
+    ("a b c, c b d, a g k -> a b k", [(3, 3, 3)] * 3), ("out inner, ... inner -> ... out", [(5, 4), (2, 3, 4)]), ("i i ->", [(4, 4)]),
+    ("i i -> i", [(4, 4)]), ("i, j -> i j", [(3,), (4,)]), ("... a, ... a -> ...", [(2, 3, 4), (2, 3, 4)]), (", a -> a", [(), (3,)]),
 ]
+# fmt: on
 
 
-@pytest.mark.parametrize(("pattern", "sizes"), REARRANGE)
-def test_rearrange_is_einops_rearrange(pattern: str, sizes: dict[str, int]):
+def sized(pattern: str) -> tuple[str, dict[str, int]]:
+    """An expression as einops has it, and the sizes that stand in it."""
+    return re.sub(r"=\d+", "", pattern), {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", pattern)}
+
+
+@pytest.mark.parametrize("pattern", WHOLE["rearrange"])
+def test_rearrange_is_einops_rearrange(pattern: str):
+    pattern, sizes = sized(pattern)
     expected = einops.rearrange(IMAGES, pattern, **sizes)
     found = rearrange(IMAGES, pattern, **sizes)
     assert torch.equal(found, expected)
@@ -112,14 +92,15 @@ def test_rearrange_is_einops_rearrange(pattern: str, sizes: dict[str, int]):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod"])
-@pytest.mark.parametrize(("pattern", "sizes"), REDUCE)
-def test_reduce_is_einops_reduce(pattern: str, sizes: dict[str, int], op: str):
-    expected = einops.reduce(IMAGES, pattern, op, **sizes)
-    torch.testing.assert_close(reduce(IMAGES, pattern, op, **sizes), expected, rtol=0, atol=0, equal_nan=True)
+def test_reduce_is_einops_reduce(op: str):
+    for pattern, sizes in map(sized, WHOLE["reduce"]):
+        with noted(pattern):
+            expected = einops.reduce(IMAGES, pattern, op, **sizes)
+            torch.testing.assert_close(reduce(IMAGES, pattern, op, **sizes), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_repeat_and_einsum_are_those_of_einops():
-    for pattern, sizes in REPEAT:
+    for pattern, sizes in map(sized, WHOLE["repeat"]):
         image = IMAGES[0, :, :, 0]
         assert torch.equal(repeat(image, pattern, **sizes), einops.repeat(image, pattern, **sizes)), pattern
     for pattern, shapes in EINSUM:
@@ -297,23 +278,8 @@ TABLE = [
     row(11, "b s@(cp tp) d -> b s@(tp cp) d", "b s@(cp tp) d", result="b s@(tp cp) d", collectives=["permute cptp"]),
     row(12, "b s@cptp d -> b s d@tp", "b s@(cp tp) d", result="b s d@tp", collectives=["all_to_all cptp"]),
     row(13, "b d | sum@cptp -> b d | sum@cp", "b d | sum@cptp", shapes=[(8, 32)], result="b d | sum@cp", collectives=["all_reduce tp"]),
-    row(
-        14,
-        "b s@cp (h d) -> b s h@cp d",
-        "b s@cp (h@tp d)",
-        sizes=[("h", 8)],
-        error="says  b s@cp \\(h d\\)\n  has   b s@cp \\(h@tp d\\)",
-        views="D",
-    ),
-    row(
-        15,
-        "b s@cp (h d) -> b s h@(* cp) d",
-        "b s@cp (h@tp d)",
-        sizes=[("h", 8)],
-        result="b s h@(tp cp) d",
-        collectives=["all_to_all cp"],
-        views="D",
-    ),
+    row(14, "b s@cp (h d) -> b s h@cp d", "b s@cp (h@tp d)", sizes=[("h", 8)], error="says  b s@cp \\(h d\\)\n  has   b s@cp \\(h@tp d\\)", views="D"),
+    row(15, "b s@cp (h d) -> b s h@(* cp) d", "b s@cp (h@tp d)", sizes=[("h", 8)], result="b s h@(tp cp) d", collectives=["all_to_all cp"], views="D"),
     row(15, "b s@cp (h d) -> b s h@(* cp) d", "b s@cp (h d)", sizes=[("h", 8)], result="b s h@cp d", collectives=["all_to_all cp"]),
     row(16, "(b s)@tp d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 4)], result="b s d", collectives=["all_gather tp"]),
     row(16, "(b s)@tp d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 3)], result="b s d", collectives=["all_gather tp"]),
@@ -329,28 +295,8 @@ TABLE = [
     row(24, "b s d -> b d", "b s d", kind="reduce", result="b d"),
     row(25, "b s@cp d -> b d | mean@cp", "b s@cp d", kind="reduce", op="mean", result="b d | mean@cp", views="D"),
     row(25, "b s@cp d -> b d | mean@cp", "b s@cp d", sizes=[("s", SHAPE[1])], kind="reduce", op="mean", result="b d | mean@cp"),
-    *[
-        row(
-            25,
-            f"b s@cp d -> b d | {pending}",
-            "b s@cp d",
-            kind="reduce",
-            op="mean",
-            error="stays pending needs the whole size of 's'.*give it as a keyword: s=",
-            views="L",
-        )
-        for pending in ("mean@cp", "sum@cp", "*")
-    ],
-    row(
-        26,
-        "b s@cp d -> b d | mean@cp",
-        "b s@cp d",
-        shapes=[(8, 5, 32)],
-        sizes=[("s", 5)],
-        kind="reduce",
-        op="mean",
-        error="write '| sum@cp' on the right",
-    ),
+    *[row(25, f"b s@cp d -> b d | {pending}", "b s@cp d", kind="reduce", op="mean", error="stays pending needs the whole size of 's'.*give it as a keyword: s=", views="L") for pending in ("mean@cp", "sum@cp", "*")],
+    row(26, "b s@cp d -> b d | mean@cp", "b s@cp d", shapes=[(8, 5, 32)], sizes=[("s", 5)], kind="reduce", op="mean", error="write '| sum@cp' on the right"),
     row(26, "b s@cp d -> b d | sum@cp", "b s@cp d", shapes=[(8, 5, 32)], sizes=[("s", 5)], kind="reduce", op="mean", result="b d | sum@cp"),
     row(27, "b s d | sum@tp -> b s", "b s d | sum@tp", kind="reduce", op="max", error="'max' doesn't pass a pending sum"),
     row(28, "b s@cp -> b", "b s@cp", shapes=[(8, 1)], sizes=[("s", 1)], kind="reduce", op="max", result="b", collectives=["all_reduce cp"]),
@@ -374,26 +320,8 @@ TABLE = [
     einsum_row("47a", "b s f@*, f@* d -> b s d", "b@dp s f", "f d", result="b@dp s d", views="D"),
     einsum_row("47a", "b s f@*, f@* d -> b s d", "b s f@tp", "f@tp d", error="doesn't say what splits 'f'", views="L"),
     einsum_row("47a", "b s f@*, f@* d -> b s d", "b s f@tp", "f d", error="disagree on 'f': 'f@tp' and 'f'", views="D"),
-    einsum_row(
-        "47b",
-        "b s f@*, f@* d -> b s@(* tp) d",
-        "b s@cp f@tp",
-        "f@tp d",
-        result="b s@(cp tp) d",
-        collectives=["reduce_scatter tp"],
-        views="D",
-    ),
-    row(
-        "47c",
-        "b s h@* -> b s",
-        "b@dp s h@tp",
-        kind="reduce",
-        op="mean",
-        shapes=[(8, 16, 5)],
-        result="b@dp s",
-        collectives=["all_reduce tp"],
-        views="D",
-    ),
+    einsum_row("47b", "b s f@*, f@* d -> b s@(* tp) d", "b s@cp f@tp", "f@tp d", result="b s@(cp tp) d", collectives=["reduce_scatter tp"], views="D"),
+    row("47c", "b s h@* -> b s", "b@dp s h@tp", kind="reduce", op="mean", shapes=[(8, 16, 5)], result="b@dp s", collectives=["all_reduce tp"], views="D"),
     row("47c", "b@* s h@* -> b", "b@dp s@cp h@tp", kind="reduce", error="left pending: sum@cp", views="D"),
     row(44, "... d@tp -> ... d", "b@dp s d@tp", result="b@dp s d", collectives=["all_gather tp"], views="D"),
     row(44, "... d@tp -> ... d", "b s d@tp", result="b s d", collectives=["all_gather tp"]),

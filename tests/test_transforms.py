@@ -115,50 +115,13 @@ DTENSORS: dict[str, list[Callable[[Any], Any]]] = {
 }
 """Functions of DTensors, called on one of `[4, 4]` whose first dim is split over `tp`."""
 
-NOT_OF_TENSORS = [
-    "Axis",
-    "AxesError",
-    "CostModel",
-    "DesyncError",
-    "ExpressionError",
-    "GroupOptions",
-    "Layout",
-    "LayoutRules",
-    "Mesh",
-    "MeshError",
-    "Plan",
-    "Rules",
-    "Sharding",
-    "ShardingError",
-    "SizeError",
-    "annotate",
-    "axis_index",
-    "axis_size",
-    "connect",
-    "debug",
-    "destroy_process_groups",
-    "empty",
-    "explain",
-    "full",
-    "init_mesh",
-    "launch",
-    "nn",
-    "ones",
-    "plan",
-    "process_groups",
-    "rand",
-    "randn",
-    "shard_module",
-    "show",
-    "simulate",
-    "use_mesh",
-    "use_rules",
-    "verify",
-    "zeros",
-    "sharding_of",
-    "spec_of",
-    "transfer",
-]
+NOT_OF_TENSORS = {
+    "AxesError", "Axis", "CostModel", "DesyncError", "ExpressionError", "GroupOptions", "Layout", "LayoutRules",
+    "Mesh", "MeshError", "Plan", "Rules", "Sharding", "ShardingError", "SizeError", "annotate", "axis_index",
+    "axis_size", "connect", "debug", "destroy_process_groups", "empty", "explain", "full", "init_mesh", "launch",
+    "nn", "ones", "plan", "process_groups", "rand", "randn", "shard_module", "sharding_of", "show", "simulate",
+    "spec_of", "transfer", "use_mesh", "use_rules", "verify", "zeros",
+}  # fmt: skip
 """What takes no tensor, or reads nothing of it but how it is sharded."""
 
 
