@@ -387,7 +387,6 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an axis twice": (lambda x: axes.reshard(x, "b@tp s@tp"), "axis 'tp' is used twice"),
     "a plain tensor": (lambda x: axes.psum(x.to_local(), "tpp"), "the mesh has no axis 'tpp'"),
     "a region's argument": (axes.shard_map(torch.neg, "b s@dp -> b s@dp"), "b@dp s"),
-    "a word for gradients": (lambda x: axes.reshard(x, "b s", grad="pendng"), "grad is 'resolved' or 'pending'; found"),
     "a region's result": (axes.shard_map(torch.neg, "b@dp s -> b@dp s, s"), "result"),
 }
 
@@ -409,6 +408,14 @@ def test_a_mistake_in_a_graph_is_an_error_of_torch_with_the_text_of_ours(mistake
             torch._dynamo.reset()
             with pytest.raises(RuntimeError, match=message if each is call else None):
                 torch.compile(each, backend="aot_eager", fullgraph=fullgraph)(x)
+
+
+@pytest.mark.parametrize("call", [axes.reshard, lambda x, text, grad: axes.einsum(x, f"b s -> {text}", grad=grad)])
+def test_a_wrong_word_for_gradients_is_refused_in_a_graph(call):
+    torch._dynamo.reset()
+    refused = pytest.raises(Exception, match="grad is 'resolved' or 'pending'; found")
+    with axes.simulate(1), axes.init_mesh("tp=1", device_type="cpu"), refused:
+        torch.compile(call, backend="eager", fullgraph=True)(axes.ones("b s", b=4, s=4), "b s", grad="pendng")
 
 
 def told_sizes() -> dict[str, str]:
