@@ -7,7 +7,6 @@ with Browser(find()) as browser:
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -100,11 +99,10 @@ def find() -> str | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """A page as it was drawn: errors of the console, what is ugly, and a PNG."""
+    """A page as it was drawn: errors of the console, and what is ugly."""
 
     errors: tuple[str, ...]
     complaints: tuple[str, ...]
-    png: bytes
 
 
 class Browser:
@@ -158,8 +156,7 @@ class Browser:
         self._ask("Page.navigate", url=page.resolve().as_uri())
         self._until("Page.loadEventFired")
         complaints = self._ask("Runtime.evaluate", expression=LOOK, returnByValue=True)["result"]["value"]
-        png = self._ask("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        return Seen(tuple(self._errors()), tuple(complaints), base64.b64decode(png))
+        return Seen(tuple(self._errors()), tuple(complaints))
 
     def _errors(self) -> list[str]:
         found = []

@@ -57,3 +57,10 @@ def waited(condition: Callable[[], object], seconds: float = 90) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def written(path: Path, text: str) -> None:
+    """Writes a file that nobody can read half of."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)

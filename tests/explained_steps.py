@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import llama
 import moe
-import train
 from pipelined import mesh_of
 
 Step = Callable[[], Any]
@@ -56,22 +55,9 @@ def moe_step(capacity: int | None) -> tuple[Step, axes.Mesh]:
     return step, mesh
 
 
-def train_step() -> tuple[Step, axes.Mesh]:
-    """A step of the small transformer on DTensors, under FSDP2 with copies."""
-    options = train.Options(width=32, heads=4, sequence=16)
-    mesh = axes.init_mesh(*train.DECLARATION, device_type="cpu", **options.axis_sizes)
-    model = train.ParallelTransformer(options.size, options.seed)
-    train.parallelize(model, mesh)
-    rows = mesh.sharding("sample@batch byte").local_shape((options.batch, options.sequence + 1))
-    window = torch.zeros(rows, dtype=torch.long)
-    return lambda: train.batch_loss(model, window, len(window) * mesh.names["batch"], mesh), mesh
-
-
 STEPS: dict[str, Callable[[], tuple[Step, axes.Mesh]]] = {
     "llama": lambda: llama_step("dp=2 cp=2 tp=2"),
     "llama in two stages": lambda: llama_step("pp=2 dp=2 tp=2"),
-    "llama in two stages of a longer context": lambda: llama_step("pp=2 cp=2 tp=2"),
-    "train": train_step,
     "moe with a capacity": lambda: moe_step(4),
 }
 
@@ -188,6 +174,7 @@ class Operation(NamedTuple):
 
 MESH = "dp=4 tp=2"
 
+# fmt: off
 OPERATIONS = [
     Operation("rearrange", "b s@tp d -> b s d", ((4, 8, 6),)),
     Operation("rearrange", "b s@tp d -> b s d@tp", ((4, 8, 6),)),
@@ -202,24 +189,13 @@ OPERATIONS = [
     Operation("einsum", "b@dp d, d f@tp -> b@dp f@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d | sum@tp", ((8, 6), (6, 4))),
-    Operation(
-        "rearrange",
-        "(h k + g k + g k) d@tp -> h@tp k d, g k d, g k d@tp",
-        ((32, 6),),
-        sizes=(("h", 4), ("g", 2)),
-        lies=("f d@tp",),
-    ),
+    Operation("rearrange", "(h k + g k + g k) d@tp -> h@tp k d, g k d, g k d@tp", ((32, 6),), sizes=(("h", 4), ("g", 2)), lies=("f d@tp",)),
     Operation("rearrange", "(f@tp + f@tp) d@dp -> f@tp d, f d@dp", ((8, 16),), lies=("(two=2 f@tp) d@dp",)),
-    Operation(
-        "rearrange",
-        "(g@tp (r q + k)) d -> g r q d, g@tp k d",
-        ((16, 4),),
-        sizes=(("g", 2), ("r", 3), ("q", 2)),
-        lies=("(g@tp f) d",),
-    ),
+    Operation("rearrange", "(g@tp (r q + k)) d -> g r q d, g@tp k d", ((16, 4),), sizes=(("g", 2), ("r", 3), ("q", 2)), lies=("(g@tp f) d",)),
     Operation("rearrange", "h k d@tp, g k d@dp -> (h k + g k) d", ((4, 2, 8), (2, 2, 8))),
     Operation("rearrange", "q d@tp, k@tp d -> (q + k) d@dp", ((4, 8), (6, 8))),
 ]
+# fmt: on
 
 
 def count_operations() -> list[dict[str, list[Counted]]]:

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
-from tests.common import stat_of, waited
+from tests.common import stat_of, waited, written
 
 _ = axes.init_mesh, axes.psum, axes.from_local  # imported now: what is forked from this process has them
 
@@ -40,13 +40,6 @@ START = 120.0
 
 class InjectedError(Exception):
     """The exception that a rank raises where that is its fault."""
-
-
-def written(path: Path, text: str) -> None:
-    """Writes a file that nobody can read half of."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.rename(path)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -86,13 +86,6 @@ class Forgets(Each):
             del self.state[p]
 
 
-class ZeroesGradients(Each):
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        self.zero_grad()
-
-
 class Marks(Each):
     """State that is an empty dict says that a parameter was there before."""
 
@@ -153,25 +146,18 @@ class AsksOfParameters(Each):
             p.steps = getattr(p, "steps", 0) + 1
 
 
-# fmt: off
-ByGroup = by(
-    "ByGroup",
-    lambda p, g, state, group: (state.setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(())).add_(g if group["each"] else 1) * g),
-    each=True,
-)
-# fmt: on
-"""A value for each element in the groups that say so, in others one for all, under the same name."""
-
 ELEMENTWISE: list[type[Each]] = [
-    Each, Lion, Forgets, ZeroesGradients, Marks, Twice, ByItsLoss, Late, AsksOfParameters, ByGroup,
+    Each, Lion, Forgets, Marks, Twice, ByItsLoss, Late, AsksOfParameters,
     by("FreesGradients", lambda p, g, *_: setattr(p, "grad", None) or g),
     by("ReplacesGradients", lambda p, g, *_: setattr(p, "grad", g / 2) or g),
     # A tensor of the options that steps count up; state that is the same on all shards, and may have the shape of one;
-    # a value for each element of a matrix, and one for all of a vector, under the same name.
+    # a value for each element of a matrix, and one for all of a vector, under the same name; so in groups that say it.
     by("Counts", lambda p, g, state, group: g / float(group["count"].add_(1)), count=torch.zeros(())),
     by("Constants", lambda p, g, state, _: g * state.setdefault("betas", torch.tensor([0.5, 0.25])).sum()),
     by("ByDims", lambda p, g, state, _: g / (state.setdefault("v", torch.zeros_like(g) if p.ndim > 1 else torch.zeros(()))
                                              .add_(g.square() if p.ndim > 1 else 1) + 1)),
+    by("ByGroup", lambda p, g, state, group: g * state.setdefault("v", torch.zeros_like(p) if group["each"] else torch.zeros(()))
+                                                 .add_(g if group["each"] else 1), each=True),
 ]  # fmt: skip
 
 

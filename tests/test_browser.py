@@ -89,4 +89,3 @@ def test_a_page_is_drawn_well(name, browser, tmp_path):
             seen = browser.look(page, width, dark)
             assert not seen.errors
             assert not seen.complaints, f"{width} pixels, {'dark' if dark else 'light'}"
-            assert seen.png.startswith(b"\x89PNG")

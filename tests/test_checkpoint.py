@@ -367,26 +367,16 @@ def saved(path: Path, tensors: str) -> None:
     save_file({name: torch.ones(2) for name in tensors}, path)
 
 
+# fmt: off
 UNREADABLE = {
     "nothing": (lambda at: None, "can't be read as a safetensors file: No such file"),
     "bytes.safetensors": (lambda at: at.write_bytes(b"no header" * 9), "can't be read as a safetensors file"),
     "empty": (lambda at: at.mkdir(), "has no safetensors file"),
-    "twice": (
-        lambda at: (at.mkdir(), saved(at / "a.safetensors", "w"), saved(at / "b.safetensors", "w")),
-        "'w' is in two files, a.safetensors and b.safetensors",
-    ),
-    "no.index.json": (
-        lambda at: at.write_text('{"weights": 3}'),
-        "can't be read as an index, {\"weight_map\": {name: file}}: KeyError: 'weight_map'",
-    ),
-    "other.index.json": (
-        lambda at: (
-            saved(at.parent / "a.safetensors", "w"),
-            at.write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, "a.safetensors")})),
-        ),
-        "a.safetensors has no tensor 'scale', which the index says it has",
-    ),
+    "twice": (lambda at: (at.mkdir(), *(saved(at / f"{name}.safetensors", "w") for name in "ab")), "'w' is in two files, a.safetensors and b.safetensors"),
+    "no.index.json": (lambda at: at.write_text('{"weights": 3}'), "can't be read as an index, {\"weight_map\": {name: file}}: KeyError: 'weight_map'"),
+    "other.index.json": (lambda at: (saved(at.parent / "a.safetensors", "w"), at.write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, "a.safetensors")}))), "a.safetensors has no tensor 'scale', which the index says it has"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", UNREADABLE)

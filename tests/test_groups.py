@@ -15,17 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import axes
-from axes import GroupOptions, Mesh, MeshError
-from tests.common import case
-from tests.strategies import refusal
+from axes import GroupOptions, Mesh
+from tests.common import case, error_of
 
 WHOLE = torch.arange(64.0).view(8, 8)
 SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
@@ -34,10 +30,6 @@ SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
 def made_by_torch() -> int:
     """Groups that torch holds in this process, the default group among them."""
     return len(c10d._world.pg_map)
-
-
-def error_of(call) -> str:
-    return refusal(MeshError, call) or ""
 
 
 # ------------------------------------------------------------------------ how many, and which
@@ -278,16 +270,6 @@ def test_two_models_in_one_process_have_a_lane_each_and_are_compared_apart(pool,
     assert pool.run(two_models_on_the_same_ranks, check) == [([], False)] * 8
 
 
-def lanes_that_differ():
-    with pytest.raises(axes.DesyncError, match="lane=lane0") as caught:
-        axes.init_mesh("dp", options={"dp": GroupOptions(lane=f"lane{dist.get_rank() % 2}")})
-    return "lane=lane1" in str(caught.value)
-
-
-def test_lanes_are_agreed_on(pool):
-    assert pool.run(lanes_that_differ) == [True] * 8
-
-
 def aborted():
     axes.destroy_process_groups()
     mesh = axes.init_mesh("dp=2 tp=4", "grads = dp", options={"grads": GroupOptions(lane="grads")})
@@ -526,7 +508,7 @@ def flattened_by_hand(ranks):
         "one group more": made_by_torch() == before + 1,
         "shards": torch.equal(*[x.to_local() for x in shards]) and torch.equal(shards[0].full_tensor(), WHOLE),
         "adopted": Mesh.from_device_mesh(flat).axis("dp_cp").group is mesh.axis("fsdp").group,
-        "taken": taken.startswith("'dp_cp' is dp cp flattened, and can't be cp tp of "),
+        "taken": taken.startswith("MeshError: 'dp_cp' is dp cp flattened, and can't be cp tp of "),
         "a way out": taken.endswith(": flatten under another name"),
         "an axis": "'dp' is an axis of Mesh('dp=2 cp=2 tp=2'" in error_of(lambda: whole["cp", "tp"]._flatten("dp")),
         "shared": "share ranks" in error_of(lambda: whole["dp", "dp_cp"]),
@@ -621,34 +603,3 @@ def test_a_device_mesh_with_a_field_of_a_later_torch_is_as_right_and_that_is_sai
         assert mesh.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert mesh["dp"].device_mesh.mesh.tolist() == [1, 3]
     assert sum("has of_another_version, which this version of axes doesn't know" in str(w.message) for w in said) == 1
-
-
-# ---------------------------------------------------------------------------------- FSDP2
-
-
-def stored_over_axes_of_a_whole_mesh(ranks):
-    """FSDP2 flattens the axes over which it is told to store: by the groups that axes has."""
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    axes.destroy_process_groups()
-    mesh = axes.init_mesh("dp_replicate=2 dp_shard=2 cp=2", ranks=ranks)
-    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(7)
-    layer = nn.Linear(16, 32, bias=False)
-    expected = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
-    model = axes.shard_module(layer, {"weight": "out in"}, mesh)
-    axes.shard_map(model, "b@(dp_replicate dp_shard cp) in -> b@(dp_replicate dp_shard cp) out", mesh)
-    dims = DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate")
-    fully_shard(model, mesh=mesh.device_mesh, dp_mesh_dims=dims)
-    model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)
-    model(axes.shard(x, "b@(dp_replicate dp_shard cp) in", mesh=mesh)).square().sum().backward()
-    known = [tuple(group.ranks) for group in axes.process_groups()]
-    assert sorted(known) == sorted(tuple(dist.get_process_group_ranks(group)) for group in c10d._world.pg_map)
-    assert len(known) == len(set(known))
-    torch.testing.assert_close(axes.unshard(model.weight.grad), expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch before 2.13 has no DataParallelMeshDims")
-def test_fsdp_that_flattens_axes_of_a_whole_mesh_communicates_over_the_group_of_these(world):
-    world(stored_over_axes_of_a_whole_mesh, 8, SHUFFLED)

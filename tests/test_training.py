@@ -191,11 +191,11 @@ def test_so_they_are_in_every_combination(warm, unit, what, compiled):
 
 # fmt: off
 PRODUCTS = {
-    "torch": lambda x, w: F.linear(x, w),
-    "einsum": lambda x, w: axes.einsum(x, w, "b@fs d, f d -> b@fs f"),
-    "region": lambda x, w: axes.shard_map(F.linear, "b@fs d, f d -> b@fs f")(x, w),
-    "reshard": lambda x, w: F.linear(x, axes.reshard(w, "f d")),
-    "to_local": lambda x, w: axes.from_local(axes.to_local(x) @ axes.to_local(w, grad="summed").T, "b@fs f", grad="summed"),
+    "torch": lambda x, w, b: F.linear(x, w),
+    "einsum": lambda x, w, b: axes.einsum(x, w, f"{b} d, f d -> {b} f"),
+    "region": lambda x, w, b: axes.shard_map(F.linear, f"{b} d, f d -> {b} f")(x, w),
+    "reshard": lambda x, w, b: F.linear(x, axes.reshard(w, "f d")),
+    "to_local": lambda x, w, b: axes.from_local(axes.to_local(x) @ axes.to_local(w, grad="summed").T, f"{b} f", grad="summed"),
 }
 # fmt: on
 
@@ -203,29 +203,33 @@ PRODUCTS = {
 class Product(nn.Module):
     """A product of DTensors, outside of a region."""
 
-    def __init__(self, how: str):
+    def __init__(self, how: str, rows: str = ""):
         super().__init__()
-        self.weight, self.how = nn.Parameter(torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)), how
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4))
+        self.how, self.rows = how, rows
 
     def forward(self, x):
-        return PRODUCTS[self.how](x, self.weight)
+        return PRODUCTS[self.how](x, self.weight, self.rows)
 
 
 def products(compiled: bool) -> None:
-    """Where `fully_shard` reduces over axes of a parameter's own mesh."""
+    """Where `fully_shard` reduces over axes of a parameter's own mesh: one of them, and two, which it flattens."""
     x, one = torch.linspace(-1, 2, 32, dtype=torch.float64).view(8, 4), Product("torch")
     one(x).sin().sum().backward()
-    with axes.init_mesh("fs=2 cp=2", device_type="cpu") as mesh:
-        for how in PRODUCTS:
-            with case(how):
-                model = axes.shard_module(Product(how), {"*": "..."}, mesh)
+    with axes.init_mesh("fs=2 cp=2", ranks=[2, 0, 3, 1], device_type="cpu") as mesh:
+        stored: dict[str, str | tuple[str, ...]] = {"b@fs": "fs", "b@(fs cp)": ("fs", "cp")}
+        for how, (rows, shard) in itertools.product(PRODUCTS, stored.items()):
+            with case(f"{how}, {rows}"):
+                model = axes.shard_module(Product(how, rows), {"*": "..."}, mesh)
                 if compiled:
                     torch.compiler.reset()
                     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-                fully_shard(model, mesh=mesh.device_mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="fs"))
+                fully_shard(model, mesh=mesh.device_mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard=shard))
                 summed_by_fsdp(model)
-                model(axes.shard(x, "b@fs d")).sin().sum().backward()
+                model(axes.shard(x, f"{rows} d")).sin().sum().backward()
                 check_gradients(model, {"weight": one.weight.grad})
+        known = [group.ranks for group in axes.process_groups()]
+        assert len({*map(tuple, known)}) == len(known), "it communicates over the groups that axes has"
 
 
 @pytest.mark.skipif(not HAS_DIMS, reason="torch before 2.13 has no DataParallelMeshDims")

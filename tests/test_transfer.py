@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
 from axes import Mesh
-from tests.common import case
+from tests.common import case, error_of
 from tests.counting import Counter
 
 # --- the plan alone -------------------------------------------------------------------------------
@@ -111,12 +111,6 @@ def shards(tensors: State) -> State:
     return {name: axes.to_local(x).clone() for name, x in tensors.items()}
 
 
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(axes.AxesError) as caught:
-        call()
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
 def a_state_dict() -> None:
     trainer, server, move = both_sides(dtype=torch.bfloat16)
     held, expected = state(trainer, SOURCES), state(server, TARGETS, torch.bfloat16)
@@ -129,6 +123,11 @@ def a_state_dict() -> None:
     assert all(
         again[name] is x and torch.equal(x.full_tensor(), expected[name].full_tensor()) for name, x in into.items()
     )
+    ends = SOURCES, {**TARGETS, "step": "d"}
+    keeping = axes.transfer(*ends, trainer, server, SHAPES, dtype=torch.bfloat16, rules={None: "step"})
+    kept = torch.full((3,), 7.0, dtype=torch.bfloat16)
+    assert keeping(held, {**into, "step": kept} if into else {}).get("step", kept) is kept
+    assert kept.eq(7).all(), "a target that no source becomes"
     steps = move.at(dist.get_rank()).steps
     for kind, way, planned in (("recv", 2, "bytes_in"), ("send", 3, "bytes_out")):
         counted = sum(each[way] for each in counter.found if each[0] == kind)
@@ -207,12 +206,12 @@ def mistaken() -> list[str]:
     held, into = shards(state(trainer, SOURCES)), shards(state(server, TARGETS))
     for at, change, _ in MISTAKES:
         call = change(held, into) if rank == at else (held, into)
-        found.append(refused(lambda call=call: move(*call)))
+        found.append(error_of(lambda call=call: move(*call)))
     found.append(
-        refused(lambda: move({**held, "norm": state(trainer, {**SOURCES, "norm": "d"})["norm"]} if held else {}, into))
+        error_of(lambda: move({**held, "norm": state(trainer, {**SOURCES, "norm": "d"})["norm"]} if held else {}, into))
     )
     other = axes.transfer(SOURCES, TARGETS, trainer, server, SHAPES, bucket_mb=32 if rank == 2 else 64)
-    found.append(refused(lambda: other(held, into)))
+    found.append(error_of(lambda: other(held, into)))
     apart = torch.zeros(2, 4, 12) if into else None  # disjoint views of one memory are fine
     views = {} if apart is None else {"up": apart[0], "down": apart[1].view(12, 4), "norm": into["norm"]}
     for name, tile in move(held, views).items():
@@ -267,7 +266,7 @@ def broken_link() -> str:
     trainer, server, move = both_sides(bucket_mb=64 / 2**20)
     held, messages = state(trainer, SOURCES), sum(len(step.ranks) for step in move.at(dist.get_rank()).steps)
     with Breaks(3 * messages // 4):
-        found = refused(lambda: move(held))
+        found = error_of(lambda: move(held))
     dist.barrier()
     for name, x in move(held).items():
         assert torch.equal(x.to_local(), state(server, TARGETS)[name].to_local())
@@ -301,9 +300,9 @@ def transfers_without(absent: Sequence[int], many: bool) -> str:
             return (axes.reshard({"w": x}, {"w": "f d@a"}) if many else move({"w": x}))["w"].full_tensor()
 
     assert torch.equal(call(), whole)
-    told = "" if rank in absent else refused(call)
+    told = "" if rank in absent else error_of(call)
     dist.barrier()
-    told = told or refused(call)  # what it comes to has ended
+    told = told or error_of(call)  # what it comes to has ended
     dist.barrier()
     assert torch.equal(call(), whole), "the next one is right"
     return told
@@ -328,27 +327,18 @@ ROWS, COLUMNS = 512, 1024
 """A whole tensor of 2 MiB: what goes from one of four ranks to another is large enough to be sent from where it lies."""
 
 
-def plain(mesh: axes.Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    w = torch.full((ROWS // 4, COLUMNS), 2.0).requires_grad_()
-    return w, w
+def twos(mesh: axes.Mesh) -> torch.Tensor:
+    return axes.shard(torch.full((ROWS, COLUMNS), 2.0), "f@b d", mesh=mesh).requires_grad_()
 
 
-def a_view(mesh: axes.Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    base = torch.full((ROWS // 4, 2 * COLUMNS), 2.0).requires_grad_()
-    return base, base[:, ::2]
-
-
-def a_shard(mesh: axes.Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    w = axes.shard(torch.full((ROWS, COLUMNS), 2.0), "f@b d", mesh=mesh).requires_grad_()
-    return w.to_local(), w
-
-
-def a_view_of_a_dtensor(mesh: axes.Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    w = axes.shard(torch.full((ROWS, COLUMNS), 2.0), "f@b d", mesh=mesh).requires_grad_()
-    return w, w.view(ROWS, COLUMNS)
-
-
-SAVED = (plain, a_view, a_shard, a_view_of_a_dtensor)
+# fmt: off
+SAVED: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "a plain tensor": lambda w: (p := w.to_local().detach().requires_grad_(), p),
+    "a view": lambda w: (base := torch.full((ROWS // 4, 2 * COLUMNS), 2.0).requires_grad_(), base[:, ::2]),
+    "a shard": lambda w: (w.to_local(), w),
+    "a view of a DTensor": lambda w: (w, w.view(ROWS, COLUMNS)),
+}
+# fmt: on
 """What a graph saves, and what a transfer writes into: the memory of both is the same."""
 
 
@@ -356,18 +346,18 @@ def written_after_it_is_saved() -> None:
     trainer = axes.init_mesh("a=4", ranks=range(4), device_type="cpu")
     server = axes.init_mesh("b=4", ranks=range(4, 8), device_type="cpu")
     move = axes.transfer({"w": "f@a d"}, {"w": "f@b d"}, trainer, server, {"w": (ROWS, COLUMNS)})
-    for make in SAVED:
-        with case(make.__name__):
+    for name, make in SAVED.items():
+        with case(name):
             if server.coordinate is None:
                 for _ in range(2):
                     move({"w": torch.ones(ROWS // 4, COLUMNS)})
                 continue
-            saved, into = make(server)
+            saved, into = make(twos(server))
             loss = (saved * saved).sum()
             move({}, into={"w": into})
             with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
                 loss.backward()
-            w = torch.nn.Parameter(make(server)[1].detach())
+            w = torch.nn.Parameter(make(twos(server))[1].detach())
             move({}, into={"w": w})
             (w * w).sum().backward()  # what is saved behind the transfer is right
             grad = w.grad.to_local() if isinstance(w.grad, DTensor) else w.grad
@@ -376,72 +366,6 @@ def written_after_it_is_saved() -> None:
 
 def test_backward_refuses_what_a_transfer_has_written_since_it_was_saved(pool):
     pool.run(written_after_it_is_saved)
-
-
-# --- layout rules ---------------------------------------------------------------------------------
-
-# fmt: off
-TABLE = {
-    ("model.*.q", "model.*.k", "model.*.v"): ("*.qkv", "(tp h k) d, (tp g k) d, (tp g k) d -> (tp (h k + g k + g k)) d"),
-    ("model.*.experts.{e}.gate", "model.*.experts.{e}.up"): ("*.w13", "e f d, e f d -> e d (f + f)"),
-    "model.embed": ("embed", "head"),
-    "*.inv_freq": None,
-    None: "step",
-}
-# fmt: on
-OF_MODEL = {
-    "model.0.q": ((16, 6), "f@tp d@fsdp"),
-    "model.0.k": ((4, 6), "f@tp d@fsdp"),
-    "model.0.v": ((4, 6), "f@tp d"),
-    "model.embed": ((10, 6), "v@(fsdp tp) d"),
-    "norm": ((6,), "d@fsdp"),
-    "rotary.inv_freq": ((3,), "d"),
-    **{f"model.0.experts.{e}.{which}": ((5, 6), "f@fsdp d@tp") for e in range(4) for which in ("gate", "up")},
-}
-"""Of each tensor the shape and the spec."""
-
-
-def fused(x: State) -> State:
-    """The targets, by torch."""
-    q, k, v = (x[f"model.0.{each}"].unflatten(0, (2, -1)) for each in "qkv")
-    both = [torch.cat([x[f"model.0.experts.{e}.gate"], x[f"model.0.experts.{e}.up"]]).T for e in range(4)]
-    embed = x["model.embed"]
-    return {
-        "0.qkv": torch.cat([q, k, v], 1).flatten(0, 1), "0.w13": torch.stack(both), "embed": embed, "head": embed, "norm": x["norm"],
-    }  # fmt: skip
-
-
-def a_model() -> None:
-    trainer = axes.init_mesh("fsdp=2 tp=2", ranks=range(4), device_type="cpu")
-    server = axes.init_mesh("dp=2 tp=2", ranks=range(4, 8), device_type="cpu")
-    generator = torch.Generator().manual_seed(0)
-    wholes = {name: torch.randn(shape, generator=generator) for name, (shape, _) in OF_MODEL.items()}
-    sources = {name: spec for name, (_, spec) in OF_MODEL.items()}
-    # Two blocks of 5 don't divide over tp.
-    targets = {"0.qkv": "f@tp d", "0.w13": "e@dp d f", "embed": "v@tp d", "head": "v d@dp", "norm": "d", "step": "d"}
-    how = {"rules": TABLE, "dtype": "bfloat16", "tp": 2, "h": 4, "k": 2}
-    move = axes.transfer(sources, targets, trainer, server, wholes, **how)
-    outside = trainer.coordinate is None
-    held = {} if outside else {name: axes.shard(x, sources[name], mesh=trainer) for name, x in wholes.items()}
-    found, expected = move(held), {name: x.bfloat16() for name, x in fused(wholes).items()}
-    assert set(found) == (set() if server.coordinate is None else set(expected))
-    kept = torch.full((3,), 7.0, dtype=torch.bfloat16)
-    into = {name: torch.nn.Parameter(torch.zeros_like(x)) for name, x in found.items()}
-    again = move(held, {**into, "step": kept} if into else {})
-    assert not into or again["step"] is kept
-    assert torch.equal(kept, torch.full((3,), 7.0, dtype=torch.bfloat16)), "a target that no source becomes"
-    for name in found:
-        with case(name):
-            assert again[name] is into[name]
-            assert torch.equal(found[name].full_tensor(), expected[name])
-            assert torch.equal(into[name].full_tensor(), expected[name])
-    came = move.inverse(found)
-    assert set(came) == (set() if outside else set(OF_MODEL) - {"rotary.inv_freq"})
-    assert all(torch.equal(x.full_tensor(), wholes[name].bfloat16().float()) for name, x in came.items())
-
-
-def test_a_models_names_and_layouts_change_on_the_way_and_back(pool):
-    pool.run(a_model)
 
 
 # --- codecs and pages -----------------------------------------------------------------------------
@@ -477,7 +401,7 @@ def encoded() -> str:
     assert all(torch.equal(found[name], x) for name, x in expected.items())
     trainers = [sum(step.bytes_out for step in move.at(rank).steps) // 4 for rank in range(4)]
     assert not held or codec.encoded < trainers[dist.get_rank()], "what goes to several ranks is encoded once"
-    return refused(lambda: both_sides(codec=Halves(2))[2](held, into))
+    return error_of(lambda: both_sides(codec=Halves(2))[2](held, into))
 
 
 def test_a_codec_encodes_what_is_sent_once_and_where_it_fails_is_an_error_on_all(pool):
@@ -506,7 +430,7 @@ def moved_pages() -> list[str]:
     move(held, into, (sent, written))
     assert all(torch.equal(x.to_local(), expected[name]) for name, x in into.items())
     bad = [5, 0, 6, 3] if dist.get_rank() == 1 else sent
-    return [refused(lambda: move(held, into, (bad, written))), refused(lambda: move(held, into))]
+    return [error_of(lambda: move(held, into, (bad, written))), error_of(lambda: move(held, into))]
 
 
 def test_pages_of_one_pool_become_pages_of_another_and_a_wrong_list_is_an_error_on_all(pool):
