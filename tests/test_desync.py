@@ -87,7 +87,7 @@ ALONE = "DesyncError", "rank 1 can't take part in"
 
 DIFFER: dict[str, tuple[Callable[[int], Any], tuple[Told, ...]]] = {
     # what each rank does; and what ranks 0, 1, 2, 3 are told in so many words; a single one is for all
-    "declaration": (lambda r: mesh_of(r, {1: "tp=2 dp=2", 2: "dp=4 tp=1"}.get(r, "dp=2 tp=2")), (("DesyncError", "dp=2 tp=2", "tp=2 dp=2", "dp=4 tp=1", "rank 0:"),)),
+    "declaration": (lambda r: mesh_of(r, {1: "tp=2 dp=2", 2: "dp=4 tp=1"}.get(r, "dp=2 tp=2")), (("DesyncError", "dp=2 tp=2", "tp=2 dp=2", "dp=4 tp=1", "ranks 0..3:\n  rank "),)),
     "options": (lambda r: mesh_of(r, options={"tp": GroupOptions(timeout=30 + r // 3)}), (("DesyncError", "options[tp]: timeout=0:00:30", "options[tp]: timeout=0:00:31"),)),
     "lanes": (lambda r: mesh_of(r, options={"tp": GroupOptions(lane=f"lane{r // 3}")}), (("DesyncError", "lane=lane0", "lane=lane1"),)),
     "order of ranks": (lambda r: mesh_of(r, ranks=[0, 1, 3, 2] if r == 3 else range(4)), (("DesyncError", "ranks 0..3", "ranks 0, 1, 3, 2"),)),
