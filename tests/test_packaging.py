@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -38,6 +40,7 @@ def test_it_needs_torch_and_einops_and_nothing_else():
     assert [text.partition(">")[0] for text in PROJECT["dependencies"]] == ["torch", "einops"]
 
 
+@pytest.mark.full
 def test_a_program_runs_without_numpy(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WITHOUT_NUMPY]
