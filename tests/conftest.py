@@ -85,16 +85,6 @@ REST = 12
 """How many threads a rank may keep while other modules run."""
 
 
-FIRST = ("test_laws", "test_compile", "test_docs", "test_examples", "test_desync", "test_launch")
-"""Modules that take longest: they are begun first, so that the processes that run tests end together."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those of `FIRST` come first, all others in their order."""
-    places = {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
-
-
 class Ranks:
     """Worlds of local ranks, one of each size: each is started at its first call, and again after a call that broke it."""
 
