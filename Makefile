@@ -1,6 +1,6 @@
 # `make demo` and `make test` do everything on a machine with Python 3.11 and make.
 #
-#   make test                the whole test suite
+#   make test                the laws and a sample of every matrix: what each change has to pass
 #   make test TORCH=2.11.0   the same against another torch, in an environment of its own
 #   make test-full           all of it, with ten times the generated cases, drawn by the date or AXES_SEED=..: hours
 #   make demo                eight processes train a small Llama
