@@ -85,6 +85,15 @@ REST = 12
 """How many threads a rank may keep while other modules run."""
 
 
+LONG = ("test_laws", "test_compile", "test_docs", "test_examples", "test_desync", "test_launch")
+"""The modules that take longest, which begin first: the other processes would wait for one that begins last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
 class Ranks:
     """Worlds of local ranks, one of each size: each is started at its first call, and again after a call that broke it."""
 

@@ -299,9 +299,10 @@ SHORT = "--sequence 16 --steps 2"
     ("command", "said"),
     [
         (f"{TORCHRUN} 2 examples/llama.py --mesh dp=2 {SHORT}", "step   2/2"),
-        (
+        pytest.param(
             f"{TORCHRUN} 2 examples/train.py {SHORT} --width 32 --dp-replicate 1 --checkpoint TMP",
             "difference over 2 steps",
+            marks=full,
         ),
         *(
             pytest.param(f"examples/{command}", said, marks=full)

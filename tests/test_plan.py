@@ -469,6 +469,7 @@ def many_texts() -> str:
     return "\n".join(f"{p}\n{[step.exchange(5) for step in p.steps]}" for p in found) + f"\n{change}{change.pieces}"
 
 
+@pytest.mark.full
 def test_plans_and_what_is_sent_are_the_same_for_any_hash_seed():
     code = "from tests.test_plan import many_texts; print(many_texts())"
     done = subprocess.run(
