@@ -305,6 +305,7 @@ RANKS = {"ax=2": 2, "cp=2": 2, "dp=2 tp=1": 2}
 FULL = {
     "unshard", "mean", "asked", "both", "looked up", "a builtin", "gather of one", "flow", "gram", "several results",
     "norms", "there and back", "moved", "labels of shards", "an uncut dim", "nested axes", "layers", "merge", "gather",
+    "flowing", "a loop",
 }  # fmt: skip
 """What a run of all finds beside the others."""
 
@@ -336,6 +337,7 @@ def optimized() -> tuple[int, list[list[int]]]:
     return sys.flags.optimize, compiled(["sum"])
 
 
+@pytest.mark.full
 def test_graphs_are_guarded_without_assert():
     """`python -O` drops every `assert`: a graph of five rows isn't taken for seven."""
     command, said = [sys.executable, "-c", OPTIMIZED], {**os.environ, "PYTHONOPTIMIZE": "1"}

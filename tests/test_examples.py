@@ -298,7 +298,7 @@ SHORT = "--sequence 16 --steps 2"
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (f"{TORCHRUN} 2 examples/llama.py --mesh dp=2 {SHORT}", "step   2/2"),
+        pytest.param(f"{TORCHRUN} 2 examples/llama.py --mesh dp=2 {SHORT}", "step   2/2", marks=full),
         pytest.param(
             f"{TORCHRUN} 2 examples/train.py {SHORT} --width 32 --dp-replicate 1 --checkpoint TMP",
             "difference over 2 steps",

@@ -552,9 +552,8 @@ SCRIPTS = {
 """A program, how it is run, and what it prints or its error says."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "without a guard" else pytest.mark.full) for name in SCRIPTS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_what_a_script_defines_travels_where_other_processes_find_it(tmp_path: Path, name: str):
     code, arguments, said = SCRIPTS[name]
     (tmp_path / "script.py").write_text(code)

@@ -295,6 +295,7 @@ PAGE = (FILES.parent / "docs/limits.md").read_text(encoding="utf-8")
 CLEARS = re.search(r"```text\n(from torch\.distributed\.tensor import _redistribute.*?)```", PAGE, re.DOTALL)[1]
 
 
+@pytest.mark.full
 def test_what_torch_remembers_of_ever_new_shapes_is_freed_by_the_calls_of_the_page():
     with axes.simulate(4), axes.init_mesh("dp=2 tp=2", device_type="cpu"):
         exec(CLEARS)
