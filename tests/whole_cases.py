@@ -836,7 +836,7 @@ class Draw:
             choices = [grid for grid in MESHES[self.ranks] if sub or not grid.sub]
             if computed and self.chance(0.7):
                 choices = [grid for grid in choices if len(grid.axis_names) < 3]
-            grid = choices[0] if self.chance(0.35) else random.choice(choices)
+            grid = choices[0] if self.chance(0.25) else random.choice(choices)
             if self.chance(0.35) and self.ranks in ORDERS:
                 grid = replace(grid, order=random.choice(ORDERS[self.ranks]))
             if self.chance(0.08) and grid.order is None and self.ranks in (2, 4):
