@@ -163,7 +163,7 @@ def ended(call: bytes) -> bytes:
             pickle.loads(data)
         except Exception:  # one whose constructor takes other arguments
             told = AssertionError(f"{type(error).__name__}: {error}")
-            told.__notes__ = [f"on rank {dist.get_rank()}:\n{text}"]
+            told.__notes__ = error.__notes__
             return pickle.dumps((False, told))
         return data
 

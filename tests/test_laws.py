@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections import Counter
 
 import pytest
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 import axes
 from tests.whole_cases import on_island, watch
-from tests.whole_laws import LAWS, island_of, work
+from tests.whole_laws import LAWS, island_of, run_case, work
 
 CASES: dict[str, dict[int, int]] = {
     # law: ranks of an island -> cases of an island; there are 8 // ranks islands side by side
@@ -143,6 +144,20 @@ def test_the_law_holds_on_generated_cases(pool, law: str, ranks: int, count: int
     features = [case for rank in found for case in rank]
     assert len(features) == count * (8 // ranks)
     drawn[law, ranks] = list(map(frozenset, features))
+
+
+def broken_law() -> None:
+    LAWS["broken"] = lambda d: d.program.do("assert len('axes') == 5")
+    run_case("broken", 4, dist.get_rank() // 4, 7)
+
+
+def test_a_case_that_fails_comes_with_the_program_that_repeats_it(pool):
+    with pytest.raises(AssertionError) as caught:
+        pool.run(broken_law)
+    notes = "\n".join(caught.value.__notes__)
+    assert re.search(r"law 'broken', case 7, rank \d of 4. This program repeats it:", notes)
+    assert "assert len('axes') == 5" in notes
+    assert "of 8 failed first" in notes
 
 
 def test_every_law_is_run_and_at_least_six_thousand_cases():
