@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from axes.runtime.jobs import connect as connect
     from axes.runtime.launch import launch as launch
     from axes.runtime.sharded import from_local as from_local
-    from axes.runtime.sharded import lift as lift
     from axes.runtime.sharded import shard as shard
     from axes.runtime.sharded import sharding_of as sharding_of
     from axes.runtime.sharded import spec_of as spec_of
@@ -130,7 +129,7 @@ _HOME = {
     "axes.runtime.groups": ("GroupOptions", "destroy_process_groups", "process_groups"),
     "axes.runtime.jobs": ("connect",),
     "axes.runtime.launch": ("launch",),
-    "axes.runtime.sharded": ("from_local", "lift", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
+    "axes.runtime.sharded": ("from_local", "shard", "sharding_of", "spec_of", "to_local", "unshard"),
     "axes.runtime.simulate": ("simulate",),
     "axes.runtime.world": ("init_mesh",),
     "axes.show.explain": ("explain",),

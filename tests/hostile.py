@@ -564,7 +564,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "to_local": Door(axes.to_local, x, "b@dp d@tp", "whole"),
         "spec_of": Door(axes.spec_of, x),
         "sharding_of": Door(axes.sharding_of, x),
-        "lift": Door(axes.lift, axes.shard(plain, "b d@tp", mesh=mesh["tp"]), mesh),
         "zeros": Door(axes.zeros, "b@dp d@tp", sized=True, **made),
         "ones": Door(axes.ones, "b@dp d@tp", sized=True, **made),
         "full": Door(axes.full, "b@dp d@tp", 1.5, sized=True, **made),

@@ -36,7 +36,7 @@ def sizes(d: Draw) -> None:
         drawn = {n: d.random.choice((1, 2, 3, 4, 5, 6, 7, 8)) for n in found.sizes if n not in grouped | said}
         now = replace(found, sizes={**found.sizes, **drawn} if number else found.sizes)
         shapes = [tuple(math.prod(now.sizes[n] for n in slot) for slot in slots) for slots in now.operands]
-        specs = [spec_of_case(now, slots, now.places, q) for slots, q in zip(now.operands, pendings, strict=True)]
+        specs = [spec_of_case(grid, now, slots, now.places, q) for slots, q in zip(now.operands, pendings, strict=True)]
         if any(math.prod(shape) > 2000 for shape in (*shapes, result_shape(now))):
             continue
         if any(refusal(grid, spec, shape) for spec, shape in zip(specs, shapes, strict=True)):
@@ -49,7 +49,7 @@ def sizes(d: Draw) -> None:
         # A name that is a dim has its size from there; the same text and the same keywords for all of them.
         alone = {s[0] for slots in now.operands for s in slots if len(s) == 1}
         line = call_of(now, names, mesh_of(g)).replace(f"sizes={now.given}", f"sizes={ {n: s for n, s in now.given.items() if n not in alone} }")  # fmt: skip
-        result = spec_of_case(now, now.result, now.goals)
+        result = spec_of_case(grid, now, now.result, now.goals)
         reason = refusal_of_case(grid, now, result)
         if reason:
             p.refuse(line, reason)

@@ -220,7 +220,7 @@ PLANS = (
         ("s d | sum@cp max@tp", "s d | max@tp sum@cp", "keep their order"),
         ("s d", "s d e", "has 3 dims"),
     )),
-    ("axes.plan('s@tp', 's@(dp tp)', (8,), source_mesh=mesh['tp'], target_mesh=mesh)", "ShardingError", "lift"),
+    ("axes.plan('s@tp', 's@(dp tp)', (8,), source_mesh=mesh['tp'], target_mesh=mesh)", "ShardingError", "axes.from_local on the target's mesh"),
     ("axes.plan('s@tp', 's@x', (8,), source_mesh=mesh['tp'], target_mesh=axes.Mesh('x=2', ranks=range(8, 10)))", "ShardingError", "must be whole"),
     ("axes.plan('s | sum@tp', 's | sum@x', (8,), source_mesh=mesh, target_mesh=axes.Mesh('x=2', ranks=range(8, 10)))", "ShardingError", "other axes"),
     ("axes.plan('d', '(h=3@tp k)', (12,))", "ShardingError", "3 doesn't divide into 2 parts: h=3@tp is split inside a group"),

@@ -169,7 +169,7 @@ def used(mesh: axes.Mesh) -> list[weakref.ref]:
         for calls in lookups(torch.ones(4, 8, 4), torch.ones(4, 8, 4, requires_grad=True)).values():
             for call in calls[:5]:
                 call()
-        axes.lift(axes.shard(torch.ones(8), "a@tp", mesh=mesh["tp"]), mesh)
+        axes.shard(torch.ones(8), "a@tp", mesh=mesh["tp"])
         (axes.shard(torch.ones(4, 8, 4), "b@dp s@tp d") + 1).full_tensor()
     return [weakref.ref(thing) for thing in (mesh.device_mesh, mesh.axis("tp").group, mesh.axis("dp").group)]
 

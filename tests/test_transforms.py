@@ -94,7 +94,6 @@ WHOLE: dict[str, list[Callable[[Any], Any]]] = {
 DTENSORS: dict[str, list[Callable[[Any], Any]]] = {
     "unshard": [axes.unshard],
     "to_local": [lambda x: axes.to_local(x, grad="summed")],
-    "lift": [lambda x: axes.lift(x, axes.sharding_of(x).mesh)],
     "constrain": [lambda x: axes.constrain(x, "a b", rules=axes.Rules(a="dp", b="tp"))],
     "reshard": [lambda x: axes.reshard(x, "a b"), lambda x: axes.reshard(x, "a b@tp")],
     "rearrange": [lambda x: axes.rearrange(x, "a@tp b -> b a@tp"), lambda x: axes.rearrange(x, "a b -> b a")],

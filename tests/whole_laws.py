@@ -600,12 +600,12 @@ def inplace(d: Draw) -> None:
 
 
 def spec_of_case(
-    found: Case, slots: Sequence[Sequence[str]], splits: Mapping[str, Sequence[str]], pending: Pending = ()
+    grid: Grid, found: Case, slots: Sequence[Sequence[str]], splits: Mapping[str, Sequence[str]], pending: Pending = ()
 ) -> str:
     """The spec of an operand or of the result of a drawn expression."""
     dims = []
     for slot in slots:
-        more = [name for name in slot if found.sizes[name] != 1 or splits[name]]
+        more = [name for name in slot if found.sizes[name] != 1 or parts(grid, splits[name]) > 1]
         if len(slot) == 1 or (len(more) == 1 and all(found.sizes[name] == 1 for name in slot if name not in more)):
             (name,) = slot if len(slot) == 1 else more
             dims.append(f"{name}{place(splits[name])}")  # a group of which one name has a size is that name
@@ -628,10 +628,16 @@ def uneven_inside(grid: Grid, found: Case) -> bool:
     """Whether a name would be split unevenly in a group of the result with other names."""
     for slot in found.result:
         for name in slot:
-            alone = all(found.sizes[other] == 1 and not found.goals[other] for other in slot if other != name)
-            if not alone and found.sizes[name] % math.prod(grid.sizes[axis] for axis in found.goals[name]):
+            others = [other for other in slot if other != name]
+            alone = all(found.sizes[other] == 1 and parts(grid, found.goals[other]) == 1 for other in others)
+            if not alone and found.sizes[name] % parts(grid, found.goals[name]):
                 return True
     return False
+
+
+def parts(grid: Grid, names: Sequence[str]) -> int:
+    """Into how many parts axes split; an axis of one rank splits nothing."""
+    return math.prod(grid.sizes[name] for name in names)
 
 
 def result_shape(found: Case) -> tuple[int, ...]:
@@ -664,7 +670,9 @@ def operations(d: Draw) -> None:
     d.features |= {f"operation {found.kind}", *({f"reduce {found.op}"} if found.kind == "reduce" else ())}
     names = [*"uvw"[: len(found.operands)]]
     pendings = [tuple((q.op, tuple(map(str, q.axes))) for q in sharding.pending) for sharding in found.shardings]
-    specs = [spec_of_case(found, slots, found.places, q) for slots, q in zip(found.operands, pendings, strict=True)]
+    specs = [
+        spec_of_case(grid, found, slots, found.places, q) for slots, q in zip(found.operands, pendings, strict=True)
+    ]
     reasons = [refusal(grid, spec, shape) for spec, shape in zip(specs, found.shapes, strict=True)]
     for spec, shape in zip(specs, found.shapes, strict=True):
         d.note(grid, spec, shape)
@@ -696,7 +704,7 @@ def operations(d: Draw) -> None:
         at = d.random.randrange(len(names))
         p.both(f"t = {d.random.choice(NONLINEAR).format(*[names[at]] * 3)}", "t", names[at])
         used[at] = "t"
-    result = spec_of_case(found, found.result, found.goals)
+    result = spec_of_case(grid, found, found.result, found.goals)
     line = call_of(found, used, m, ", async_op=True" if d.chance(0.2) else "")
     d.features |= {"async"} if "async_op" in line else set()
     whole_line = f"Y = whole_result({found.kind!r}, {found.text!r}, {found.op!r}, [{', '.join(u.upper() for u in used)}], {found.sizes})"
@@ -781,7 +789,7 @@ def plain_operation(d: Draw, found: Case, grid: Grid, g: str, names: Sequence[st
         f"Y = whole_result({found.kind!r}, {found.text!r}, {found.op!r}, [{', '.join(n.upper() for n in names)}], {found.sizes})"
     )
     left = left_pending(found)
-    output = spec_of_case(found, found.result, found.goals, left)
+    output = spec_of_case(grid, found, found.result, found.goals, left)
     # The summands of the result are whatever they are; together they are the whole.
     p.do(f"same(resolved(y, {g}, {output!r}, {result_shape(found)}), Y)")
     kept = {name for slot in found.result for name in slot}
@@ -1376,8 +1384,8 @@ def autocast(d: Draw) -> None:
     if any(s.pending for s in found.shardings) or 0 in found.sizes.values() or math.prod(found.sizes.values()) > 400:
         return
     names = [*"uvw"[: len(found.operands)]]
-    specs = [spec_of_case(found, slots, found.places) for slots in found.operands]
-    result = spec_of_case(found, found.result, found.goals)
+    specs = [spec_of_case(grid, found, slots, found.places) for slots in found.operands]
+    result = spec_of_case(grid, found, found.result, found.goals)
     if refusal_of_case(grid, found, result) or any(
         refusal(grid, s, n) for s, n in zip(specs, found.shapes, strict=True)
     ):
@@ -1432,7 +1440,7 @@ def doors(d: Draw) -> None:
     p = d.program
     grid, g = d.grid(computed=True)
     m, shape = mesh_of(g), d.shape(most=200)
-    kind = d.random.choice(("shard", "unshard", "from_local", "from_local", "to_local", "to_local", "lift"))
+    kind = d.random.choice(("shard", "unshard", "from_local", "from_local", "to_local", "to_local"))
     d.features |= {"gradient", f"door {kind}"}
     spec = d.accepted(
         grid, shape, pending=0.3 if kind in ("from_local", "to_local") and d.chance(0.3) else 0.0, ops=("sum", "mean")
@@ -1441,9 +1449,6 @@ def doors(d: Draw) -> None:
     plain = without_pending(spec)
     layout = drawn_layout(d)
     make_whole(d, "A", shape, torch.float64, g, layout)
-    if kind == "lift":
-        lift(d, grid, g, spec, shape)
-        return
     if kind == "shard":
         p.do("a = A.clone().requires_grad_(); A.requires_grad_()")
         p.both("h = a * a", "h", "a")
@@ -1505,31 +1510,6 @@ def doors(d: Draw) -> None:
     p.do(f"with {m}: t = {line}")
     make_whole(d, "C", shape, torch.float64, g)
     p.do(f"t.backward(part(C, {g}, {plain + summed!r}, {d.seed()}) / {means}); H.backward(C)")
-    check_gradient(d, "a", g, spec)
-
-
-def lift(d: Draw, grid: Grid, g: str, spec: str, shape: Sequence[int]) -> None:
-    """A tensor of a sub-mesh that all of the mesh have."""
-    p, shape = d.program, tuple(shape)
-    if not grid.sub or set(grid.axis_names) - set(grid.declared):
-        return
-    larger = Grid(grid.declaration, grid.equations, grid.order)
-    t = d.named(larger)
-    p.do(f"A = whole({shape}, {d.seed()})")
-    make_door(d, "a", "A", grid, g, spec, d.seed())
-    leaf(d, "a", grid, g, spec)
-    line = f"axes.lift(a, {mesh_of(t)})"
-    reason = refusal(larger, spec, shape)
-    if reason is not None:
-        d.features.add("refused")
-        p.refuse(line, reason)
-        return
-    p.do(f"y = {line}; Y = A")
-    p.do(f"check(y, Y, {t}, {spec!r})")
-    cotangent(d, "c", "Y", larger, t, spec)
-    if larger.lines != grid.lines:
-        p.do("C = C.detach()")
-    p.both("y.backward(c)", "y", "c")
     check_gradient(d, "a", g, spec)
 
 

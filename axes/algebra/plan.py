@@ -421,7 +421,7 @@ def check_pair(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype
                 source,
                 target,
                 f"the target's mesh ({there}) has ranks that the source's ({here}) says nothing "
-                "about; declare the tensor replicated over them first, with axes.lift",
+                "about; declare the tensor replicated over them first, with axes.from_local on the target's mesh",
             )
     elif any(end.mesh.size != end.universe.size for end in (source, target)):
         raise _impossible(

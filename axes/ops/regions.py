@@ -247,8 +247,8 @@ def _home(meshes: Sequence[Mesh]) -> Mesh | None:
     for mesh in meshes:
         if mesh.universe != largest.universe or not largest.layout_of_all.contains(mesh.layout_of_all):
             raise MeshError(
-                f"the tensors lie on meshes of which none has all axes: {mesh!r} and {largest!r}; axes.lift brings "
-                "one onto a larger mesh"
+                f"the tensors lie on meshes of which none has all axes: {mesh!r} and {largest!r}; axes.from_local "
+                "brings one onto a larger mesh"
             )
     return largest
 

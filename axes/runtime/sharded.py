@@ -23,13 +23,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra import seam
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import MeshError, ShardingError
+from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import checked_spec
 from axes.algebra.layout import NamedLayout
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
 from axes.algebra.specs import marked_sharding, parsed_sharding
@@ -48,7 +48,7 @@ from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, settles, used
 from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
-from axes.runtime.routes import resharded, route, routed, settled, unsharded
+from axes.runtime.routes import route, routed, settled, unsharded
 from axes.runtime.shards import (
     Given,
     placements_of,
@@ -330,44 +330,6 @@ def sharding_of(x: DTensor) -> Sharding:
     return sharding_of_spec(torch_private.spec_of(x))
 
 
-def lift(x: DTensor, mesh: Mesh) -> DTensor:
-    """`x`, declared to be replicated over the further axes of a larger mesh. A copy; nothing is sent.
-
-    Differentiable; the gradient is resolved over the further axes.
-
-    Raises `MeshError` where `mesh` lacks an axis of the mesh that `x` is on.
-
-        w = axes.lift(axes.shard(weight, "d f@tp", mesh=mesh["tp"]), mesh["dp", "tp"])
-    """
-    _distributed(x, "axes.lift")
-    if torch_private.transforms_are_on():
-        check_whole("axes.lift", (x,))
-    if torch.compiler.is_compiling():
-        return _lift_node(x, device_mesh_input(mesh), number_of(mesh))
-    return _lifted(used(x), mesh)
-
-
-def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
-    sharding = sharding_of_spec(torch_private.spec_of(x))
-    old = sharding.mesh
-    if old.universe != checked_mesh(mesh).universe:
-        raise MeshError(f"lift stays within one universe; x is on {old!r}, the mesh is {mesh!r}")
-    names = []
-    for name, layout in zip(old.axis_names, old.layouts, strict=True):
-        match = next((new for new, other in zip(mesh.axis_names, mesh.layouts, strict=True) if other == layout), None)
-        if match is None:
-            raise MeshError(f"axis '{name}' ({layout}) of the tensor isn't an axis of {mesh!r}")
-        names.append(match)
-    by_name = dict(zip(names, x.placements, strict=True))
-    placements = tuple(by_name.get(name, Replicate()) for name in mesh.axis_names)
-    order = [name for name in mesh.axis_names if name in by_name]
-    if order != names and any(not isinstance(p, Replicate) for p in x.placements):
-        # Placements apply in mesh order: in another order the same sharding reads differently.
-        placements = torch_placements(replace(sharding, mesh=mesh))
-    spec = torch_private.dtensor_spec(mesh.device_mesh, placements, x.shape, x.stride(), x.dtype)
-    return _Lift.apply(x, spec)
-
-
 # in torch.compile: nodes of the graph, and constants
 
 
@@ -407,11 +369,6 @@ def _from_local_node(
         local = told_even(local, f"axes.from_local '{spec}'", mesh, (part,))
     counted = _counted(local, mesh, spec, placements, same, grad)
     return enter_global(local.contiguous(), mesh.device_mesh, placements, whole, strides_of(whole), counted)
-
-
-@node_of_graph
-def _lift_node(x: DTensor, _: Any, number: int) -> DTensor:
-    return _lifted(x, known(number))
 
 
 @torch.compiler.assume_constant_result
@@ -517,51 +474,6 @@ def _broadcast(tensor: torch.Tensor, mesh: Mesh, source: int) -> torch.Tensor:
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
     broadcast(tensor, source, group, mesh, "axes.shard(source_rank=...)")
     return tensor
-
-
-class _Lift(torch.autograd.Function):
-    """The same local tensor on a larger mesh; its gradient is resolved over the further axes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Any) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.old, ctx.new = torch_private.spec_of(x), spec
-        return torch_private.dtensor(torch_private.local_of(x).clone(), spec)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
-        if cotangent is None:
-            return None, None
-        resolved = resharded(cotangent, replace(sharding_of_spec(ctx.new), pending=()))
-        placements = tuple(Replicate() if p.is_partial() else p for p in ctx.old.placements)
-        return _Lower.apply(resolved, _spec_for(resolved, ctx.old.mesh, placements)), None
-
-
-class _Lower(torch.autograd.Function):
-    """The same local tensor on the smaller mesh, which every rank along the further axes has; the way back of a lift.
-
-    A function of its own, since gradients are differentiated, too: its gradient is lifted again. (torch's
-    `DTensor.from_local` of a `to_local` would do, but for 2.11, which differentiates these two as if each rank's tensor
-    were its own.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Any) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.new, ctx.old = torch_private.spec_of(x), spec
-        return torch_private.dtensor(torch_private.local_of(x).detach(), spec)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
-        if cotangent is None:
-            return None, None
-        resolved = resharded(cotangent, sharding_of_spec(ctx.old))
-        return _Lift.apply(resolved, _spec_for(resolved, ctx.new.mesh, ctx.new.placements)), None
-
-
-def _spec_for(x: DTensor, device_mesh: Any, placements: tuple[Placement, ...]) -> Any:
-    """The spec of a tensor like this one on another mesh."""
-    return torch_private.dtensor_spec(device_mesh, placements, tuple(x.shape), tuple(x.stride()), x.dtype)
 
 
 def _plain(tensor: Any, function: str, instead: str) -> None:

@@ -40,9 +40,9 @@ def _both(home: Mesh, other: Mesh) -> str:
         return "they have other ranks: axes.reshard(x, spec, mesh=other) moves a tensor from one to the other"
     one, two = home.layout_of_all, other.layout_of_all
     if one.size != two.size and (one.contains(two) or two.contains(one)):
-        return "declare one on the other's mesh, which has more axes, with axes.lift(x, mesh)"
+        return "bring one onto the other's mesh, which has more axes: axes.from_local(axes.to_local(x), spec, mesh=...)"
     names = ", ".join(repr(name) for name in dict.fromkeys((*home.axis_names, *other.axis_names)))
-    return f"declare both on a mesh with the axes of both: axes.lift(x, mesh[{names}])"
+    return f"bring both onto a mesh with the axes of both: axes.from_local(axes.to_local(x), spec, mesh=mesh[{names}])"
 
 
 def _knowing(reading: Reading, home: Mesh, other: Mesh) -> Mesh:
@@ -73,7 +73,7 @@ def check_axes(reading: Reading, mesh: Mesh) -> None:
         if name not in mesh.axis_names and not mesh.layout_of_all.contains(layout):
             raise MeshError(
                 f"axis '{name}' ({layout}) isn't made of the axes of {mesh!r}, on which the tensor is; "
-                f"axes.lift or axes.reshard with mesh= moves it to one that has it\nin  {reading.text}"
+                f"axes.from_local or axes.reshard with mesh= brings it onto one that has it\nin  {reading.text}"
             )
     for term in reading.terms:
         _check_once(reading, mesh, [u for slot in term.slots for u in uses_of(slot)] + _pending_uses(term))
