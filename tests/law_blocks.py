@@ -144,7 +144,7 @@ def blocks(d: Draw) -> None:
     p.do(f"y = {line}")
     p.do(f"assert axes.sharding_of(y).is_equivalent(axes.sharding_of(axes.shard(W, {found.spec!r}, mesh={m})), {shape}), axes.spec_of(y)")  # fmt: skip
     p.do("same(axes.unshard(y), W)")
-    cotangent(d, "c", "W", grid, g, re.sub(r"\(.*\)", "w", found.spec))
+    cotangent(d, "c", "W", grid, g, re.sub(r"(?<!@)\([^()]*\)", "w", found.spec))
     p.do("y.backward(c)")
     p.do(f"for x, s, slope in zip(pieces, {specs}, opened(C, {ends})): check(x.grad, slope, {g}, s); owns(x.grad)")
     p.do("kept = [whole_of(x.grad) for x in pieces[1:]]; pieces[0].grad.mul_(2)")

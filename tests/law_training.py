@@ -158,6 +158,8 @@ class Net(nn.Module):
         x = axes.embedding(tokens, table, f"{ids}, {weight} -> {hidden}")
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            if self.mesh:  # torch's own sum of DTensors replicates dims of size 1
+                x = axes.reshard(x, hidden)
         y = axes.einsum(x, head, f"{hidden}, {weight} -> {logits}")
         return axes.cross_entropy(y, labels, f"{logits}, {ids} -> ")
 

@@ -155,7 +155,9 @@ def ended(call: bytes) -> bytes:
     try:
         fn, args = pickle.loads(call)
         return pickle.dumps((True, fn(*args)))
-    except Exception as error:
+    except BaseException as error:  # as torch's CheckpointException is one
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         text = "".join(traceback.format_tb(error.__traceback__)[1:])
         error.add_note(f"on rank {dist.get_rank()}:\n{text}")
         try:

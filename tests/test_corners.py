@@ -29,13 +29,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 import axes
 from tests.common import case
 
-F16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+F16, F32, F64, C128 = torch.bfloat16, torch.float32, torch.float64, torch.complex128
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
     """Few values, so that extremes have ties, and none where a derivative isn't one."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(-3, 4, shape, generator=generator).double() / 4 + 0.125).to(dtype)
+    count = (2, *shape) if dtype.is_complex else shape
+    found = torch.randint(-3, 4, count, generator=generator).double() / 4 + 0.125
+    return torch.complex(*found).to(dtype) if dtype.is_complex else found.to(dtype)
 
 
 def integers(high: int, *shape: int) -> torch.Tensor:
@@ -91,7 +93,7 @@ def of(spec: str, *shape: int, dtype: torch.dtype = F64, seed: int = 1) -> tuple
 def placed(whole: torch.Tensor, spec: str) -> DTensor:
     """A leaf in a sharding, with summands of their own on every rank where it is pending over tp."""
     if "|" not in spec or "same" in spec:
-        return axes.shard(whole, spec.partition("|")[0]).requires_grad_(whole.is_floating_point())
+        return axes.shard(whole, spec.partition("|")[0]).requires_grad_(whole.is_floating_point() or whole.is_complex())
     noise = [numbers(*whole.shape, seed=90 + rank) for rank in range(2)]
     noise[0] = whole * (2 if "mean" in spec else 1) - noise[1]
     return axes.from_local(noise[axes.axis_index("tp")], spec).requires_grad_()
@@ -109,6 +111,7 @@ def derivatives(y: torch.Tensor, leaves: Sequence[torch.Tensor], order: int) -> 
     """The gradients of a loss, their products with a vector, and so on, each whole."""
     loss, found = (y * numbers(*y.shape, seed=50, dtype=y.dtype)).sum() + (y**3).sum() / 3 * (order > 1), []
     for seed in range(order):
+        loss = loss.real if loss.is_complex() else loss
         slopes = torch.autograd.grad(loss, leaves, create_graph=order > 1, retain_graph=True, materialize_grads=True)
         found += [whole_of(slope) for slope in slopes]
         loss = sum((s * numbers(*s.shape, seed=70 + seed, dtype=s.dtype)).sum() for s in found[-len(leaves) :])
@@ -130,7 +133,7 @@ def arriving(y: torch.Tensor, how: str) -> torch.Tensor:
 def compare(name: str) -> None:
     corner = CORNERS[name]
     wholes = [make() for _, make in corner.given]
-    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in wholes]
+    leaves = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in wholes]
     state = functools.partial(torch.autocast, "cpu", F16, enabled=corner.autocast)
     differentiated = [x for x in leaves if x.requires_grad] if corner.order else []
     with mesh() as here:
@@ -239,6 +242,8 @@ CORNERS: dict[str, Corner] = {
     # means and extremes where ranks have one element or none
     **{f"a mean of {n} over {at}": reduction(f"b@{at} s", f"b@{at} s -> s", "mean", n, 3) for n in (0, 1, 2, 3, 5, 8) for at in ("dp", "(dp cp)")},
     **{f"a mean of {n}, summed": reduction("b@dp s", "b@dp s -> s | sum@dp", "mean", n, 3) for n in (1, 3)},
+    "a complex product": Corner((of("n@tp d", 8, 4, dtype=C128), of("d@tp k", 4, 6, dtype=C128, seed=2)), lambda x, w: axes.einsum(x, axes.reshard(w, "d k@()"), "n@tp d, d k -> n@tp k"), lambda x, w: x @ w, order=3),
+    "a complex product of three": Corner((of("n@tp", 8, dtype=C128), of("n@tp", 8, dtype=C128, seed=2), of("n@tp", 8, dtype=C128, seed=3)), lambda x, y, z: axes.einsum(x, y, z, "n@tp, n@tp, n@tp -> n@tp"), lambda x, y, z: x * y * z, order=3),
     "a mean over a group": Corner((of("(b t)@(dp cp) s", 6, 3),), lambda x: axes.reduce(x, "(b t)@(dp cp) s -> s", "mean"), lambda x: x.mean(0), "s"),
     "a mean over two axes": reduction("b@dp s@cp", "b@dp s@cp -> ", "mean", 3, 5),
     **{f"{op} of {n}": reduction("b@(cp tp) s", "b@(cp tp) s -> s", op, n, 3) for op in ("max", "min") for n in (1, 3, 5)},

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import pickle
+import re
 from collections import Counter
 
 import numpy as np
@@ -258,6 +259,11 @@ def test_placements_come_back_as_an_equivalent_sharding_and_are_refused_where_no
         for placements in itertools.product(options, repeat=mesh.mesh.ndim):
             said = Sharding.from_placements(mesh.mesh, placements, len(spec.shape))
             assert spec.pending or not said.is_equivalent(plan.source)
+    else:
+        assert re.search(
+            "isn't a product of whole axes|two axes on a dim with an unsplit factor|DTensor can't|DTensor keeps only",
+            refused,
+        )
 
 
 @given(meshes(), st.data())

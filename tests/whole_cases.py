@@ -752,6 +752,7 @@ MESHES: dict[int, tuple[Grid, ...]] = {
         Grid("p=2 q=2", ("also = p",)),
         Grid("tp=4", ("(tp) = c=2 e=2",)),
         Grid("a=2 one=1 b=2"),
+        Grid("b=2 a=2"),
         Grid("a=2 b=2", ("both = a b",), sub="b"),
         Grid("a=2 b=2", ("both = a b",), sub="b a"),
         Grid("a=2 b=2", ("both = a b",), sub="both"),

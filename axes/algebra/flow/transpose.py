@@ -149,7 +149,8 @@ class _Transposed:
         kept = pending_of(self.free.pending(entries_of(pending)))
         prepared = Sharding(self.mesh, wanted, kept)
         opened_sharding = Sharding(self.mesh, tuple(opened), pending)
-        return Input(result.shape, result.groups, source, opened_sharding, elementary, prepared)
+        conjugate = self.operand.conjugate  # of a product with conj(x) the gradient is the conjugate of that of x
+        return Input(result.shape, result.groups, source, opened_sharding, elementary, prepared, conjugate=conjugate)
 
     def _other(self, other: Input) -> Input:
         """Another operand as the forward took it, sliced where the cotangent stays split."""
@@ -157,7 +158,7 @@ class _Transposed:
             self.states.get(atom, state) for atom, state in zip(other.atoms, other.prepared.dims, strict=True)
         )
         prepared = Sharding(self.mesh, states, other.prepared.pending)
-        return replace(other, prepared=prepared, conjugate=not other.conjugate)
+        return replace(other, prepared=prepared, conjugate=other.conjugate == self.operand.conjugate)
 
     def _result(self, inputs: Sequence[Input]) -> Output:
         operand = self.operand
