@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -309,8 +310,8 @@ SHORT = "--sequence 16 --steps 2"
             for command, said in [
                 (f"llama.py --mesh dp=2 {SHORT}", "relative difference"),
                 (f"moe_llama.py --mesh dp_shard=3 --ep 1 --etp 3 --batch 4 {SHORT}", "relative difference"),
-                ("llama_by_hand.py --mesh tp=2 --steps 3 --width 16 --sequence 16 --batch 2", "ratio"),
-                ("hf_llama.py --mesh tp=2 --tokens 6 --rounds 1", "the same as one device's: True"),
+                ("llama_by_hand.py --mesh 'dp=1 cp=1 tp=2' --steps 3 --width 16 --sequence 16 --batch 2", "ratio"),
+                ("hf_llama.py --mesh 'dp=1 tp=2' --tokens 6 --rounds 1", "the same as one device's: True"),
                 ("megatron_block.py --steps 6 --width 32 --heads 2 --sequence 8", "times by hand"),
                 ("ulysses.py --cp 2 --tp 1 --sequence 8 --heads 2", "2 ranks, plain shards: 4 collectives"),
                 ("ring_attention.py --ranks 2 --sequence 16", "2 ranks, float32: 5 collectives"),
@@ -329,7 +330,7 @@ SHORT = "--sequence 16 --steps 2"
 )
 def test_the_examples_run_as_scripts(command, said, tmp_path):
     done = subprocess.run(
-        [sys.executable, *command.replace("TMP", str(tmp_path)).split()],
+        [sys.executable, *shlex.split(command.replace("TMP", str(tmp_path)))],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
