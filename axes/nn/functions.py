@@ -209,7 +209,7 @@ def checked_padding(padding_idx: object, rows: int | None = None) -> int | None:
     if found is None:
         raise ShardingError(f"embedding's padding_idx is the number of a row; found {shown(padding_idx)}")
     if rows is not None and not -rows <= found < rows:
-        raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {found}")
+        raise SizeError(f"embedding's padding_idx is a row of the table, which has {rows}; found {shown(found)}")
     return found
 
 
