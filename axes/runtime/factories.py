@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra import seam
 from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
+from axes.algebra.placements import check_torch_can
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_flag, written_sizes
@@ -195,6 +196,7 @@ def _made(
     if sharding.pending:
         raise ShardingError(f"{function} makes whole values; found '{spec}' with something pending")
     shape = _shape(sharding)
+    check_torch_can(sharding, shape)
     device_mesh = mesh.device_mesh
     local_shape = sharding.local_shape(shape) if mesh.coordinate is not None else (0,)
     local = fill(local_shape, sharding, shape)

@@ -444,8 +444,7 @@ def _taken(tensor: torch.Tensor, dim: int, indices: Indices) -> torch.Tensor:
 
 
 def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], device_mesh: Any) -> DTensor:
-    """The DTensor of a shard, outside of autograd; `ShardingError` where DTensor would cut the whole otherwise."""
-    check_torch_can(sharding, shape)
+    """The DTensor of a shard, outside of autograd. The caller has asked whether DTensor can have the sharding."""
     # torch's own from_local takes the shape of a scalar for none at all.
     whole = tuple(shape)
     placements = torch_placements(sharding)

@@ -38,6 +38,7 @@ from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import AxesError, DesyncError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.mesh import Mesh
 from axes.algebra.page_links import Lists, checked_pages
+from axes.algebra.placements import check_torch_can
 from axes.algebra.transfer_ends import raised_text
 from axes.algebra.transfers import Transfer
 from axes.algebra.universe import Universe
@@ -410,6 +411,7 @@ class TransferRun:
         if mesh.binding is None:
             return local
         try:
+            check_torch_can(end.sharding, end.shape)
             return dtensor_of(local, end.sharding, end.shape, mesh.device_mesh)
         except ShardingError:  # DTensor can't say every sharding; the shard is right
             return local
