@@ -304,7 +304,7 @@ PROGRAMS: dict[str, Program] = {
 RANKS = {"ax=2": 2, "cp=2": 2, "dp=2 tp=1": 2}
 FULL = {
     "unshard", "mean", "asked", "both", "looked up", "a builtin", "gather of one", "flow", "gram", "several results",
-    "norms", "there and back", "moved", "labels of shards", "an uncut dim", "nested axes", "layers", "merge", "gather",
+    "norms", "there and back", "moved", "loss", "nothing", "cut", "an uncut dim", "nested axes", "layers", "merge", "gather",
     "flowing", "a loop",
 }  # fmt: skip
 """What a run of all finds beside the others."""

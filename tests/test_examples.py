@@ -101,6 +101,8 @@ def test_an_example_on_eight_ranks_is_what_it_is_on_one_device(name, worlds, cap
         out = out.partition(each)[2]
 
 
+full = pytest.mark.full
+
 LLAMAS = {
     "llama": ("dp=2 cp=2 tp=2", "--recompute 1", "cp=4 tp=2", "", "--words 257 --batch 5"),
     "llama, stages": ("pp=2 dp=2 tp=2", "", "dp=2 cp=2 tp=2", "", "--tied 1"),
@@ -109,7 +111,7 @@ LLAMAS = {
 """The first mesh and its options, the one that goes on, and the options of both."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=multiplies_batches) for name in LLAMAS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[multiplies_batches, *[full] * (n == "llama")]) for n in LLAMAS])
 def test_a_llama_has_the_losses_and_norms_of_one_device_and_another_mesh_goes_on(name, worlds, tmp_path):
     main = importlib.import_module(name.partition(",")[0]).main
     mesh, more, other, others, both = LLAMAS[name]
@@ -133,7 +135,7 @@ def test_weights_and_text_go_between_two_jobs(capsys):
     assert all(len(line.split("scores differ by ")[1].split("  ", 1)[1]) == 15 + 3 for line in lines)
 
 
-@pytest.mark.full
+@full
 def test_the_llama_on_ten_meshes_is_that_of_one_device():
     assert ten_meshes.main([]) == 0
 
@@ -166,7 +168,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-full = pytest.mark.full
 
 
 @pytest.mark.parametrize(

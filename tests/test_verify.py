@@ -50,7 +50,7 @@ RIGHT = {
 MISSED = {"without a loss": SUMS, "scores beside a mask": NONE}
 """Of right programs whose gradients nobody can judge what isn't compared."""
 # fmt: off
-SOMETIMES = {"three ranks of dp", "FSDP2, evaluated after it", "steps of Adam", "a number", "a loss that is a rank's share, untied"}
+SOMETIMES = {"FSDP2 around a module that torch.compile has wrapped", "three ranks of dp", "FSDP2, evaluated after it", "steps of Adam", "a number", "a loss that is a rank's share, untied"}
 # fmt: on
 
 
