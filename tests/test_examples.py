@@ -111,7 +111,9 @@ LLAMAS = {
 """The first mesh and its options, the one that goes on, and the options of both."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[multiplies_batches, *[full] * (n == "llama")]) for n in LLAMAS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[multiplies_batches, *[full] * (n == "llama")]) for n in LLAMAS]
+)
 def test_a_llama_has_the_losses_and_norms_of_one_device_and_another_mesh_goes_on(name, worlds, tmp_path):
     main = importlib.import_module(name.partition(",")[0]).main
     mesh, more, other, others, both = LLAMAS[name]
@@ -166,8 +168,6 @@ def saved(folder: Path, kind: str, **more: object) -> Path:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
-
-
 
 
 @pytest.mark.parametrize(
