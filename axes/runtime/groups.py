@@ -618,7 +618,7 @@ def _made(
         )
 
     try:
-        group = connect() if world.fake else in_time(world.member, barrier.subject, timeout, connect)
+        group = connect() if world.fake else in_time(barrier.subject, timeout.total_seconds(), connect)
     except RuntimeError as error:
         if isinstance(error, OF_ONE_RANK):
             raise

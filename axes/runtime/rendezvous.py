@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from axes.algebra import errors
 from axes.algebra.errors import AxesError, DesyncError
-from axes.runtime.agreement import Member, ask_in_time, in_time
+from axes.runtime.agreement import asked, in_time
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Rendezvous:
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, timeout: timedelta):
-        self.member = Member(dist.PrefixStore("axes/link", store), rank, "the link's store")
+        self.store = dist.PrefixStore("axes/link", store)
         self.name, self.rank, self.timeout = name, rank, timeout
         self.token = ""
         self.posted: dict[str, str] = {}
@@ -145,20 +145,11 @@ class Rendezvous:
 
     def ask(self, subject: str, patience: float, question: Callable[[dist.Store], T]) -> T:
         """`question(store)`, which ends by itself within `patience` seconds, or an error that says what is wrong."""
-        found: list[T] = []
-        try:
-            limit = timedelta(seconds=max(0.0, patience))
-            ask_in_time(self.member, subject, limit, lambda asking: found.append(question(asking.store)))
-        except dist.DistError as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DesyncError(
-                f"the link's store can't be reached in {subject}: {said}\nIts host may have ended, and says why"
-            ) from error
-        return found[0]
+        return asked(subject, patience, lambda: question(self.store), "the link's store")
 
     def connect(self, make: Callable[[], T], subject: str) -> T:
         """`make()`, which connects ranks through the store, within the limit."""
-        return in_time(self.member, subject, self.timeout, make)
+        return in_time(subject, self.seconds, make, "the link's store")
 
     # who is there
 

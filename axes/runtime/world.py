@@ -34,11 +34,11 @@ from axes.runtime.agreement import (
     Barrier,
     Member,
     agree,
+    asked,
     in_time,
     leave_word,
     ranks_text,
     refuse,
-    store_errors,
     without_report,
 )
 from axes.runtime.groups import (
@@ -232,10 +232,9 @@ def _start(device_type: str | None, timeout: object) -> None:
     with contextlib.suppress(MeshError):  # which is told to all ranks below
         connecting = as_timeout(timeout, "timeout") or connecting
     first = "the start of torch.distributed"
-    with store_errors(first):
-        store, rank, size = in_time(
-            None, first, connecting, lambda: next(dist.rendezvous("env://", timeout=connecting))
-        )
+    store, rank, size = asked(
+        first, connecting.total_seconds(), lambda: next(dist.rendezvous("env://", timeout=connecting))
+    )
     # The store may be older than this world, and then it keeps what an earlier one left there.
     member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
     subject = f"{first} on ranks 0..{size - 1}"
@@ -254,7 +253,7 @@ def _start(device_type: str | None, timeout: object) -> None:
         dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
 
     try:
-        in_time(member, subject, limit, connect)
+        in_time(subject, limit.total_seconds(), connect)
     except RuntimeError as error:
         if isinstance(error, OF_ONE_RANK):
             raise
