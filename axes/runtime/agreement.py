@@ -264,7 +264,7 @@ def _meet(member: Member, barrier: Barrier, statement: str, limit: float, told: 
     _leave_note(member, f"waits for {barrier.seen}")
     error, missing = _wait_for_end(member, barrier, limit)
     _leave_note(member, f"was last seen {'failing' if error else 'passing'} in {barrier.seen}")
-    every = {} if error or told is None else dict(map(json.loads, store.get(f"{key}/told").decode().splitlines()))
+    every = {} if error or told is None else _told(member, barrier)
     _leave(member, barrier, len(barrier.members) - len(missing) if error else 0)
     if error:
         own = error.startswith(_DISAGREE) and _indented(shown) not in error
@@ -317,11 +317,13 @@ def _missing(member: Member, barrier: Barrier, how_long: str) -> tuple[list[int]
     """The members that haven't come, and a text that says so, with where each was last seen."""
     came = set(map(int, member.store.get(f"{barrier.key}/came").split()))
     missing, present = ([rank for rank in barrier.members if (rank in came) == there] for there in (False, True))
+    said = sorted(_told(member, barrier).items())
     lines = [f"{member.who(missing)} didn't come to {barrier.subject} {how_long}:"]
     if not missing:
         lines = [f"{barrier.subject} isn't complete {how_long}, though all have been seen there"]
     lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
     lines += [f"  {member.who(present)} waited for {barrier.seen}", barrier.advice]
+    lines += [f"  {member.who([rank])}: {_indented(text)}" for rank, text in said if isinstance(text, str) and text]
     return missing, "\n".join(filter(None, lines))
 
 
@@ -332,19 +334,35 @@ def _leave(member: Member, barrier: Barrier, present: int) -> None:
         while member.rank == _HOST and store.add(left, 0) < present - 1 and time.monotonic() < patience:
             time.sleep(0.005)
         if store.add(left, 1) == len(barrier.members):
-            for part in _KEYS:
-                store.delete_key(f"{barrier.key}/{part}")
+            forget(store, barrier)
+
+
+def forget(store: dist.Store, barrier: Barrier) -> None:
+    """Removes the keys of a barrier that nobody reads any more."""
+    for part in _KEYS:
+        store.delete_key(f"{barrier.key}/{part}")
+
+
+def _told(member: Member, barrier: Barrier) -> dict[int, Any]:
+    """What ranks tell at a barrier, as far as they have come."""
+    key = f"{barrier.key}/told"
+    return dict(map(json.loads, member.store.get(key).decode().splitlines())) if member.store.check([key]) else {}
 
 
 # Notes: where each rank was last seen, as text that follows "rank 3"
 
 
 def _leave_note(member: Member, text: str) -> None:
-    member.store.set(f"axes/at/{member.who([member.rank])}", text)
+    member.store.set(note_key(member.who([member.rank])), text)
+
+
+def note_key(who: str) -> str:
+    """Where the note of a rank is."""
+    return f"axes/at/{who}"
 
 
 def _last_seen(member: Member, rank: int) -> str:
-    note = f"axes/at/{member.who([rank])}"
+    note = note_key(member.who([rank]))
     return f"{member.who([rank])} {member.store.get(note).decode() if member.store.check([note]) else _UNSEEN}"
 
 

@@ -28,7 +28,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -55,7 +55,7 @@ from axes.runtime.agreement import agree
 from axes.runtime.check import in_trace
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
-from axes.runtime.rendezvous import JobCall, Pair, Rendezvous, connection_prefix
+from axes.runtime.rendezvous import GRACE, JobCall, Pair, Rendezvous, connection_prefix
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Traced
 from axes.runtime.transfer_runs import TransferRun, check_memory, check_writable
@@ -268,7 +268,7 @@ class JobLink:
                 self.meeting.retire()
             raise wrong
         assert own is not None, "what isn't wrong is described"
-        pair = in_trace(self._waits, (other, side), self.meeting.meet, call, other, side, text, said)
+        pair = in_trace(self._waits, (other, side), self._met, call, other, side, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
@@ -312,13 +312,31 @@ class JobLink:
         assert own is not None, "its error would have been raised"
         return own, own.text([found for found, *_ in every])
 
-    def _told(self, subject: str, statement: str, told: Any) -> list[Any]:
-        """What each rank of this job tells the others, when all have come and stated the same."""
+    def _met(self, call: JobCall, other: str, side: int, text: str, said: str) -> Pair:
+        """The transfer for which the first ranks of both jobs have met: each tells its own job."""
+        told: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                pair = self.meeting.meet(call, other, side, text, said)
+                told = {"jobs": [asdict(pair.source), asdict(pair.target)]}
+            except DesyncError as error:
+                told = {"error": str(error)}
+        found = self._told(f"{said}, which rank 0 begins with '{other}'", "", told, 3 * GRACE)[0]
+        if "error" in found:
+            raise DesyncError(found["error"])
+        source, target = (JobCall(**each) for each in found["jobs"])
+        return Pair(source, target, side)
+
+    def _told(self, subject: str, statement: str, told: Any, more: float = 0.0) -> list[Any]:
+        """What each rank of this job tells the others, when all have come and stated the same.
+
+        more: seconds beyond the limit.
+        """
         if len(self.ranks) == 1:
             return [json.loads(json.dumps(told))]
         world = current_world()
         barrier = world.barrier("link", self.ranks, f"{subject}, in '{self.name}'", _ADVICE)
-        return agree(world.member, barrier, statement, self.meeting.timeout, told)
+        return agree(world.member, barrier, statement, self.timeout + timedelta(seconds=more), told)
 
     def _carried_out(self, pair: Pair, own: OwnTensors, text: str, said: str) -> None:
         other = pair.other
@@ -345,10 +363,11 @@ class JobLink:
         try:
             begun = self.meeting.begin(pair, rank, plan, wrong, part, held, said)
         except AxesError as error:
-            raise type(error)(f"{error}\nNothing was written") from error
+            kind = DesyncError if isinstance(error, DesyncError) else type(error)
+            raise kind(f"{error}\nNothing was written") from error
         assert planned is not None, "all have the same plan"
         assert move is not None, "all have the same plan"
-        self._exchanged(pair, own, planned.fingerprint, move, begun.members, begun.fresh or not held, said)
+        self._exchanged(pair, own, planned.fingerprint, move, begun.members, begun.fresh, said)
 
     def _text_of_other(self, pair: Pair, said: str) -> str:
         digest, found = self.texts.get((pair.other.name, pair.side), ("", ""))
@@ -362,11 +381,10 @@ class JobLink:
     def _exchanged(
         self, pair: Pair, own: OwnTensors, plan: str, move: Transfer, members: tuple[int, ...], fresh: bool, said: str
     ) -> None:
-        error, made = "", 0
+        error, place = "", members.index(move.rank) if fresh and move.rank in members else None
         run = LinkRun(move, members, self, pair)
         try:
             if _connects(move):
-                made = len(members) * fresh
                 connection = self._connected(pair, move.rank, members, fresh)
                 run = self._run_of(pair, plan, move, connection)
             run.carry(*((own.local, {}, {}) if pair.side == 0 else ({}, own.local, own.given)))
@@ -375,7 +393,7 @@ class JobLink:
             # Who waits for this rank hears it at once.
             self._disconnect(pair.other.name)
         try:
-            self.meeting.end(pair, move.rank, error, made, said)
+            self.meeting.end(pair, move.rank, error, place, said)
         except DesyncError as failed:
             whole = f"\n{run.state}" if pair.side == 1 else ""
             raise DesyncError(f"{failed}{whole}") from failed

@@ -7,9 +7,8 @@ with a token that is new each time it joins. For a transfer the first rank of ea
     second to come:  compare_set(waits, taken), set(met, its own call)
 
 So a call meets the other side's next one, whatever either of them has missed. From then on both jobs have a key for
-this transfer, and its ranks are one list, numbered by job. All of them come to two *checks*, before the first byte and
-after the last one. A check ends once, for all: well when the last rank comes, badly with an error that says which rank
-of which job is missing.
+this transfer, and its ranks are one list, numbered by job. All of them come to two barriers (see `agreement`), before
+the first byte and after the last one.
 
 >>> from torch.distributed import HashStore
 >>> here = JobCall("trainer", "a1", 0, 2, "", 0)
@@ -19,7 +18,6 @@ of which job is missing.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +27,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from axes.algebra import errors
 from axes.algebra.errors import AxesError, DesyncError
-from axes.runtime.agreement import asked, in_time
+from axes.runtime.agreement import Barrier, Member, agree, asked, forget, in_time, note_key, refuse
 
 T = TypeVar("T")
 
@@ -43,6 +40,7 @@ REPORT = 1.5
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _SHOWN = 8
+_STORE = "the link's store"
 _NOTHING = "?"
 """What is under no key: a store that finds none says that it has found what was expected."""
 
@@ -100,6 +98,14 @@ class Pair:
         """The job on the other side."""
         return (self.target, self.source)[self.side]
 
+    def begins(self, said: str) -> Barrier:
+        """Where its ranks come before the first byte."""
+        return Barrier(f"{said}, before the first byte", range(self.size), f"{self.key}/begin", 0)
+
+    def ends(self, said: str) -> Barrier:
+        """Where they come after the last one."""
+        return Barrier(f"the end of {said}", range(self.size), f"{self.key}/end", 0)
+
     def first(self, job: JobCall) -> int:
         """The number of the first rank of a job."""
         return 0 if job is self.jobs[0] else self.jobs[0].size
@@ -107,12 +113,17 @@ class Pair:
     def who(self, rank: int) -> str:
         """A rank of the union as the user knows it."""
         one, two = self.jobs
-        return f"rank {rank} of '{one.name}'" if rank < one.size else f"rank {rank - one.size} of '{two.name}'"
+        return rank_of(rank, one.name) if rank < one.size else rank_of(rank - one.size, two.name)
 
     def whose(self, ranks: Sequence[int]) -> str:
         """Some ranks in words."""
         shown = ", ".join(map(self.who, ranks[:_SHOWN]))
         return f"{shown} and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else shown
+
+
+def rank_of(rank: int, job: str) -> str:
+    """A rank of a job in words."""
+    return f"rank {rank} of '{job}'"
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ class Rendezvous:
         self.posted: dict[str, str] = {}
         self.channels: set[str] = set()
         self.met: list[Pair] = []
-        self.over: list[tuple[float, Pair | str]] = []
+        self.over: list[tuple[float, Pair]] = []
 
     @property
     def seconds(self) -> float:
@@ -145,11 +156,11 @@ class Rendezvous:
 
     def ask(self, subject: str, patience: float, question: Callable[[dist.Store], T]) -> T:
         """`question(store)`, which ends by itself within `patience` seconds, or an error that says what is wrong."""
-        return asked(subject, patience, lambda: question(self.store), "the link's store")
+        return asked(subject, patience, lambda: question(self.store), _STORE)
 
     def connect(self, make: Callable[[], T], subject: str) -> T:
         """`make()`, which connects ranks through the store, within the limit."""
-        return in_time(subject, self.seconds, make, "the link's store")
+        return in_time(subject, self.seconds, make, _STORE)
 
     # who is there
 
@@ -168,7 +179,8 @@ class Rendezvous:
             time.sleep(max(0.0, self.over[-1][0] + GRACE - time.monotonic()))
 
         def remove(store: dist.Store) -> None:
-            self._forget_over(store, str | Pair)
+            self._forget_over(store)
+            store.delete_key(note_key(rank_of(self.rank, self.name)))
             if self.rank == 0 and (_read(store, f"job/{self.name}") or {}).get("token") == self.token:
                 for key in (f"job/{self.name}", f"note/{self.name}", *self.posted):
                     store.delete_key(key)
@@ -193,18 +205,15 @@ class Rendezvous:
     # meeting
 
     def meet(self, call: JobCall, other: str, side: int, text: str, said: str) -> Pair:
-        """The transfer for which this job's call meets one of the other job; the same on all ranks of the job.
+        """The transfer for which this job's call meets one of the other job. The first rank asks for its job.
 
-        The first rank of the job meets the other's, and tells its own job. `text`: what the job says of its tensors.
+        `text`: what the job says of its tensors.
         """
         names = (call.name, other) if side == 0 else (other, call.name)
         channel = f"channel/{names[0]}/{names[1]}"
-        if self.rank != 0:
-            return self._told(call, side, said)
 
         def leader(store: dist.Store) -> Pair:
             self.retire()
-            self._forget_over(store, str)  # all ranks of this job have come to this call, and have read it
             self.channels.add(channel)
             if (_read(store, f"job/{self.name}") or {}).get("token") != self.token:
                 raise DesyncError(
@@ -215,41 +224,12 @@ class Rendezvous:
                 store.set(place, text)
                 self.posted[place] = call.text
             found = self._met(store, channel, call, other, side, said)
-            self._forget_over(store, Pair)  # so have those of the other one
+            self._forget_over(store)  # all ranks of both jobs have come to another call, and have read how those ended
             return Pair(*((call, found) if side == 0 else (found, call)), side)
 
-        def tell(told: dict[str, Any]) -> None:
-            self.ask(said, 0, lambda store: store.set(f"call/{call.id}", json.dumps(told)))
-
-        try:
-            pair = self.ask(said, self.seconds + 2 * GRACE, leader)
-        except AxesError as error:
-            if call.size > 1:
-                with contextlib.suppress(DesyncError):  # the store that can't be reached is what `error` says
-                    tell({"error": str(error)})
-                self.over.append((time.monotonic(), f"call/{call.id}"))
-            raise
+        pair = self.ask(said, self.seconds + 2 * GRACE, leader)
         self.met.append(pair)
-        if call.size > 1:
-            tell({"jobs": [asdict(pair.source), asdict(pair.target)]})
         return pair
-
-    def _told(self, call: JobCall, side: int, said: str) -> Pair:
-        key = f"call/{call.id}"
-        limit = self.seconds + 3 * GRACE
-
-        def follower(store: dist.Store) -> dict[str, Any] | None:
-            return _read(store, key) if _polled(lambda: store.check([key]), limit) else None
-
-        found = self.ask(said, limit, follower)
-        if found is None:
-            raise DesyncError(
-                f"rank 0 of '{self.name}', which meets the other job for its ranks, says nothing in {said}"
-            )
-        if "error" in found:
-            raise DesyncError(found["error"])
-        one, two = (JobCall(**each) for each in found["jobs"])
-        return Pair(one, two, side)
 
     def _met(self, store: dist.Store, channel: str, call: JobCall, other: str, side: int, said: str) -> JobCall:
         """The other job's call."""
@@ -284,7 +264,7 @@ class Rendezvous:
         key = f"text/channel/{pair.source.name}/{pair.target.name}/{side}"
         return self.ask(said, self.seconds, lambda store: store.get(key).decode())
 
-    # checks
+    # barriers
 
     def begin(
         self, pair: Pair, rank: int, fingerprint: str, wrong: AxesError | None, part: bool, held: str, said: str
@@ -293,66 +273,47 @@ class Rendezvous:
 
         part: whether this rank exchanges anything. held: by which connections, "" for none yet.
         """
-        key = f"{pair.key}/begin"
+        member, barrier = self._member(pair, rank), pair.begins(said)
+        if wrong is not None:
+            refuse(member, barrier, wrong)
+            raise wrong
+        every = agree(member, barrier, f"the plan {fingerprint}", self.timeout, [part, held])
+        members = tuple(each for each, (takes_part, _) in enumerate(every) if takes_part)
+        connections = {every[each][1] for each in members}
+        return Begun(members, len(connections) != 1 or "" in connections)
 
-        def come(store: dist.Store) -> Begun:
-            if wrong is not None:
-                _end(store, key, f"{pair.who(rank)} raised {type(wrong).__name__}: {wrong}", type(wrong).__name__)
-            first = json.loads(store.compare_set(f"{key}/plan", "", json.dumps([rank, fingerprint])))
-            if first[1] != fingerprint:
-                both = "".join(f"\n  {pair.who(r)}: {text}" for r, text in sorted((first, [rank, fingerprint])))
-                _end(store, key, f"ranks have derived other plans for {said}:{both}")
-            if part and store.compare_set(f"{key}/held", "", json.dumps([held])) != json.dumps([held]).encode():
-                store.set(f"{key}/fresh", "")
-            store.set(f"{key}/came/{rank}", "1" if part else "0")
-            self._check(store, pair, key, f"{said}, before the first byte", self.seconds)
-            every = store.multi_get([f"{key}/came/{each}" for each in range(pair.size)])
-            members = tuple(each for each, found in enumerate(every) if found == b"1")
-            return Begun(members, held == "" or store.check([f"{key}/fresh"]))
-
-        return self.ask(said, self.seconds + 2 * GRACE, come)
-
-    def end(self, pair: Pair, rank: int, error: str, made: int, said: str) -> None:
+    def end(self, pair: Pair, rank: int, error: str, place: int | None, said: str) -> None:
         """Returns when the transfer has succeeded on all ranks of both jobs; `DesyncError` on all of them otherwise.
 
-        error: why it failed on this rank, "" where it didn't. made: how many ranks connected anew for it.
+        error: why it failed on this rank, "" where it didn't. place: of this rank among those that connected for it.
         """
-        key = f"{pair.key}/end"
-        patience = REPORT if error else self.seconds + REPORT + GRACE
-
-        def come(store: dist.Store) -> None:
-            store.set(f"{key}/came/{rank}", error)
-            self._check(store, pair, key, said, patience, error)
-            if store.add(f"{key}/left", 1) == pair.size:
-                _forget(store, pair)
-                for each in range(made):
-                    store.delete_key(f"{connection_prefix(pair)}/0/{each}")
-
-        self.ask(said, patience + 2 * GRACE, come)
+        seconds = REPORT if error else self.seconds + REPORT + GRACE
+        every = agree(self._member(pair, rank), pair.ends(said), "", timedelta(seconds=seconds), error)
+        failed = [f"  {pair.who(each)}: {text}" for each, text in enumerate(every) if text]
+        if failed:
+            raise DesyncError("\n".join([f"{said} failed, and all ranks are there to say so:", *failed[:_SHOWN]]))
+        if place is not None:
+            self.ask(said, 0, lambda store: store.delete_key(f"{connection_prefix(pair)}/0/{place}"))
         self.met = [each for each in self.met if each != pair]
 
-    def _check(self, store: dist.Store, pair: Pair, key: str, said: str, patience: float, error: str = "") -> None:
-        """Counts this rank at a check, and waits for its end."""
-        if store.add(f"{key}/count", 1) == pair.size:
-            _end(store, key, _failures(store, pair, key, said))
-        if not _polled(lambda: store.check([key]), patience):
-            text = _failures(store, pair, key, said)
-            _end(store, key, text or f"{said} isn't complete after {patience:g} s, though all ranks came")
-        ended = json.loads(store.get(key))
-        if ended["error"]:
-            raise getattr(errors, ended["kind"])(ended["error"])
+    def _member(self, pair: Pair, rank: int) -> Member:
+        return Member(self.store, rank, _STORE, pair.whose)
 
     def retire(self) -> None:
         """Says that the transfers that this job has met for are over; whose keys are still there, those have failed."""
         self.over += [(time.monotonic(), pair) for pair in self.met]
         self.met = []
 
-    def _forget_over(self, store: dist.Store, kind: Any) -> None:
-        """Removes the keys of transfers that failed, or of calls that met no other: nobody reads them any more."""
-        for _, past in self.over:
-            if isinstance(past, kind):
-                _forget(store, past) if isinstance(past, Pair) else store.delete_key(past)
-        self.over = [each for each in self.over if not isinstance(each[1], kind)]
+    def _forget_over(self, store: dist.Store) -> None:
+        """Removes the keys of transfers that failed: nobody reads them any more."""
+        for _, pair in self.over:
+            for barrier in (pair.begins(""), pair.ends("")):
+                forget(store, barrier)
+            for call in pair.jobs:
+                store.delete_key(f"met/{call.id}")
+            for rank in range(pair.size):
+                store.delete_key(f"{connection_prefix(pair)}/0/{rank}")
+        self.over = []
 
 
 def connection_prefix(pair: Pair) -> str:
@@ -362,42 +323,6 @@ def connection_prefix(pair: Pair) -> str:
 
 def _call_of(record: dict[str, Any]) -> JobCall:
     return JobCall(**{name: value for name, value in record.items() if name != "side"})
-
-
-def _end(store: dist.Store, key: str, error: str, kind: str = "DesyncError") -> None:
-    """Ends a check, unless it has ended."""
-    store.compare_set(key, "", json.dumps({"error": error, "kind": kind}))
-
-
-def _failures(store: dist.Store, pair: Pair, key: str, said: str) -> str:
-    """What went wrong, from what the ranks have reported; "" where all came and none failed."""
-    came = [store.check([f"{key}/came/{rank}"]) for rank in range(pair.size)]
-    missing = [rank for rank, found in enumerate(came) if not found]
-    failed = []
-    if key.endswith("/end"):
-        reports = [(rank, store.get(f"{key}/came/{rank}").decode()) for rank, found in enumerate(came) if found]
-        failed = [f"  {pair.who(rank)}: {text}" for rank, text in reports if text]
-    lines = []
-    if missing:
-        lines = [
-            f"{pair.whose(missing)} didn't come to {'the end of ' * bool(failed)}{said}: ended, stopped, or cut off"
-        ]
-    elif failed:
-        lines = [f"{said} failed, and all ranks are there to say so:"]
-    return "\n".join([*lines, *failed[:_SHOWN]])
-
-
-def _forget(store: dist.Store, pair: Pair) -> None:
-    for part in ("begin", "end"):
-        key = f"{pair.key}/{part}"
-        for each in ("plan", "held", "fresh", "count", "left", *(f"came/{rank}" for rank in range(pair.size))):
-            store.delete_key(f"{key}/{each}")
-        store.delete_key(key)
-    for call in (pair.source, pair.target):
-        store.delete_key(f"call/{call.id}")
-        store.delete_key(f"met/{call.id}")
-    for rank in range(pair.size):
-        store.delete_key(f"{connection_prefix(pair)}/0/{rank}")
 
 
 def _read(store: dist.Store, key: str) -> Any:
