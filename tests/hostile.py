@@ -492,7 +492,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Layout.of": Door(axes.Layout.of, [(2, 8), (4, 1)]),
         "Layout.product": Door(axes.Layout.product, axes.Layout((2,), (4,)), axes.Layout((4,), (1,))),
         "Layout.complement": Door(layout.complement, 16),
-        "Layout.compose": Door(layout.compose, axes.Layout((2,), (4,))),
         "Layout.contains": Door(layout.contains, axes.Layout((2,), (8,))),
         "Layout.coordinate": Door(layout.coordinate, 9),
         "Layout.divide": Door(layout.divide, axes.Layout((4,), (1,))),

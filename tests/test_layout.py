@@ -10,12 +10,12 @@ import math
 import pickle
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from axes import Layout, MeshError, SizeError
 from axes.algebra.layout import digits
-from tests.strategies import Modes, digit_systems, factorizations, parts_of, refusal, row_major, span
+from tests.strategies import Modes, digit_systems, factorizations, parts_of, refusal, span
 
 
 def brute(modes: Modes) -> list[int]:
@@ -72,8 +72,6 @@ def test_split_and_product_undo_each_other(system, data):
     whole = Layout.product(*parts)
     assert list(whole.offsets()) == [sum(each) for each in itertools.product(*(p.offsets() for p in parts))]
     assert list(whole.split([part.size for part in parts])) == parts
-    for part, mode in zip(parts, row_major([p.size for p in parts]), strict=True):
-        assert whole.compose(Layout.of([mode])) == part
     sizes = data.draw(factorizations(whole.size))
     bounds = {math.prod(each[i:]) for each in (sizes, whole.sizes) for i in range(len(each) + 1)}
     refused = refusal(SizeError, lambda: whole.split(sizes))
@@ -90,21 +88,6 @@ def test_splice_replaces_digits_in_their_place(system, data):
     stop = data.draw(st.integers(start, len(layout.modes)))
     expected = brute([*layout.modes[:start], *new.modes, *layout.modes[stop:]])
     assert list(layout.splice(start, stop, [new]).offsets()) == expected
-
-
-@given(digit_systems(), st.data())
-def test_compose_is_function_composition(system, data):
-    layout = Layout.of(data.draw(st.permutations(system))[: data.draw(st.integers(0, len(system)))])
-    inner = data.draw(digit_systems(largest=max(1, layout.size)))
-    assume(span(inner) <= layout.size)
-    other = Layout.of(data.draw(st.permutations(inner))[: data.draw(st.integers(0, len(inner)))])
-    refused = refusal(MeshError, lambda: layout.compose(other))
-    chain = is_chain({math.prod(layout.sizes[i:]) for i in range(len(layout.sizes) + 1)} | boundaries(other.modes))
-    assert refused is None or not chain, refused
-    if refused is None:
-        composed = layout.compose(other)
-        assert list(composed.offsets()) == [layout.offset(o) for o in other.offsets()]
-    assert layout.compose(Layout((layout.size,), (1,))) == Layout((span(system),), (1,)).compose(layout) == layout
 
 
 @given(digit_systems(), st.data(), st.integers(1, 100))
@@ -157,7 +140,7 @@ def test_digits_refine_all_layouts_whose_boundaries_form_a_chain(system, foreign
 def test_the_algebra_of_a_million_million_ranks_lists_none_of_them():
     big, small = Layout((2**20,), (2**20,)), Layout((2**20,), (1,))
     whole = Layout.product(big, small)
-    assert (whole, whole.divide(big), whole.compose(big)) == (Layout((2**40,), (1,)), small, big)
+    assert (whole, whole.divide(big)) == (Layout((2**40,), (1,)), small)
     assert whole.split((2**10, 2**30))[0] == Layout((2**10,), (2**30,))
     assert big.complement(2**41) == Layout((2, 2**20), (2**40, 1))
     assert (whole.contains(big), big.overlaps(small), whole.offsets()) == (True, False, range(2**40))

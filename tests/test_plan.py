@@ -426,18 +426,6 @@ def test_latency_asks_for_few_collectives_and_bandwidth_for_few_bytes():
     assert dear.bytes_in > cheap.bytes_in
 
 
-class NoReductionsOnTheWire:
-    ranks_per_node = 8
-
-    def time_us(self, traffic: Any) -> float:
-        return 1.0 if traffic.kind == "reduce_move" else 100.0
-
-
-def test_the_user_can_replace_the_cost_model():
-    found = axes.plan("s d | sum@tp", "s@tp d", (8, 8), MESH, cost_model=NoReductionsOnTheWire())
-    assert kinds(found) == [("reduce_move", ("tp",))]
-
-
 FIVE = [
     ("a@(v w) b@x c@y d", "a@x b@v c@(z w) d"),
     ("a@v b c@y d | sum@(w x z)", "a@y b@v c@(z w) d"),

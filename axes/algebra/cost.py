@@ -12,8 +12,7 @@ share that comes from other nodes takes the slow link. Gathers and reductions ar
 backend: what comes from other nodes enters each node once, spread over the links of the node's
 members, and goes around inside.
 
-To choose by another model, give the planner anything hashable with this `time_us` and
-`ranks_per_node`; it must say the same on every rank.
+To choose by other numbers, give the planner a `CostModel` of them, the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.sizes import whole_number
@@ -45,20 +43,6 @@ class Traffic:
     node_size: int
     bytes_in: int
     bytes_copied: int
-
-
-class Model(Protocol):
-    """What the planner asks of a cost model, which must be hashable."""
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks `k * n` to `k * n + n - 1` share a node."""
-
-    def __hash__(self) -> int:
-        """Plans are kept by the model that chose them."""
-
-    def time_us(self, traffic: Traffic) -> float:
-        """Microseconds for one step."""
 
 
 @dataclass(frozen=True)
@@ -108,20 +92,6 @@ def float_of(number: object) -> float:
         return float(number)  # type: ignore[arg-type]
     except OverflowError:
         return math.inf if number > 0 else -math.inf  # type: ignore[operator]
-
-
-def checked_model(model: object) -> Model:
-    """`model`; `ShardingError` for what can't price a step, or can't be a key."""
-    try:
-        hash(model)
-        fits = callable(model.time_us) and whole_number(model.ranks_per_node) is not None  # type: ignore[attr-defined]
-    except Exception:  # of the model's own class
-        fits = False
-    if not fits or isinstance(model, type):
-        raise ShardingError(
-            f"cost_model is a CostModel, or has time_us(traffic), ranks_per_node and a hash; found {shown(model)}"
-        )
-    return model  # type: ignore[return-value]
 
 
 def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_node: int) -> int:

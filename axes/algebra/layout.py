@@ -215,41 +215,6 @@ class Layout:
         between = [mode for layout in found for mode in checked_layout(layout).modes]
         return Layout.of((*self.modes[:first], *between, *self.modes[last:]))
 
-    def compose(self, other: Layout) -> Layout:
-        """`self` after `other`: coordinate `i` lies at `self.offset(other.offset(i))`.
-
-        Raises `MeshError` where `other` reaches outside `self` or cuts its digits.
-
-        >>> Layout((2, 4), (1, 2)).compose(Layout((2,), (4,)))     # the slower digit alone
-        2:1
-        """
-        # Coordinates of self, read as positions, have self's digits with row-major strides.
-        inner: list[tuple[int, int, int]] = []
-        stride_in = 1
-        for size, stride in reversed(self.modes):
-            inner.append((stride_in, size, stride))
-            stride_in *= size
-        if checked_layout(other).cosize > self.size:
-            raise MeshError(f"{other} reaches {other.cosize - 1}, outside the {self.size} of {self}")
-        found: list[Mode] = []
-        for size, stride in other.modes:
-            taken: list[Mode] = []
-            at, left = stride, size
-            for low, extent, out in inner:
-                high = low * extent
-                if left == 1 or at >= high:
-                    continue
-                if at % low or (high % at):
-                    raise MeshError(f"{other} cuts the digits of {self}")
-                room = high // at
-                part = math.gcd(left, room)
-                if part != left and part != room:
-                    raise MeshError(f"{other} cuts the digits of {self}")
-                taken.append((part, out * (at // low)))
-                at, left = at * part, left // part
-            found.extend(reversed(taken))
-        return Layout.of(found)
-
     def complement(self, size: int) -> Layout:
         """The digits of a universe of `size` positions that this layout doesn't read.
 

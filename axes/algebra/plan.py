@@ -25,7 +25,7 @@ from functools import cached_property, lru_cache
 from itertools import count, pairwise
 
 from axes.algebra import seam
-from axes.algebra.cost import CostModel, Model, Traffic, members_of_node, node_size
+from axes.algebra.cost import CostModel, Traffic, members_of_node, node_size
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates, tiles_are_even
@@ -131,7 +131,7 @@ def plan(
     target: Sharding,
     shape: Sequence[int],
     dtype: str = "float32",
-    cost_model: Model = _DEFAULT,
+    cost_model: CostModel = _DEFAULT,
     rank: int | None = None,
 ) -> Plan:
     """The cheapest plan that takes a tensor of `shape` from `source` to `target`.
@@ -166,7 +166,7 @@ def _without_names(end: Sharding) -> tuple[object, ...]:
 
 
 @cached_with_names(4096)
-def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model, rank: int) -> Plan:
+def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel, rank: int) -> Plan:
     if 0 in shape:
         check_pair(source, target, shape, dtype)
         empty = Step("slice", source, target, shape, Layout(), 1, rank)
@@ -175,7 +175,7 @@ def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str
     return ways.plan(ways.cheapest(shape), shape, rank)
 
 
-def even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways | None:
+def even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel) -> Ways | None:
     """The ways between two shardings for all shapes that are cut as `shape` is; None where a tile on one isn't even.
 
     Source and target are as planning sees them (`Sharding.at`).
@@ -193,35 +193,6 @@ def even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype:
         return None
     ways = _ways(source, target, _representative(source, target, shape), dtype, model)
     return ways if ways.are_even else None
-
-
-def only_way(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways | None:
-    """The one way between two shardings for all shapes that leave the rests of `shape`, however these are cut.
-
-    None where there are several: then sizes decide. None as well where a dim is split by anything but one axis of
-    the mesh: DTensor can carry that at some sizes alone. Source and target are as planning sees them (`Sharding.at`).
-    """
-    if 0 in shape or not (_is_chunked(source) and _is_chunked(target)):
-        return None
-    ways = _ways(source, target, congruent(shape, source.universe.size), dtype, model)
-    plain = len(ways.legs) == 1 and all(leg.outside is None for leg in ways.legs[0])
-    return ways if plain and source.universe == target.universe else None
-
-
-def _is_chunked(end: Sharding) -> bool:
-    """Whether nothing is pending and no dim is split by more than one axis of the mesh."""
-    axes = [dim.axes for dim in end.dims]
-    single = all(len(by) < 2 and {axis.layout for axis in by} <= {*end.mesh.layouts} for by in axes)
-    return end.is_plain and not end.pending and single
-
-
-def congruent(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Small sizes that leave the same rest, divided by the number of `ranks`, and are larger where these are.
-
-    >>> congruent((401, 8, 3, 0), 4)
-    (5, 8, 3, 0)
-    """
-    return tuple([size if size <= ranks else ranks + (size % ranks or ranks) for size in shape])
 
 
 def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -250,13 +221,13 @@ def _next_alike(parts: int, ranks: int) -> int:
 
 
 @cached_with_names(4096)
-def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model) -> Ways:
+def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel) -> Ways:
     check_pair(source, target, shape, dtype)
     return Ways(source, target, shape, dtype, model)
 
 
 def choices(
-    source: Sharding, target: Sharding, shape: Sequence[int], dtype: str = "float32", cost_model: Model = _DEFAULT
+    source: Sharding, target: Sharding, shape: Sequence[int], dtype: str = "float32", cost_model: CostModel = _DEFAULT
 ) -> list[Plan]:
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
     shape = checked_shape(shape)
@@ -268,7 +239,7 @@ def choices(
     return [ways.plan(at, shape, first) for at in range(len(ways.legs))]
 
 
-def _choices(source: Sharding, target: Sharding, shape: tuple[int, ...], model: Model) -> list[Legs]:
+def _choices(source: Sharding, target: Sharding, shape: tuple[int, ...], model: CostModel) -> list[Legs]:
     universe = source.universe
     if source.is_equivalent(target, shape):
         return [()]
@@ -302,7 +273,7 @@ class Ways:
     alike the ways are the same, and which of them is the cheapest is asked of its own numbers.
     """
 
-    def __init__(self, source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: Model):
+    def __init__(self, source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel):
         self.source, self.target, self.shape, self.dtype = source, target, shape, dtype
         self.itemsize, self.model = itemsize_of(dtype), model
         self.legs = _choices(source, target, shape, model)
@@ -327,12 +298,6 @@ class Ways:
             return 0
         more = math.prod(shape), math.prod(self.shape)
         return min(range(len(self.legs)), key=lambda at: self.weight(at, more))
-
-    def uncosted(self, shape: tuple[int, ...], rank: int) -> Plan:
-        """The only way as a plan for another shape that leaves the same rests, without what it costs."""
-        small = self.plan(0, self.shape, rank)
-        steps = tuple([step.at_shape(shape) for step in small.steps])
-        return Plan(self.source, self.target, shape, self.dtype, steps, 0.0, rank)
 
     def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
         """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""

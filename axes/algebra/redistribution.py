@@ -18,12 +18,13 @@ from dataclasses import replace
 from typing import Any
 
 from axes.algebra import plan as planning
-from axes.algebra.cost import CostModel, Model, checked_model
+from axes.algebra.cost import CostModel
 from axes.algebra.errors import (
     AxesError,
     ExpressionError,
     MeshError,
     ShardingError,
+    shown,
 )
 from axes.algebra.grammar import Dim, Factor, Place, Spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
@@ -47,7 +48,7 @@ def plan(
     shape: Sequence[int],
     mesh: Mesh | None = None,
     dtype: str | Dtype = "float32",
-    cost_model: Model | None = None,
+    cost_model: CostModel | None = None,
     *,
     source_mesh: Mesh | None = None,
     target_mesh: Mesh | None = None,
@@ -59,9 +60,8 @@ def plan(
     `source` and `target` are whole specs (a bare dim is unsplit) or `Sharding`s, `shape` is the whole
     shape, `dtype` a torch dtype or its name. Names are those of `mesh`, the ambient one by default, or
     of `source_mesh` and `target_mesh`: another factorization of the same ranks, or other ranks.
-    Keywords are sizes of factors of grouped dims. `cost_model` is a `CostModel`, or anything hashable
-    that can price a step; it decides between the candidates. No process is needed, and the time
-    doesn't depend on the number of ranks.
+    Keywords are sizes of factors of grouped dims. `cost_model` has the numbers that decide between the
+    candidates. No process is needed, and the time doesn't depend on the number of ranks.
 
     `plan.steps` are seen from the mesh's rank (`mesh.at(rank)`): each has `kind`, `axes`, `ranks`,
     `group_size`, `bytes_in` and `bytes_out`. Raises `ShardingError` where nothing takes the source to the
@@ -79,10 +79,11 @@ def plan(
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
     nodes = one.mesh.ranks_per_node
-    model: Model = CostModel() if nodes is None else CostModel(ranks_per_node=nodes)
-    if cost_model is not None:
-        model = checked_model(cost_model)
-    return planning.plan(one, two, shape, dtype_name(dtype), model, one.mesh.rank)
+    if cost_model is None:
+        cost_model = CostModel() if nodes is None else CostModel(ranks_per_node=nodes)
+    elif not isinstance(cost_model, CostModel):
+        raise ShardingError(f"cost_model is an axes.CostModel; found {shown(cost_model)}")
+    return planning.plan(one, two, shape, dtype_name(dtype), cost_model, one.mesh.rank)
 
 
 def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[str, int]) -> Sharding:

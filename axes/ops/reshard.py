@@ -34,7 +34,7 @@ from axes.runtime.graphs import device_mesh_input, known, node_of_graph, number_
 from axes.runtime.leaves import leave_pending, resolve_at_leaf, settles
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.routes import ALL, Route, of_sizes, route, routed, same_axes, settled
+from axes.runtime.routes import Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_whole
@@ -203,7 +203,7 @@ def _reshard(
     return found.take(x, async_op)
 
 
-@of_sizes(ALL)
+@of_sizes
 def _route(
     spec: Any,
     target: str | Sharding,

@@ -75,7 +75,7 @@ class Program:
     group_of: the group of a step, None where this rank doesn't communicate in it; made at first use.
     device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
-    base: a program of the same steps at another shape, which has what doesn't depend on sizes.
+    base: the program of the plan at its own shape, where this one is for another.
     shape: of a tensor that the steps cut as evenly as one of the plan's shape, where it is for that one.
     """
 
@@ -92,10 +92,6 @@ class Program:
         if shape == self.plan.shape:
             return self
         return Program(self.plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self, shape)
-
-    def by(self, plan: Plan) -> Program:
-        """The same by a plan with these steps at another shape."""
-        return Program(plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self)
 
     @property
     def own(self) -> Program:

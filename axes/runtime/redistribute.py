@@ -45,7 +45,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, even_ways, only_way, plan
+from axes.algebra.plan import Plan, even_ways, plan
 from axes.algebra.planning.boxes import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -258,7 +258,7 @@ def program(
     """
     check_takes_part(source, target)
     how = source, target, shape, dtype, comm_dtype
-    found = programs_alike(*how) or programs_congruent(*how)
+    found = programs_alike(*how)
     if found is not None:
         return found(shape)
     made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), current_world().rank)
@@ -283,19 +283,6 @@ def programs_alike(
         return _program_of(ways.plan(way, ways.shape, rank), dtype, comm_dtype)
 
     return lambda shape: base(ways.cheapest(shape)).alike(shape)
-
-
-def programs_congruent(
-    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
-) -> Callable[[Shape], Program] | None:
-    """The programs by shape, for all shapes that leave the same rests; None where sizes decide about the steps."""
-    if plans_are_shown():
-        return None
-    rank, ways = current_world().rank, only_way(source, target, shape, name_of(dtype), model_of(source.mesh))
-    if ways is None:
-        return None
-    base = _program_of(ways.plan(0, ways.shape, rank), dtype, comm_dtype)
-    return lambda shape: base.by(ways.uncosted(shape, rank))
 
 
 @of_world(4096)

@@ -32,7 +32,7 @@ from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.plan import alike, congruent
+from axes.algebra.plan import alike
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
@@ -45,7 +45,6 @@ from axes.runtime.redistribute import (
     plans_are_shown,
     program,
     programs_alike,
-    programs_congruent,
 )
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
@@ -69,12 +68,12 @@ class Route:
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     stays: bool
 
-    def programs(self, like: Callable[..., Programs | None]) -> Programs | None:
-        """Those for all shapes that are `like` its own, where the sharding is the same one for all of them."""
+    def programs(self) -> Programs | None:
+        """Those for all shapes that are cut as its own is, where the sharding is the same one for all of them."""
         ends, plan = (self.source, self.target), self.program.plan
         if not all(end.is_plain for end in ends) or ends[0].universe != ends[1].universe:
             return None
-        return like(plan.source, plan.target, plan.shape, self.program.dtype, self.comm_dtypes[0])
+        return programs_alike(plan.source, plan.target, plan.shape, self.program.dtype, self.comm_dtypes[0])
 
     def by(self, made: Program, shape: Shape, strides: Shape) -> Route:
         """The same for tensors of another shape, by the program for that."""
@@ -141,44 +140,31 @@ def same_axes(one: Mesh, other: Mesh) -> bool:
     )
 
 
-Classes = dict[Callable[[Shape, int], Shape], Callable[..., Programs | None]]
-"""How to find a small shape that stands for all of its class, by the number of ranks, and the programs of these."""
+def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
+    """Keep what `find(spec, *how)` gives, and find it once for all shapes that divide into the same parts."""
 
-EVEN: Classes = {alike: programs_alike}
-ALL: Classes = {alike: programs_alike, congruent: programs_congruent}
+    @of_world(4096)
+    def base(mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Any:
+        spec = torch_private.dtensor_spec(mesh, placements, shape, contiguous_strides(shape), dtype)
+        try:
+            found = find(spec, *how)
+        except AxesError:
+            return None, None  # what is refused is refused with its own sizes
+        return found, found.programs()
 
+    @of_world(4096)
+    @functools.wraps(find)
+    def found(spec: Spec, *how: Any) -> Route:
+        meta = spec.tensor_meta
+        shape = tuple(meta.shape)
+        smaller = shape if plans_are_shown() else alike(shape, _ranks(spec.mesh))
+        if smaller != shape:
+            there, programs = base(spec.mesh, spec.placements, smaller, meta.dtype, *how)
+            if programs is not None:
+                return there.by(programs(shape), shape, meta.stride)
+        return find(spec, *how)
 
-def of_sizes(classes: Classes) -> Callable[[Callable[..., Route]], Callable[..., Route]]:
-    """Keep what `find(spec, *how)` gives, and find it once for all shapes of a class."""
-
-    def decorate(find: Callable[..., Route]) -> Callable[..., Route]:
-        @of_world(4096)
-        def base(kind: Any, mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Any:
-            spec = torch_private.dtensor_spec(mesh, placements, shape, contiguous_strides(shape), dtype)
-            try:
-                found = find(spec, *how)
-            except AxesError:
-                return None, None  # what is refused is refused with its own sizes
-            return found, found.programs(classes[kind])
-
-        @of_world(4096)
-        @functools.wraps(find)
-        def found(spec: Spec, *how: Any) -> Route:
-            meta, ranks = spec.tensor_meta, _ranks(spec.mesh)
-            shape = tuple(meta.shape)
-            if plans_are_shown():
-                return find(spec, *how)
-            for kind in classes:
-                smaller = kind(shape, ranks)
-                if smaller != shape:
-                    there, programs = base(kind, spec.mesh, spec.placements, smaller, meta.dtype, *how)
-                    if programs is not None:
-                        return there.by(programs(shape), shape, meta.stride)
-            return find(spec, *how)
-
-        return found
-
-    return decorate
+    return found
 
 
 @of_world(64)
@@ -187,7 +173,7 @@ def _ranks(device_mesh: Any) -> int:
     return Mesh.from_device_mesh(device_mesh).universe.size
 
 
-@of_sizes(ALL)
+@of_sizes
 def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Route:
     """How DTensors with this spec come to a target."""
     source, shape, dtype = sharding_of_spec(spec), tuple(spec.shape), spec.tensor_meta.dtype
@@ -247,7 +233,7 @@ class _Settle(torch.autograd.Function):
         return resharded(cotangent, replace(ctx.sharding, pending=())), None
 
 
-@of_sizes(EVEN)  # what isn't even may not fit the source's dims
+@of_sizes
 def _back(spec: Spec, source: Sharding, dtype: torch.dtype | None) -> Route:
     """The route of a cotangent with this spec to a value that was sharded as `source`."""
     return route(spec, gradient_sharding(source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
@@ -285,7 +271,7 @@ def unsharded(x: DTensor) -> torch.Tensor:
     return carried(there.program, torch_private.local_of(x))
 
 
-@of_sizes(ALL)
+@of_sizes
 def _to_whole(spec: Spec) -> Route:
     mesh = sharding_of_spec(spec).mesh
     return route(spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))

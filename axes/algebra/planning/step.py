@@ -116,14 +116,6 @@ class Step:
         has = sources if isinstance(sources, range) else frozenset(sources)
         return [*sources, *(other for other in targets if other not in has)]
 
-    def at_shape(self, shape: tuple[int, ...]) -> Step:
-        """The same step on a tensor of another shape, without what it costs there."""
-        parts = {"all_gather": self.source, "reduce_scatter": self.target}.get(self.kind)
-        padded = 0 if parts is None else parts.largest_tile(shape)
-        ends, group = (self.source, self.target, shape), (self.layout, self.group_size, self.rank)
-        how = self.op, self.divisor, self.resolved
-        return Step(self.kind, *ends, *group, *how, padded=padded, flat=self.flat, ranks_per_node=self.ranks_per_node)
-
     def takes_part(self, rank: int) -> bool:
         """Whether a rank does anything in this step."""
         one, two = self.source.mesh.universe, self.target.mesh.universe
@@ -231,7 +223,7 @@ def _kept_exchange(
 ) -> Exchange:
     """What a rank does in a step on a tensor of some unit's shape."""
     step = Step(kind, source, target, shape, layout, 0, rank, resolved=resolved, ranks_per_node=ranks_per_node)
-    return _exchange(step.at_shape(shape), rank)
+    return _exchange(step, rank)
 
 
 def _common_factors(one: ShardedDim, two: ShardedDim) -> tuple[int, ...] | None:
@@ -278,7 +270,7 @@ def _all_gather(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
     parts = [_tile(step.source, step.shape, peer) for peer in ranks]
     receives = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
     sends = (Message(ranks.index(rank), (_whole(mine),), volume(mine)),)
-    return Exchange(ranks, sends, receives, padded=step.padded)
+    return Exchange(ranks, sends, receives, padded=step.source.largest_tile(step.shape))
 
 
 def _reduce_scatter(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
@@ -287,7 +279,8 @@ def _reduce_scatter(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
     parts = [_tile(step.target, step.shape, peer) for peer in ranks]
     sends = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
     receives = (Message(ranks.index(rank), (_whole(mine),), volume(mine)),)
-    return Exchange(ranks, sends, receives, layers=len(ranks), padded=step.padded)
+    padded = step.target.largest_tile(step.shape)
+    return Exchange(ranks, sends, receives, layers=len(ranks), padded=padded)
 
 
 def _part(peer: int, part: Tile, whole: Tile) -> Message:
