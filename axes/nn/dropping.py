@@ -16,7 +16,6 @@ import hashlib
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -38,10 +37,11 @@ from axes.runtime.check import patience_of, waited
 from axes.runtime.factories import draw_into, kept_at
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import used
+from axes.runtime.linear import linear
 from axes.runtime.sharded import strides_like
 from axes.runtime.shards import Given, LocalPart, check_share, read_shard, told_shape
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import check_dense, check_one, check_shards, check_whole
+from axes.runtime.transforms import check_dense, check_transforms
 
 _WIDE = 2**63
 """A random number is one of so many."""
@@ -101,14 +101,14 @@ def dropout(
     is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
     if seed is not None and not (is_whole and -(2**63) <= seed < 2**64):
         raise ShardingError(f"axes.nn.dropout: seed is a whole number of at most 64 bits; found {shown(seed)}")
-    if torch_private.transforms_are_on():
-        (check_whole if isinstance(x, DTensor) else check_shards)("axes.nn.dropout", (x,))
+    if torch_private.transforms_are_on() and (spec is not None or isinstance(x, DTensor)):
+        check_transforms("axes.nn.dropout", (x,))
     part = _held(x, spec, mesh, written_sizes(keywords, sizes))
     if not checked_flag("axes.nn.dropout: training", training) or p == 0:
         return x
     bits = _seed(None if part is None else part.sharding, seed)
     if isinstance(x, DTensor):
-        return _Dropped.apply(used(x), bits, float(p))
+        return _dropped(used(x), bits, float(p))
     if part is None:
         return _without(x, _kept(x, None, tuple(x.shape), bits, p), p)
     whole = told_shape(f"axes.nn.dropout '{part.sharding}'", part, x.device)
@@ -241,13 +241,10 @@ def _without(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
     return torch.where(kept, x if p == 1 else x * (1 / (1 - p)), 0.0)
 
 
-class _Dropped(torch.autograd.Function):
+def _dropped(x: DTensor, seed: int, p: float) -> DTensor:
     """Dropout of a DTensor. Its gradient loses the same elements, in the sharding in which it arrives."""
 
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, seed: int, p: float) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.seed, ctx.p = seed, p
+    def run(x: DTensor) -> DTensor:
         spec, local = torch_private.spec_of(x), waited(torch_private.local_of(x))
         sharding = sharding_of_spec(spec)
         _check_linear(sharding)
@@ -258,12 +255,7 @@ class _Dropped(torch.autograd.Function):
             local, torch_private.dtensor_spec(spec.mesh, spec.placements, spec.shape, strides, local.dtype)
         )
 
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None, None]:
-        if gradient is None:
-            return None, None, None
-        check_one(gradient)
-        return _Dropped.apply(gradient, ctx.seed, ctx.p), None, None
+    return linear(run, lambda g: _dropped(g, seed, p), x)
 
 
 __all__ = ["Dropout", "dropout"]

@@ -28,7 +28,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -46,7 +46,8 @@ from axes.ops.shard_map import run_region
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
-from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_shards, has_tangent, with_tangent
+from axes.runtime.linear import linear
+from axes.runtime.transforms import as_plain, check_dense, check_not_wrapped, check_transforms
 
 Axes = tuple[str, ...]
 Local = Callable[..., torch.Tensor]
@@ -424,7 +425,7 @@ def _applied(
     if len(tensors) > 1 and not torch.compiler.is_compiling():
         _check_alike(what, expression, tensors)
     if "@" in expression and torch_private.transforms_are_on():
-        check_shards(f"axes.{what}", tensors)
+        check_transforms(f"axes.{what}", tensors)
     if not torch.compiler.is_compiling():
         tensors = [as_plain(x) for x in tensors]
     if mesh is None:
@@ -693,17 +694,4 @@ def _same(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     if not axes:
         return x
     ranks = math.prod([axis_size(axis) for axis in axes])
-    return with_tangent(lambda x: _Shared.apply(x, ranks), x) if has_tangent(x) else _Shared.apply(x, ranks)
-
-
-class _Shared(torch.autograd.Function):
-    """The identity; its gradient is divided."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient / ctx.ranks, None
+    return linear(lambda x: x.view_as(x), lambda g: g / ranks, x)

@@ -16,7 +16,7 @@ from axes.algebra.errors import ShardingError
 from axes.ops.module_regions import ModuleFunction
 from axes.ops.regions import read_region
 from axes.runtime import torch_private
-from axes.runtime.border import ENTERING, LEAVING, is_copied_result
+from axes.runtime.linear import border_of
 
 Function = Callable[..., Any]
 
@@ -37,13 +37,13 @@ def check_closed(
             raise _closed_over(x, expression, fn)
     ahead = [x.grad_fn for x in needing]
     seen = set(ahead)
-    entering, leaving, to_local = ENTERING, LEAVING, torch_private.TO_LOCAL
+    to_local = torch_private.TO_LOCAL
     while ahead:
         node = ahead.pop()
-        kind = type(node)
-        if kind in entering or (kind is to_local and torch_private.says_its_gradient(node)):
+        border = border_of(node)
+        if border == "argument" or (type(node) is to_local and torch_private.says_its_gradient(node)):
             continue
-        if kind in leaving and is_copied_result(node):
+        if border == "result":
             raise ShardingError(
                 "the function uses a result of another region that needs a gradient and isn't an argument; what came "
                 "would be this rank's summand of its gradient\npass it as an argument, with its spec on the left; or "

@@ -27,9 +27,8 @@ sum of all ranks' losses.
 | `all_to_all(send_sizes=a, recv_sizes=b)` | `all_to_all(send_sizes=b, recv_sizes=a)` |
 | `ppermute` | `ppermute` the other way |
 
-Forward-mode differentiation (`torch.autograd.forward_ad`) is by the same collective: that of the tangents
-of all ranks, and for a maximum the `psum` of those that reach it, divided among ties. Inside a transform
-of `torch.func` they are errors.
+Forward-mode differentiation (`torch.autograd.forward_ad`) and transforms of `torch.func` are errors;
+`torch.autograd.functional.jvp` goes by backward.
 
 So backward communicates as well, and all ranks must run it. It needs no ambient mesh: names are
 looked up when the forward runs. In `torch.compile` each is one functional collective; a graph drops
@@ -39,8 +38,8 @@ what its rank doesn't use, so every rank uses what it gets. The names are those 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -50,14 +49,12 @@ from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import lines, torch_private
+from axes.runtime.linear import Kept, Map, around, both_ways
 from axes.runtime.lines import AxisName, Line, axis_layout, check_axis, line_of
-from axes.runtime.transforms import check_dense, check_one, check_shards, has_tangent, with_tangent
-from axes.runtime.writes import writable
+from axes.runtime.transforms import check_dense, check_transforms
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""
-
-Run = Callable[..., torch.Tensor]
 
 
 def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -152,7 +149,7 @@ def all_gather(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | No
     """
     line = _line("all_gather", x, axis, mesh)
     dim = _dim("all_gather", x, dim)
-    return _gather(x, dim, line) if line.size > 1 else x
+    return both_ways(*_gathering(dim, line), x) if line.size > 1 else x
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -173,7 +170,7 @@ def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | 
     line = _line("psum_scatter", x, axis, mesh)
     dim = _dim("psum_scatter", x, dim)
     x = x.to(torch.int64) if x.dtype == torch.bool else x
-    return _scatter(x, dim, line) if line.size > 1 else x
+    return both_ways(*_gathering(dim, line)[::-1], x) if line.size > 1 else x
 
 
 def all_to_all(
@@ -188,7 +185,7 @@ def all_to_all(
 ) -> torch.Tensor:
     """Each rank cuts `x` along `split_dim`, sends piece i to coordinate i, and concatenates what arrives.
 
-    A matrix of blocks, whose rows are on the ranks, is transposed:
+    A matrix of blocks, whose rows are on the ranks, is both_ways:
 
         coordinate 0   [a b c]         [a d g]
         coordinate 1   [d e f]    ->   [b e h]
@@ -226,7 +223,9 @@ def all_to_all(
     line = _line("all_to_all", x, axis, mesh)
     split_dim, concat_dim = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
     if send_sizes is None and recv_sizes is None:
-        return _swap(x, split_dim, concat_dim, line) if line.size > 1 else x
+        run = partial(lines.all_to_all, split_dim=split_dim, concat_dim=concat_dim, line=line)
+        back = partial(lines.all_to_all, split_dim=concat_dim, concat_dim=split_dim, line=line)
+        return both_ways(run, back, x) if line.size > 1 else x
     if split_dim != concat_dim:
         raise ShardingError(
             f"all_to_all with send_sizes cuts and concatenates along one dim; found split_dim={split_dim} and "
@@ -234,7 +233,9 @@ def all_to_all(
         )
     sends, receives = _sizes("send_sizes", send_sizes, line), _sizes("recv_sizes", recv_sizes, line)
     _check_sizes(x, split_dim, sends, receives, line)
-    return _exchange(x, split_dim, sends, receives, line) if line.size > 1 else x
+    run = partial(lines.exchange, dim=split_dim, sends=sends, receives=receives, line=line)
+    back = partial(lines.exchange, dim=split_dim, sends=receives, receives=sends, line=line)
+    return both_ways(run, back, x) if line.size > 1 else x
 
 
 def ppermute(
@@ -264,12 +265,12 @@ def ppermute(
     line = _line("ppermute", x, axis, mesh)
     if shift is not None and perm is None:
         target, source = _neighbours(shift, line)
-        return x if target == line.coordinate else _permute(x, target, source, line)
+        return x if target == line.coordinate else _permuted(x, target, source, line)
     if perm is not None and shift is None:
         to, origin = _partners(perm, line)
         if line.size == 1:
             return x if origin == 0 else torch.zeros_like(x)
-        return _permute(x, to, origin, line)
+        return _permuted(x, to, origin, line)
     raise ShardingError("ppermute goes by shift=1 or by perm=[(source, target), ...]; give one of the two")
 
 
@@ -319,7 +320,7 @@ def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line
         raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
     check_dense(x, what)
     if torch_private.transforms_are_on():
-        check_shards(what, (x,))
+        check_transforms(what, (x,))
     return line_of(_mesh(what, axis, mesh), axis)
 
 
@@ -425,151 +426,33 @@ def _pair(given: object) -> tuple[int, int] | None:
     return None if found is None or len(found) != 2 else (found[0], found[1])
 
 
-# forward and backward: each function picks the raw collective where nothing needs a gradient
-
-
-def _needs_gradient(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
-
-
-def _linear(function: type[torch.autograd.Function], raw: Run, x: torch.Tensor, *how: Any) -> torch.Tensor:
-    """A linear collective, and the same one of a tangent that `x` has."""
-    if has_tangent(x):
-        return with_tangent(lambda x: _linear(function, raw, x, *how), x)
-    return function.apply(x, *how) if _needs_gradient(x) else raw(x, *how)
+# forward and backward: a linear collective is a pair of maps, each the transpose of the other
 
 
 def _total(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-    return _linear(_Total, lines.all_reduce, x, op, line)
+    run = partial(lines.all_reduce, op=op, line=line)
+    return both_ways(run, run, x)
 
 
-def _gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-    return _linear(_Gather, lines.all_gather, x, dim, line)
+def _gathering(dim: int, line: Line) -> tuple[Map, Map]:
+    return partial(lines.all_gather, dim=dim, line=line), partial(lines.reduce_scatter, dim=dim, line=line)
 
 
-def _scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-    return _linear(_Scatter, lines.reduce_scatter, x, dim, line)
-
-
-def _swap(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
-    return _linear(_Swap, lines.all_to_all, x, split_dim, concat_dim, line)
-
-
-def _exchange(x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line) -> torch.Tensor:
-    return _linear(_Exchange, lines.exchange, x, dim, sends, receives, line)
-
-
-def _permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
-    return _linear(_Permute, lines.permute, x, target, source, line)
+def _permuted(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
+    run = partial(lines.permute, target=target, source=source, line=line)
+    return both_ways(run, partial(lines.permute, target=source, source=target, line=line), x)
 
 
 def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: str) -> torch.Tensor:
     line = _line(what, x, axis, mesh)
     if x.dtype.is_complex:
         raise ShardingError(f"{what}: complex numbers have no order; take x.abs()")
-    return _most(x, op, line) if line.size > 1 else x
+    if line.size == 1:
+        return x
 
+    def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
+        """The sum of the gradients, to the ranks that have the maximum (minimum), divided among them."""
+        mine = (kept[0] == kept[1]).to(x.dtype)
+        return _total(g, "sum", line) * (mine / lines.all_reduce(mine, "sum", line))
 
-def _most(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-    if has_tangent(x):
-
-        def push(value: torch.Tensor, found: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-            return _total(tangent * _share(value, found, line), "sum", line)
-
-        return with_tangent(lambda x: _most(x, op, line), x, push)
-    return _ExtremeOfLine.apply(x, op, line) if _needs_gradient(x) else lines.all_reduce(x, op, line)
-
-
-def _share(x: torch.Tensor, found: torch.Tensor, line: Line) -> torch.Tensor:
-    """What this rank has of the maximum (minimum) that was `found`: 1, divided among ties, or 0."""
-    mine = (x == found).to(x.dtype)
-    return mine / lines.all_reduce(mine, "sum", line)
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-        ctx.op, ctx.line = op, line
-        return lines.all_reduce(x, op, line)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one(gradient)
-        return _total(gradient, ctx.op, ctx.line), None, None
-
-
-class _ExtremeOfLine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-        found = lines.all_reduce(x, op, line)
-        ctx.save_for_backward(x, found)
-        ctx.line = line
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one(gradient)
-        x, found = ctx.saved_tensors
-        return _total(gradient, "sum", ctx.line) * _share(x, found, ctx.line), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-        ctx.dim, ctx.line = dim, line
-        return writable(lines.all_gather(x, dim, line), x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one(gradient)
-        return _scatter(gradient, ctx.dim, ctx.line), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
-        ctx.dim, ctx.line = dim, line
-        return writable(lines.reduce_scatter(x, dim, line), x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_one(gradient)
-        return _gather(gradient, ctx.dim, ctx.line), None, None
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
-        ctx.split_dim, ctx.concat_dim, ctx.line = split_dim, concat_dim, line
-        return writable(lines.all_to_all(x, split_dim, concat_dim, line), x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        check_one(gradient)
-        return _swap(gradient, ctx.concat_dim, ctx.split_dim, ctx.line), None, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dim: int, sends: tuple[int, ...], receives: tuple[int, ...], line: Line
-    ) -> torch.Tensor:
-        ctx.dim, ctx.sends, ctx.receives, ctx.line = dim, sends, receives, line
-        return writable(lines.exchange(x, dim, sends, receives, line), x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        check_one(gradient)
-        return _exchange(gradient, ctx.dim, ctx.receives, ctx.sends, ctx.line), None, None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
-        ctx.target, ctx.source, ctx.line = target, source, line
-        return writable(lines.permute(x, target, source, line), x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        check_one(gradient)
-        return _permute(gradient, ctx.source, ctx.target, ctx.line), None, None, None
+    return around(partial(lines.all_reduce, op=op, line=line), back, x, keep=(True, True))

@@ -34,11 +34,12 @@ from axes.runtime import torch_private
 from axes.runtime.graphs import node_of_graph, read_once
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf, settles
+from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.transforms import check_dense, check_shards, check_whole
+from axes.runtime.transforms import check_dense, check_transforms
 
 Sizes = tuple[tuple[str, int], ...]
 Rearrange = Callable[[Any, str, Sizes], Any]
@@ -91,8 +92,7 @@ def _check(text: str, tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
             f"tensors that are put together lie on one device; found {found}. Write x.to(device)\nin  {text}"
         )
     if torch_private.transforms_are_on():
-        check = check_whole if isinstance(tensors[0], DTensor) else check_shards
-        check(f"axes.rearrange, '{text}',", tensors)
+        check_transforms(f"axes.rearrange, '{text}',", tensors)
     return needed
 
 
@@ -309,9 +309,21 @@ def _apart_node(dim: int, settling: int, *counts_and_tensor: Any) -> tuple[DTens
 
 def _run_apart(x: DTensor, dim: int, counts: tuple[int, ...], text: str = "") -> tuple[DTensor, ...]:
     parts = _known_blocks(sharding_of_spec(torch_private.spec_of(x)), hints(tuple(x.shape)), dim, counts, text)
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Apart.apply(x, dim, counts, parts)
-    return _views(x, dim, counts, parts)
+    spec = torch_private.spec_of(x)
+
+    def back(*cotangents: DTensor | None) -> DTensor:
+        arrived = [None if each is None else sharding_of_spec(torch_private.spec_of(each)) for each in cotangents]
+        targets = where_put_together(arrived, parts, dim)
+        if targets is not None:
+            cotangents = tuple(
+                [
+                    _zeros(spec, part, _with(spec.shape, dim, count)) if each is None else resharded(each, part)
+                    for each, part, count in zip(cotangents, targets, counts, strict=True)
+                ]
+            )
+        return _run_together(cotangents, dim)  # type: ignore[arg-type]
+
+    return linear(lambda x: _views(x, dim, counts, parts), back, x)
 
 
 def _views(x: DTensor, dim: int, counts: tuple[int, ...], parts: tuple[Sharding, ...]) -> tuple[DTensor, ...]:
@@ -344,9 +356,14 @@ def _run_together(xs: Sequence[DTensor], dim: int, text: str = "") -> DTensor:
         raise MeshError(f"tensors that are put together are on one mesh; axes.reshard them before\nin  {text}")
     shardings = tuple([sharding_of_spec(spec) for spec in specs])
     whole = _known_whole(shardings, tuple([hints(tuple(x.shape)) for x in xs]), dim, text)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        return _Together.apply(dim, whole, *xs)
-    return _cat(xs, dim, whole)
+    counts = tuple([x.shape[dim] for x in xs])
+
+    def back(cotangent: DTensor) -> tuple[DTensor, ...]:
+        arrived = sharding_of_spec(torch_private.spec_of(cotangent))
+        target = where_taken_apart(arrived, whole, dim)
+        return _run_apart(cotangent if target is arrived else resharded(cotangent, target), dim, counts)
+
+    return linear(lambda *xs: _cat(xs, dim, whole), back, *xs)
 
 
 def _cat(xs: Sequence[DTensor], dim: int, whole: Sharding) -> DTensor:
@@ -429,36 +446,6 @@ def _set(dims: tuple[ShardedDim, ...], at: int, dim: ShardedDim) -> tuple[Sharde
     return (*dims[:at], dim, *dims[at + 1 :])
 
 
-class _Apart(torch.autograd.Function):
-    """Taking apart; the gradient puts together."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: DTensor, dim: int, counts: tuple[int, ...], parts: tuple[Sharding, ...]
-    ) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.counts, ctx.parts = dim, counts, parts
-        ctx.spec = torch_private.spec_of(x)
-        return _views(x, dim, counts, parts)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: DTensor | None) -> tuple[DTensor | None, None, None, None]:
-        if all(each is None for each in cotangents):
-            return None, None, None, None
-        arrived = [None if each is None else sharding_of_spec(torch_private.spec_of(each)) for each in cotangents]
-        targets = where_put_together(arrived, ctx.parts, ctx.dim)
-        if targets is not None:
-            cotangents = tuple(
-                [
-                    _zeros(ctx.spec, part, _with(ctx.spec.shape, ctx.dim, count))
-                    if each is None
-                    else resharded(each, part)
-                    for each, part, count in zip(cotangents, targets, ctx.counts, strict=True)
-                ]
-            )
-        return _run_together(cotangents, ctx.dim), None, None, None  # type: ignore[arg-type]
-
-
 def where_put_together(
     arrived: Sequence[Sharding | None], parts: Sequence[Sharding], dim: int
 ) -> tuple[Sharding, ...] | None:
@@ -485,23 +472,3 @@ def _zeros(spec: Any, part: Sharding, shape: tuple[int, ...]) -> DTensor:
     dtype = spec.tensor_meta.dtype
     local = torch.zeros(part.local_shape(shape), dtype=dtype, device=spec.mesh.device_type)
     return _dtensor(local, spec.mesh, part, shape)
-
-
-class _Together(torch.autograd.Function):
-    """Putting together; the gradient takes apart."""
-
-    @staticmethod
-    def forward(ctx: Any, dim: int, whole: Sharding, *xs: DTensor) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.whole, ctx.counts = dim, whole, tuple([x.shape[dim] for x in xs])
-        return _cat(xs, dim, whole)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, ...]:
-        if cotangent is None:
-            return (None,) * (2 + len(ctx.counts))
-        arrived = sharding_of_spec(torch_private.spec_of(cotangent))
-        target = where_taken_apart(arrived, ctx.whole, ctx.dim)
-        if target is not arrived:
-            cotangent = resharded(cotangent, target)
-        return None, None, *_run_apart(cotangent, ctx.dim, ctx.counts)

@@ -40,13 +40,14 @@ from axes.runtime.border import Changes, counted_whole, enter_global, leave_glob
 from axes.runtime.graphs import device_mesh_input, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import leave_pending, resolve_at_leaf, settles
+from axes.runtime.linear import Kept, around, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.transforms import PLAIN, check_whole
+from axes.runtime.transforms import PLAIN, check_transforms
 
 Sizes = tuple[tuple[str, Any], ...]
 Spec = Any
@@ -175,7 +176,7 @@ def apply_global(
 ) -> DTensor:
     """The operation on DTensors."""
     if torch_private.transforms_are_on():
-        check_whole(f"axes.{kind}, '{text}',", operands)
+        check_transforms(f"axes.{kind}, '{text}',", operands)
     ambient = ambient_mesh() if mesh is None else mesh
     if torch.compiler.is_compiling():
         leaves = tuple([grad == "resolved" and settles(x) for x in operands])
@@ -283,47 +284,32 @@ def _function(made: Global) -> Callable[..., DTensor]:
     op = made.recipe.op
     if made.recipe.kind != "reduce" or op in _LINEAR_OPS:
         return _apply_linear
-    return _ExtremeRecipe.apply if op in ("max", "min") else _on_shards
+    return _apply_extreme if op in ("max", "min") else _on_shards
 
 
-class _LinearRecipe(torch.autograd.Function):
+def _apply_linear(made: Global, *operands: DTensor) -> DTensor:
     """What is linear in each operand. The gradient is a recipe of the same kind, and differentiable."""
 
-    @staticmethod
-    def forward(ctx: Any, made: Global, *operands: DTensor) -> DTensor:
-        ctx.made = made
-        ctx.set_materialize_grads(False)
-        if len(operands) > 1:
-            # An operand is kept for the gradients of the others.
-            needed = ctx.needs_input_grad[1:]
-            wanted = [any(needed[:at]) or any(needed[at + 1 :]) for at in range(len(operands))]
-            ctx.save_for_backward(*[x if keep else None for x, keep in zip(operands, wanted, strict=True)])
-        return made.run(operands)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        if cotangent is None:
-            return (None,) * (1 + len(needed))
-        operands = ctx.saved_tensors if len(needed) > 1 else (None,)
+    def back(cotangent: DTensor, needed: tuple[bool, ...], kept: Kept) -> tuple[DTensor | None, ...]:
+        given = made, needed, cotangent, kept[:-1]
         if flags.watched:
-            made = ctx.made.recipe
-            given = ctx.made, needed, cotangent, operands
-            return within(f"gradient of {made.kind}", made.text, _gradients, *given)
-        return _gradients(ctx.made, needed, cotangent, operands)
+            return within(f"gradient of {made.recipe.kind}", made.recipe.text, _gradients, *given)
+        return _gradients(*given)
 
-
-_apply_linear = torch_private.apply_of(_LinearRecipe)
+    # An operand is kept for the gradients of the others.
+    needed = [x.requires_grad for x in operands]
+    keep = [any(needed[:at]) or any(needed[at + 1 :]) for at in range(len(operands))]
+    return around(lambda *xs: made.run(xs), back, *operands, keep=(*keep, False))
 
 
 def _gradients(
     made: Global, needed: tuple[bool, ...], cotangent: DTensor, operands: Sequence[DTensor | None]
 ) -> tuple[DTensor | None, ...]:
-    """The gradients of all operands that need one, behind None for the program."""
+    """The gradients of all operands that need one."""
     target = _wanted(made, needed, _arriving(cotangent))
     if target is not None:
         cotangent = resharded(cotangent, target, both(made.program.comm_dtype)[1])
-    found: list[DTensor | None] = [None]
+    found: list[DTensor | None] = []
     for index, wanted in enumerate(needed):
         others = [x for at, x in enumerate(operands) if at != index and x is not None]
         found.append(_pulled(made, index, cotangent, others) if wanted else None)
@@ -420,57 +406,35 @@ def as_sum(forward: Recipe) -> Recipe:
     return replace(forward, op="sum", result=kept)
 
 
-class _ExtremeRecipe(torch.autograd.Function):
+def _apply_extreme(made: Global, x: DTensor) -> DTensor:
     """A maximum or minimum. The gradient goes to where it was reached, in equal parts."""
 
-    @staticmethod
-    def forward(ctx: Any, made: Global, x: DTensor) -> DTensor:
-        ctx.made = made
-        ctx.set_materialize_grads(False)
-        y = made.run((x,))
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[None, DTensor | None]:
-        if cotangent is None:
-            return None, None
-        made, (x, y) = ctx.made, ctx.saved_tensors
+    def back(cotangent: DTensor, _: tuple[bool, ...], kept: Kept) -> DTensor:
+        x, y = kept
         _check_resolved(made.recipe)
         spread, there = (_gradient(made, 0, _arriving(each)) for each in (y, cotangent))
         local = torch_private.local_of(x)
         reached = (local == spread.program.run(torch_private.local_of(y))).to(local.dtype)
         count = spread.program.run(_counting(made).run(reached))
-        taken = _apply_linear(there, cotangent) if torch.is_grad_enabled() else there.run((cotangent,))
-        return None, _scaled(taken, reached / count)
+        return _scaled(_apply_linear(there, cotangent), reached / count)
+
+    return around(lambda x: made.run((x,)), back, x, keep=(True, True))
 
 
 def _scaled(x: DTensor, factor: torch.Tensor) -> DTensor:
     """A DTensor whose shard is multiplied by a constant, element by element."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Scaled.apply(x, factor)
-    spec, value = torch_private.spec_of(x), (torch_private.local_of(x) * factor).contiguous()
-    shape = tuple(spec.shape)
-    return torch_private.dtensor(
-        value, torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_of(shape), value.dtype)
-    )
+    spec = torch_private.spec_of(x)
 
+    def run(x: DTensor) -> DTensor:
+        value, shape = (torch_private.local_of(x) * factor).contiguous(), tuple(spec.shape)
+        return torch_private.dtensor(
+            value, torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_of(shape), value.dtype)
+        )
 
-class _Scaled(torch.autograd.Function):
-    """`_scaled`, which is its own gradient, too."""
+    def back(cotangent: DTensor) -> DTensor:
+        return _scaled(resharded(cotangent, replace(sharding_of_spec(spec), pending=())), factor)
 
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, factor: torch.Tensor) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.factor, ctx.spec = factor, torch_private.spec_of(x)
-        return _scaled(x, factor)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
-        if cotangent is None:
-            return None, None
-        moved = resharded(cotangent, replace(sharding_of_spec(ctx.spec), pending=()))
-        return _scaled(moved, ctx.factor), None
+    return linear(run, back, x)
 
 
 @_per_program
@@ -508,7 +472,8 @@ def _on_shards(made: Global, x: DTensor) -> DTensor:
 
 
 def _cast(x: DTensor, dtype: torch.dtype) -> DTensor:
-    return _Cast.apply(x, dtype) if torch.is_grad_enabled() and x.requires_grad else _converted(x, dtype)
+    own = x.dtype
+    return linear(lambda x: _converted(x, dtype), lambda g: _cast(g, own), x)
 
 
 def _converted(x: DTensor, dtype: torch.dtype) -> DTensor:
@@ -519,20 +484,6 @@ def _converted(x: DTensor, dtype: torch.dtype) -> DTensor:
     return torch_private.dtensor(
         found, torch_private.dtensor_spec(spec.mesh, spec.placements, tuple(spec.shape), strides, dtype)
     )
-
-
-class _Cast(torch.autograd.Function):
-    """A conversion to another dtype; its gradient is converted back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.dtype = x.dtype
-        return _converted(x, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
-        return None if cotangent is None else _cast(cotangent, ctx.dtype), None
 
 
 __all__ = ["Global", "apply_global"]

@@ -26,10 +26,11 @@ from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
+from axes.runtime.linear import linear
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.symbols import is_symbolic
-from axes.runtime.transforms import as_plain, check_dense, check_shards, is_dense
+from axes.runtime.transforms import as_plain, check_dense, check_transforms, is_dense
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -60,7 +61,7 @@ def apply_local(
             "this rank's. Leave grad out, or pass a DTensor, as axes.from_local makes one"
         )
     if torch_private.transforms_are_on():
-        check_shards(f"axes.{function}, '{text}',", operands)
+        check_transforms(f"axes.{function}, '{text}',", operands)
     mesh = (ambient_mesh() or _mesh_for(function, text)) if mesh is None else mesh
     if torch.compiler.is_compiling():
         number = number_of(kind, text, op, mesh, tuple(name for name, _ in sizes), comm_dtype)
@@ -80,27 +81,13 @@ def apply_local(
     return _run(made, operands, op) if made.may_be_cast else made.run(*operands)
 
 
-class _Owning(torch.autograd.Function):
+def _own(leaf: torch.Tensor) -> torch.Tensor:
     """The identity on a leaf, whose gradient gets memory of its own.
 
     torch leaves a view where the gradient of a view is accumulated: two leaves then have one memory, and
     what is added to the one is added to the other.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.clone()
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent.view_as(tangent)
-
-
-_own = torch_private.apply_of(_Owning)
+    return linear(lambda x: x.view_as(x), torch.clone, leaf)
 
 
 @node_of_graph

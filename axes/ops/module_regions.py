@@ -46,7 +46,7 @@ from axes.runtime.border import counted_as_same, leave_global, leave_together
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf
 from axes.runtime.sharded import sharding_of, to_local
-from axes.runtime.transforms import check_shards
+from axes.runtime.transforms import check_transforms
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -227,7 +227,7 @@ class _Region(torch.nn.Module):
         """The module's own `forward` on this rank's shards."""
         run: InRegion = self.__dict__[_REGION]
         if torch_private.functorch_is_active():
-            check_shards(f"shard_map '{run.expression}'", self.parameters())
+            check_transforms(f"shard_map '{run.expression}'", self.parameters())
         plain = _plain_tensors(args, kwargs)
         if plain and _stack.regions:
             return _within(run, ModuleFunction(self, super().forward, run, _stack.regions[-1].used), args, kwargs)

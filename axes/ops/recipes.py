@@ -29,10 +29,10 @@ from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime import lines
+from axes.runtime.linear import Kept, around
 from axes.runtime.lines import Line, line_of
 from axes.runtime.redistribute import Dtypes, both, moves_of, pulled_back, redistribute
 from axes.runtime.symbols import hints, is_symbolic
-from axes.runtime.transforms import check_one, has_tangent, with_tangent
 from axes.runtime.writes import writable
 
 Run = Callable[..., torch.Tensor]
@@ -366,8 +366,7 @@ class Extreme:
 
     `run` is all of it. For the gradient, `most` gives the local maximum and `count` a local sum, each
     with one dim per atom; `agreed` and `added` make of these the whole one, and `spread` takes it to the
-    operand's dims. `back` takes the gradient of the result to that of the whole maximum; `forth` takes local
-    sums to a result of sums.
+    operand's dims. `back` takes the gradient of the result to that of the whole maximum.
     """
 
     run: Stage
@@ -377,7 +376,6 @@ class Extreme:
     added: Stage
     spread: Stage
     back: Stage
-    forth: Stage
 
 
 def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: Dtypes) -> Run:
@@ -400,27 +398,23 @@ def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: 
         added=redistribution(summed, whole, shape, "local", None) or _same,
         spread=_single(total, atoms, operand),
         back=_pulling_back(extents, summed, comm_dtype),
-        forth=_leaving(extents, summed, "local", comm_dtype) or _same,
     )
     return functools.partial(_across_ranks, stages)
 
 
 def _across_ranks(stages: Extreme, x: torch.Tensor) -> torch.Tensor:
-    """The maximum of `x`; of a tangent that `x` has, what is where it is reached."""
-    if has_tangent(x):
+    """The maximum of `x`. Its gradient goes to where it was reached on all ranks, in equal parts."""
 
-        def push(value: torch.Tensor, _: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-            reached, ties = _reached(stages, value)
-            return stages.forth(stages.count(reached * tangent / stages.spread(ties)))
+    def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
+        reached, ties = _reached(stages, kept[0])
+        return reached * stages.spread(stages.back(g) / ties)
 
-        return with_tangent(functools.partial(_across_ranks, stages), x, push)
-    return _ExtremeAcrossRanks.apply(x, stages) if x.requires_grad else stages.run(x)
+    return around(lambda x: writable(stages.run(x), x), back, x, keep=(True, False))
 
 
 def _reached(stages: Extreme, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where this rank's values are the whole maximum, as ones and zeros, and how often it is reached over all ranks."""
     with torch.no_grad():
-        x = x.detach()
         reached = (x == stages.spread(stages.agreed(stages.most(x)))).to(x.dtype)
         return reached, stages.added(stages.count(reached))
 
@@ -455,22 +449,6 @@ def _pulled(g: torch.Tensor, source: Sharding, target: Sharding, shape: Shape, c
         source_same=source_same,
         target_same=target_same,
     )
-
-
-class _ExtremeAcrossRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stages: Extreme) -> torch.Tensor:
-        ctx.stages = stages
-        ctx.save_for_backward(x)
-        return writable(stages.run(x), x)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
-        check_one(g)
-        stages, (x,) = ctx.stages, ctx.saved_tensors
-        with torch.no_grad():
-            reached, ties = _reached(stages, x)
-        return reached * stages.spread(stages.back(g) / ties), None
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

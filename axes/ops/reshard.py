@@ -37,7 +37,7 @@ from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import Route, of_sizes, route, routed, same_axes, settled
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_whole
+from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
 
 Sizes = tuple[tuple[str, Any], ...]
 
@@ -122,7 +122,7 @@ def reshard(
     if plain or not isinstance(x, DTensor):
         return _of_shard(x, spec, mesh, comm_dtype, async_op, grad, given)
     if torch_private.transforms_are_on():
-        check_whole("axes.reshard", (x,))
+        check_transforms("axes.reshard", (x,))
     where = ambient_mesh() if mesh is None else None
     if torch.compiler.is_compiling():
         settle = grad == "resolved" and settles(x)
@@ -158,7 +158,7 @@ def _many(
     if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
         return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}
     if torch_private.transforms_are_on():
-        check_whole("axes.reshard", tuple(tensors.values()))
+        check_transforms("axes.reshard", tuple(tensors.values()))
     where = ambient_mesh() if mesh is None else None
     targets = {}
     for name, x in tensors.items():

@@ -9,7 +9,7 @@ pending is reduced, and a sub-mesh is another one on each rank: such tensors go 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.leaves import resolve_at_leaf
+from axes.runtime.linear import linear
 from axes.runtime.programs import name_of
 from axes.runtime.redistribute import check_takes_part
 from axes.runtime.routes import gradient_sharding, resharded
@@ -38,13 +39,13 @@ def reshard_many(
         check_takes_part(_sharding(x), targets[name])
     names = _together(tensors, targets)
     moving = [tensors[name] for name in names]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in moving):
+    if torch.is_grad_enabled():
         for x in moving:
             if x.is_leaf and x.requires_grad:
                 resolve_at_leaf(x)
-        moved = _apply(names, tuple([targets[name] for name in names]), *moving)
-    else:
-        moved = _moved(names, [targets[name] for name in names], moving)
+    there = [targets[name] for name in names]
+    back = functools.partial(_back, names, [_sharding(x) for x in moving])
+    moved = linear(lambda *xs: _moved(names, there, xs), back, *moving)
     found = dict(zip(names, moved, strict=True))
     return {name: found[name] if name in found else alone(x, targets[name]) for name, x in tensors.items()}
 
@@ -110,25 +111,15 @@ def _plan(kinds: tuple[Kind, ...]) -> Transfer:
     return transfer(sources, targets, shapes={name: Like(shape, dtype) for name, _, _, shape, dtype in kinds})
 
 
-class _ReshardMany(torch.autograd.Function):
-    """Many tensors by one transfer; and back the transfer that the cotangents' own shardings ask for."""
-
-    @staticmethod
-    def forward(ctx: Any, names: tuple[str, ...], targets: tuple[Sharding, ...], *tensors: DTensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.names, ctx.sources = names, [_sharding(x) for x in tensors]
-        return _moved(names, targets, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: DTensor | None) -> tuple[Any, ...]:
-        arrived = {n: c for n, c in zip(ctx.names, cotangents, strict=True) if c is not None}
-        wanted = {
-            name: gradient_sharding(source, _sharding(arrived[name]), tuple(arrived[name].shape))
-            for name, source in zip(ctx.names, ctx.sources, strict=True)
-            if name in arrived
-        }
-        found = reshard_many(arrived, wanted, resharded)
-        return None, None, *[found.get(name) for name in ctx.names]
-
-
-_apply = torch_private.apply_of(_ReshardMany)
+def _back(
+    names: tuple[str, ...], sources: Sequence[Sharding], *cotangents: DTensor | None
+) -> tuple[DTensor | None, ...]:
+    """The gradients of these tensors, by the transfer that the cotangents' own shardings ask for."""
+    arrived = {name: c for name, c in zip(names, cotangents, strict=True) if c is not None}
+    wanted = {
+        name: gradient_sharding(source, _sharding(arrived[name]), tuple(arrived[name].shape))
+        for name, source in zip(names, sources, strict=True)
+        if name in arrived
+    }
+    found = reshard_many(arrived, wanted, resharded)
+    return tuple([found.get(name) for name in names])

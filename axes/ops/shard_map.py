@@ -87,16 +87,17 @@ from axes.ops.regions import (
 )
 from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_tensors
 from axes.runtime import flags, torch_private
-from axes.runtime.border import ENTERING, Changes, enter_global, enter_plain, leave_global, leave_plain
+from axes.runtime.border import Changes, enter_global, enter_plain, leave_global, leave_plain
 from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import resolve_at_leaf, settles
+from axes.runtime.linear import border_of
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.routes import settled
 from axes.runtime.sharded import from_local, strides_like, to_local
 from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
-from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole, is_dense
+from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -323,7 +324,7 @@ def _run_region(
     for place, x in enumerate(tensors):
         _check_input(x, place, expression)
     if torch_private.transforms_are_on():
-        check_whole(f"shard_map '{expression}'", tensors)
+        check_transforms(f"shard_map '{expression}'", tensors)
     asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed, named)
@@ -496,7 +497,7 @@ def _results(result: Any, expression: str, passed: Sequence[object]) -> list[tor
         what = "the function returned a value that holds itself, or is nested too deep"
         raise _in_region(ShardingError(what), expression) from None
     if torch_private.transforms_are_on():
-        check_whole(f"the result of shard_map '{expression}'", results)
+        check_transforms(f"the result of shard_map '{expression}'", results)
     return results
 
 
@@ -575,7 +576,7 @@ def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor
     """
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
-    if all(type(x.grad_fn) in ENTERING for x in tensors[count : 2 * count] if x.requires_grad):
+    if all(border_of(x.grad_fn) == "argument" for x in tensors[count : 2 * count] if x.requires_grad):
         check_closed(results, known(number)[0])
     results = tuple(unshared(results, [torch_private.local_of(x) for x in tensors[:count]]))
     found, parts = traced_results(known(number), specs, [tuple(x.shape) for x in results])

@@ -42,16 +42,14 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
+from axes.runtime.linear import Border, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.redistribute import Frame, frame_of, pulled_back
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import adopted, contiguous_strides, sharding_of_spec, torch_placements
-from axes.runtime.transforms import check_one
 
 __all__ = [
-    "ENTERING",
-    "LEAVING",
     "Changes",
     "Copies",
     "check_grad",
@@ -63,7 +61,6 @@ __all__ = [
     "enter_global",
     "enter_plain",
     "gradient_of_local",
-    "is_copied_result",
     "leave_global",
     "leave_plain",
     "leave_together",
@@ -199,50 +196,23 @@ def copies_of(device_mesh: Any, counted: Placements) -> Copies | None:
 
 
 def enter_plain(x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
-    """A plain shard that goes into a region."""
-    return _EnterPlain.apply(x, copies, changes)
+    """A plain shard that goes into a region: the identity. Each rank has its part of the gradient."""
+    alone = replace(copies, axes=())
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        return copies.whole(leave_plain(g, alone, changes) if torch.is_grad_enabled() else g)
+
+    return linear(lambda x: x.view_as(x), back, x, border="argument")
 
 
 def leave_plain(x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
-    """A plain result of a region, in memory of its own."""
-    return _LeavePlain.apply(x, copies, changes)
+    """A plain result of a region, in memory of its own. Each rank gets its part of the gradient."""
 
+    def back(g: torch.Tensor) -> torch.Tensor:
+        changes.tell()
+        return copies.part(g)
 
-class _EnterPlain(torch.autograd.Function):
-    """The identity, where a region begins. Each rank has its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.copies, ctx.changes = copies, changes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if gradient is None:
-            return None, None, None
-        check_one(gradient)
-        if torch.is_grad_enabled():
-            gradient = _LeavePlain.apply(gradient, replace(ctx.copies, axes=()), ctx.changes)
-        return ctx.copies.whole(gradient), None, None
-
-
-class _LeavePlain(torch.autograd.Function):
-    """A copy, where a region ends. Each rank gets its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.copies, ctx.changes = copies, changes
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        ctx.changes.tell()
-        if gradient is None:
-            return None, None, None
-        check_one(gradient)
-        return ctx.copies.part(gradient), None, None
+    return linear(torch.clone, back, x, border="result" if copies.axes else None)
 
 
 # --- axes whose gradient is whole on every rank
@@ -372,26 +342,21 @@ def _leaving(spec: Spec, counted: Placements | None) -> _Leaving:
     return _Leaving(spec, by, _pending_size(by, "avg", "mean"))
 
 
-class _Leave(torch.autograd.Function):
+def _leave(leaving: Sequence[_Leaving], changes: Changes | None, *xs: DTensor) -> tuple[torch.Tensor, ...]:
     """The shards of DTensors; the gradient of each is that of one value, each rank's as the table says."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, leaving: Sequence[_Leaving], changes: Changes | None, *xs: DTensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.leaving, ctx.changes = leaving, changes
+    def shards(*xs: DTensor) -> tuple[torch.Tensor, ...]:
         return tuple([local.view_as(local) for local in map(torch_private.local_of, xs)])
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        pairs = zip(ctx.leaving, gradients, strict=True)
-        return None, None, *[None if each is None else _left(leaving, each, ctx.changes) for leaving, each in pairs]
+    def back(*gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(leaving, gradients, strict=True)
+        return tuple([None if each is None else _left(one, each, changes) for one, each in pairs])
+
+    return linear(shards, back, *xs, border="argument")
 
 
 def _left(leaving: _Leaving, gradient: torch.Tensor, changes: Changes | None) -> DTensor:
     """The gradient of a DTensor, of which this is the one of the shard."""
-    check_one(gradient)
     is_own = gradient.dtype == leaving.spec.tensor_meta.dtype
     found, counted = leaving.gradient if is_own else leaving.gradient_of(gradient.dtype)
     scaled = (gradient * leaving.means if leaving.means > 1 else gradient).contiguous()
@@ -400,31 +365,22 @@ def _left(leaving: _Leaving, gradient: torch.Tensor, changes: Changes | None) ->
     return torch_private.dtensor(scaled.detach(), found)
 
 
-class _Enter(torch.autograd.Function):
+def _enter(local: torch.Tensor, spec: Spec, counted: Spec, changes: Changes | None) -> DTensor:
     """The DTensor of a shard; this rank's gradient is its part of the one gradient, as the table says."""
+    _check_differentiable(spec)
 
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec, counted: Spec, changes: Changes | None) -> DTensor:
-        ctx.set_materialize_grads(False)
-        _check_differentiable(spec)
-        ctx.spec, ctx.counted, ctx.changes = spec, counted, changes
-        return torch_private.dtensor(local.detach(), spec)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        if ctx.changes is not None:
-            ctx.changes.tell()
-        if cotangent is None:
-            return None, None, None, None
-        found = _entered(ctx.counted, cotangent)
+    def back(cotangent: DTensor) -> torch.Tensor:
+        if changes is not None:
+            changes.tell()
+        found = _entered(counted, cotangent)
         moved = found.route.take(cotangent)
-        dual = _still_same(ctx.spec.placements, ctx.counted.placements, moved.placements)
-        local = leave_global(moved, dual, ctx.changes)
+        local = leave_global(moved, _still_same(spec.placements, counted.placements, moved.placements), changes)
         local = local if found.frame is None else found.frame.around(local)
-        return local if found.share == 1 else local / found.share, None, None, None
+        return local if found.share == 1 else local / found.share
 
-
-_leave, _enter = torch_private.apply_of(_Leave), torch_private.apply_of(_Enter)
+    # What becomes of a DTensor's copies is said where it becomes a plain tensor: a result has none but in a region.
+    border: Border = None if changes is None else "result"
+    return linear(lambda x: torch_private.dtensor(x.detach(), spec), back, local, border=border)
 
 
 def _still_same(placements: Placements, counted: Placements, other: Placements) -> Placements | None:
@@ -481,19 +437,3 @@ def _entering(value: Spec, cotangent: Spec) -> _Entering:
 
 def _plain(sharding: Sharding) -> Sharding:
     return Sharding(sharding.mesh, sharding.dims)
-
-
-ENTERING = torch_private.node_of(_Leave), torch_private.node_of(_EnterPlain)
-"""The types of the nodes of the graph by which tensors come into a region."""
-
-LEAVING = torch_private.node_of(_Enter), torch_private.node_of(_LeavePlain)
-"""The types of the nodes by which results come out of one."""
-
-
-def is_copied_result(node: Any) -> bool:
-    """Whether a node of one of these types is that of a result, outside of its region, of which ranks have copies.
-
-    Of a DTensor it isn't asked: what becomes of its copies is said where it becomes a plain tensor.
-    """
-    kind: Any = type(node)
-    return node.changes is not None if kind is LEAVING[0] else bool(node.copies.axes)

@@ -50,7 +50,7 @@ from axes.algebra.planning.boxes import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
-from axes.runtime import flags, torch_private
+from axes.runtime import flags
 from axes.runtime.check import (
     Operation,
     compare_operation,
@@ -62,11 +62,12 @@ from axes.runtime.check import (
 )
 from axes.runtime.gradients import Same, of_shards, transposed
 from axes.runtime.groups import current_world, group_of, of_world
+from axes.runtime.linear import Kept, around, linear
 from axes.runtime.packing import slices_of
 from axes.runtime.places import announce
 from axes.runtime.programs import Program, check_dtypes, name_of, part_text
 from axes.runtime.symbols import guard, is_symbolic, settled_sizes, stages_of
-from axes.runtime.transforms import PLAIN, check_one, has_tangent, with_tangent
+from axes.runtime.transforms import PLAIN
 from axes.runtime.writes import writable
 
 Axes = tuple[NamedLayout, ...]
@@ -542,7 +543,7 @@ class Move:
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
         has_gradient = x.requires_grad and torch.is_grad_enabled()
-        if not (has_gradient or has_tangent(x)):
+        if not has_gradient:
             return run(self.there.program, x, async_op)
         if self.idle if has_gradient else self.there.idle:
             return x
@@ -555,7 +556,7 @@ class Move:
 
     def pull(self, g: torch.Tensor, reverse: bool = False) -> torch.Tensor:
         """The source's gradient from the target's, or in `reverse` that gradient's own; differentiable."""
-        if (g.requires_grad and torch.is_grad_enabled()) or has_tangent(g):
+        if g.requires_grad and torch.is_grad_enabled():
             return _linear(g, self, not reverse)
         return (self.there if reverse else self.back)(g)
 
@@ -571,72 +572,31 @@ def frame_of(middle: Sharding, source: Sharding, shape: Shape) -> Frame | None:
 
 
 def _linear(x: torch.Tensor, made: Move, reverse: bool, async_op: bool = False) -> torch.Tensor:
-    """A move or its way back, differentiable, of `x` and of a tangent that it has."""
-    if has_tangent(x):
-        return with_tangent(lambda x: _linear(x, made, reverse, async_op), x)
-    return _apply_linear(x, made, reverse, async_op)
+    """A move or its way back, differentiable: each is the other's gradient."""
+    way, way_back = (made.back, made.there) if reverse else (made.there, made.back)
 
+    def pull(g: torch.Tensor) -> torch.Tensor:
+        if way_back.idle and (made.idle or not g.requires_grad):
+            return g  # itself: of two leaves that share it, torch gives each a copy
+        return made.pull(g, reverse)
 
-class _Linear(torch.autograd.Function):
-    """A move or its way back; each is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, made: Move, reverse: bool, async_op: bool) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.made, ctx.reverse = made, reverse
-        return writable((made.back if reverse else made.there)(x, async_op), x)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        if g is None:
-            return None, None, None, None
-        check_one(g)
-        here = ctx.made.there if ctx.reverse else ctx.made.back
-        if here.idle and (ctx.made.idle or not g.requires_grad):
-            return g, None, None, None  # itself: of two leaves that share it, torch gives each a copy
-        return ctx.made.pull(g, ctx.reverse), None, None, None
-
-
-_apply_linear = torch_private.apply_of(_Linear)
+    return linear(lambda x: writable(way(x, async_op), x), pull, x)
 
 
 def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
-    """A pending maximum or minimum, resolved, of `x`; of a tangent the sum of what reaches it."""
-    if not has_tangent(x):
-        return _Extreme.apply(x, made, async_op)
-
-    def push(value: torch.Tensor, _: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-        share, summed = _share(value, made)
-        return _linear(tangent * share, summed, False)
-
-    return with_tangent(lambda x: _extreme(x, made, async_op), x, push)
-
-
-class _Extreme(torch.autograd.Function):
     """A pending maximum or minimum, resolved. Its gradient goes to where it was reached, in equal parts."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.made = made
-        ctx.save_for_backward(x)
-        return writable(made.there(x, async_op), x)
+    def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
+        share, summed = _share(kept[0], made)
+        return summed.pull(g) * share
 
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if g is None:
-            return None, None, None
-        check_one(g)
-        share, summed = _share(ctx.saved_tensors[0], ctx.made)
-        return summed.pull(g) * share, None, None
+    return around(lambda x: writable(made.there(x, async_op), x), back, x, keep=(True, False))
 
 
 def _share(x: torch.Tensor, made: Move) -> tuple[torch.Tensor, Move]:
     """Where this rank's values are the maximum: 1, divided among ties, else 0. And `made` as a sum."""
     extreme, total, summed = made.reached
     with torch.no_grad():
-        # A tangent that `x` has is none of the maximum's.
-        x = x.detach()
         hits = (x == run(extreme, x)).to(x.dtype)
         return hits / run(total, hits), summed
 

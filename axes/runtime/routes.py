@@ -36,6 +36,7 @@ from axes.algebra.plan import alike
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
+from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Program
 from axes.runtime.redistribute import (
@@ -48,7 +49,6 @@ from axes.runtime.redistribute import (
 )
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
-from axes.runtime.transforms import check_one
 from axes.runtime.writes import writable
 
 Shape = tuple[int, ...]
@@ -84,7 +84,7 @@ class Route:
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
         if torch.is_grad_enabled() and x.requires_grad:
-            return x if self.stays else _apply(x, self, async_op)
+            return x if self.stays else linear(lambda x: self.moved(x, async_op), self.back, x)
         return x if self.stays else self.moved(x, async_op)
 
     def moved(self, x: DTensor, async_op: bool = False) -> DTensor:
@@ -193,44 +193,11 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
     return Route(source, target, made, result, comm_dtypes, stays)
 
 
-class _Reshard(torch.autograd.Function):
-    """A route, and back the one that the cotangent's own sharding asks for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, there: Route, async_op: bool) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.there = there
-        return there.moved(x, async_op)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None, None]:
-        if cotangent is None:
-            return None, None, None
-        return ctx.there.back(cotangent), None, None
-
-
-_apply = torch_private.apply_of(_Reshard)
-
-
 def settled(x: DTensor) -> DTensor:
     """`x`, whose gradient is brought to its own sharding here, nothing pending."""
-    return _Settle.apply(x, sharding_of_spec(torch_private.spec_of(x)))
-
-
-class _Settle(torch.autograd.Function):
-    """The identity; its gradient has the sharding of the value."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, sharding: Sharding) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.sharding = sharding
-        return torch_private.dtensor(torch_private.local_of(x), torch_private.spec_of(x))
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[DTensor | None, None]:
-        if cotangent is None:
-            return None, None
-        return resharded(cotangent, replace(ctx.sharding, pending=())), None
+    spec = torch_private.spec_of(x)
+    own = replace(sharding_of_spec(spec), pending=())
+    return linear(lambda x: torch_private.dtensor(torch_private.local_of(x), spec), lambda g: resharded(g, own), x)
 
 
 @of_sizes
@@ -266,34 +233,21 @@ def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...
 def unsharded(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
     there = routed(x, _to_whole)
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Unshard.apply(x, there)
-    return carried(there.program, torch_private.local_of(x))
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return carried(there.program, torch_private.local_of(x))
+    spec = there.spec_like(x)
+
+    def whole(x: DTensor) -> torch.Tensor:
+        local = torch_private.local_of(x)
+        return writable(carried(there.program, local), local)
+
+    return linear(whole, lambda g: there.back(_replicated(g.contiguous(), _dense(spec))), x)
 
 
 @of_sizes
 def _to_whole(spec: Spec) -> Route:
     mesh = sharding_of_spec(spec).mesh
     return route(spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))
-
-
-class _Unshard(torch.autograd.Function):
-    """The whole as a plain tensor; a plain gradient is taken for a replicated one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, there: Route) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.there, ctx.spec = there, there.spec_like(x)
-        local = torch_private.local_of(x)
-        return writable(carried(there.program, local), local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
-        if gradient is None:
-            return None, None
-        check_one(gradient)
-        replicated = _replicated(gradient.contiguous(), _dense(ctx.spec))
-        return ctx.there.back(replicated), None
 
 
 def _dense(spec: Spec) -> Spec:
@@ -308,19 +262,5 @@ def _dense_spec(spec: Spec) -> Spec:
 
 
 def _replicated(local: torch.Tensor, spec: Spec) -> DTensor:
-    if torch.is_grad_enabled() and local.requires_grad:
-        return _Replicated.apply(local, spec)
-    return torch_private.dtensor(local.detach(), spec)
-
-
-class _Replicated(torch.autograd.Function):
     """A plain tensor that is the same on every rank, as a DTensor."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
-        ctx.set_materialize_grads(False)
-        return torch_private.dtensor(local.detach(), spec)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None]:
-        return None if cotangent is None else unsharded(cotangent), None
+    return linear(lambda x: torch_private.dtensor(x.detach(), spec), unsharded, local)

@@ -46,6 +46,7 @@ from axes.runtime.border import (
 from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, settles, used
+from axes.runtime.linear import linear
 from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import route, routed, settled, unsharded
@@ -59,7 +60,7 @@ from axes.runtime.shards import (
 )
 from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.transforms import check_dense, check_not_wrapped, check_whole, refuse_transform
+from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, refuse_transform
 
 Sizes = Mapping[str, int]
 Use: TypeAlias = Literal["whole", "summed"]
@@ -230,7 +231,7 @@ def unshard(x: DTensor) -> torch.Tensor:
     """
     _distributed(x, "axes.unshard")
     if torch_private.transforms_are_on():
-        check_whole("axes.unshard", (x,))
+        check_transforms("axes.unshard", (x,))
     return _unshard_node(x) if torch.compiler.is_compiling() else unsharded(used(x))
 
 
@@ -256,7 +257,7 @@ def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> to
     """
     _distributed(x, "axes.to_local")
     if torch_private.transforms_are_on():
-        check_whole("axes.to_local", (x,))
+        check_transforms("axes.to_local", (x,))
     check_grad("axes.to_local", grad)
     where = ambient_mesh() if spec is not None else None
     if spec is not None:
@@ -391,24 +392,14 @@ def _cut(tensor: torch.Tensor, sharding: Sharding) -> DTensor:
     spec = torch_private.dtensor_spec(
         mesh.device_mesh, (Replicate(),) * mesh.ndim, shape, strides_of(shape), tensor.dtype
     )
-    return _Cut.apply(tensor, spec, sharding)
 
-
-class _Cut(torch.autograd.Function):
-    """This rank's shard of a tensor that every rank has whole; its gradient is gathered, whole on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, spec: Any, sharding: Sharding) -> DTensor:
-        ctx.set_materialize_grads(False)
+    def shard(tensor: torch.Tensor) -> DTensor:
         whole = torch_private.dtensor(tensor.detach().contiguous(), spec)
-        there = routed(whole, route, sharding, (None, None))
-        shard = there.moved(whole)
-        copy = torch_private.local_of(shard).clone(memory_format=torch.contiguous_format)
-        return torch_private.dtensor(copy, torch_private.spec_of(shard))
+        found = routed(whole, route, sharding, (None, None)).moved(whole)
+        copy = torch_private.local_of(found).clone(memory_format=torch.contiguous_format)
+        return torch_private.dtensor(copy, torch_private.spec_of(found))
 
-    @staticmethod
-    def backward(ctx: Any, cotangent: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
-        return (None if cotangent is None else unsharded(cotangent)), None, None
+    return linear(shard, unsharded, tensor)
 
 
 def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
@@ -485,7 +476,7 @@ def _plain(tensor: Any, function: str, instead: str) -> None:
     if function == "axes.shard" and tensor.is_meta:
         raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
     if torch_private.transforms_are_on():
-        check_whole(function, (tensor,))
+        check_transforms(function, (tensor,))
         if function == "axes.shard" and torch_private.functorch_is_active():
             # torch makes a DTensor by an autograd function, which transforms don't take.
             refuse_transform(function)

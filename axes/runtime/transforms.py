@@ -1,20 +1,13 @@
-"""Differentiation that goes around autograd: tangents of forward mode, and the transforms of `torch.func`.
+"""Tensors that a collective can't send as they are: of forward mode, of the transforms of `torch.func`, sparse ones.
 
 A collective sends the numbers of a tensor. It sees neither the tangent that `torch.autograd.forward_ad`
-keeps beside them nor what `torch.func.grad` or `vmap` wraps around them. A linear map therefore takes
-the tangent along itself (`with_tangent`); everything else is refused before anything is sent. The
-checks are called where `torch_private.transforms_are_on()`.
-
->>> with forward_ad.dual_level():
-...     x = forward_ad.make_dual(torch.ones(2), torch.full((2,), 5.0))
-...     y = with_tangent(lambda x: 3 * x.detach(), x)
-...     forward_ad.unpack_dual(y).tangent.tolist()
-[15.0, 15.0]
+keeps beside them nor what `torch.func.grad` or `vmap` wraps around them, so these are refused at every
+door, before anything is sent. The check is called where `torch_private.transforms_are_on()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -25,41 +18,15 @@ from torch.nn.parameter import is_lazy
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
 
-Run = Callable[[torch.Tensor], torch.Tensor]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of tensors that aren't part of a graph that is being traced. (To ask whether one of these is a DTensor
 takes five times as long as to see that its type is among them.)"""
 
 _STRIDED = torch.strided
-Push = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From a value, the result and the value's tangent to the result's tangent."""
 
 
-def has_tangent(x: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation follows a tensor."""
-    return torch_private.may_have_tangents() and _is_dual(x)
-
-
-# torch.compile gives up here, where a level is open: what it traces with has no tangents (2.13).
-@torch.compiler.disable
-def _is_dual(x: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
-
-
-@torch.compiler.disable
-def with_tangent(function: Run, x: torch.Tensor, push: Push | None = None) -> torch.Tensor:
-    """`function(x)` with its tangent, by `push`, or for a linear function by the function itself.
-
-    Both are differentiable if the two functions are.
-    """
-    value, tangent = forward_ad.unpack_dual(x)
-    assert tangent is not None
-    found = function(value)
-    return forward_ad.make_dual(found, function(tangent) if push is None else push(value, found, tangent))
-
-
-def check_shards(what: str, tensors: Iterable[Any]) -> None:
-    """`ShardingError` for plain tensors with which `what` can't be differentiated as it is asked to be."""
+def check_transforms(what: str, tensors: Iterable[Any]) -> None:
+    """`ShardingError` for tensors that have a tangent, or that a transform of `torch.func` has wrapped."""
     if torch.compiler.is_compiling():
         raise ShardingError(
             f"{what} is in a compiled graph, which has neither forward-mode differentiation nor transforms of "
@@ -70,26 +37,17 @@ def check_shards(what: str, tensors: Iterable[Any]) -> None:
             continue
         if torch_private.is_wrapped(x) or (torch_private.functorch_is_active() and _needs_gradient(x)):
             refuse_transform(what)
-        if torch_private.may_have_tangents():
-            tangent = forward_ad.unpack_dual(x).tangent
-            if tangent is not None and torch_private.is_wrapped(tangent):
-                refuse_transform(what)
-
-
-def check_whole(what: str, tensors: Iterable[Any]) -> None:
-    """`ShardingError` for tensors that have a tangent, or that a transform has wrapped.
-
-    For DTensors, and for what becomes one: torch has no forward mode for them (2.13).
-    """
-    tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
-    check_shards(what, tensors)
-    for x in tensors:
-        if has_tangent(x) or (isinstance(x, DTensor) and has_tangent(torch_private.local_of(x))):
+        if torch_private.may_have_tangents() and _has_tangent(x):
             raise ShardingError(
-                f"{what}: the tensor has a tangent, and DTensors have no forward-mode differentiation. Write "
-                "torch.autograd.functional.jvp, which goes by backward; or open the dual level in a function that "
-                "axes.shard_map runs, where tensors are plain"
+                f"{what}: the tensor has a tangent, and a collective sends only its numbers. Write "
+                "torch.autograd.functional.jvp, which goes by backward"
             )
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    if isinstance(x, DTensor) and _has_tangent(torch_private.local_of(x)):
+        return True
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_dense(x: torch.Tensor, function: str) -> None:

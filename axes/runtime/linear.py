@@ -1,0 +1,94 @@
+"""One autograd function for every map of tensors that is linear, or linear around its operands.
+
+A call says what the map does and what its gradient goes through. The way back is differentiable
+itself, since it is made of the same function; so are gradients of gradients.
+
+>>> x = torch.ones(2, requires_grad=True)
+>>> linear(lambda x: 3 * x, lambda g: 3 * g, x).sum().backward()
+>>> x.grad.tolist()
+[3.0, 3.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from axes.runtime import torch_private
+from axes.runtime.transforms import check_one
+from axes.runtime.writes import writable
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+Kept = tuple[Any, ...]
+"""What is kept for backward of the operands and the result: the tensor, or None."""
+
+Border = Literal["argument", "result"] | None
+"""`argument`: the map brings a tensor into a region; `result`: out of one, and other ranks may have copies of it."""
+
+
+class _Linear(torch.autograd.Function):
+    """`run(*xs)`, with the gradient that `linear` or `around` says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Any], back: Callable[..., Any], border: Border, keep: Sequence[bool], *xs: Any
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.back, ctx.border, ctx.keep = back, border, keep
+        found = run(*xs)
+        if keep:
+            ctx.save_for_backward(*[x if kept else None for x, kept in zip((*xs, found), keep, strict=True)])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        needed = ctx.needs_input_grad[4:]
+        arrived = [g for g in gradients if g is not None]
+        if not arrived:
+            return (None,) * (4 + len(needed))
+        for g in arrived:
+            check_one(g)
+        found = ctx.back(arrived[0], needed, ctx.saved_tensors) if ctx.keep else ctx.back(*gradients)
+        return (None, None, None, None, *found) if isinstance(found, tuple) else (None, None, None, None, found)
+
+
+_apply, _NODE = torch_private.apply_of(_Linear), torch_private.node_of(_Linear)
+
+
+def linear(run: Callable[..., Any], back: Callable[..., Any], *xs: torch.Tensor, border: Border = None) -> Any:
+    """`run(*xs)`, whose gradient is `back` of its gradient. Of several results that have none, `back` is given None."""
+    return _applied(run, back, border, (), *xs)
+
+
+def around(
+    run: Callable[..., Any],
+    back: Callable[[Any, tuple[bool, ...], Kept], Any],
+    *xs: torch.Tensor,
+    keep: Sequence[bool],
+) -> Any:
+    """The same for a map that is linear around its operands, which its gradient depends on.
+
+    keep: which of the operands and the result, in this order, `back(gradient, needed, kept)` is given.
+    `needed` says which operands need a gradient.
+    """
+    return _applied(run, back, None, tuple(keep), *xs)
+
+
+def both_ways(run: Map, back: Map, x: torch.Tensor) -> torch.Tensor:
+    """`run(x)` of a plain tensor, where each of the two maps is the gradient of the other."""
+    return linear(lambda x: writable(run(x), x), lambda g: both_ways(back, run, g), x)
+
+
+def border_of(node: Any) -> Border:
+    """Where a node of the graph stands at the border of a region; None for all other nodes."""
+    kind: Any = type(node)
+    return node.border if kind is _NODE else None
+
+
+def _applied(run: Callable[..., Any], back: Callable[..., Any], border: Border, keep: Sequence[bool], *xs: Any) -> Any:
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in xs):
+        return run(*xs)
+    apply = _Linear.apply if torch.compiler.is_compiling() else _apply
+    return apply(run, back, border, keep, *xs)
