@@ -252,8 +252,8 @@ FUSE = "axes.LayoutRules({('*.q', '*.k', '*.v'): ('*.qkv', '(h k) d, (g k) d, (g
 QKV = "{'0.q': (32, 5), '0.k': (8, 5), '0.v': (8, 5), "
 APPLIED = (
     (FUSE, "{'0.q': (32, 5), '0.k': (8, 5)}", "ShardingError", "takes 0.q together with 0.v, which isn't there"),
-    (FUSE, QKV + "'0.v': (8, 6)}", "SizeError", "d=5 is 5, not 6"),
-    (FUSE, QKV + "'0.v': (12, 5)}", "SizeError", "(g k)=8 is 8, not 12"),
+    (FUSE, QKV + "'0.v': (8, 6)}", "SizeError", "'d' is 5, found 6"),
+    (FUSE, QKV + "'0.v': (12, 5)}", "SizeError", "'(g k)' is 8, found 12"),
     (FUSE, QKV + "'0.q': (32, 5, 1)}", "SizeError", "'(h k) d' has 2 dims; the tensor has 3"),
     (FUSE, QKV + "'0.q': (0, 5)}", "SizeError", "a tensor without elements"),
     (FUSE, QKV + "'0.qkv': (1,)}", "ShardingError", "two tensors would be '0.qkv': 0.q and 0.qkv"),

@@ -282,7 +282,7 @@ TABLE = [
     row(15, "b s@cp (h d) -> b s h@(* cp) d", "b s@cp (h@tp d)", sizes=[("h", 8)], result="b s h@(tp cp) d", collectives=["all_to_all cp"], views="D"),
     row(15, "b s@cp (h d) -> b s h@(* cp) d", "b s@cp (h d)", sizes=[("h", 8)], result="b s h@cp d", collectives=["all_to_all cp"]),
     row(16, "(b s)@tp d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 4)], result="b s d", collectives=["all_gather tp"]),
-    row(16, "(b s)@tp d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 3)], result="b s d", collectives=["all_gather tp"]),
+    row(16, "(b s)@tp d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 3)], error="don't fall on its names: \\(b=3 s=4\\)"),
     row(17, "(b s)@tp d -> b@tp s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 4)], result="b@tp s d"),
     row(18, "(b@tp s) d -> b s d", "bs@tp d", shapes=[(12, 32)], sizes=[("b", 4)], result="b s d", collectives=["all_gather tp"]),
     row(19, "(h@tp d)@dp e -> h d e", "(h d) e", shapes=[(32, 4)], error="'@' inside or outside, not both"),

@@ -336,14 +336,23 @@ def filled(product: Product, sizes: Mapping[str, int]) -> str:
 
 def _product(names: tuple[str, ...], sizes: Mapping[str, int], factor: int = 1) -> str:
     """One side of an equation with its numbers."""
-    texts = [f"{name}={sizes[name]}" if name in sizes else name for name in names[:_SHOWN]]
+    texts = [_sized(name, sizes) for name in names[:_SHOWN]]
     texts += ["..."] if len(names) > _SHOWN else []
     return " * ".join([*texts, *([str(factor)] if factor != 1 or not texts else [])])
+
+
+def _sized(name: str, sizes: Mapping[str, int]) -> str:
+    """A name with its size; of a number of an expression, which is called `3#...`, the number."""
+    number, is_number, _ = name.partition("#")
+    return number if is_number else f"{name}={sizes[name]}" if name in sizes else name
 
 
 def _check(product: Product, sizes: Mapping[str, int]) -> None:
     left, right = _sides(product, sizes)
     if left != right and not product.right:
+        if len(product.left) == 1:
+            name = product.left[0].partition("#")[0]
+            raise SizeError(f"'{name}' is {left}, found {right}    ({product.text})")
         raise SizeError(f"{_product(product.left, sizes)} is {left}, not {right}    ({product.text})")
     if left != right:
         raise SizeError(f"{left} isn't {right}:  {filled(product, sizes)}")
@@ -353,8 +362,8 @@ def _missing(product: Product, name: str, sizes: Mapping[str, int]) -> int:
     """What `name`, which stands in the product once, must be."""
     left, right = _sides(product, sizes)
     here, there = (left, right) if name in product.left else (right, left)
-    size, remainder = divmod(there, here)
-    if remainder or size < 1:
+    size, remainder = divmod(there, here) if here else (0, 1)  # of nothing, any size would do
+    if remainder or (size < 1 and there):
         raise SizeError(f"{there} doesn't divide by {here}:  {filled(product, sizes)}")
     return size
 

@@ -173,8 +173,8 @@ def _may_vary(found: Recipe, atom: str, count: int, find: Find) -> bool:
 def _form(found: Recipe) -> tuple[Any, ...]:
     """All of a recipe but sizes."""
     result = found.result
-    inputs = [(i.groups, i.source, i.opened, i.elementary, i.prepared, i.conjugate) for i in found.inputs]
-    output = (result.groups, result.derived, result.target, result.closed, result.output)
+    inputs = [(i.groups, i.source, i.elementary, i.prepared, i.conjugate) for i in found.inputs]
+    output = (result.groups, result.derived, result.target, result.output)
     stays = [unmoved(*arrow) for arrow in found.arrows]
     return inputs, output, stays, found.divisor == 1, found.multiplier
 

@@ -306,6 +306,7 @@ def _gradients(
     made: Global, needed: tuple[bool, ...], cotangent: DTensor, operands: Sequence[DTensor | None]
 ) -> tuple[DTensor | None, ...]:
     """The gradients of all operands that need one."""
+    cotangent = _on_names(made, cotangent)
     target = _wanted(made, needed, _arriving(cotangent))
     if target is not None:
         cotangent = resharded(cotangent, target, both(made.program.comm_dtype)[1])
@@ -322,6 +323,19 @@ def _arriving(cotangent: DTensor) -> Spec:
     if type(torch_private.local_of(cotangent)) is torch.Tensor:
         return spec
     return spec_at(spec, hints(spec.shape))
+
+
+def _on_names(made: Global, cotangent: DTensor) -> DTensor:
+    """The cotangent, gathered where a split of it doesn't fall on the names of the expression."""
+    source = _source_of_cotangent(made, _arriving(cotangent))
+    return cotangent if source is None else resharded(cotangent, source, both(made.program.comm_dtype)[1])
+
+
+@_per_program
+def _source_of_cotangent(made: Global, spec: Spec) -> Sharding | None:
+    arrived = _arrived(made.recipe, made, spec)
+    first = gradient_of(made.recipe, 0, arrived).inputs[0]
+    return None if unmoved(arrived, first.source, first.shape) else first.source
 
 
 @_per_program
@@ -400,7 +414,6 @@ def as_sum(forward: Recipe) -> Recipe:
         result,
         derived=summed(result.derived),
         target=summed(result.target),
-        closed=summed(result.closed),
         output=summed(result.output),
     )
     return replace(forward, op="sum", result=kept)
@@ -411,6 +424,7 @@ def _apply_extreme(made: Global, x: DTensor) -> DTensor:
 
     def back(cotangent: DTensor, _: tuple[bool, ...], kept: Kept) -> DTensor:
         x, y = kept
+        cotangent = _on_names(made, cotangent)
         _check_resolved(made.recipe)
         spread, there = (_gradient(made, 0, _arriving(each)) for each in (y, cotangent))
         local = torch_private.local_of(x)

@@ -218,11 +218,8 @@ def _feed(extents: Extents, operand: Input, view: View, comm_dtype: Dtypes) -> S
 
     Otherwise what it takes has one dim per atom.
     """
-    gathering = redistribution(operand.source, operand.opened, extents.merged(operand.groups), view, comm_dtype)
     moving = redistribution(operand.elementary, operand.prepared, extents.shape(operand.atoms), view, comm_dtype)
-    if gathering is None and moving is None:
-        return None
-    return _joined([gathering, _opening(extents, operand), moving])
+    return None if moving is None else _joined([_opening(extents, operand), moving])
 
 
 def _opening(extents: Extents, operand: Input) -> Stage | None:
@@ -243,13 +240,8 @@ def _leaving(
 ) -> Stage | None:
     """The same for a result that is pending otherwise."""
     result = extents.recipe.result
-    slicing = redistribution(result.closed, result.output, extents.merged(result.groups), view, comm_dtype, async_op)
-    moving = redistribution(
-        derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op and slicing is None
-    )
-    if moving is None and slicing is None:
-        return None
-    return _joined([moving, _merging(extents), slicing])
+    moving = redistribution(derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op)
+    return None if moving is None else _joined([moving, _merging(extents)])
 
 
 def _merging(extents: Extents) -> Stage | None:
@@ -280,16 +272,13 @@ def computed_shapes(extents: Extents) -> tuple[Shape, ...]:
 
 def _raw(found: Recipe) -> list[bool]:
     """Which operands are computed on as they come: nothing is moved of them."""
-    return [
-        unmoved(i.source, i.opened, i.shape) and unmoved(i.elementary, i.prepared, found.shape_of(i.atoms))
-        for i in found.inputs
-    ]
+    return [unmoved(i.elementary, i.prepared, found.shape_of(i.atoms)) for i in found.inputs]
 
 
 def _moves_result(found: Recipe) -> bool:
     """Whether something is done to the result after it is computed, but for merging its dims."""
     r = found.result
-    return not (unmoved(r.derived, r.target, found.shape_of(r.atoms)) and unmoved(r.closed, r.output, r.shape))
+    return not unmoved(r.derived, r.target, found.shape_of(r.atoms))
 
 
 def _compute(extents: Extents, raw: Sequence[bool], merged: bool, dtype: torch.dtype | None = None) -> Run:
@@ -422,17 +411,8 @@ def _reached(stages: Extreme, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def _pulling_back(extents: Extents, summed: Sharding, comm_dtype: Dtypes) -> Stage:
     """From the gradient of the result to that of the values which were reduced to it."""
     result = extents.recipe.result
-    legs = [
-        (result.closed, result.output, extents.merged(result.groups)),
-        (summed, result.target, extents.shape(result.atoms)),
-    ]
-    opened = extents.local(result.atoms, result.target)
-
-    def back(g: torch.Tensor) -> torch.Tensor:
-        g = _pulled(g, *legs[0], comm_dtype).reshape(opened)
-        return _pulled(g, *legs[1], comm_dtype)
-
-    return back
+    shape, opened = extents.shape(result.atoms), extents.local(result.atoms, result.target)
+    return lambda g: _pulled(g.reshape(opened), summed, result.target, shape, comm_dtype)
 
 
 def _pulled(g: torch.Tensor, source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes) -> torch.Tensor:

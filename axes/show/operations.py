@@ -251,10 +251,8 @@ def _moves_of(subject: Recipe, dtype: str, of: str = "") -> list[Moved]:
     """The steps of an operation, in order."""
     many = len(subject.inputs) > 1
     found: list[Moved] = []
-    arrows = list(subject.arrows)
-    for at, arrow in enumerate(arrows):
-        number, last = at // 2, at >= len(arrows) - 2
-        part = of or ("result" if last else f"operand {number + 1}" if many else "operand")
+    for number, arrow in enumerate(subject.arrows):
+        part = of or ("result" if number == len(subject.inputs) else f"operand {number + 1}" if many else "operand")
         found += _moved(part, *arrow, dtype)
     return found
 
@@ -721,6 +719,7 @@ def _through(subject: Recipe | None, cotangent: Sharding, part: str, found: list
     if subject is None:
         return cotangent
     each = gradient_of(subject, 0, cotangent)
+    found += _moved(f"gradient of {part}", cotangent, each.inputs[0].source, each.inputs[0].shape, dtype)
     found += _moves_of(each, dtype, f"gradient of {part}")
     return each.result.output
 

@@ -7,7 +7,7 @@ has all operands say the same of an atom that they share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -24,25 +24,23 @@ from axes.algebra.flow.states import (
     pending_of,
     same_split,
     split,
-    whole_sizes,
 )
 from axes.algebra.grammar import place_text
 from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding
-from axes.algebra.sizes import given_sizes
+from axes.algebra.sizes import Product, given_sizes, solve
 
 Named = tuple[NamedLayout, ...]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand's states: per dim, and per atom; `opened` where its dims had to be gathered first."""
+    """An operand's states: per dim, and per atom."""
 
     term: Term
     shape: Shape
     dims: tuple[ShardedDim, ...]
-    opened: tuple[ShardedDim, ...]
     marks: tuple[ShardedDim, ...]
     pending: tuple[Entry, ...]
     same: Named
@@ -135,10 +133,15 @@ class Operands:
                     if count > 1:
                         self.assumed.update(a for a in slot.atoms if a not in sized)
                     where = f"dim {dim} of {list(shape)}" + (f", operand {index + 1}" if len(shapes) > 1 else "")
-                    equations.append((slot.atoms, extent * count, f"{where}, in  {reading.text}"))
+                    equations.append(Product(slot.atoms, (), extent * count, f"{where}, in  {reading.text}"))
         for whole_name, inner in reading.wholes:
             self._check_whole(whole_name, inner, known)
-        found = whole_sizes(equations, sized, _all_atoms(reading), reading.text)
+        found = solve(equations, sized)
+        open_ = [atom for term in reading.terms for atom in term.atoms if atom not in found]
+        if open_:
+            raise SizeError(
+                f"the size of '{open_[0]}' isn't known from any tensor; give it, like {open_[0]}=2\nin  {reading.text}"
+            )
         for whole_name, inner in reading.wholes:
             count = math.prod(known.get(name, 1) for name in inner)
             if found[whole_name] % count or (all(n in known for n in inner) and found[whole_name] != count):
@@ -174,7 +177,6 @@ class Operands:
 
     def _declared(self, index: int, term: Term, shape: Shape) -> Operand:
         dims: list[ShardedDim] = []
-        opened: list[ShardedDim] = []
         marks: list[ShardedDim] = []
         for slot in term.slots:
             atoms = [(atom, self.sizes[atom]) for atom in slot.atoms]
@@ -182,19 +184,16 @@ class Operands:
             if slot.axes is not None:
                 axes = self._starless(slot.axes)
                 dim = split(group_text(slot), *axes)
-                landed = land(dim, extent, atoms)
+                landed = self._landed(dim, extent, atoms, slot)
             else:
                 landed = [split(m.atom, *self._starless(m.axes or ())) for m in slot.marks]
                 dim = closed([*zip(landed, (n for _, n in atoms), strict=True)], self.reading)
             dims.append(dim)
-            if landed is not None and extent == 0:
-                landed = self._as_written(slot, landed)
-            opened.append(dim if landed is not None else split(group_text(slot)))
-            marks.extend(landed or [split(atom) for atom, _ in atoms])
+            marks.extend(self._as_written(slot, landed) if extent == 0 else landed)
         self._bind_stars(term, marks)
         pending, same = self.declared_pending(term)
         whole = tuple(math.prod(self.sizes[a] for a in slot.atoms) for slot in term.slots)
-        return Operand(term, whole, tuple(dims), tuple(opened), tuple(marks), pending, same)
+        return Operand(term, whole, tuple(dims), tuple(marks), pending, same)
 
     def _bind_stars(self, term: Term, marks: Sequence[ShardedDim]) -> None:
         """On a plain tensor a `*` on the left is nothing: what isn't declared isn't known."""
@@ -239,12 +238,12 @@ class Operands:
         dims = [self._unmentioned(*pair) for pair in zip(sharding.dims, term.slots, strict=True)]
         shape = tuple(math.prod(self.sizes[a] for a in slot.atoms) for slot in term.slots)
         entries = tuple(entries_of(sharding.pending))
-        operand = self._landed(term, shape, dims, entries)
+        operand = self._handed_down(term, shape, dims, entries)
         self._assert_pending(index, operand)
         marks = list(operand.marks)
         for at, (atom, axes) in enumerate(marks_of(term, groups=False)):
             marks[at] = self._assert_mark(index, operand, atom, axes, marks[at])
-        return Operand(term, shape, tuple(dims), operand.opened, tuple(marks), entries, ())
+        return Operand(term, shape, tuple(dims), tuple(marks), entries, ())
 
     def _as_written(self, slot: Slot, landed: list[ShardedDim]) -> list[ShardedDim]:
         """The splits of the atoms of a dim without elements: as the text says, if it says them of the same axes."""
@@ -269,10 +268,9 @@ class Operands:
         factors = tuple(ShardedFactor(f.name, f.size, tuple(filter(stays, f.axes))) for f in dim.factors)
         return ShardedDim(factors)
 
-    def _landed(self, term: Term, shape: Shape, dims: Sequence[ShardedDim], pending: tuple[Entry, ...]) -> Operand:
+    def _handed_down(self, term: Term, shape: Shape, dims: Sequence[ShardedDim], pending: tuple[Entry, ...]) -> Operand:
         """The operand with its splits handed down to its atoms."""
-        raw = Operand(term, shape, tuple(dims), tuple(dims), (), pending, ())
-        opened: list[ShardedDim] = []
+        raw = Operand(term, shape, tuple(dims), (), pending, ())
         marks: list[ShardedDim] = []
         for slot, dim, extent in zip(term.slots, dims, shape, strict=True):
             atoms = [(atom, self.sizes[atom]) for atom in slot.atoms]
@@ -282,14 +280,9 @@ class Operands:
                     self._fail(f"write '*' at the name in {slot} that it is about", slot.span)
                 if not same_split(dim, wanted, extent):
                     self._mismatch(raw)
-            landed = land(dim, extent, atoms)
-            if landed is None and slot.axes is None:
-                self._no_landing(raw, slot, dim, atoms)
-            if landed is not None and extent == 0:
-                landed = self._as_written(slot, landed)
-            opened.append(dim if landed is not None else split(group_text(slot)))
-            marks.extend(landed if landed is not None else [split(atom) for atom, _ in atoms])
-        return Operand(term, shape, tuple(dims), tuple(opened), tuple(marks), pending, ())
+            landed = self._landed(dim, extent, atoms, slot)
+            marks.extend(self._as_written(slot, landed) if extent == 0 else landed)
+        return Operand(term, shape, tuple(dims), tuple(marks), pending, ())
 
     def _assert_mark(self, index: int, operand: Operand, atom: str, axes: Axes | None, state: ShardedDim) -> ShardedDim:
         """The state of an atom after the assertion that stands at it."""
@@ -374,15 +367,21 @@ class Operands:
             f"write '{has}' on the left, or axes.reshard it before"
         )
 
-    def _no_landing(self, operand: Operand, slot: Slot, dim: ShardedDim, atoms: Sequence[tuple[str, int]]) -> NoReturn:
-        sizes = " ".join(f"{name}={size}" for name, size in atoms)
-        raise ShardingError(
+    def _landed(self, dim: ShardedDim, extent: int, atoms: Sequence[tuple[str, int]], slot: Slot) -> list[ShardedDim]:
+        """The states of the atoms of a dim; `ShardingError` where its split doesn't fall on them."""
+        found = land(dim, extent, atoms)
+        if found is None:
+            raise self.between_names(dim, atoms, slot, f"axes.reshard it to '{group_text(slot)}' before")
+        return found
+
+    def between_names(
+        self, dim: ShardedDim, atoms: Sequence[tuple[str, int]], slot: Slot, advice: str
+    ) -> ShardingError:
+        """The error for a split of a group that doesn't fall on the names in it."""
+        sizes = " ".join(f"{name.split('#')[0]}={size}" for name, size in atoms)
+        return ShardingError(
             f"{place_text(dim.axes)} splits {group_text(slot)} into {dim.pieces} parts that don't fall "
-            f"on its names: ({sizes})\n"
-            f"  has   {operand.text()}\n"
-            f"in  {self.reading.text}\n"
-            f"write '{group_text(slot)}@{place_text(dim.axes)}' on the left to have it gathered, "
-            "or choose sizes that divide"
+            f"on its names: ({sizes})\nin  {self.reading.text}\n{advice}, or choose sizes that divide"
         )
 
     def _fail(self, message: str, span: tuple[int, int] | None = None) -> NoReturn:
@@ -493,10 +492,6 @@ def marks_of(term: Term, groups: bool = True) -> list[tuple[str, Axes | None]]:
         for slot in term.slots
         for mark in slot.marks
     ]
-
-
-def _all_atoms(reading: Reading) -> Iterable[str]:
-    return (atom for term in reading.terms for atom in term.atoms)
 
 
 def group_text(slot: Slot) -> str:

@@ -3,17 +3,16 @@
 A recipe is what is left of an expression once it has met the shardings and shapes of its tensors.
 Per operand:
 
-    source  --gather-->  opened  --view-->  elementary  --move-->  prepared
+    source  --view-->  elementary  --move-->  prepared
 
 then the local computation, then for the result
 
-    derived  --move-->  target  --view-->  closed  --slice-->  output
+    derived  --move-->  target  --view-->  output
 
-Each arrow that joins two equal shardings does nothing, and most do: an operation moves data in one
-place, an operation that is local in none. `elementary` and what follows are shardings of a tensor
-with one dim per atom of the expression; `source`, `opened`, `closed` and `output` are those of the
-tensors as they are. `gather` and `slice` happen only where the split of a group doesn't fall on the
-names in it.
+A move that joins two equal shardings does nothing, and most do: an operation moves data in one
+place, an operation that is local in none. `source` and `output` are shardings of the tensors as they
+are, the others those of a tensor with one dim per atom of the expression. So a split of a group has to
+fall on the names in it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Input:
     shape: Shape
     groups: Groups
     source: Sharding
-    opened: Sharding
     elementary: Sharding
     prepared: Sharding
     conjugate: bool = False
@@ -66,13 +64,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """The result. `arising` are the axes over which this operation itself leaves it pending."""
+    """The result. `groups` are the atoms of each of its dims, `shape` its whole shape."""
 
     shape: Shape
     groups: Groups
     derived: Sharding
     target: Sharding
-    closed: Sharding
     output: Sharding
 
     @property
@@ -128,19 +125,15 @@ class Recipe:
     @property
     def arrows(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
         """`(from, to, whole shape)` of each arrow between shardings."""
-        found: list[tuple[Sharding, Sharding, Shape]] = []
-        for i in self.inputs:
-            found += [(i.source, i.opened, i.shape), (i.elementary, i.prepared, self.shape_of(i.atoms))]
-        r = self.result
-        found += [(r.derived, r.target, self.shape_of(r.atoms)), (r.closed, r.output, r.shape)]
-        return tuple(found)
+        found = [(i.elementary, i.prepared, self.shape_of(i.atoms)) for i in self.inputs]
+        return (*found, (self.result.derived, self.result.target, self.shape_of(self.result.atoms)))
 
     def __str__(self) -> str:
         lines = [self.text]
         for number, i in enumerate(self.inputs):
-            steps = [i.source, i.opened, i.elementary, i.prepared]
+            steps = [i.source, i.elementary, i.prepared]
             lines.append(f"  operand {number + 1}  {_chain(steps)}    {list(i.shape)}")
-        steps = [self.result.derived, self.result.target, self.result.closed, self.result.output]
+        steps = [self.result.derived, self.result.target, self.result.output]
         lines.append(f"  result     {_chain(steps)}    {list(self.result.shape)}")
         return "\n".join(lines)
 

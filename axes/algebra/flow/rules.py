@@ -256,11 +256,10 @@ class _Result:
 
     # rule 3: what the right side wants
 
-    def _target(self) -> tuple[dict[str, ShardedDim], dict[int, ShardedDim]]:
-        """The state of each atom of the result; and of dims whose split doesn't fall on their atoms."""
+    def _target(self) -> dict[str, ShardedDim]:
+        """The state of each atom of the result."""
         atoms: dict[str, ShardedDim] = {}
-        dims: dict[int, ShardedDim] = {}
-        for at, slot in enumerate(self.reading.result.slots):
+        for slot in self.reading.result.slots:
             if slot.axes is None:
                 atoms.update({m.atom: self._wanted(m.atom, m.axes) for m in slot.marks})
                 continue
@@ -269,10 +268,11 @@ class _Result:
             sizes = [(atom, self.sizes[atom]) for atom in slot.atoms]
             whole = split(group_text(slot), *self.mesh.named(slot.axes))
             landed = land(whole, math.prod(n for _, n in sizes), sizes)
-            atoms.update(zip(slot.atoms, landed or [split(atom) for atom in slot.atoms], strict=True))
             if landed is None:
-                dims[at] = whole
-        return atoms, dims
+                advice = f"write '{group_text(slot)}' on the right and axes.reshard the result"
+                raise self.has.between_names(whole, sizes, slot, advice)
+            atoms.update(zip(slot.atoms, landed, strict=True))
+        return atoms
 
     def _wanted(self, atom: str, axes: Axes | None) -> ShardedDim:
         has = self.states.get(atom, split(atom))
@@ -290,12 +290,9 @@ class _Result:
         rest = has.axes if star is None else star
         return split(atom, *(each for axis in axes for each in (rest if axis == "*" else self.mesh.named((axis,)))))
 
-    def _check_target(
-        self, atoms: dict[str, ShardedDim], dims: dict[int, ShardedDim], pending: Sequence[Entry], same: Named
-    ) -> None:
+    def _check_target(self, atoms: dict[str, ShardedDim], pending: Sequence[Entry], same: Named) -> None:
         """No digit twice in the result; where one flows into a place that the text gave away, say so."""
         uses = [(atom, axis) for atom, state in atoms.items() for axis in state.axes]
-        uses += [(str(dim.factors[0].name), axis) for dim in dims.values() for axis in dim.axes]
         uses += [(f"| {op}", axis) for op, axis in [*pending, *(("same", axis) for axis in same)]]
         owner: dict[Any, str] = {}
         for what, axis in uses:
@@ -322,8 +319,8 @@ class _Result:
         pending, same = self._target_pending(inherited, arising)
         counted = self._counted()
         mean = reading.kind == "reduce" and self.op == "mean"
-        target, odd = self._target()
-        self._check_target(target, odd, pending, same)
+        target = self._target()
+        self._check_target(target, pending, same)
         final = pending_of([*pending, *(("same", axis) for axis in same)])
         wanted = Sharding(self.mesh, tuple(target[a] for a in atoms), final)
         if reading.kind == "repeat":
@@ -339,7 +336,7 @@ class _Result:
         inputs = tuple(
             self._input(operand, sharding) for operand, sharding in zip(self.has.operands, before, strict=True)
         )
-        result = self._output(derived, wanted, odd)
+        result = self._output(derived, wanted)
         divisor = math.prod(self.sizes[a] for a in self._contracted()) if mean and not counted else 1
         multiplier = math.prod(axis.size for op, axis in arising if op == "mean")
         sizes = tuple(self.sizes.items())
@@ -361,27 +358,18 @@ class _Result:
     def _input(self, operand: Operand, prepared: Sharding) -> Input:
         pending = pending_of([*operand.pending, *(("same", axis) for axis in operand.same)])
         source = Sharding(self.mesh, operand.dims, pending)
-        opened = Sharding(self.mesh, operand.opened, pending)
         elementary = Sharding(self.mesh, operand.marks, pending)
         groups = tuple(slot.atoms for slot in operand.term.slots)
-        return Input(operand.shape, groups, source, opened, elementary, prepared)
+        return Input(operand.shape, groups, source, elementary, prepared)
 
-    def _output(self, derived: Sharding, target: Sharding, odd: dict[int, ShardedDim]) -> Output:
+    def _output(self, derived: Sharding, target: Sharding) -> Output:
         states = dict(zip(self.reading.result.atoms, target.dims, strict=True))
         dims, shape = [], []
         for slot in self.reading.result.slots:
             dims.append(closed([(states[a], self.sizes[a]) for a in slot.atoms], self.reading))
             shape.append(math.prod(self.sizes[a] for a in slot.atoms))
-        final = [odd.get(at, dim) for at, dim in enumerate(dims)]
         groups = tuple(slot.atoms for slot in self.reading.result.slots)
-        return Output(
-            tuple(shape),
-            groups,
-            derived,
-            target,
-            Sharding(self.mesh, tuple(dims), target.pending),
-            Sharding(self.mesh, tuple(final), target.pending),
-        )
+        return Output(tuple(shape), groups, derived, target, Sharding(self.mesh, tuple(dims), target.pending))
 
     def _check_torch(self, found: Recipe) -> None:
         try:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from axes.algebra.errors import ShardingError, SizeError
+from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, same_cuts
@@ -212,48 +212,3 @@ def pending_of(entries: Iterable[Entry]) -> tuple[PendingReduction, ...]:
 def entries_of(pending: Iterable[PendingReduction]) -> list[Entry]:
     """A sharding's pending reductions as `(op, axis)` in order."""
     return [(reduction.op, axis) for reduction in pending for axis in reduction.axes]
-
-
-def whole_sizes(
-    equations: Sequence[tuple[tuple[str, ...], int, str]], known: dict[str, int], needed: Iterable[str], text: str
-) -> dict[str, int]:
-    """The size of every atom from `product of atoms == extent` per dim, with a text for errors.
-
-    Raises `SizeError` where one contradicts itself, doesn't divide, or leaves more than one open.
-    """
-    sizes = dict(known)
-    left = list(equations)
-    while left:
-        ready = [e for e in left if sum(atom not in sizes for atom in e[0]) <= 1]
-        if not ready:
-            atoms, extent, where = left[0]
-            missing = [atom for atom in dict.fromkeys(atoms) if atom not in sizes]
-            names = " and ".join(f"'{atom}'" for atom in missing)
-            raise SizeError(
-                f"the sizes of {names} don't follow from  {_equation(atoms, sizes)} = {extent}    ({where})\n"
-                f"give all but one of them, like {missing[0]}=2"
-            )
-        for equation in ready:
-            left.remove(equation)
-            atoms, extent, where = equation
-            missing = [atom for atom in atoms if atom not in sizes]
-            rest = math.prod(sizes[atom] for atom in atoms if atom in sizes)
-            if len(missing) > 1 or (missing and (rest == 0 or extent % rest)):
-                raise SizeError(
-                    f"{extent} doesn't divide by {rest}:  {_equation(atoms, sizes)} = {extent}    ({where})"
-                )
-            if missing:
-                sizes[missing[0]] = extent // rest
-            elif rest != extent and len(atoms) == 1:
-                raise SizeError(f"'{atoms[0].split('#')[0]}' is {rest}, found {extent}    ({where})")
-            elif rest != extent:
-                raise SizeError(f"{rest} isn't {extent}:  {_equation(atoms, sizes)} = {extent}    ({where})")
-    open_ = [atom for atom in dict.fromkeys(needed) if atom not in sizes]
-    if open_:
-        raise SizeError(f"the size of '{open_[0]}' isn't known from any tensor; give it, like {open_[0]}=2\nin  {text}")
-    return sizes
-
-
-def _equation(atoms: Sequence[str], sizes: dict[str, int]) -> str:
-    texts = [f"{a}={sizes[a]}" if a in sizes and "#" not in a else a.split("#")[0] for a in atoms]
-    return " * ".join(texts) or "1"

@@ -34,7 +34,8 @@ from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding, c
 @cached_with_names(4096)
 def gradient(recipe: Recipe, index: int, arrived: Sharding, lazy: bool = True) -> Recipe:
     """The recipe that takes the cotangent of the result, which arrived with this sharding, and the
-    other operands in order, to the gradient of operand `index`.
+    other operands in order, to the gradient of operand `index`. The caller brings the cotangent to the
+    recipe's own source before: a split of a dim that doesn't fall on the names in it is gathered.
 
     Only for what is linear in the operand. If not `lazy`, the gradient is split as the operand is
     and no further.
@@ -133,24 +134,22 @@ class _Transposed:
     def _cotangent(self) -> Input:
         """The cotangent, moved to what splits the result of the local computation."""
         result = self.forward.result
-        dims = self.arrived.sized(result.shape).dims
+        dims: list[ShardedDim] = []
         states: list[ShardedDim] = []
-        opened: list[ShardedDim] = []
-        for dim, extent, group in zip(dims, result.shape, result.groups, strict=True):
+        for dim, extent, group in zip(self.arrived.sized(result.shape).dims, result.shape, result.groups, strict=True):
             landed = land(dim, extent, [(atom, self.forward.size[atom]) for atom in group])
-            opened.append(dim if landed is not None else split("_"))
-            states += landed if landed is not None else [split(atom) for atom in group]
+            dims.append(split("_") if landed is None else dim)
+            states += landed or [split(atom) for atom in group]
         pending = self.arrived.pending
-        source = Sharding(self.mesh, dims, pending)
+        source = Sharding(self.mesh, tuple(dims), pending)
         elementary = Sharding(self.mesh, tuple(states), pending)
         wanted = tuple(
             self.free.extended(mine, theirs) for mine, theirs in zip(result.derived.dims, states, strict=True)
         )
         kept = pending_of(self.free.pending(entries_of(pending)))
         prepared = Sharding(self.mesh, wanted, kept)
-        opened_sharding = Sharding(self.mesh, tuple(opened), pending)
         conjugate = self.operand.conjugate  # of a product with conj(x) the gradient is the conjugate of that of x
-        return Input(result.shape, result.groups, source, opened_sharding, elementary, prepared, conjugate=conjugate)
+        return Input(result.shape, result.groups, source, elementary, prepared, conjugate=conjugate)
 
     def _other(self, other: Input) -> Input:
         """Another operand as the forward took it, sliced where the cotangent stays split."""
@@ -178,18 +177,7 @@ class _Transposed:
         )
         target = Sharding(self.mesh, dims, pending_of(self.final.pending(entries)))
         closed = self._closed(operand.groups, target)
-        odd = [
-            source if source != opened else mine
-            for source, opened, mine in zip(operand.source.dims, operand.opened.dims, closed, strict=True)
-        ]
-        return Output(
-            operand.shape,
-            operand.groups,
-            derived,
-            target,
-            Sharding(self.mesh, closed, target.pending),
-            Sharding(self.mesh, tuple(odd), target.pending),
-        )
+        return Output(operand.shape, operand.groups, derived, target, Sharding(self.mesh, closed, target.pending))
 
     def _closed(self, groups: Groups, target: Sharding) -> tuple[ShardedDim, ...]:
         states = iter(target.dims)
