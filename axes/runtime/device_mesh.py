@@ -14,8 +14,8 @@ the axis's order, so such an axis gives a correct DTensor.
 The other way, `Mesh.from_device_mesh` adopts what `init_device_mesh`, `_flatten`, `_unflatten`,
 slicing or `from_group` made, with its groups, so that nothing is created twice.
 
-`_flatten` and slices of these meshes are those of axes, too: FSDP2 flattens where it is given
-`dp_mesh_dims`, and trainers do by hand.
+`_flatten` of these meshes is that of axes, too: FSDP2 flattens where it is given `dp_mesh_dims`. A slice
+has dims of the `DeviceMesh` alone, in its order: for others write `mesh["fsdp"].device_mesh`.
 """
 
 from __future__ import annotations
@@ -94,14 +94,13 @@ def _teach_torch() -> None:
     torch_private.keep_uneven_gradients()
     torch_private.tell_groups_apart()
     torch_private.gather_by_communicator()
-    torch_private.replace_slicing(_flattened, _sliced)
+    torch_private.replace_flattening(_flattened)
     checkpoint.install()
 
 
 def _built(world: World, mesh: Mesh) -> DeviceMesh:
     _teach_torch()
-    coordinate = mesh.coordinate
-    if coordinate is None and mesh.size < mesh.universe.size:
+    if mesh.coordinate is None and mesh.size < mesh.universe.size:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
     groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
     root = _root(world, mesh.universe, mesh.binding.device_type)
@@ -109,13 +108,12 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         root,
         [layout.modes for layout in mesh.layouts],
         mesh.axis_names,
-        None if coordinate is None else tuple(coordinate.values()),
         [groups[name] for name in mesh.axis_names if groups],
         [mark_of(world, mesh, layout, name) for layout, name in zip(mesh.layouts, mesh.axis_names, strict=True)],
     )
     for name, layout in mesh.axes.items():
-        if torch_private.forget_flattened(root, name, layout.modes):
-            world.flattened.pop(_key(mesh, name), None)
+        if Layout.of(torch_private.flattened_modes(root, name) or layout.modes) != layout:
+            torch_private.forget_flattened(root, name)
     _, known = world.meshes.get(made, (None, mesh))
     if _content(known) != _content(mesh):
         raise MeshError(
@@ -139,9 +137,7 @@ def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     root = world.roots.get((universe, device_type))
     if root is None:
-        position = universe.position(world.rank)
-        root = torch_private.root_device_mesh(device_type, universe.ranks, position)
-        world.roots[universe, device_type] = root
+        root = world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
     return root
 
 
@@ -155,36 +151,20 @@ def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
         return None
     world = current_world()
     with world.lock:
-        dims = world.flattened.get(_key(mesh, name), mesh.axis_names)
         layout = mesh.layout_of_all
-        known = [f"{' '.join(dims)} flattened"] if dims != mesh.axis_names else []
+        modes = torch_private.flattened_modes(torch_private.root_of(made), name)
+        known = [] if modes is None or Layout.of(modes) == layout else ["a name of other dims, flattened"]
         known += [
             f"an axis of {other!r}"
             for _, other in world.meshes.values()
-            if other.universe == mesh.universe and other.namespace.get(name, layout) != layout and name in other.axes
+            if other.universe == mesh.universe and other.axes.get(name, layout) != layout
         ]
         if known:
             raise MeshError(
                 f"'{name}' is {known[0]}, and can't be {' '.join(mesh.axis_names)} of {mesh!r} as well: "
                 "flatten under another name"
             )
-        world.flattened[_key(mesh, name)] = mesh.axis_names
-        return _sliced(made, (name,))
-
-
-def _sliced(made: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """The dims of these names in any order, flattened ones among them; None where one isn't known of this mesh."""
-    mesh = _of_known_root(made)
-    if mesh is None:
-        return None
-    world = current_world()
-    namespace = mesh.axes
-    for name in names:
-        dims = (name,) if name in mesh.axes else world.flattened.get(_key(mesh, name), ())
-        if not dims or not mesh.axes.keys() >= set(dims):
-            return None
-        namespace[name] = Layout.product(*map(mesh.layout, dims))
-    return device_mesh(mesh._with(namespace=namespace)[names])
+        return device_mesh(mesh._with(namespace={**mesh.namespace, name: layout})[name])
 
 
 def _of_known_root(made: DeviceMesh) -> Mesh | None:
@@ -193,10 +173,6 @@ def _of_known_root(made: DeviceMesh) -> Mesh | None:
     if dist.group.WORLD is None or not any(known is root for known in current_world().roots.values()):
         return None
     return from_device_mesh(made)
-
-
-def _key(mesh: Mesh, name: str) -> tuple[Universe, str, str]:
-    return mesh.universe, mesh.binding.device_type, name
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:

@@ -182,7 +182,6 @@ class World:
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
-        self.flattened: dict[tuple[Universe, str, str], tuple[str, ...]] = {}
         self.waits: dict[Mesh, Any] = {}
         """How long the ranks of a mesh wait: what meshes that are declared equal share."""
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -429,7 +428,7 @@ def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
 def _keep(world: World, wanted: Callable[[_Entry], bool]) -> None:
     """Forgets the other groups, and what was made of groups."""
     world.groups = {key: entry for key, entry in world.groups.items() if wanted(entry)}
-    for known in (world.waits, world.device_meshes, world.meshes, world.roots, world.flattened, world.caches):
+    for known in (world.waits, world.device_meshes, world.meshes, world.roots, world.caches):
         known.clear()
 
 

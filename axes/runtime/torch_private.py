@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import operator
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
@@ -176,49 +175,13 @@ def abort_group(group: dist.ProcessGroup | None) -> None:
 
 # Device meshes
 
-_DEVICE_MESH_FIELDS = {
-    "_coordinate_on_dim",
-    "_device_type",
-    "_dim_group_names",
-    "_flatten_mapping",
-    "_flatten_rank_map",
-    "_hash",
-    "_layout",
-    "_mesh_dim_names",
-    "_pg_registry",
-    "_preserve_rank_order",
-    "_rank",
-    "_rank_map",
-    "_root_mesh",
-    "_thread_id",
-}
-"""What a `DeviceMesh` holds: `_preserve_rank_order` since 2.15, the others since 2.11."""
 
-
-def root_device_mesh(device_type: str, ranks: Sequence[int], position: int | None) -> DeviceMesh:
+def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
     """A one-dimensional `DeviceMesh` over `ranks` without groups, which others share as their root.
 
-    `position` is where this process stands among them. Like `device_mesh_over` it puts fields in the place of
-    others, here of a mesh of one rank: the constructor asks for each rank in Python (2.11, a second for 131,072).
     `_init_backend=False` would be replaced by a public way to give the constructor existing groups
     in their own order (`from_group` takes no root).
     """
-    with _real_tensors():
-        one = constructed_root(device_type, range(1))
-        if not vars(one).keys() <= _DEVICE_MESH_FIELDS:
-            return constructed_root(device_type, ranks)
-        fields: dict[str, Any] = {
-            "_layout": _mesh_layout([[(len(ranks), 1)]]),
-            "_rank_map": _rank_map(ranks),
-            "_flatten_rank_map": tuple(ranks),
-            "_coordinate_on_dim": None if position is None else (position,),
-        }
-        one.__dict__.update(fields)
-    return one
-
-
-def constructed_root(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
-    """What `root_device_mesh` gives, through the constructor."""
     with _real_tensors():
         root = DeviceMesh(
             device_type,
@@ -241,7 +204,6 @@ def device_mesh_over(
     root: DeviceMesh,
     dims: Sequence[Sequence[Mode]],
     names: Sequence[str],
-    coordinate: tuple[int, ...] | None,
     groups: Sequence[dist.ProcessGroup],
     marks: Sequence[str],
 ) -> DeviceMesh:
@@ -249,52 +211,9 @@ def device_mesh_over(
 
     Dim `i` communicates over `groups[i]`, whose ranks stand in the order of its coordinates; a
     rank outside the root has no coordinate and no groups, so `marks` tell it which groups these would
-    be (see `tell_groups_apart`). It is a copy of the root with other
-    fields rather than a call of the constructor, which lists all ranks of the world each time (24
-    to 53 ms and 5 MB for 131,072 ranks). Where a torch has fields that aren't known here, the
-    constructor is called. Would be replaced by a public constructor that takes a root, layouts and
-    groups.
+    be (see `tell_groups_apart`). Would be replaced by a public constructor that takes a root, layouts
+    and groups.
     """
-    layout = _mesh_layout(dims)
-    fields: dict[str, Any] = {
-        **vars(root),
-        "_layout": layout,
-        "_mesh_dim_names": tuple(names),
-        "_root_mesh": root,
-        "_flatten_mapping": {},
-        "_pg_registry": {},
-        "_coordinate_on_dim": coordinate,
-        "_dim_group_names": [group.group_name for group in groups],
-        "_hash": None,
-    }
-    if fields.keys() <= _DEVICE_MESH_FIELDS:
-        mesh = DeviceMesh.__new__(DeviceMesh)
-        mesh.__dict__.update(fields)
-    else:
-        _say_once_that_it_is_slow(tuple(sorted(fields.keys() - _DEVICE_MESH_FIELDS)))
-        mesh = constructed_device_mesh(root, dims, names, groups)
-    if any(marks) and not groups:
-        mesh._thread_id = (None, *marks)  # type: ignore[assignment]
-    register_groups(root, groups)
-    return mesh
-
-
-@functools.lru_cache(maxsize=1)
-def _say_once_that_it_is_slow(unknown: tuple[str, ...]) -> None:
-    warnings.warn(
-        f"the DeviceMesh of torch {torch.__version__} has {', '.join(unknown)}, which this version of axes doesn't "
-        "know: meshes of many thousand ranks take tens of milliseconds each, where they took less than one",
-        stacklevel=2,
-    )
-
-
-def constructed_device_mesh(
-    root: DeviceMesh,
-    dims: Sequence[Sequence[Mode]],
-    names: Sequence[str],
-    groups: Sequence[dist.ProcessGroup],
-) -> DeviceMesh:
-    """What `device_mesh_over` gives, through the constructor: slower, and knows every field."""
     with _real_tensors():
         mesh = DeviceMesh(
             root.device_type,
@@ -305,6 +224,9 @@ def constructed_device_mesh(
             _init_backend=False,
         )
     mesh._dim_group_names = [group.group_name for group in groups]
+    if any(marks) and not groups:
+        mesh._thread_id = (None, *marks)  # type: ignore[assignment]
+    register_groups(root, groups)
     return mesh
 
 
@@ -363,20 +285,16 @@ def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int
     return dtensor(made, dtensor_spec(spec.mesh, placements, shape, strides, made.dtype))
 
 
-Slicing = Callable[[DeviceMesh, tuple[str, ...]], DeviceMesh | None]
+def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) -> None:
+    """Has torch ask first what `dm._flatten(name)` is; None for a DeviceMesh that `flatten` doesn't serve.
 
-
-def replace_slicing(flatten: Callable[[DeviceMesh, str], DeviceMesh | None], slice_dims: Slicing) -> None:
-    """Has torch ask these two first: what `dm._flatten(name)` is, and `dm[names]` where torch has no such dims.
-
-    Each gives None for a DeviceMesh that it doesn't serve. torch makes a second communicator for the ranks
-    that are flattened, of ascending order, and finds the name from the root alone: the root of the meshes
-    of axes is none of them. What was flattened stands in torch's table as well, where DTensor looks for it.
-    A public `DeviceMesh.flatten` that takes a group would replace this.
+    torch makes a second communicator for the ranks that are flattened, and of ascending order. What was flattened
+    stands in torch's table of the root, where DTensor looks for it, too. A public `DeviceMesh.flatten` that takes a
+    group would replace this.
     """
     if hasattr(DeviceMesh._create_flatten_mesh, "by_axes"):
         return
-    own_flatten, own_slice = DeviceMesh._create_flatten_mesh, DeviceMesh.__getitem__
+    own_flatten = DeviceMesh._create_flatten_mesh
 
     @functools.wraps(own_flatten)
     def created(mesh: DeviceMesh, mesh_dim_name: str | None = None, backend_override: Any = (None, None)) -> Any:
@@ -389,20 +307,14 @@ def replace_slicing(flatten: Callable[[DeviceMesh, str], DeviceMesh | None], sli
         mesh._get_root_mesh()._flatten_mapping[name] = _as_looked_for(found)
         return found
 
-    @functools.wraps(own_slice)
-    def sliced(mesh: DeviceMesh, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        try:
-            return own_slice(mesh, mesh_dim_names)
-        except KeyError:
-            names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-            found = slice_dims(mesh, names)
-            if found is None:
-                raise
-            return found
-
     created.by_axes = True  # type: ignore[attr-defined]
     DeviceMesh._create_flatten_mesh = created  # type: ignore[method-assign]
-    DeviceMesh.__getitem__ = sliced  # type: ignore[method-assign]
+
+
+def flattened_modes(root: DeviceMesh, name: str) -> list[Mode] | None:
+    """The modes that a name stands for among what was flattened under a root; None for a name that doesn't."""
+    found = root._flatten_mapping.get(name)
+    return None if found is None else dims_of(found)[0]
 
 
 def _as_looked_for(flat: DeviceMesh) -> DeviceMesh:
@@ -415,16 +327,9 @@ def _as_looked_for(flat: DeviceMesh) -> DeviceMesh:
     return found
 
 
-def forget_flattened(root: DeviceMesh, name: str, modes: Sequence[Mode]) -> bool:
-    """Takes a name from what was flattened under a root, where it stands there for something else than `modes`.
-
-    torch looks there first for the group of a dim of this name. As `replace_slicing`.
-    """
-    found = root._flatten_mapping.get(name)
-    if found is None or dims_of(found) == [list(_filled(modes))]:
-        return False
-    del root._flatten_mapping[name]
-    return True
+def forget_flattened(root: DeviceMesh, name: str) -> None:
+    """Takes a name from what was flattened: torch looks there first for the group of a dim of this name."""
+    root._flatten_mapping.pop(name, None)
 
 
 def marked(mark: str) -> str:
