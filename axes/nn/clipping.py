@@ -44,10 +44,10 @@ from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import flags, torch_private
 from axes.runtime.check import Operation, lane_of, patience_of, together
+from axes.runtime.communicator import communicator
 from axes.runtime.device_mesh import mesh_known_for
 from axes.runtime.groups import of_world
 from axes.runtime.lines import AxisName
-from axes.runtime.links import link_of
 from axes.runtime.routes import resharded
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Traced
@@ -372,7 +372,7 @@ def _reduced(values: Sequence[torch.Tensor], order: float, axis: _SplitAxis, how
     """Each value combined with those of all ranks along the axis, in one collective."""
     op = "max" if order == math.inf else "sum"
     wire = torch.stack(list(values)).to(axis.device_type)
-    run = link_of(axis.group, wire.dtype, True, op).all_reduce
+    run = communicator(axis.group, wire.dtype, True).all_reduce
     return together(_operation, (axis, wire, op, how), run, wire, op, True).to(values[0].device).unbind()
 
 

@@ -12,9 +12,8 @@ are brought to the front before and taken back after.
 (4, 1, torch.Size([3, 8]))
 
 Eager calls go through the methods of the `ProcessGroup` (3 to 4 microseconds, where functional
-collectives take 11 and more); in `torch.compile` each is one functional collective. What a backend
-doesn't know (gloo: float8, 16-bit integers, complex numbers) is moved as bytes, and reduced in a
-wider dtype. Nothing here is differentiable: that is `axes.ops.collectives`.
+collectives take 11 and more); in `torch.compile` each is one functional collective. Any dtype goes: see
+`communicator`. Nothing here is differentiable: that is `axes.ops.collectives`.
 """
 
 from __future__ import annotations
@@ -28,56 +27,30 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shown
+from axes.algebra.errors import AxesError, MeshError, SizeError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import torch_private
 from axes.runtime.check import Operation, lane_of, patience_of, together, waited
+from axes.runtime.communicator import communicators, functional_communicator, reduced_bytes
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
-from axes.runtime.links import SUMS_OVERFLOW, ordered, unordered
 from axes.runtime.trace import Traced
-from axes.runtime.transforms import as_plain
+from axes.runtime.transforms import PLAIN, as_plain
 
 AxisName = str | tuple[str, ...]
 """A name of the mesh's namespace, or several: their product, the first the slowest."""
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
 _NAMES = {"sum": "psum", "mean": "pmean", "max": "pmax", "min": "pmin"}
 """What the reductions are called in public."""
 
-_EVERY_BACKEND_HAS = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-}
-
-_REDUCED_IN = {
-    torch.bool: torch.uint8,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32,
-    **{dtype: dtype for dtype in _EVERY_BACKEND_HAS},
-}
-
 
 class Methods:
-    """What a process group can do, ready to be called, and its name for functional collectives."""
+    """What a process group can do, and its name for functional collectives. eager: what it can do, by dtype."""
 
     def __init__(self, group: dist.ProcessGroup, mesh: Mesh):
-        self.group, self.name, self.mesh = group, group.group_name, mesh
-        self.gather, self.exchange, self.reduce, self.scatter = torch_private.collectives_of(group)
+        self.group, self.name, self.size, self.mesh = group, group.group_name, group.size(), mesh
+        self.eager = communicators(group)
         self.fake = dist.get_backend(group) == "fake"
 
 
@@ -101,17 +74,12 @@ def line_of(mesh: Mesh, axis: AxisName) -> Line:
     mesh without a running job, and on a rank outside the mesh.
     """
     if not torch.compiler.is_compiling():
-        return _line(mesh, axis)
+        return _checked_line(mesh, axis)
     check_groups()
     return getattr(kept, _keep_line(mesh, axis))
 
 
-@torch.compiler.assume_constant_result
-def _keep_line(mesh: Mesh, axis: AxisName) -> str:
-    return kept.keep(_line(mesh, axis))
-
-
-def _line(mesh: Mesh, axis: AxisName) -> Line:
+def _checked_line(mesh: Mesh, axis: AxisName) -> Line:
     check_axis(mesh, axis)
     if mesh.binding is None:
         raise MeshError(
@@ -122,6 +90,11 @@ def _line(mesh: Mesh, axis: AxisName) -> Line:
         rank = current_world().rank
         raise MeshError(f"a collective runs on rank {rank}, this one; the mesh is seen from rank {mesh.rank}")
     return _line_of(mesh, axis)
+
+
+@torch.compiler.assume_constant_result
+def _keep_line(mesh: Mesh, axis: AxisName) -> str:
+    return kept.keep(_checked_line(mesh, axis))
 
 
 @of_world(1024)
@@ -161,73 +134,41 @@ def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
         raise MeshError(f"'{name}' isn't a product of axes: {error}") from None
 
 
-def reducible(dtype: torch.dtype, op: str) -> bool:
-    """Whether values of this dtype can be reduced by `op`: "sum", "max" or "min"."""
-    return dtype in _REDUCED_IN or (dtype.is_complex and op == "sum")
-
-
 def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
     """`op` over the axis, elementwise, in the dtype of `x`: every rank gets the same tensor.
 
     `op` is "sum", "max", "min", or "mean", which divides before it rounds to the dtype of `x`: in float16 the summands.
     """
-    reduction = "sum" if op == "mean" else op
-    wire = _reducible(x, reduction, copy=True)
-    if op == "mean" and x.dtype in SUMS_OVERFLOW:
-        return _reduced(_all_reduced(x, wire / line.size, reduction, op, line), x.dtype)
-    if reduction in ("max", "min") and wire.is_floating_point():
-        return unordered(_all_reduced(x, ordered(wire, reduction), reduction, op, line), x.dtype)
-    wire = _all_reduced(x, wire, reduction, op, line)
-    return _reduced(wire / line.size if op == "mean" else wire, x.dtype)
-
-
-def _all_reduced(x: torch.Tensor, wire: torch.Tensor, reduction: str, op: str, line: Line) -> torch.Tensor:
-    """The reduction over the axis of a tensor that may be overwritten, which is `x` as it is sent."""
-    wire = wire if torch.compiler.is_compiling() else as_plain(wire)
-    if torch.compiler.is_compiling() or type(wire) is not torch.Tensor:
-        return torch_private.functional_reduce(wire, reduction, _group(line).name)
-    together(_operation, (_NAMES[op], x, None, line), _group(line).reduce, wire, _OPS[reduction])
-    return wire
+    reduction, divisor = ("sum", line.size) if op == "mean" else (op, 1)
+    return _carried_out("all_reduce", (_NAMES[op], x, None, line), x, reduction, False, divisor)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
     """The sum over the axis, of which coordinate i gets the i-th of equal pieces along `dim`."""
-    wire = _reducible(cut_evenly(x, dim, line), "sum")
-    if torch.compiler.is_compiling():
-        out = torch_private.functional_scatter(wire.view(-1), "sum", line.size, _group(line).name)
-    else:
-        out = wire.new_empty(wire.numel() // line.size)
-        sent = wire.view(-1)
-        together(_operation, ("psum_scatter", x, dim, line), _group(line).scatter, out, sent, _OPS["sum"])
-    return _reduced(out.view(wire.shape[1:]), x.dtype)
+    sent = cut_evenly(x, dim, line)
+    return _carried_out("reduce_scatter", ("psum_scatter", x, dim, line), sent, "sum", tuple(sent.shape[1:]))
 
 
 def all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
     """Every coordinate's `x`, concatenated along `dim` in order."""
-    wire = _as_sent(x)
-    if torch.compiler.is_compiling():
-        out = torch_private.functional_gather(wire, line.size, _group(line).name)
-    else:
-        out = wire.new_empty(line.size * wire.numel())
-        together(_operation, ("all_gather", x, dim, line), _group(line).gather, out, wire)
-    return _joined(_as_received(out, x.dtype).view(line.size, *x.shape), dim)
+    found = _carried_out("all_gather", ("all_gather", x, dim, line), x, (line.size, *x.shape))
+    return _joined(found, dim)
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
     """Cut along `split_dim` into equal pieces, the i-th for coordinate i; what arrives is concatenated."""
     sent = cut_evenly(x, split_dim, line)
-    each = [sent.numel() // line.size] * line.size
     described = "all_to_all", x, (split_dim, concat_dim), line
-    return _joined(_exchanged(sent, each, each, line, described).view(sent.shape), concat_dim)
+    return _joined(_carried_out("all_to_all", described, sent, None, None, tuple(sent.shape)), concat_dim)
 
 
 def exchange(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], line: Line) -> torch.Tensor:
     """Cut along `dim` into pieces of `sends[i]`, the i-th for coordinate i; `receives[i]` come from it."""
     rows = x.movedim(dim, 0)
     row = math.prod(rows.shape[1:])
+    given, got = ([count * row for count in counts] for counts in (sends, receives))
     described = "all_to_all", x, dim, line, sends, receives
-    received = _exchanged(rows, [n * row for n in sends], [n * row for n in receives], line, described)
-    return received.view(sum(receives), *rows.shape[1:]).movedim(0, dim)
+    return _exchanged(rows, given, got, line, described).view(sum(receives), *rows.shape[1:]).movedim(0, dim)
 
 
 def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
@@ -248,6 +189,27 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line)
     nothing = received.view(torch.uint8).sum().to(torch.uint8)
     zeros = torch.zeros(x.numel() * x.element_size(), dtype=torch.uint8, device=x.device) + nothing
     return zeros.view(x.dtype).view(x.shape)
+
+
+def _exchanged(
+    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line, described: tuple[Any, ...]
+) -> torch.Tensor:
+    """The elements of `x` in order, `sends[i]` to coordinate i; flat, what came, `receives[i]` from it."""
+    if torch.compiler.is_compiling() and _group(line).fake and not sum(sends):
+        # torch's fake backend refuses to receive where nothing is sent
+        x, sends = x.new_zeros(sum(receives)), receives
+    return _carried_out("all_to_all", described, x, receives, sends, (sum(receives),))
+
+
+def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any) -> torch.Tensor:
+    """The collective `by` of a communicator: in a graph a node of it."""
+    group = described[3].group
+    if type(x) not in PLAIN:
+        x = as_plain(waited(x))
+    x = x.resolve_conj().resolve_neg().contiguous()
+    if torch.compiler.is_compiling() or type(x) not in PLAIN:
+        return getattr(functional_communicator(group.name, group.size, x.dtype), by)(x, *how)
+    return together(_operation, described, getattr(group.eager(x.dtype), by), x, *how)
 
 
 @dataclass(frozen=True)
@@ -317,10 +279,10 @@ def disagreement(claims: Sequence[Claim], mesh: Mesh, tolerance: float = 0.0) ->
 
 def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:
     """Coordinate 0's `x`, on every rank of the line."""
-    wire = _as_sent(x).clone()
+    wire = _bytes(_resolved(x)).clone()
     group = _group(line)
     broadcast(wire, dist.get_process_group_ranks(group.group)[0], group.group, group.mesh, _COMPARISON)
-    return _as_received(wire, x.dtype).view(x.shape)
+    return wire.view(x.dtype).view(x.shape)
 
 
 def _of_every_rank(value: Any, line: Line) -> list[Any]:
@@ -337,8 +299,7 @@ def gathered_numbers(numbers: Sequence[int], what: str, group: Methods, device: 
     The host waits for them.
     """
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    size = dist.get_world_size(group.group)
-    every = mine.new_empty(size * len(numbers))
+    size = group.size
     sent = mine.numel() * mine.element_size()
     described = (
         f"{what}, {len(numbers)} numbers",
@@ -348,14 +309,14 @@ def gathered_numbers(numbers: Sequence[int], what: str, group: Methods, device: 
         group.group,
         group.mesh,
     )
-    together(_on_group, described, group.gather, every, mine)
-    return every.view(size, -1).tolist()
+    gather = group.eager(mine.dtype).all_gather
+    return together(_on_group, described, gather, mine, (size, len(numbers))).tolist()
 
 
 def traced_numbers(numbers: Sequence[Any], size: int, group: Methods, device: torch.device) -> torch.Tensor:
     """The same in a graph, where numbers may be symbols: a tensor, flat."""
     mine = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
-    return torch_private.functional_gather(mine, size, group.name)
+    return functional_communicator(group.name, size, mine.dtype).all_gather(mine, (size * len(numbers),))
 
 
 _COMPARISON = "a comparison of what is the same on all ranks"
@@ -439,18 +400,10 @@ def _bytes_moved(
         row = math.prod(size for dim, size in enumerate(x.shape) if dim != dims) if isinstance(dims, int) else 1
         sides = [(sum(counts) - counts[line.coordinate]) * row * x.element_size() for counts in (receives, sends)]
         return sides[0], sides[1]
-    others = line.size - 1
-    if _METHODS[what] == "all_gather":
-        found = x.numel() * x.element_size() * others
-    elif _METHODS[what] == "all_to_all":
-        found = x.numel() * x.element_size() * others // line.size
-    else:
-        real = x.dtype.to_real() if x.dtype.is_complex else x.dtype
-        wide = _REDUCED_IN[real]
-        # A maximum of floats is taken of integers of 32 bits or more: see `ordered`.
-        least = 4 if what in ("pmax", "pmin") and wide.is_floating_point else 0
-        whole = x.numel() * (2 if x.dtype.is_complex else 1) * max(wide.itemsize, least)
-        found = whole * others * (2 if _METHODS[what] == "all_reduce" else 1) // line.size
+    by, times = _METHODS[what], {"all_gather": line.size, "all_reduce": 2}
+    reduces = by in ("all_reduce", "reduce_scatter")
+    each = reduced_bytes(x.dtype, what.removeprefix("p")) if reduces else x.element_size()
+    found = x.numel() * each * (line.size - 1) * times.get(by, 1) // line.size
     return found, found
 
 
@@ -501,56 +454,9 @@ def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _exchanged(
-    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line, described: tuple[Any, ...]
-) -> torch.Tensor:
-    """The elements of `x` in order, `sends[i]` to coordinate i; flat, what came, `receives[i]` from it."""
-    wire = _as_sent(x)
-    width = x.element_size() // wire.element_size()
-    sends, receives = [n * width for n in sends], [n * width for n in receives]
-    if _group(line).fake and not sum(sends):
-        # torch's fake backend refuses to receive where nothing is sent
-        wire, sends = wire.new_zeros(sum(receives)), receives
-    if torch.compiler.is_compiling():
-        out = torch_private.functional_exchange(wire, receives, sends, _group(line).name)
-    else:
-        out = wire.new_empty(sum(receives))
-        together(_operation, described, _group(line).exchange, out, wire, receives, sends)
-    return _as_received(out, x.dtype)
-
-
 def _group(line: Line) -> Methods:
     assert line.group is not None, "a line of one rank has no group"
     return line.group
-
-
-def _as_sent(x: torch.Tensor) -> torch.Tensor:
-    """The elements in order, as a dtype that every backend moves."""
-    flat = _resolved(x).contiguous().view(-1)
-    # (The stride of one element may be anything, and the bytes of a dtype need a stride of 1.)
-    return flat if x.dtype in _EVERY_BACKEND_HAS else flat.unsqueeze(-1).view(torch.uint8).view(-1)
-
-
-def _as_received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return flat if dtype in _EVERY_BACKEND_HAS else flat.view(dtype)
-
-
-def _reducible(x: torch.Tensor, op: str, copy: bool = False) -> torch.Tensor:
-    """The values as a contiguous tensor of a dtype that every backend reduces; a new one if `copy`."""
-    if not reducible(x.dtype, op):
-        raise ShardingError(f"no {op} over ranks for {x.dtype}; convert it first, x.to(torch.int64) or x.float()")
-    x = _resolved(x)
-    x = torch.view_as_real(x) if x.dtype.is_complex else x
-    wide = _REDUCED_IN[x.dtype]
-    if wide != x.dtype:
-        return x.contiguous().to(wide)
-    return x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
-
-
-def _reduced(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if wire.dtype == dtype:
-        return wire
-    return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
 
 
 def _resolved(x: torch.Tensor) -> torch.Tensor:

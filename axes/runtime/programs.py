@@ -46,7 +46,7 @@ from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import in_part
-from axes.runtime.links import REDUCED, SUMS_OVERFLOW, Link, link_of, recorded_link_of
+from axes.runtime.communicator import REDUCED, Communicator, communicator, recorded_communicator
 from axes.runtime.packing import (
     Boxes,
     Lattice,
@@ -319,8 +319,8 @@ def _run(
     step = task.step
     if group is None:
         return _slice(task, eager)
-    how = group, dtype, eager, step.op
-    link = link_of(*how) if about is None else recorded_link_of(*how, about)
+    how = group, dtype, eager
+    link = communicator(*how) if about is None else recorded_communicator(*how, about)
     if step.kind == "all_reduce":
         return _all_reduce(step, link, owned)
     if step.kind == "all_gather":
@@ -565,19 +565,12 @@ def _slice(task: Task, eager: bool) -> Run:
     return run
 
 
-def _all_reduce(step: Step, link: Link, owned: bool) -> Run:
-    op, reduce = step.op or "sum", link.all_reduce
-    return _divided(lambda x: reduce(x, op, owned), step.divisor)
+def _all_reduce(step: Step, link: Communicator, owned: bool) -> Run:
+    op, divisor, reduce = step.op or "sum", step.divisor, link.all_reduce
+    return lambda x: reduce(x, op, owned, divisor)
 
 
-def _divided(run: Run, divisor: int) -> Run:
-    """A mean by a sum. In float16 the summands are divided: the sum may be infinite where the mean isn't."""
-    if divisor == 1:
-        return run
-    return lambda x: run(x / divisor) if x.dtype in SUMS_OVERFLOW else run(x).div_(divisor)
-
-
-def _all_gather(task: Task, link: Link) -> Run:
+def _all_gather(task: Task, link: Communicator) -> Run:
     shape, padded, gather = task.shape, task.padded, link.all_gather
     if task.step.flat:
         return lambda x: gather(x, shape)
@@ -595,14 +588,14 @@ def _all_gather(task: Task, link: Link) -> Run:
     return run
 
 
-def _reduce_scatter(task: Task, link: Link) -> Run:
+def _reduce_scatter(task: Task, link: Communicator) -> Run:
     step, shape, padded = task.step, task.shape, task.padded
-    op, scatter = step.op or "sum", link.reduce_scatter
+    op, divisor, scatter = step.op or "sum", step.divisor, link.reduce_scatter
     pack = packer(task.at_sizes(task.unit.padded_sends).places, task.tile, task.unit.size * padded)
     count = math.prod(shape)
     if count == padded:
-        return _divided(lambda x: scatter(pack(x), op, shape), step.divisor)
-    return _divided(lambda x: scatter(pack(x), op, (padded,))[:count].view(shape), step.divisor)
+        return lambda x: scatter(pack(x), op, shape, divisor)
+    return lambda x: scatter(pack(x), op, (padded,), divisor)[:count].view(shape)
 
 
 WHOLE, STAGED = 16 * 2**20, 4 * 2**20
@@ -614,7 +607,7 @@ PASSED_ON = 64 * 2**10
 collective to all who count them, as `CommDebugMode` does, but takes longer (of 4 KiB 2.2 ms in place of 0.3)."""
 
 
-def _reduce_by_exchange(task: Task, link: Link, itemsize: int) -> Run:
+def _reduce_by_exchange(task: Task, link: Communicator, itemsize: int) -> Run:
     """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
     sends, layers, shape, even = task.at_sizes(task.unit.sends), task.unit.size, task.shape, task.step.is_even
     pack = packer(sends.places, task.tile, sum(sends.counts))
@@ -686,13 +679,13 @@ def _permute(task: Task, group: dist.ProcessGroup, about: Traced | None) -> Run:
     return recorded
 
 
-def _reduce_move(task: Task, link: Link) -> Run:
+def _reduce_move(task: Task, link: Communicator) -> Run:
     """As a move, into a stack of one tile for each layer, which is then reduced."""
     collect, reduce = _exchanged(task, link), _local_reduction(task.step, task.unit.exchange.layers)
     return lambda x: reduce(collect(x))
 
 
-def _exchanged(task: Task, link: Link) -> Run:
+def _exchanged(task: Task, link: Communicator) -> Run:
     """Boxes of the tile sent, boxes of the result received, and the rank's own boxes copied.
 
     Where it makes both sides regular, what the rank keeps goes through the collective as well: then
@@ -723,7 +716,7 @@ def _exchanged(task: Task, link: Link) -> Run:
     return run
 
 
-def _all_through(link: Link, sends: Laid, receives: Laid, alike: bool) -> Run:
+def _all_through(link: Communicator, sends: Laid, receives: Laid, alike: bool) -> Run:
     """An exchange through which everything goes, what the rank keeps as well."""
     shape, move = receives.shape, link.all_to_all
     pack = packer(sends.places, sends.shape, sum(sends.counts))

@@ -45,8 +45,8 @@ from axes.algebra.universe import Universe
 from axes.runtime import parcels, torch_private
 from axes.runtime.agreement import MissedError, ranks_text
 from axes.runtime.check import Operation, lane_of, patience_of, together
+from axes.runtime.communicator import communicator
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
-from axes.runtime.links import link_of
 from axes.runtime.packing import (
     Shape,
     in_common,
@@ -771,11 +771,11 @@ def check_writable(name: str, x: torch.Tensor) -> None:
 
 
 def _added_up(group: dist.ProcessGroup, state: torch.Tensor) -> None:
-    link_of(group, state.dtype, True, "sum").all_reduce(state, "sum", True)
+    communicator(group, state.dtype, True).all_reduce(state, "sum", True)
 
 
 def _greatest(group: dist.ProcessGroup, state: torch.Tensor) -> None:
-    link_of(group, state.dtype, True, "max").all_reduce(state, "max", True)
+    communicator(group, state.dtype, True).all_reduce(state, "max", True)
 
 
 def _lists_text(lists: Lists | None) -> str:
@@ -795,7 +795,7 @@ def _texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[st
     _greatest(group, size)
     row = mine.new_zeros(int(size))
     row[: len(mine)] = mine
-    rows = link_of(group, row.dtype, True).all_gather(row, (group.size() * len(row),)).view(group.size(), -1)
+    rows = communicator(group, row.dtype, True).all_gather(row, (group.size() * len(row),)).view(group.size(), -1)
     return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
 
 

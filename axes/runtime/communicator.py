@@ -1,0 +1,285 @@
+"""The four collectives of one group, eager or as nodes of a graph, for tensors of any dtype.
+
+    gather = communicator(group, torch.float32, eager=True).all_gather
+    whole = gather(part, (4 * n,))
+
+Tensors are contiguous, results are new. What an element is doesn't matter to what is moved, so a dtype that a backend
+doesn't know goes as integers of the same width. It is reduced in a wider dtype, complex numbers as pairs; and the
+maximum of floats is that of integers in the same order, so that a NaN wins on every backend, as in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axes.algebra.errors import ShardingError
+from axes.runtime import torch_private
+from axes.runtime.groups import of_world
+from axes.runtime.trace import Traced, recorder
+
+Shape = tuple[int, ...]
+
+Counts = Sequence[int] | None
+"""Elements for or from each rank of a group; None where all are equal."""
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
+"""The dtypes that every backend reduces; complex ones are summed as pairs. It moves them, and bool."""
+
+_WIDER = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+"""In which dtype others are reduced."""
+
+_CARRIER = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""What carries the bytes of an element of so many bytes; nothing is computed in it."""
+
+_SUMS_OVERFLOW = (torch.float16, torch.complex32)
+"""Dtypes in which the sum of a mean may be infinite where the mean isn't: summands are divided before."""
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def reduced_bytes(dtype: torch.dtype, op: str) -> int:
+    """How many bytes an element takes while it is reduced."""
+    wide = _WIDER.get(dtype, dtype).itemsize
+    return max(4, wide) if dtype.is_floating_point and op in ("max", "min") else wide
+
+
+class _Eager:
+    """The methods of a `ProcessGroup`, waited for."""
+
+    __slots__ = ("_exchange", "_gather", "_reduce", "_scatter", "size")
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.size = group.size()
+        self._gather, self._exchange, self._reduce, self._scatter = torch_private.collectives_of(group)
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        out = _new(x, shape)
+        # gloo cuts the first dim, so the buffers are flat unless the parts are its rows.
+        if x.dim() == len(shape) > 0 and x.shape[0] * self.size == shape[0]:
+            self._gather(out, x)
+        else:
+            self._gather(out.ravel(), x.ravel())
+        return out
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        # Backends cut the first dim, and a view takes longer than a buffer.
+        if receives is None and x.shape[0] % self.size == 0:
+            out = torch.empty_like(x)
+            self._exchange(out, x, [], [])
+        else:
+            out = x.new_empty(math.prod(shape))
+            self._exchange(out, x.ravel(), receives or [], sends or [])
+        return torch.reshape(out, shape)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        out = x if owned else x.clone()
+        self._reduce(out, OPS[op])
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        out = _new(x, shape)
+        if x.dim() == len(shape) > 0 and x.shape[0] == shape[0] * self.size:
+            self._scatter(out, x, OPS[op])
+        else:
+            self._scatter(out.ravel(), x.ravel(), OPS[op])
+        return out
+
+
+def _new(x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Memory for a tensor like `x`. (torch reads sizes faster one by one than as a tuple.)"""
+    return x.new_empty(*shape) if shape else x.new_empty(())
+
+
+class _Functional:
+    """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
+
+    __slots__ = ("name", "size")
+
+    def __init__(self, name: str, size: int):
+        self.name, self.size = name, size
+
+    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        return torch_private.functional_gather(x.view(-1), self.size, self.name).view(shape)
+
+    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        each = [x.numel() // self.size] * self.size
+        got, given = each if receives is None else receives, each if sends is None else sends
+        return torch_private.functional_exchange(x.view(-1), got, given, self.name).view(shape)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        return torch_private.functional_reduce(x, op, self.name)
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
+        return torch_private.functional_scatter(x.view(-1), op, self.size, self.name).view(shape)
+
+
+_OWN = 6
+"""Frames of axes at the top of the stack when a collective of a program begins, at least."""
+
+
+class _Recorded:
+    """Collectives each of which is an event of the trace, as `about` says but for the method and the bytes.
+
+    The bytes that go through it are those of one stage of a program: the same for as many elements.
+    """
+
+    def __init__(self, raw: Any, rank: int, about: Traced):
+        self.size, self._rank, self._about = raw.size, rank, about
+        self._known: dict[tuple[str, int], Traced] = {}
+        # How many times the tensor is moved in equal parts, if it is, one of them the rank's own.
+        self.all_gather = self._recorded("all_gather", raw.all_gather, self.size)
+        self.all_to_all = self._recorded("all_to_all", raw.all_to_all, 1)
+        self.all_reduce = self._recorded("all_reduce", raw.all_reduce, 2)
+        self.reduce_scatter = self._recorded("reduce_scatter", raw.reduce_scatter, 1)
+
+    def _recorded(self, by: str, run: Callable[..., torch.Tensor], times: int) -> Callable[..., torch.Tensor]:
+        def recorded(x: torch.Tensor, *how: Any) -> torch.Tensor:
+            found = self._known.get((by, x.numel()))
+            if found is None:
+                even = x.numel() * times * (self.size - 1) // self.size
+                sides = how[:2] if by == "all_to_all" else (None, None)
+                moved = [(even if of is None else sum(of) - of[self._rank]) * x.element_size() for of in sides]
+                found = replace(self._about, by=by, bytes_in=moved[0], bytes_out=moved[1])
+                self._known[by, x.numel()] = found
+            event = recorder().begin(found, _OWN)
+            out = run(x, *how)
+            event[0].end(event)
+            return out
+
+        return recorded
+
+
+class Communicator:
+    """The collectives of a group for tensors of one dtype, by what carries them out."""
+
+    def __init__(self, raw: Any, dtype: torch.dtype):
+        self._raw, self._dtype = raw, dtype
+        self._is_float, self._is_complex = dtype.is_floating_point, dtype.is_complex
+        self._is_reduced, self._wide = dtype in REDUCED, _WIDER.get(dtype)
+        self._carrier = dtype if dtype in REDUCED or dtype is torch.bool else _CARRIER[dtype.itemsize]
+        if self._carrier is dtype:
+            self.all_gather, self.all_to_all = raw.all_gather, raw.all_to_all
+        else:
+            self._ratio = dtype.itemsize // self._carrier.itemsize
+            self.all_gather, self.all_to_all = self._carried_gather, self._carried_exchange
+
+    all_gather: Callable[[torch.Tensor, Shape], torch.Tensor]
+    """The `x` of every rank, end to end."""
+
+    all_to_all: Callable[[torch.Tensor, Counts, Counts, Shape], torch.Tensor]
+    """`receives[i]` elements come from rank i, `sends[i]` of `x` go to it."""
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool = False, divisor: int = 1) -> torch.Tensor:
+        """`op` of every rank's `x`, divided; `x` is overwritten only where it is `owned`."""
+        if self._is_reduced and divisor == 1 and (op == "sum" or not self._is_float):
+            return self._raw.all_reduce(x, op, owned)
+        wire = self._to_reduce(x, op, divisor)
+        owned = owned or not (wire is x or self._is_complex)
+        return self._of_reduced(self._raw.all_reduce(wire, op, owned), op, divisor)
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape, divisor: int = 1) -> torch.Tensor:
+        """This rank's part of `op` of every rank's `x`, divided."""
+        wire = self._to_reduce(x, op, divisor)
+        part = self._raw.reduce_scatter(wire, op, (*shape, 2) if self._is_complex else shape)
+        return self._of_reduced(part, op, divisor)
+
+    def _carried_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+        out = self._raw.all_gather(self._as_carried(x), (math.prod(shape) * self._ratio,))
+        return out.view(self._dtype).view(shape)
+
+    def _carried_exchange(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
+        got, given = (None if of is None else [n * self._ratio for n in of] for of in (receives, sends))
+        out = self._raw.all_to_all(self._as_carried(x), got, given, (math.prod(shape) * self._ratio,))
+        return out.view(self._dtype).view(shape)
+
+    def _as_carried(self, x: torch.Tensor) -> torch.Tensor:
+        # One element has any stride and is contiguous; a view as a narrower dtype wants stride 1.
+        return x.as_strided((x.numel(),), (1,)).view(self._carrier)
+
+    def _to_reduce(self, x: torch.Tensor, op: str, divisor: int) -> torch.Tensor:
+        if not (self._is_reduced or self._wide or (self._is_complex and op == "sum")):
+            raise ShardingError(
+                f"no {op} over ranks for {self._dtype}; convert it first, x.to(torch.int64) or x.float()"
+            )
+        if self._is_float and op != "sum":
+            return ordered(x, op)
+        wire = torch.view_as_real(x) if self._is_complex else x if self._wide is None else x.to(self._wide)
+        return wire / divisor if divisor > 1 and self._dtype in _SUMS_OVERFLOW else wire
+
+    def _of_reduced(self, wire: torch.Tensor, op: str, divisor: int) -> torch.Tensor:
+        if self._is_float and op != "sum":
+            return unordered(wire, self._dtype)
+        if divisor > 1 and self._dtype not in _SUMS_OVERFLOW:
+            wire = wire.div_(divisor) if wire.is_floating_point() else wire / divisor
+        return torch.view_as_complex(wire) if self._is_complex else wire.to(self._dtype)
+
+
+def ordered(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Floats as integers in the same order, where NaN wins a maximum ("max") or a minimum ("min"). A copy.
+
+    >>> ordered(torch.tensor([-1.0, 0.0, 2.0]), "max").diff().gt(0).tolist()
+    [True, True]
+    >>> unordered(ordered(torch.tensor([float("nan"), 1.0]), "min").amin(0), torch.float32)
+    tensor(nan)
+    """
+    # The largest and the smallest integer are a NaN in their bits.
+    wide = x if x.dtype in _BITS else x.float()
+    bits = wide.view(_BITS[wide.dtype])
+    limits = torch.iinfo(bits.dtype)
+    return torch.where(wide.isnan(), limits.max if op == "max" else limits.min, _swapped(bits))
+
+
+def unordered(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The floats of integers that `ordered` made."""
+    return _swapped(x).view(torch.float64 if x.dtype is torch.int64 else torch.float32).to(dtype)
+
+
+def _swapped(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of a float as a number in its order, and back: of a negative one the lower bits count downwards."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+
+@of_world(512)
+def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Communicator:
+    """The collectives of a group for a dtype; made once."""
+    return Communicator(_raw(group, eager), dtype)
+
+
+def recorded_communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, about: Traced) -> Communicator:
+    """The same, with its collectives in the trace."""
+    return Communicator(_Recorded(_raw(group, eager), group.rank(), about), dtype)
+
+
+def communicators(group: dist.ProcessGroup) -> Callable[[torch.dtype], Communicator]:
+    """The eager ones of a group by dtype, for who holds them no longer than the group lives."""
+    return functools.lru_cache(maxsize=32)(functools.partial(Communicator, _Eager(group)))
+
+
+def functional_communicator(name: str, size: int, dtype: torch.dtype) -> Communicator:
+    """That of a group by its name, as nodes of a graph."""
+    return Communicator(_Functional(name, size), dtype)
+
+
+def _raw(group: dist.ProcessGroup, eager: bool) -> Any:
+    return _Eager(group) if eager else _Functional(group.group_name, group.size())
