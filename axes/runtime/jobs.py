@@ -314,14 +314,16 @@ class JobLink:
 
     def _met(self, call: JobCall, other: str, side: int, text: str, said: str) -> Pair:
         """The transfer for which the first ranks of both jobs have met: each tells its own job."""
-        told: dict[str, Any] = {}
+        subject, told = f"{said}, which rank 0 begins with '{other}'", {}
         if self.rank == 0:
             try:
                 pair = self.meeting.meet(call, other, side, text, said)
                 told = {"jobs": [asdict(pair.source), asdict(pair.target)]}
             except DesyncError as error:
-                told = {"error": str(error)}
-        found = self._told(f"{said}, which rank 0 begins with '{other}'", "", told, 3 * GRACE)[0]
+                with contextlib.suppress(DesyncError):  # its own error matters more
+                    self._told(subject, "", {"error": str(error)}, 5 * GRACE)
+                raise
+        found = self._told(subject, "", told, 5 * GRACE)[0]
         if "error" in found:
             raise DesyncError(found["error"])
         source, target = (JobCall(**each) for each in found["jobs"])
