@@ -5,11 +5,8 @@ Values are what a rank holds by definition, which numpy cuts from a whole array;
 
 from __future__ import annotations
 
-import io
 import itertools
-import logging
 import math
-import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -346,31 +343,3 @@ def odd_sources() -> None:
 
 def test_each_line_has_a_source_of_its_own_and_another_is_refused(pool):
     pool.run(odd_sources)
-
-
-# --- looking --------------------------------------------------------------------------------------
-
-
-def logged() -> str:
-    stream, log = io.StringIO(), logging.getLogger("axes")
-    handler, level = logging.StreamHandler(stream), log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    os.environ["AXES_LOG"] = "plan"
-    try:
-        for _ in range(3):
-            axes.reshard(axes.shard(torch.zeros(34, 8, 3), "n@a m k", mesh=cube()), "logged n@a k")
-    finally:
-        del os.environ["AXES_LOG"]
-        log.removeHandler(handler)
-        log.setLevel(level)
-    return stream.getvalue()
-
-
-def test_each_plan_is_logged_once_on_the_first_rank_that_it_is_for(pool):
-    said = (
-        "_@a _ _ -> logged n@a k     [34, 8, 3] float32\n  1  all_to_all  a  2 ranks, stride 4  816 B in, 816 B out\n"
-    )
-    found = pool.run(logged)
-    assert found[0] == said
-    assert found[1:] == [""] * 7

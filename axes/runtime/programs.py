@@ -17,8 +17,6 @@ What differs between backends is decided when a program is made:
 - dtypes that a backend doesn't know are moved as integers of the same width;
 - gloo reduces and scatters by an exchange and a local sum, which is more than twice as fast there
   as its own reduce-scatter, and sums 16-bit floats in 32 bits;
-- gloo permutes large tiles by sending and receiving, without the ranks that keep what they have (for NCCL an exchange
-  is the same, and needs no communicator for each pair of ranks);
 - a mean is a sum and a division, in the dtype in which the values were summed; in float16 the division comes first.
 """
 
@@ -61,7 +59,7 @@ from axes.runtime.packing import (
     times,
     unpacker,
 )
-from axes.runtime.trace import Traced, recorder
+from axes.runtime.trace import Traced
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -327,12 +325,10 @@ def _run(
         return _all_gather(task, link)
     if step.kind == "reduce_scatter":
         if program.own.backend == "gloo" and eager:
-            return _reduce_by_exchange(task, link, dtype.itemsize)
+            return _reduce_by_exchange(task, link)
         return _reduce_scatter(task, link)
     if step.kind == "reduce_move":
         return _reduce_move(task, link)
-    if step.kind == "permute" and program.own.backend == "gloo" and eager and _is_large(program, step, dtype):
-        return _permute(task, group, about)
     return _exchanged(task, link)
 
 
@@ -598,33 +594,13 @@ def _reduce_scatter(task: Task, link: Communicator) -> Run:
     return lambda x: scatter(pack(x), op, (padded,), divisor)[:count].view(shape)
 
 
-WHOLE, STAGED = 16 * 2**20, 4 * 2**20
-"""Bytes of a tile that gloo exchanges at once to reduce them, and at how many a time if it is larger: then what
-arrives takes little memory beside the tiles, which is also faster. (At 64 MiB, in 0.4 to 0.6 of the time.)"""
-
-PASSED_ON = 64 * 2**10
-"""Bytes of a tile from which gloo permutes by sending and receiving. Smaller ones are an exchange, which is a
-collective to all who count them, as `CommDebugMode` does, but takes longer (of 4 KiB 2.2 ms in place of 0.3)."""
-
-
-def _reduce_by_exchange(task: Task, link: Communicator, itemsize: int) -> Run:
+def _reduce_by_exchange(task: Task, link: Communicator) -> Run:
     """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
     sends, layers, shape, even = task.at_sizes(task.unit.sends), task.unit.size, task.shape, task.step.is_even
     pack = packer(sends.places, task.tile, sum(sends.counts))
-    count, at_once = math.prod(shape), max(1, STAGED // (layers * itemsize))
-    given, got = None if even else sends.counts, None if even else [count] * layers
+    given, got = (None, None) if even else (sends.counts, [math.prod(shape)] * layers)
     move, reduce, stack = link.all_to_all, _local_reduction(task.step, layers), (layers, *shape)
-    if not even or count * layers * itemsize <= WHOLE:
-        return lambda x: reduce(move(pack(x), got, given, stack))
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        parts, out = pack(x).view(layers, count), x.new_empty(count)
-        for start in range(0, count, at_once):
-            some = parts[:, start : start + at_once].contiguous()
-            out[start : start + at_once] = reduce(move(some, None, None, tuple(some.shape)))
-        return out.view(shape)
-
-    return run
+    return lambda x: reduce(move(pack(x), got, given, stack))
 
 
 def _local_reduction(step: Step, layers: int) -> Run:
@@ -644,39 +620,6 @@ def _local_reduction(step: Step, layers: int) -> Run:
         return stack.sum(0, dtype=wide).div_(divisor).to(stack.dtype)
 
     return mean
-
-
-def _is_large(program: Program, step: Step, dtype: torch.dtype) -> bool:
-    """Whether the largest tile is, which is the same on every rank."""
-    return step.source.largest_tile(program.shape or step.shape) * dtype.itemsize >= PASSED_ON
-
-
-def _permute(task: Task, group: dist.ProcessGroup, about: Traced | None) -> Run:
-    """A tile sent to one rank and one received. Who keeps its own copies it, and meets nobody."""
-    sends, receives, keep = task.at_sizes(task.unit.sends), task.at_sizes(task.unit.receives), _slice(task, True)
-    to, origin = (next((peer for peer, of in enumerate(side.counts) if of), None) for side in (sends, receives))
-    pack = packer(sends.places, sends.shape, sum(sends.counts))
-    count, unpack = sum(receives.counts), unpacker(receives.places, receives.shape)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = None if origin is None else x.new_empty(count)
-        torch_private.pass_on(group, pack(x), to, out, origin)
-        return keep(x) if out is None else unpack(out)
-
-    def recorded(x: torch.Tensor) -> torch.Tensor:
-        event = recorder().begin(passing)
-        out = run(x)
-        event[0].end(event)
-        return out
-
-    if to is None and origin is None:
-        return keep
-    if about is None:
-        return run
-    size = getattr(torch, about.dtype).itemsize
-    received, sent = (0 if peer is None else sum(of.counts) * size for peer, of in ((origin, receives), (to, sends)))
-    passing = replace(about, by="send and receive", together=False, bytes_in=received, bytes_out=sent)
-    return recorded
 
 
 def _reduce_move(task: Task, link: Communicator) -> Run:

@@ -19,18 +19,12 @@ axis:
 
 So the two views are one rule with another set of `same` axes, and section by section the table of
 gradients follows from it: split <-> split, replicated <-> pending, same <-> replicated.
-
-`AXES_LOG=plan` prints each distinct plan once, on the first of the ranks that it is for.
-It is read when a program is made.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -74,8 +68,6 @@ Axes = tuple[NamedLayout, ...]
 Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 """`comm_dtype`: one for values and gradients, or one for each."""
-
-_log = logging.getLogger("axes")
 
 
 def redistribute(
@@ -269,12 +261,7 @@ def program(
 def programs_alike(
     source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
 ) -> Callable[[Shape], Program] | None:
-    """The programs by shape, for all shapes that are cut as this one is; None where a tile isn't even.
-
-    Where plans are logged or compared, each is made for its own sizes: then there are none either.
-    """
-    if plans_are_shown():
-        return None
+    """The programs by shape, for all shapes that are cut as this one is; None where a tile isn't even."""
     rank, ways = current_world().rank, even_ways(source, target, shape, name_of(dtype), model_of(source.mesh))
     if ways is None:
         return None
@@ -291,16 +278,10 @@ def _program_of(made: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) 
     """The program of a plan."""
     meshes = made.source.mesh, made.target.mesh
     check_dtypes(made, dtype, comm_dtype)
-    _log_plan(made)
     binding = made.source.mesh.binding
     assert binding is not None, "a plan becomes a program on meshes of a running job"
     group_of_step = functools.partial(_group, meshes)
     return Program(made, dtype, group_of_step, binding.device_type, comm_dtype)
-
-
-def plans_are_shown() -> bool:
-    """Whether plans are logged: then each is made for its own sizes."""
-    return os.environ.get("AXES_LOG") == "plan"
 
 
 @functools.lru_cache(maxsize=64)
@@ -332,22 +313,6 @@ def union_of(one: Mesh, two: Mesh) -> Mesh:
     has = set(one.universe.ranks)
     ranks = [*one.universe.ranks, *(rank for rank in two.universe.ranks if rank not in has)]
     return Mesh("union", ranks=ranks)._with(binding=one.binding)
-
-
-def _log_plan(made: Plan) -> None:
-    if os.environ.get("AXES_LOG") != "plan":
-        return
-    here = made.source if made.source.universe.position(made.rank) is not None else made.target
-    if here.universe.line(here.mesh.extent, made.rank)[0] == made.rank:
-        _log_once(str(made))
-
-
-@functools.lru_cache(maxsize=65536)
-def _log_once(text: str) -> None:
-    if not _log.hasHandlers():
-        _log.addHandler(logging.StreamHandler(sys.stderr))
-        _log.setLevel(logging.INFO)
-    _log.info(text)
 
 
 def _operation(program: Program) -> Operation:

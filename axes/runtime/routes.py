@@ -43,7 +43,6 @@ from axes.runtime.redistribute import (
     Dtypes,
     both,
     carried,
-    plans_are_shown,
     program,
     programs_alike,
 )
@@ -157,7 +156,7 @@ def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
     def found(spec: Spec, *how: Any) -> Route:
         meta = spec.tensor_meta
         shape = tuple(meta.shape)
-        smaller = shape if plans_are_shown() else alike(shape, _ranks(spec.mesh))
+        smaller = alike(shape, _ranks(spec.mesh))
         if smaller != shape:
             there, programs = base(spec.mesh, spec.placements, smaller, meta.dtype, *how)
             if programs is not None:

@@ -549,20 +549,6 @@ def forget_dtensor_world() -> None:
 Collective = Callable[..., None]
 
 
-def pass_on(
-    group: dist.ProcessGroup, x: torch.Tensor, to: int | None, out: torch.Tensor | None, origin: int | None
-) -> None:
-    """Sends `x` to one rank of the group, and receives `out` from one; None for no rank. Of any dtype, contiguous.
-
-    What `torch.distributed` offers in public takes global ranks, and would replace this.
-    """
-    works = [] if origin is None else [group.recv([out], origin, _TAG)]
-    if to is not None:
-        works.append(group.send([x], to, _TAG))
-    for work in works:
-        work.wait()
-
-
 def copy_all(to: list[torch.Tensor], origin: list[torch.Tensor]) -> None:
     """`a.copy_(b)` of each pair, by one call of torch; each may have another dtype. Public nowhere."""
     torch._foreach_copy_(to, origin)
