@@ -58,7 +58,7 @@ T = TypeVar("T")
 _HOST = 0
 _JOBS = "the job's store"
 _LINGER_SECONDS = 5.0
-_SILENCE_SECONDS = _LINGER_SECONDS + 2.0
+_SILENCE_SECONDS = 2.0
 _REPORT_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
@@ -158,7 +158,7 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, 
     def meet() -> list[Any]:
         return _meet(member, barrier, statement, limit, told)
 
-    return asked(barrier.subject, limit + _reporters_seconds(barrier), meet, member.store_name)
+    return asked(barrier.subject, limit + _reporters_seconds(barrier) + _LINGER_SECONDS, meet, member.store_name)
 
 
 def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
@@ -172,13 +172,13 @@ def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
 
     if len(barrier.members) > 1:
         with contextlib.suppress(DesyncError):  # the caller raises `error`, which matters more
-            asked(barrier.subject, 0, end, member.store_name)
+            asked(barrier.subject, _LINGER_SECONDS, end, member.store_name)
 
 
 def leave_word(member: Member, text: str) -> None:
     """Note why this rank doesn't come, for members that expect it: they read it behind "rank 3"."""
     with contextlib.suppress(DesyncError):
-        asked("a note of where a rank is", 0, lambda: _leave_note(member, text), member.store_name)
+        asked("a note of where a rank is", _LINGER_SECONDS, lambda: _leave_note(member, text), member.store_name)
 
 
 def without_report(member: Member, barrier: Barrier) -> str:
@@ -211,7 +211,7 @@ def without_report(member: Member, barrier: Barrier) -> str:
 def asked(subject: str, seconds: float, call: Callable[[], T], store_name: str = _JOBS) -> T:
     """`in_time`, for what is asked of a store alone: an error of the store is a `DesyncError` that says so."""
     try:
-        return in_time(subject, seconds, call, store_name)
+        return in_time(subject, seconds, call, store_name, _SILENCE_SECONDS)
     except dist.DistError as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         host = f": the launcher where it has an agent, as torchrun has, else rank {_HOST}"
@@ -221,11 +221,17 @@ def asked(subject: str, seconds: float, call: Callable[[], T], store_name: str =
         ) from error
 
 
-def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str = _JOBS) -> T:
-    """`call()`, which asks a store or connects ranks, and ends by itself within `seconds` as long as they answer.
+def in_time(
+    subject: str,
+    seconds: float,
+    call: Callable[[], T],
+    store_name: str = _JOBS,
+    more: float = _SILENCE_SECONDS + _LINGER_SECONDS,
+) -> T:
+    """`call()`, which connects ranks or asks a store, and ends by itself within `seconds` as long as these answer.
 
     It runs on another thread, since a question waits for ever where a host is silent. Then that thread stays behind,
-    and this raises `DesyncError`.
+    and this raises `DesyncError`, `more` seconds later.
     """
     outcome: Future[T] = Future()
 
@@ -236,7 +242,7 @@ def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=f"axes: {subject}", daemon=True).start()
-    patience = seconds + _SILENCE_SECONDS
+    patience = seconds + more
     if not wait([outcome], patience).done:
         raise DesyncError(
             f"no answer in {subject} for {patience:g} s: {store_name}, or a rank that connects, is on a host that is "

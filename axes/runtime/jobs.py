@@ -321,9 +321,9 @@ class JobLink:
                 told = {"jobs": [asdict(pair.source), asdict(pair.target)]}
             except DesyncError as error:
                 with contextlib.suppress(DesyncError):  # its own error matters more
-                    self._told(subject, "", {"error": str(error)}, 5 * GRACE)
+                    self._told(subject, "", {"error": str(error)}, 8 * GRACE)
                 raise
-        found = self._told(subject, "", told, 5 * GRACE)[0]
+        found = self._told(subject, "", told, 8 * GRACE)[0]
         if "error" in found:
             raise DesyncError(found["error"])
         source, target = (JobCall(**each) for each in found["jobs"])

@@ -193,9 +193,7 @@ class Rendezvous:
     def note(self, text: str) -> None:
         """Leaves word of where the job is, for others that wait for it."""
         if self.rank == 0:
-            self.ask(
-                "a note of where a job is", self.seconds, lambda store: store.set(f"note/{self.name}", json.dumps(text))
-            )
+            self.ask("a note of where a job is", GRACE, lambda store: store.set(f"note/{self.name}", json.dumps(text)))
 
     def _seen(self, store: dist.Store, name: str) -> str:
         if not store.check([f"job/{name}"]):
@@ -293,7 +291,7 @@ class Rendezvous:
         if failed:
             raise DesyncError("\n".join([f"{said} failed, and all ranks are there to say so:", *failed[:_SHOWN]]))
         if place is not None:
-            self.ask(said, 0, lambda store: store.delete_key(f"{connection_prefix(pair)}/0/{place}"))
+            self.ask(said, GRACE, lambda store: store.delete_key(f"{connection_prefix(pair)}/0/{place}"))
         self.met = [each for each in self.met if each != pair]
 
     def _member(self, pair: Pair, rank: int) -> Member:
