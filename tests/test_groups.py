@@ -140,9 +140,8 @@ def options_make_groups_of_their_own():
     explicit = axes.init_mesh("dp=2 tp=4", "ep = tp", options={"tp": GroupOptions("gloo")})
     laned = axes.init_mesh("dp=2 tp=4", "ep = tp", options={"ep": GroupOptions(lane="ep")})
     adopted = Mesh.from_device_mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")))
-    both = {name: GroupOptions(timeout=44) for name in ("dp", "tp")}
-    named, product = (axes.init_mesh("dp=2 tp=4", *more, options=both) for more in (["all = dp tp"], []))
-    for mesh in (named, product):
+    for name in ("all", "dp"):
+        mesh = axes.init_mesh("dp=2 tp=4", "all = dp tp", options={name: GroupOptions(timeout=44)})
         axes.psum(torch.ones(1), ("dp", "tp"), mesh=mesh)
     wide = [i for i in axes.process_groups() if len(i.ranks) == 8 and i.options.timeout == timedelta(seconds=44)]
     groups = {mesh: mesh.axis("tp").group for mesh in (plain, patient, laned)}
@@ -216,7 +215,10 @@ ACTIONS = {
 
 
 def every_action_on_both():
-    meshes = [axes.init_mesh("dp=2 tp=2", options=o) for o in (None, dict.fromkeys(("dp", "tp"), PATIENT))]
+    meshes = [
+        axes.init_mesh("dp=2 tp=2", "all = dp tp", options=o)
+        for o in (None, dict.fromkeys(("dp", "tp", "all"), PATIENT))
+    ]
     for mesh in meshes:
         mesh.create_groups()
     for name, act in ACTIONS.items():
@@ -305,19 +307,10 @@ def test_the_groups_that_exist_are_listed_with_who_asked_for_them(pool):
     assert tp == (("tp", "ep"), [2, 3], 3, "made", "tp, ep: ranks 2, 3  gloo  made, asked for 3 times")
 
 
-class BackendOptions:
-    """As the options of a backend are: public fields, one of them nested, and one that torch writes."""
-
-    def __init__(self, *fields: object):
-        self.priority, self.config, self.group_name = fields
-
-
-@pytest.mark.parametrize(("field", "same"), [(0, False), (1, False), (2, True)])
-def test_options_are_equal_if_and_only_if_their_content_is(field, same):
-    fields: list[object] = [True, BackendOptions(1, 2, "x"), "written by torch"]
-    others = [*fields[:field], [False, BackendOptions(1, 3, "x"), "and again"][field], *fields[field + 1 :]]
-    left, right = (GroupOptions("nccl", BackendOptions(*each), 5) for each in (fields, others))
-    assert (left == right, left.text == right.text, hash(left) == hash(right)) == (same, same, same)
+def test_options_are_equal_where_their_words_are_and_a_backends_own_object_is_the_same_one():
+    one, other = object(), object()
+    assert GroupOptions("nccl", one, 5) == GroupOptions("nccl", one, 5.0) != GroupOptions("nccl", other, 5)
+    assert GroupOptions("nccl", one, 5).text == "backend=nccl timeout=0:00:05 pg_options=object"
     assert pickle.loads(pickle.dumps(PATIENT)) == PATIENT != GroupOptions(timeout=timedelta(seconds=77), lane="a")
 
 

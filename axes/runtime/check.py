@@ -36,11 +36,9 @@ from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import Barrier, agree, leave_word, ranks_text
 from axes.runtime.groups import (
     OF_ONE_RANK,
-    GroupOptions,
     World,
-    backend_for,
     current_world,
-    options_known,
+    info_of,
     who_else_failed,
 )
 from axes.runtime.places import announce, user_place, whole_text
@@ -166,17 +164,15 @@ def lane_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> str:
         lanes = [(name, options) for name, options in binding.lanes if name in mesh.axis_names]
         given = "".join(f"{each} {options.text}\n" for each, options in (*binding.options, *lanes))
     else:
-        options = options_known(current_world(), group) or GroupOptions()
-        usual = options.backend in (None, backend_for(current_world(), binding.device_type))
-        given = replace(options, backend=None if usual else options.backend).text
+        given = str(group.group_name)
     return binding.device_type + (f"-{hashlib.sha256(given.encode()).hexdigest()[:8]}" if given else "")
 
 
 def patience_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> timedelta:
     """How long the ranks of a mesh wait for one another; in a group that has a timeout of its own, that."""
-    options = None if group is None else options_known(current_world(), group)
-    if options is not None and isinstance(options.timeout, timedelta):
-        return options.timeout
+    entry = None if group is None else info_of(current_world(), group)
+    if entry is not None and isinstance(entry.options.timeout, timedelta):
+        return entry.options.timeout
     return mesh.binding.timeout or torch_private.default_timeout(mesh.binding.device_type)
 
 

@@ -39,9 +39,8 @@ from axes.runtime.groups import (
     backend_for,
     current_world,
     groups_of,
-    made_by_axes,
+    info_of,
     mark_of,
-    options_known,
     options_of,
     wrong_with_groups,
 )
@@ -126,7 +125,7 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
 
 def _content(mesh: Mesh) -> tuple[object, ...]:
     """What a DeviceMesh depends on: the axes without the further names."""
-    options = [options_of(mesh, *axis).text for axis in zip(mesh.layouts, mesh.axis_names, strict=True)]
+    options = [options_of(mesh, *axis) for axis in zip(mesh.layouts, mesh.axis_names, strict=True)]
     return mesh.universe, mesh.axis_names, mesh.layouts, mesh.binding.device_type, *options
 
 
@@ -211,8 +210,9 @@ def _options(
     usual = backend_for(world, device_mesh.device_type)
     found = []
     for layout, group in zip(layouts, groups, strict=False):
-        options = options_known(world, group) or GroupOptions(str(dist.get_backend(group)))
-        options = replace(options, backend=None if options.backend == usual else options.backend)
+        entry, backend = info_of(world, group), str(dist.get_backend(group))
+        given = GroupOptions() if entry is None else entry.options
+        options = replace(given, backend=None if backend == usual else backend)
         if layout.size > 1 and options.text:
             found.append((layout, options))
     return tuple(sorted(found, key=lambda pair: pair[0].modes))
@@ -226,7 +226,8 @@ def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) 
     those on that line.
     """
     wanted, found = list(mesh.axis(name).ranks), dist.get_process_group_ranks(group)
-    if found == wanted and (made_by_axes(world, group) or found != sorted(found)):
+    entry = info_of(world, group)
+    if found == wanted and ((entry is not None and entry.origin == "made") or found != sorted(found)):
         return
     odd = wanted if found != wanted else _descending_line(mesh, name)
     if odd is None:

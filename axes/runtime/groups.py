@@ -27,16 +27,15 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError, MeshError, shortened, shown
-from axes.algebra.layout import Layout, digits
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private, trace
@@ -59,14 +58,14 @@ def as_timeout(timeout: object, what: str) -> timedelta | None:
     return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class GroupOptions:
     """How the group of an axis is made, where it isn't like the default group.
 
     `backend` is a name as for `init_process_group` (`"nccl"`, `"cpu:gloo,cuda:nccl"`), `pg_options`
     the options object of that backend, `timeout` a `timedelta` or seconds. A `lane`, any word, gives a
     name a communicator of its own where other names of the same ranks share one: what runs on it doesn't
-    wait for what runs on theirs. Options with the same content are equal.
+    wait for what runs on theirs. Equal options make one group; options objects are equal where they are the same one.
 
     >>> GroupOptions("gloo", timeout=30) == GroupOptions("gloo", timeout=timedelta(seconds=30))
     True
@@ -84,69 +83,30 @@ class GroupOptions:
             raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {shown(self.backend)}")
         if self.lane is not None and not (isinstance(self.lane, str) and self.lane.isidentifier()):
             raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {shown(self.lane)}")
-        if hasattr(type(self.pg_options), "__array__"):  # attributes of arrays are addresses, or can't be read
+        if hasattr(type(self.pg_options), "__array__"):
             raise MeshError(
                 "GroupOptions.pg_options is the options object of a backend, such as dist.ProcessGroupNCCL.Options(); "
                 f"found {shown(self.pg_options)}"
             )
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
-    @cached_property
+    @property
     def text(self) -> str:
-        """The content as text, the same on every rank that has the same options."""
-        parts = [("backend", self.backend), ("timeout", self.timeout), ("lane", self.lane)]
-        found = [f"{name}={value}" for name, value in parts if value is not None]
-        return " ".join(
-            [
-                *found,
-                *([] if self.pg_options is None else [_content(self.pg_options, _UNDER_OPENED_DEPTH)]),
-            ]
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupOptions) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
+        """The options as ranks compare them; of a backend's own object the kind."""
+        kind = None if self.pg_options is None else type(self.pg_options).__name__
+        parts = ("backend", self.backend), ("timeout", self.timeout), ("lane", self.lane), ("pg_options", kind)
+        return " ".join(f"{name}={value}" for name, value in parts if value is not None)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(repr=False)
 class ProcessGroupInfo:
     """One communicator of this process, and who uses it.
 
     `names` are those under which it was asked for, `asked` how often, `layout` the digits of the
     first that asked, `options` those of the axis with its lane. `origin` is "made" by axes, the
-    "default" group of torch, or "adopted" with a `DeviceMesh`; `group_name` is what torch calls it.
+    "default" group of torch, or "adopted" with a `DeviceMesh`.
     """
 
-    ranks: Sequence[int]
-    names: tuple[str, ...]
-    layout: Layout | None
-    backend: str
-    options: GroupOptions
-    asked: int
-    origin: str
-    group_name: str
-
-    def __str__(self) -> str:
-        options = f" {self.options.text}" if self.options.text else ""
-        names = ", ".join(self.names) or "-"
-        how = f"{self.backend}{options}  {self.origin}, asked for {self.asked} times"
-        return f"{names}: {ranks_text(self.ranks)}  {how}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-class ProcessGroups(list[ProcessGroupInfo]):
-    """A list that prints one communicator a line."""
-
-    def __repr__(self) -> str:
-        return "\n".join(map(str, self)) or "[]"
-
-
-@dataclass(eq=False)
-class _Entry:
     group: dist.ProcessGroup
     ranks: Sequence[int]
     backend: str
@@ -154,7 +114,26 @@ class _Entry:
     origin: str
     layout: Layout | None = None
     asked: int = 0
-    names: dict[str, None] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls it."""
+        return str(self.group.group_name)
+
+    def __str__(self) -> str:
+        options = f" {self.options.text}" if self.options.text else ""
+        how = f"{self.backend}{options}  {self.origin}, asked for {self.asked} times"
+        return f"{', '.join(self.names) or '-'}: {ranks_text(self.ranks)}  {how}"
+
+    __repr__ = __str__
+
+
+class ProcessGroups(list[ProcessGroupInfo]):
+    """A list that prints one communicator a line."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) or "[]"
 
 
 P = ParamSpec("P")
@@ -178,7 +157,7 @@ class World:
         self.lock = threading.RLock()
         self.attempts: Counter[str] = Counter()
         self.counting = threading.Lock()
-        self.groups: dict[_Key, _Entry] = {}
+        self.groups: dict[_Key, ProcessGroupInfo] = {}
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
@@ -186,7 +165,9 @@ class World:
         """How long the ranks of a mesh wait: what meshes that are declared equal share."""
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
         whole = range(self.size)
-        self.groups[whole, self.backend, _NO_OPTIONS] = _Entry(default, whole, self.backend, _NO_OPTIONS, "default")
+        self.groups[whole, self.backend, _NO_OPTIONS] = ProcessGroupInfo(
+            default, whole, self.backend, _NO_OPTIONS, "default"
+        )
 
     def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Barrier:
         """The next barrier of a kind among these ranks: each call is one attempt."""
@@ -297,7 +278,7 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
 
 
 @of_world(4096)
-def _entry(mesh: Mesh, layout: Layout, name: str) -> _Entry:
+def _entry(mesh: Mesh, layout: Layout, name: str) -> ProcessGroupInfo:
     world = current_world()
     with world.lock:
         return _obtained(world, mesh, layout, name)
@@ -354,19 +335,7 @@ def process_groups() -> ProcessGroups:
     """
     if dist.group.WORLD is None:
         return ProcessGroups()
-    return ProcessGroups(
-        ProcessGroupInfo(
-            e.ranks,
-            tuple(e.names),
-            e.layout,
-            e.backend,
-            e.options,
-            e.asked,
-            e.origin,
-            e.group.group_name,
-        )
-        for e in current_world().groups.values()
-    )
+    return ProcessGroups(map(copy.copy, current_world().groups.values()))
 
 
 def destroy_process_groups() -> None:
@@ -425,7 +394,7 @@ def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
         world.caches.clear()
 
 
-def _keep(world: World, wanted: Callable[[_Entry], bool]) -> None:
+def _keep(world: World, wanted: Callable[[ProcessGroupInfo], bool]) -> None:
     """Forgets the other groups, and what was made of groups."""
     world.groups = {key: entry for key, entry in world.groups.items() if wanted(entry)}
     for known in (world.waits, world.device_meshes, world.meshes, world.roots, world.caches):
@@ -434,26 +403,20 @@ def _keep(world: World, wanted: Callable[[_Entry], bool]) -> None:
 
 def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str) -> None:
     """Enters a group that somebody else made, unless it or one of this content is known already."""
-    if options_known(world, group) is not None:
+    if info_of(world, group) is not None:
         return
     ranks = Universe.of(ranks).ranks
     backend = str(dist.get_backend(group))
     key = (ranks, backend, _NO_OPTIONS)
     entry = world.groups.get(key)
     if entry is None:
-        entry = world.groups[key] = _Entry(group, ranks, backend, _NO_OPTIONS, "adopted", layout)
-    entry.names.setdefault(name)
+        entry = world.groups[key] = ProcessGroupInfo(group, ranks, backend, _NO_OPTIONS, "adopted", layout)
+    _name(entry, name)
 
 
-def made_by_axes(world: World, group: dist.ProcessGroup) -> bool:
-    """Whether a group is one that axes made, so that its order is that of its axis."""
-    return any(entry.group is group and entry.origin == "made" for entry in world.groups.values())
-
-
-def options_known(world: World, group: dist.ProcessGroup) -> GroupOptions | None:
-    """Backend and options of a group that axes knows, as the options of an axis would say it; None of another."""
-    entry = next((entry for entry in world.groups.values() if entry.group is group), None)
-    return None if entry is None else replace(entry.options, backend=entry.backend)
+def info_of(world: World, group: dist.ProcessGroup) -> ProcessGroupInfo | None:
+    """What axes knows of a group; None of one that it hasn't met."""
+    return next((entry for entry in world.groups.values() if entry.group is group), None)
 
 
 def own_backend(device_type: str) -> str | None:
@@ -506,7 +469,7 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
     return options
 
 
-def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
+def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> ProcessGroupInfo:
     """The entry of a group, by what it is; made where nobody asked for it yet."""
     key = _key_of(world, mesh, layout, name)
     binding = mesh.binding
@@ -517,8 +480,13 @@ def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> _Entry:
         entry = world.groups[key] = _made(world, *key, mark, name, binding.device_type, waits)
     if entry.layout is None:
         entry.layout = layout
-    entry.names.setdefault(name)
+    _name(entry, name)
     return entry
+
+
+def _name(entry: ProcessGroupInfo, name: str) -> None:
+    if name not in entry.names:
+        entry.names += (name,)
 
 
 def _key_of(world: World, mesh: Mesh, layout: Layout, name: str) -> _Key:
@@ -545,25 +513,15 @@ def _wanted(world: World, mesh: Mesh, layout: Layout, name: str) -> tuple[str, G
 
 
 def options_of(mesh: Mesh, layout: Layout, name: str) -> GroupOptions:
-    """The options that a name was given. A product or a part without a name has those that all its axes share.
+    """The options that a name was given. Those with a lane are its own, others those of all names of a layout.
 
-    `name`: that of the axis, or of the axes of a product with spaces between them. Options with a lane are
-    the name's own; others are those of all names of a layout.
+    `name`: that of the axis, or of the axes of a product with spaces between them. A product is on the lane that all
+    its axes share; it has other options where it has a name that was given them.
     """
     lanes = dict(mesh.binding.lanes)
     own = {lanes.get(each) for each in name.split()}
-    if len(own) == 1 and (lane := own.pop()) is not None:
-        return lane
-    given = dict(mesh.binding.options)
-    if layout in given or layout in mesh.namespace.values():
-        return given.get(layout, _NO_OPTIONS)
-    try:
-        wanted, *parts = digits(layout, *given)
-    except MeshError:
-        return _NO_OPTIONS
-    shared = [{each for each, part in zip(given.values(), parts, strict=True) if digit in part} for digit in wanted]
-    common = set.intersection(*shared)
-    return common.pop() if len(common) == 1 else _NO_OPTIONS
+    lane = own.pop() if len(own) == 1 else None
+    return lane or dict(mesh.binding.options).get(layout, _NO_OPTIONS)
 
 
 def _digest(backend: str, options: GroupOptions) -> str:
@@ -590,7 +548,7 @@ def _made(
     name: str,
     device_type: str,
     waits: timedelta,
-) -> _Entry:
+) -> ProcessGroupInfo:
     barrier = _barrier(world, ranks, name)
     if not world.fake:
         agree(
@@ -627,7 +585,7 @@ def _made(
             f"the members of {barrier.subject} agreed on it, then connecting failed on rank {world.rank}: "
             f"{first}{others}"
         ) from error
-    return _Entry(group, ranks, backend, options, "made")
+    return ProcessGroupInfo(group, ranks, backend, options, "made")
 
 
 OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
@@ -658,20 +616,3 @@ def _check_backend_options(name: str, pg_options: Any, backends: set[str]) -> No
         raise MeshError(
             f"options['{name}']: nccl takes dist.ProcessGroupNCCL.Options; found {type(pg_options).__name__}"
         )
-
-
-def _content(value: Any, depth: int) -> str:
-    """An options object as text: public attributes and theirs, without those that torch writes."""
-    written_by_torch = {"global_ranks_in_group", "group_name", "split_from", "split_color"}
-    names = [n for n in dir(value) if not n.startswith("_") and n not in written_by_torch]
-    written = []
-    for attribute in names:
-        try:
-            content = getattr(value, attribute)
-        except Exception:  # a property that this object can't give isn't among its options
-            continue
-        if isinstance(content, (bool, int, float, str, bytes, timedelta, type(None))):
-            written.append(f"{attribute}={shown(content)}")
-        elif depth > 1 and not callable(content):
-            written.append(f"{attribute}={_content(content, depth - 1)}")
-    return f"{type(value).__name__}({', '.join(written)})"

@@ -114,7 +114,7 @@ def init_mesh(
     where the world is larger.
     `device_type` is the current accelerator, or "cpu" where there is none or the running world
     doesn't serve it. `options` gives axes, by name, groups that aren't like the default group; a
-    product of axes that has no name of its own has the options that all of them share.
+    product of axes has options where it has a name that was given them.
     `timeout` (a `timedelta` or seconds, by default that of the default group) bounds how long ranks
     wait for one another: here, when groups are made, in transfers between CPUs, and in what the
     default group does from here on, torch's own collectives included.
