@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import threading
@@ -63,8 +62,6 @@ _REPORT_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
 _STALLED_SECONDS = 30.0
-_REPORT_HOLDS_SECONDS = 60.0
-_REPORTS_READ = 256
 _RANKS_SHOWN = 16
 _UNSEEN = "hasn't been seen: it is still starting, has ended, is stopped, or makes no mesh"
 _KEYS = ("stated", "told", "count", "came", "reporter", "warner", "end", "left")
@@ -182,30 +179,18 @@ def leave_word(member: Member, text: str) -> None:
 
 
 def without_report(member: Member, barrier: Barrier) -> str:
-    """Report that what the members of a barrier do fails on this rank; say which of them report nothing.
+    """Come to the members of a barrier on which something fails that they do together; say who doesn't come.
 
-    The others have a second for it. One that has ended, is stopped, or failed somewhere else reports nothing: each is
-    shown with where it was last seen. Returns "" where all report. A report holds for a minute, so that one of an
-    earlier failure, which this rank had alone, isn't taken for one of the next.
+    They have a second for it. One that has ended, is stopped, or failed somewhere else doesn't come: each is shown with
+    where it was last seen. Returns "" where all come. Raises `MissedError` where the others came before.
     """
-
-    def ask() -> str:
-        _leave_note(member, f"was last seen failing in {barrier.subject}")
-        member.store.set(f"{barrier.key}/{member.rank}", json.dumps(time.time()))
-        silent = [rank for rank in itertools.islice(barrier.members, _REPORTS_READ) if rank != member.rank]
-        end = time.monotonic() + _REPORT_SECONDS
-        while (silent := [rank for rank in silent if not _reports(member, barrier, rank)]) and time.monotonic() < end:
-            time.sleep(_SLOWEST_POLL_SECONDS)
-        lines = [
-            f"  no report of it by {member.who(silent)}, which ended, is stopped, or failed elsewhere:",
-            *[f"    {_last_seen(member, rank)}" for rank in silent[:_RANKS_SHOWN]],
-        ]
-        return "\n".join(["", *lines]) if silent else ""
-
     try:
-        return asked("a question for who else failed", _REPORT_SECONDS, ask, member.store_name)
+        agree(member, barrier, "", timedelta(seconds=_REPORT_SECONDS))
+    except MissedError:
+        raise
     except DesyncError as error:  # that it failed matters more
-        return f"\n  {str(error).splitlines()[0]}"
+        return f"\n{error}".replace("\n", "\n  ")
+    return ""
 
 
 def asked(subject: str, seconds: float, call: Callable[[], T], store_name: str = _JOBS) -> T:
@@ -370,12 +355,6 @@ def note_key(who: str) -> str:
 def _last_seen(member: Member, rank: int) -> str:
     note = note_key(member.who([rank]))
     return f"{member.who([rank])} {member.store.get(note).decode() if member.store.check([note]) else _UNSEEN}"
-
-
-def _reports(member: Member, barrier: Barrier, rank: int) -> bool:
-    """Whether a rank has reported that it failed, within the last minute."""
-    key = f"{barrier.key}/{rank}"
-    return member.store.check([key]) and abs(time.time() - float(member.store.get(key))) < _REPORT_HOLDS_SECONDS
 
 
 # Text

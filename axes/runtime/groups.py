@@ -20,6 +20,7 @@ remembered: a function of these is cached by `of_world`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -39,7 +40,17 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private, trace
-from axes.runtime.agreement import Barrier, Member, agree, digest, in_time, ranks_text, refuse, without_report
+from axes.runtime.agreement import (
+    Barrier,
+    Member,
+    MissedError,
+    agree,
+    digest,
+    in_time,
+    ranks_text,
+    refuse,
+    without_report,
+)
 
 _FAKE = "fake"
 _WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
@@ -597,8 +608,14 @@ def who_else_failed(ranks: Sequence[int], what: str) -> str:
     world = current_world()
     if world.fake or len(ranks) == 1 or world.rank not in ranks:
         return ""
-    made = world.attempts[Barrier("", ranks, "group", 0).topic]  # a group that has failed is made anew
-    return without_report(world.member, Barrier(what, ranks, "failure", made))
+    while True:
+        with contextlib.suppress(MissedError):  # of a failure that others had without this rank
+            return without_report(world.member, world.barrier("failure", ranks, failure(what), ""))
+
+
+def failure(what: str) -> str:
+    """The barrier to which ranks come where `what` they do together fails."""
+    return f"the report that {what} failed"
 
 
 def _default_timeout(world: World, device_type: str) -> timedelta:

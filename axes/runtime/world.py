@@ -50,6 +50,7 @@ from axes.runtime.groups import (
     checked_options,
     current_world,
     destroy_process_groups,
+    failure,
     own_backend,
     serves,
 )
@@ -257,7 +258,7 @@ def _start(device_type: str | None, timeout: object) -> None:
     except RuntimeError as error:
         if isinstance(error, OF_ONE_RANK):
             raise
-        others = without_report(member, replace(barrier, kind="start-failure"))
+        others = without_report(member, replace(barrier, kind="start-failure", subject=failure(subject)))
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise DesyncError(f"{subject} failed on rank {rank}, in connecting: {said}{others}") from error
     _own_world()
