@@ -43,14 +43,14 @@ from axes.algebra.sizes import checked_flag, tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import flags, torch_private
-from axes.runtime.check import Operation, lane_of, patience_of, together
+from axes.runtime.check import collective
 from axes.runtime.communicator import communicator
 from axes.runtime.device_mesh import mesh_known_for
 from axes.runtime.groups import of_world
 from axes.runtime.lines import AxisName
 from axes.runtime.routes import resharded
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.trace import Traced
+from axes.runtime.trace import Operation
 from axes.runtime.transforms import check_dense
 
 Tensors: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
@@ -373,16 +373,14 @@ def _reduced(values: Sequence[torch.Tensor], order: float, axis: _SplitAxis, how
     op = "max" if order == math.inf else "sum"
     wire = torch.stack(list(values)).to(axis.device_type)
     run = communicator(axis.group, wire.dtype, True).all_reduce
-    return together(_operation, (axis, wire, op, how), run, wire, op, True).to(values[0].device).unbind()
+    return collective(_operation, (axis, wire, op, how), run, wire, op, True).to(values[0].device).unbind()
 
 
 def _operation(axis: _SplitAxis, wire: torch.Tensor, op: str, how: str) -> Operation:
     """What the ranks along an axis do together. how: which norm it is and of what, where that is compared."""
     ranks = Universe.of(dist.get_process_group_ranks(axis.group)).ranks
     said = f"the norm of gradients, {op} of {len(wire)} parts{how}"
-    waits = patience_of(axis.mesh, axis.group) if axis.mesh else torch_private.default_timeout(axis.device_type)
-    lane = lane_of(axis.mesh, axis.group) if axis.mesh else axis.device_type
     moved = 2 * wire.numel() * wire.element_size() * (len(ranks) - 1) // len(ranks)
     named = said, "the norm of gradients", "all_reduce", axis.name, str(axis.group.group_name), ranks
-    traced = Traced(*named, str(wire.dtype).removeprefix("torch."), axis.device_type, bytes_in=moved, bytes_out=moved)
-    return Operation(ranks, said, said, lane, waits, traced=traced)
+    lies = str(wire.dtype).removeprefix("torch."), axis.device_type
+    return Operation(*named, *lies, bytes_in=moved, bytes_out=moved, compared=said, mesh=axis.mesh)

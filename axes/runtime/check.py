@@ -1,17 +1,18 @@
 """Checks: what ranks do together, compared before they do it, and said when it fails.
 
-Everything by which axes communicates goes through `together`, or, where nanoseconds count, does what it does:
+Everything by which axes communicates goes through `collective`, or, where nanoseconds count, does what it does:
 
-    together(describe, subject, run, *args)          # run(*args), where describe(*subject) is an Operation
+    collective(describe, subject, run, *args)        # run(*args), where describe(*subject) is an Operation
 
-With `axes.debug(check=True)`, or `AXES_CHECK=1` in the environment, the ranks of an `Operation` compare it first,
+Listeners hear of an operation before and after it: checks, the trace, and what `axes.explain` records. With
+`axes.debug(check=True)`, or `AXES_CHECK=1` in the environment, the ranks of an `Operation` compare it first,
 through the job's store (see `agreement`): what is done, of what expression, dtype and whole shape, whether in a
 backward pass, and which in their order it is. Ranks that do different things, or one that doesn't come, are a
 `DesyncError` on all of them, before anything is sent; it shows each side with its line of the user's code. When all
 have read how it ended, the store has no more keys than before.
 
-Without it `together` is a call and nothing else, unless the backend fails, as it does on all ranks where one dies:
-then the error says what failed, where, and between which ranks.
+Without listeners `collective` is a call and nothing else, unless the backend fails, as it does on all ranks where one
+dies: then the error says what failed, where, and between which ranks.
 
 In compiled graphs nothing is compared: they hold the collectives alone.
 """
@@ -19,13 +20,12 @@ In compiled graphs nothing is compared: they hold the collectives alone.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,10 @@ from axes.runtime.groups import (
     OF_ONE_RANK,
     World,
     current_world,
-    info_of,
     who_else_failed,
 )
-from axes.runtime.places import announce, user_place, whole_text
-from axes.runtime.trace import Event, Traced
+from axes.runtime.places import user_place, whole_text
+from axes.runtime.trace import Operation
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -56,77 +55,60 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Operation:
-    """What `ranks` do together.
+class Listener(Protocol):
+    """Who hears of operations."""
 
-    `said` is what a person reads, `compared` what is the same on all ranks, which names aren't. `lane` tells it from
-    operations that other communicators of the same ranks carry out, maybe at the same time. `waits` is how long ranks
-    wait for one another. `part` says which collective it begins with. `sends[i]` and `receives[i]` are for and from the
-    i-th of the ranks, where each says what comes from whom. `traced` is what a trace says of it, where it is one
-    collective.
+    def before(self, operation: Operation) -> Any:
+        """Before ranks communicate, on each of them. What it gives is handed to `after`."""
+
+    def after(self, begun: Any) -> None:
+        """When the operation has returned; not where it failed."""
+
+
+class _Comparison:
+    """Has ranks compare what they are about to do."""
+
+    def before(self, operation: Operation) -> None:
+        compare_operation(operation)
+
+    def after(self, begun: None) -> None:
+        return None
+
+
+_COMPARISON = _Comparison()
+
+
+def collective(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, by which ranks communicate: `describe(*subject)`, of which listeners hear.
+
+    Raises `DesyncError` where ranks are compared and differ, and where the backend fails.
     """
-
-    ranks: Sequence[int]
-    said: str
-    compared: str
-    lane: str
-    waits: timedelta
-    part: Callable[[], str] | None = None
-    sends: Sequence[int] = ()
-    receives: Sequence[int] = ()
-    traced: Traced | None = None
-
-
-def together(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
-    """`run(*args)`, which communicates: `describe(*subject)`, compared before where that is asked for.
-
-    Raises `DesyncError` where ranks differ, and where the backend fails.
-    """
-    if flags.watched:
-        return _watched(describe, subject, run, args)
     try:
-        return run(*args)
+        return heard(described(describe, *subject), run, *args) if flags.watched else run(*args)
     except RuntimeError as error:
         raise_located(error, describe, *subject)
 
 
-def _watched(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], args: Any) -> T:
-    """`together` where operations are compared, recorded in a trace, or listened to."""
-    announce(describe, *subject)
-    if flags.check:
-        compare_operation(describe(*subject))
-    event: Event | None = None
-    if flags.trace:
-        event = trace.recorder().begin(_traced(describe, subject), _OWN)
-    try:
-        result = run(*args)
-    except RuntimeError as error:
-        raise_located(error, describe, *subject)
-    if event is not None:
-        event[0].end(event)
-    return result
+def noted(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
+    """The same with errors as they are, of which whoever carries it out says more."""
+    return heard(described(describe, *subject), run, *args) if flags.watched else run(*args)
 
 
-def in_trace(describe: Callable[..., Traced], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
-    """`run(*args)`, which communicates with another job: the trace has what `describe(*subject)` says, nothing else."""
-    if not flags.trace:
-        return run(*args)
-    recorder, key = trace.recorder(), (describe, *subject)
-    if (found := recorder.known.get(key)) is None:
-        found = trace.with_room(recorder.known)[key] = describe(*subject)
-    event = recorder.begin(found, 3)
+def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, of which all listeners hear that it is this operation."""
+    listeners: list[Listener] = [_COMPARISON] if flags.check else []
+    listeners += [trace.recorder()] if flags.trace else []
+    begun = [(each, each.before(operation)) for each in (*listeners, *flags.listeners)]
     result = run(*args)
-    recorder.end(event)
+    for each, event in begun:
+        each.after(event)
     return result
 
 
-_OWN = 5
-"""Frames of axes at the top of the stack when an event begins, at least."""
-
-
-def _traced(describe: Callable[..., Operation], subject: tuple[Any, ...]) -> Traced:
-    """The collective that this is, found by all that tells it from others: of tensors that is shape and dtype."""
+def described(describe: Callable[..., Operation], *subject: Any) -> Operation:
+    """`describe(*subject)`. In a trace there is one object for equal subjects, tensors by their shape and dtype."""
+    if not flags.trace:
+        return describe(*subject)
     known = trace.recorder().known
     key = (describe, *[(x.shape, x.dtype) if _is_tensor(x.__class__) else x for x in subject])
     try:
@@ -135,9 +117,7 @@ def _traced(describe: Callable[..., Operation], subject: tuple[Any, ...]) -> Tra
         key = tuple([tuple(x) if isinstance(x, list) else x for x in key])
         found = known.get(key)
     if found is None:
-        found = describe(*subject).traced
-        assert found is not None, "what goes through `together` is one collective"
-        trace.with_room(known)[key] = found
+        found = trace.with_room(known)[key] = describe(*subject)
     return found
 
 
@@ -154,25 +134,8 @@ def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subj
     raise failed(describe(*subject), error) from error
 
 
-def lane_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> str:
-    """What tells operations on a group, or on the groups of a mesh's axes, from those on others of the same ranks.
-
-    Threads that use different groups may do so in any order, so that each lane counts its own operations.
-    """
-    binding = mesh.binding
-    if group is None:
-        lanes = [(name, options) for name, options in binding.lanes if name in mesh.axis_names]
-        given = "".join(f"{each} {options.text}\n" for each, options in (*binding.options, *lanes))
-    else:
-        given = str(group.group_name)
-    return binding.device_type + (f"-{hashlib.sha256(given.encode()).hexdigest()[:8]}" if given else "")
-
-
-def patience_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> timedelta:
-    """How long the ranks of a mesh wait for one another; in a group that has a timeout of its own, that."""
-    entry = None if group is None else info_of(current_world(), group)
-    if entry is not None and isinstance(entry.options.timeout, timedelta):
-        return entry.options.timeout
+def patience_of(mesh: Mesh) -> timedelta:
+    """How long the ranks of a mesh wait for one another."""
     return mesh.binding.timeout or torch_private.default_timeout(mesh.binding.device_type)
 
 
@@ -182,16 +145,38 @@ def patience_of(mesh: Mesh, group: dist.ProcessGroup | None = None) -> timedelta
 def compare_operation(operation: Operation) -> None:
     """Returns when all ranks of the operation are about to do the same; `DesyncError` on all of them otherwise."""
     world = current_world()
-    if world.fake or len(operation.ranks) == 1 or world.rank not in operation.ranks:
+    alone = len(operation.ranks) == 1 or world.rank not in operation.ranks
+    if world.fake or alone or not operation.compared:
         return
     whole = whole_text()
-    found = world.barrier(f"{_KIND}-{operation.lane}-{_debug_calls(world)}", operation.ranks, "", _ADVICE)
+    found = world.barrier(f"{_KIND}-{_lane(operation)}-{_debug_calls(world)}", operation.ranks, "", _ADVICE)
     subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
-    barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{_at(user_place())}")
+    barrier = replace(found, subject=subject, doing=f"{whole}{operation.what}{_at(user_place())}")
     told = [*map(list, (operation.sends, operation.receives))] if operation.sends else None
-    every = agree(world.member, barrier, f"{whole}{operation.compared}", operation.waits, told)
+    every = agree(world.member, barrier, f"{whole}{operation.compared}", _waits(world, operation), told)
     if told:
         _compare_sizes(barrier, operation, every)
+
+
+def _lane(operation: Operation) -> str:
+    """What tells operations on a group, or on the groups of a mesh's axes, from those on others of the same ranks.
+
+    Threads that use different groups may do so in any order, so that each lane counts its own operations.
+    """
+    if operation.group:
+        return operation.group
+    binding = operation.mesh.binding
+    lanes = [(name, options) for name, options in binding.lanes if name in operation.mesh.axis_names]
+    return operation.device + "".join(f" {each} {options.text}" for each, options in (*binding.options, *lanes))
+
+
+def _waits(world: World, operation: Operation) -> timedelta:
+    """How long the ranks wait for one another: in a group that has a timeout of its own, that."""
+    options = [entry.options for entry in world.groups.values() if entry.group_name == operation.group]
+    if options and isinstance(options[0].timeout, timedelta):
+        return options[0].timeout
+    mesh = operation.mesh
+    return torch_private.default_timeout(operation.device) if mesh is None else patience_of(mesh)
 
 
 def _debug_calls(world: World) -> int:
@@ -227,9 +212,9 @@ def failed(operation: Operation, error: RuntimeError) -> DesyncError:
     first = str(error).strip().splitlines() or [type(error).__name__]
     rank, others = 0, ""
     if dist.is_initialized():
-        rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.said)
+        rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.what)
     return DesyncError(
-        f"{whole_text()}{operation.said} failed on rank {rank}{part}{_at(user_place())}\n"
+        f"{whole_text()}{operation.what} failed on rank {rank}{part}{_at(user_place())}\n"
         f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"

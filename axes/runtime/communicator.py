@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
+from axes.runtime.check import heard
 from axes.runtime.groups import of_world
-from axes.runtime.trace import Traced, recorder
+from axes.runtime.trace import Operation
 
 Shape = tuple[int, ...]
 
@@ -133,19 +134,15 @@ class _Functional:
         return torch_private.functional_scatter(x.view(-1), op, self.size, self.name).view(shape)
 
 
-_OWN = 6
-"""Frames of axes at the top of the stack when a collective of a program begins, at least."""
-
-
 class _Recorded:
-    """Collectives each of which is an event of the trace, as `about` says but for the method and the bytes.
+    """Collectives of each of which listeners hear: it is as `about` says but for the method and the bytes.
 
     The bytes that go through it are those of one stage of a program: the same for as many elements.
     """
 
-    def __init__(self, raw: Any, rank: int, about: Traced):
+    def __init__(self, raw: Any, rank: int, about: Operation):
         self.size, self._rank, self._about = raw.size, rank, about
-        self._known: dict[tuple[str, int], Traced] = {}
+        self._known: dict[tuple[str, int], Operation] = {}
         # How many times the tensor is moved in equal parts, if it is, one of them the rank's own.
         self.all_gather = self._recorded("all_gather", raw.all_gather, self.size)
         self.all_to_all = self._recorded("all_to_all", raw.all_to_all, 1)
@@ -161,10 +158,7 @@ class _Recorded:
                 moved = [(even if of is None else sum(of) - of[self._rank]) * x.element_size() for of in sides]
                 found = replace(self._about, by=by, bytes_in=moved[0], bytes_out=moved[1])
                 self._known[by, x.numel()] = found
-            event = recorder().begin(found, _OWN)
-            out = run(x, *how)
-            event[0].end(event)
-            return out
+            return heard(found, run, x, *how)
 
         return recorded
 
@@ -266,8 +260,8 @@ def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> C
     return Communicator(_raw(group, eager), dtype)
 
 
-def recorded_communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, about: Traced) -> Communicator:
-    """The same, with its collectives in the trace."""
+def recorded_communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, about: Operation) -> Communicator:
+    """The same, with listeners that hear of its collectives."""
     return Communicator(_Recorded(_raw(group, eager), group.rank(), about), dtype)
 
 

@@ -8,7 +8,7 @@ group: it is the same on all. A trace is of each rank by itself.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from axes.algebra.errors import AxesError, shown
 
@@ -40,10 +40,12 @@ trace = ""
 """To which file collectives are recorded; "" where they aren't."""
 
 watched = False
-"""Whether one of the two is so, or somebody listens (`listen`): all that an operation looks at where nothing is."""
+"""Whether one of the two is so, or somebody listens: all that an operation looks at where nothing is."""
+
+listeners: list[Any] = []
+"""Who else hears of operations, before and after them (see `check.heard`)."""
 
 _said = Said()
-_listeners = 0
 
 
 def said() -> Said:
@@ -69,14 +71,7 @@ def read_environment() -> None:
         raise AxesError(f"AXES_CHECK is 1 (true, yes, on) or 0 (false, no, off); found {shown(word)}")
     check = _WORDS[word.lower()] if _said.check is None else _said.check
     trace = os.environ.get("AXES_TRACE", "") if _said.trace is None else _said.trace
-    watched = check or trace != "" or _listeners > 0
-
-
-def listen(more: int) -> None:
-    """Have operations say what they are to one more who listens, or with -1 to one less."""
-    global _listeners
-    _listeners += more
-    read_environment()
+    watched = check or trace != "" or bool(listeners)
 
 
 def flags_text() -> str:

@@ -52,12 +52,12 @@ from axes.algebra.transfer_ends import on_own_ranks
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree
-from axes.runtime.check import in_trace
+from axes.runtime.check import noted
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
 from axes.runtime.rendezvous import GRACE, JobCall, Pair, Rendezvous, connection_prefix
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.trace import Traced
+from axes.runtime.trace import Operation
 from axes.runtime.transfer_runs import TransferRun, check_memory, check_writable
 from axes.runtime.transforms import check_dense
 
@@ -268,7 +268,7 @@ class JobLink:
                 self.meeting.retire()
             raise wrong
         assert own is not None, "what isn't wrong is described"
-        pair = in_trace(self._waits, (other, side), self._met, call, other, side, text, said)
+        pair = noted(self._waits, (other, side), self._met, call, other, side, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
@@ -280,13 +280,13 @@ class JobLink:
         with contextlib.suppress(DesyncError):
             self.meeting.note(f"was last seen at the end of {said}")
 
-    def _waits(self, other: str, side: int) -> Traced:
+    def _waits(self, other: str, side: int) -> Operation:
         """The call as a trace has it, until the other job has come."""
         source, target = (self.name, other)[:: 1 - 2 * side]
         kind, way = _CALLS[side], f"{source} to {target}"
         what = f"{kind} waiting for '{other}'"
         named = what, kind, "send and receive", way, f"link {way}", self.ranks, "", self.device.type
-        return Traced(*named, together=False)
+        return Operation(*named, together=False)
 
     def _described(
         self, tensors: Any, specs: Any, said: str, side: int, rules: Any, pages: Any
@@ -474,13 +474,13 @@ class LinkRun(TransferRun):
                 if self.group is None:
                     self._run(bound)
                 else:
-                    in_trace(self._traced, (), self._run, bound)
+                    noted(self._traced, (), self._run, bound)
                 self._wait_for_device()
             except RuntimeError:
                 self.bound = None
                 raise
 
-    def _traced(self) -> Traced:
+    def _traced(self) -> Operation:
         """The exchange as the trace of this rank's job has it, in the job's own ranks."""
         first = self.move.rank - self.link.rank
         own = [self.link.ranks[rank - first] for rank in self.ranks if 0 <= rank - first < len(self.link.ranks)]

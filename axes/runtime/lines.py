@@ -31,11 +31,11 @@ from axes.algebra.errors import AxesError, MeshError, SizeError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime.check import Operation, lane_of, patience_of, together, waited
+from axes.runtime.check import collective, waited
 from axes.runtime.communicator import communicators, functional_communicator, reduced_bytes
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
-from axes.runtime.trace import Traced
+from axes.runtime.trace import Operation
 from axes.runtime.transforms import PLAIN, as_plain
 
 AxisName = str | tuple[str, ...]
@@ -209,7 +209,7 @@ def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any
     x = x.resolve_conj().resolve_neg().contiguous()
     if torch.compiler.is_compiling() or type(x) not in PLAIN:
         return getattr(functional_communicator(group.name, group.size, x.dtype), by)(x, *how)
-    return together(_operation, described, getattr(group.eager(x.dtype), by), x, *how)
+    return collective(_operation, described, getattr(group.eager(x.dtype), by), x, *how)
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _of_every_rank(value: Any, line: Line) -> list[Any]:
     found: list[Any] = [None] * line.size
     group = _group(line)
     described = _COMPARISON, "all_gather_object", 0, 0, group.group, group.mesh
-    together(_on_group, described, dist.all_gather_object, found, value, group.group)
+    collective(_on_group, described, dist.all_gather_object, found, value, group.group)
     return found
 
 
@@ -310,7 +310,7 @@ def gathered_numbers(numbers: Sequence[int], what: str, group: Methods, device: 
         group.mesh,
     )
     gather = group.eager(mine.dtype).all_gather
-    return together(_on_group, described, gather, mine, (size, len(numbers))).tolist()
+    return collective(_on_group, described, gather, mine, (size, len(numbers))).tolist()
 
 
 def traced_numbers(numbers: Sequence[Any], size: int, group: Methods, device: torch.device) -> torch.Tensor:
@@ -326,7 +326,7 @@ def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup, mesh: Mesh
     """Writes the `x` of the global rank `source` into that of all ranks of a group of the mesh. `what` is it for?"""
     text, sent = f"{what}, of rank {source}, {_tensor_text(x)}", x.numel() * x.element_size()
     sides = (0, sent) if source == dist.get_rank() else (sent, 0)
-    together(_on_group, (text, "broadcast", *sides, group, mesh), dist.broadcast, x, source, group)
+    collective(_on_group, (text, "broadcast", *sides, group, mesh), dist.broadcast, x, source, group)
 
 
 def _on_group(what: str, by: str, bytes_in: int, bytes_out: int, group: dist.ProcessGroup, mesh: Mesh) -> Operation:
@@ -335,11 +335,9 @@ def _on_group(what: str, by: str, bytes_in: int, bytes_out: int, group: dist.Pro
     position = mesh.universe.position(mesh.rank)
     lines = {} if position is None else {name: mesh.ranks_of(mesh.layout(name)) for name in mesh.names}
     axis = next((name for name, line in lines.items() if line is not None and list(line) == list(ranks)), "")
-    traced = Traced(
-        *(what, by, by, axis, str(group.group_name), ranks, "", device_of(mesh)), bytes_in=bytes_in, bytes_out=bytes_out
-    )
+    named = what, by, by, axis, str(group.group_name), ranks, "", device_of(mesh)
     compared = f"{what} in {[*ranks]}"
-    return Operation(ranks, what, compared, lane_of(mesh, group), patience_of(mesh, group), traced=traced)
+    return Operation(*named, bytes_in=bytes_in, bytes_out=bytes_out, compared=compared, mesh=mesh)
 
 
 def device_of(mesh: Mesh) -> str:
@@ -365,15 +363,14 @@ def _operation(
     named = said, what, _METHODS[what], line.name, group.name, ranks, str(x.dtype).removeprefix("torch.")
     received, sent = _bytes_moved(what, x, dims, line, sends, receives)
     return Operation(
-        ranks,
-        said,
-        f"{what} in {[*ranks]} of {tensor}{along}",
-        lane_of(group.mesh, group.group),
-        patience_of(group.mesh, group.group),
-        None,
-        sends,
-        receives,
-        Traced(*named, device_of(group.mesh), bytes_in=received, bytes_out=sent),
+        *named,
+        device_of(group.mesh),
+        bytes_in=received,
+        bytes_out=sent,
+        compared=f"{what} in {[*ranks]} of {tensor}{along}",
+        sends=sends,
+        receives=receives,
+        mesh=group.mesh,
     )
 
 

@@ -18,12 +18,11 @@ Part = tuple[str, Any]
 
 
 class _Context(threading.local):
-    """What operations of a thread are part of just now, the outermost first; who listens; what was announced last."""
+    """What operations of a thread are part of just now, the outermost first; who is told when that changes."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.listener: Callable[[], None] | None = None
-        self.announced: tuple[Any, ...] | None = None
 
 
 context = _Context()
@@ -44,27 +43,18 @@ def within(kind: str, expression: Any, run: Callable[..., T], *args: Any) -> T:
 
 
 @contextlib.contextmanager
-def listening(listener: Callable[[], None]) -> Iterator[None]:
-    """In this block operations of this thread say what they are; `listener` is called where `parts` has changed."""
+def listening(listener: Any, changed: Callable[[], None]) -> Iterator[None]:
+    """In this block `listener` hears of operations; `changed` is called where `parts` of this thread has changed."""
     before = context.listener
-    context.listener = listener
-    flags.listen(1)
+    context.listener = changed
+    flags.listeners.append(listener)
+    flags.read_environment()
     try:
         yield
     finally:
-        flags.listen(-1)
+        flags.listeners.remove(listener)
+        flags.read_environment()
         context.listener = before
-
-
-def announce(describe: Callable[..., T], *subject: Any) -> None:
-    """Notes, before ranks communicate, that `describe(*subject)` says what they do."""
-    context.announced = describe, subject
-
-
-def announced() -> Any:
-    """What was announced last in this thread, described; None where nothing was."""
-    found = context.announced
-    return found and found[0](*found[1])
 
 
 def parts() -> tuple[str, ...]:

@@ -59,7 +59,7 @@ from axes.runtime.packing import (
     times,
     unpacker,
 )
-from axes.runtime.trace import Traced
+from axes.runtime.trace import Operation
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -287,13 +287,13 @@ def part_text(step: Step, group: dist.ProcessGroup) -> str:
     return f"{step.kind}{axes} of {ranks_text(Universe.of(dist.get_process_group_ranks(group)).ranks)}"
 
 
-def _about(program: Program, at: int, group: dist.ProcessGroup, eager: bool, dtype: torch.dtype) -> Traced:
+def _about(program: Program, at: int, group: dist.ProcessGroup, eager: bool, dtype: torch.dtype) -> Operation:
     """A step as a trace has it."""
     steps = program.plan.steps
     sending = [i for i, step in enumerate(steps) if step.kind != "slice"]
     ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
     step, axis = steps[at], " ".join(steps[at].axes) or "both meshes"
-    return Traced(
+    return Operation(
         *(program.said, step.kind, "", axis, str(group.group_name), ranks, name_of(dtype), program.device_type),
         step=(sending.index(at) + 1, len(sending)),
         later=not eager,
@@ -312,7 +312,7 @@ def _run(
     eager: bool,
     dtype: torch.dtype,
     owned: bool,
-    about: Traced | None,
+    about: Operation | None,
 ) -> Run:
     step = task.step
     if group is None:

@@ -27,7 +27,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -46,10 +45,7 @@ from axes.algebra.sharding import PendingReduction, Sharding
 from axes.algebra.universe import Universe
 from axes.runtime import flags
 from axes.runtime.check import (
-    Operation,
     compare_operation,
-    lane_of,
-    patience_of,
     raise_located,
     under_way,
     waited,
@@ -58,9 +54,9 @@ from axes.runtime.gradients import Same, of_shards, transposed
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.linear import Kept, around, linear
 from axes.runtime.packing import slices_of
-from axes.runtime.places import announce
 from axes.runtime.programs import Program, check_dtypes, name_of, part_text
 from axes.runtime.symbols import guard, is_symbolic, settled_sizes, stages_of
+from axes.runtime.trace import Operation
 from axes.runtime.transforms import PLAIN
 from axes.runtime.writes import writable
 
@@ -184,9 +180,11 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     if type(local) not in PLAIN:
         local = waited(local)
     if type(local) in PLAIN:
-        # What `together` does, at no price where nothing is compared or recorded.
-        recorded = flags.watched and _watched(program)
-        sent = local.contiguous()
+        # What `collective` does, at no price where nobody listens: ranks compare the program, and listeners hear of its
+        # steps.
+        if flags.check:
+            compare_operation(_operation(program))
+        recorded, sent = flags.watched, local.contiguous()
         try:
             if async_op:
                 sent = sent.clone() if sent is local and program.lends else sent
@@ -201,14 +199,6 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
     tile = tuple(local.shape)
     traced = program.at_sizes(tile) if is_symbolic(tile) or program.tile not in (None, tile) else program.traced
     return traced(local.contiguous())
-
-
-def _watched(program: Program) -> bool:
-    """Has ranks compare a program where that is asked for. Whether it goes into the trace."""
-    announce(_operation, program)
-    if flags.check and program.sends:
-        compare_operation(_operation(program))
-    return flags.trace != ""
 
 
 def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
@@ -315,14 +305,9 @@ def union_of(one: Mesh, two: Mesh) -> Mesh:
     return Mesh("union", ranks=ranks)._with(binding=one.binding)
 
 
+@of_world(4096)
 def _operation(program: Program) -> Operation:
     """What the ranks of a program do together: all those of its meshes through this one."""
-    return replace(_operation_so_far(program), waits=patience_of(program.plan.source.mesh))
-
-
-@of_world(4096)
-def _operation_so_far(program: Program) -> Operation:
-    """The same but for how long the ranks wait, which a later mesh may say otherwise."""
     made = program.plan
     meshes = made.source.mesh, made.target.mesh
     here = [mesh for mesh in meshes if mesh.universe.position(made.rank) is not None]
@@ -330,14 +315,10 @@ def _operation_so_far(program: Program) -> Operation:
     members: Sequence[int] = sorted({rank for line in lines for rank in line})
     if meshes[0].universe != meshes[1].universe:
         members = sorted(union_of(*meshes).universe.ranks)
-    return Operation(
-        Universe.of(members).ranks,
-        program.said,
-        f"{made.fingerprint} of {program.tensor}",
-        lane_of(meshes[0]),
-        timedelta(0),
-        functools.partial(_first_part, program),
-    )
+    ranks, compared = Universe.of(members).ranks, f"{made.fingerprint} of {program.tensor}"
+    named = program.said, "redistribution", "", "", "", ranks, name_of(program.dtype), program.device_type
+    part = functools.partial(_first_part, program)
+    return Operation(*named, compared=compared if program.sends else "", mesh=meshes[0], part=part)
 
 
 def _first_part(program: Program) -> str:

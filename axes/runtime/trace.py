@@ -37,7 +37,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
@@ -63,13 +63,16 @@ _MOST = 65536
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
-    """A kind of collective, as a trace has it. There is one object for each, by which it is looked up.
+class Operation:
+    """What some ranks do together: the value that listeners hear of (see `check.collective`), and a trace has.
 
-    what: the operation with its tensor. kind: a step of a plan, or a collective by its public name. by: the method of
-    the process group. axis: its name, or several. group: the name of the process group, whose `ranks` are in order.
-    step: which of how many steps of the plan. dtype: of what is sent. later: whether the call returns before the
-    collective has ended (`async_op`). together: whether all ranks of the group take part.
+    what: the operation with its tensor, as a person reads it. kind: a step of a plan, or a collective by its public
+    name. by: the method of the process group, "" for a plan of several steps. axis: its name, or several. group: the
+    name of the process group, whose `ranks` are in order. step: which of how many steps of the plan. dtype: of what is
+    sent. later: whether the call returns before the collective has ended (`async_op`). together: whether all ranks of
+    the group take part. compared: what is the same on all ranks, which names aren't; "" where nothing is compared.
+    sends[i] and receives[i]: for and from the i-th of the ranks, where each says what comes from whom. mesh: that of
+    the axis, if there is one. part: says which collective a plan begins with.
     """
 
     what: str
@@ -85,6 +88,11 @@ class Traced:
     bytes_out: int = 0
     later: bool = False
     together: bool = True
+    compared: str = ""
+    sends: Sequence[int] = ()
+    receives: Sequence[int] = ()
+    mesh: Any = None
+    part: Callable[[], str] | None = None
 
     def line(self, number: int) -> dict[str, Any]:
         """The line that says what an operation's number stands for."""
@@ -100,6 +108,9 @@ Event = tuple[Any, Any, int, int, Any]
 """A collective under way: who records it, the mapped memory, where its time goes, when it began, the event on its
 stream."""
 
+_OWN = 5
+"""Frames of axes at the top of the stack when an event begins, at least."""
+
 _NULL = b"         null"
 _WIDTH = len(_NULL)
 
@@ -110,9 +121,9 @@ class Recorder:
     def __init__(self, path: str):
         self.path = Path(path)
         self._lock = threading.Lock()
-        self.known: dict[Any, Traced] = {}
+        self.known: dict[Any, Operation] = {}
         """By what operations are found; it keeps the groups that are in it, until they are ended."""
-        self._ops: dict[Traced, int] = {}
+        self._ops: dict[Operation, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._codes: list[CodeType] = []
         self._parts: dict[tuple[Part, ...], int] = {}
@@ -149,7 +160,16 @@ class Recorder:
 
     # events
 
-    def begin(self, traced: Traced, own: int = 1) -> Event:
+    def before(self, operation: Operation) -> Event | None:
+        """Writes that a collective is issued; of a plan, its steps are."""
+        return self.begin(operation, _OWN) if operation.by else None
+
+    def after(self, event: Event | None) -> None:
+        """Writes how long it has taken."""
+        if event is not None:
+            self.end(event)
+
+    def begin(self, traced: Operation, own: int = 1) -> Event:
         """Writes that a collective is issued. The first `own` frames, of this and of its callers, are axes'."""
         # Each call that this makes, and each frame that it passes, is a part of what a trace costs.
         number = self._ops.get(traced) or self._named_op(traced)
@@ -205,7 +225,7 @@ class Recorder:
 
     # what repeats
 
-    def _named_op(self, traced: Traced) -> int:
+    def _named_op(self, traced: Operation) -> int:
         with self._lock:
             number = self._next()
             self._put(_line(traced.line(number)))

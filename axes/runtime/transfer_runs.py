@@ -44,7 +44,7 @@ from axes.algebra.transfers import Transfer
 from axes.algebra.universe import Universe
 from axes.runtime import parcels, torch_private
 from axes.runtime.agreement import MissedError, ranks_text
-from axes.runtime.check import Operation, lane_of, patience_of, together
+from axes.runtime.check import collective
 from axes.runtime.communicator import communicator
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
 from axes.runtime.packing import (
@@ -57,7 +57,7 @@ from axes.runtime.parcels import BucketSide, parcels_of
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.trace import Traced
+from axes.runtime.trace import Operation
 from axes.runtime.transfer_views import MessageCopy, TileViews, Views, copy_views, identity_of
 from axes.runtime.transforms import check_dense, is_dense
 from axes.runtime.writes import count_writes
@@ -239,7 +239,7 @@ class TransferRun:
         bound = self._bound(held, given, made)
         self._count_writes({} if into is None else into, given)
         try:
-            together(self._operation, (), self._run, bound)
+            collective(self._operation, (), self._run, bound)
         except DesyncError as failed:
             self.bound = None
             self._end_group(failed)
@@ -600,10 +600,9 @@ class TransferRun:
     def _comparison(self) -> Operation:
         """What ranks tell each other before: whether their tensors fit, and by which plan, which isn't compared yet."""
         found, size = self._operation(), len(self.ranks)
-        assert found.traced is not None, "an operation of a transfer is one exchange"
         moved = 2 * _STATE * torch.int64.itemsize * (size - 1) // size
-        traced = replace(
-            found.traced,
+        return replace(
+            found,
             what=f"all_reduce before {self.said}",
             kind="all_reduce",
             by="all_reduce",
@@ -611,14 +610,14 @@ class TransferRun:
             bytes_in=moved,
             bytes_out=moved,
             together=True,
+            compared="axes.transfer",
         )
-        return replace(found, compared="axes.transfer", traced=traced)
 
     def _operation(self) -> Operation:
         assert self.mesh is not None, "what is sent is of a mesh"
         group, moved = self.group, self.moved
         name = "" if group is None else str(group.group_name)
-        traced = Traced(
+        return Operation(
             *(
                 f"axes.transfer of {self.contents}",
                 "exchange",
@@ -632,14 +631,8 @@ class TransferRun:
             bytes_in=moved[1],
             bytes_out=moved[0],
             together=False,  # a rank waits for those that it exchanges with
-        )
-        return Operation(
-            self.ranks,
-            self.said,
-            f"{self.said} {self.planned.fingerprint}",
-            lane_of(self.mesh, group),
-            patience_of(self.mesh, group),
-            traced=traced,
+            compared=f"{self.said} {self.planned.fingerprint}",
+            mesh=self.mesh,
         )
 
     def _agree(self, error: AxesError | None, new: bool, lists: Lists | None) -> None:
@@ -656,13 +649,13 @@ class TransferRun:
         flags = [error is not None, targets and new, targets and not new]
         state = torch.tensor([*flags, plan, -plan], dtype=torch.int64, device=self.device)
         assert state.numel() == _STATE, "what a trace counts"
-        together(self._comparison, (), _greatest, group, state)
+        collective(self._comparison, (), _greatest, group, state)
         wrong, some, others, most, least = state.tolist()
         if wrong or (some and others) or most != -least:
             into = f"into= {'is left out' if new else 'is passed'}" if targets else ""
             said = f"{self.planned.described}{_lists_text(lists)}"
             mine = json.dumps((None if error is None else str(error), into, said))
-            told = [json.loads(text) for text in together(self._comparison, (), _texts, group, mine, self.device)]
+            told = [json.loads(text) for text in collective(self._comparison, (), _texts, group, mine, self.device)]
             if error is not None:
                 raise error
             raise self._disagreement(told, said)
@@ -687,7 +680,7 @@ class TransferRun:
         if group is None or all(one.codec is None for one in self.move.tensors):
             return
         found = torch.tensor([told], dtype=torch.int64, device=self.device)
-        together(self._operation, (), _added_up, group, found)
+        collective(self._operation, (), _added_up, group, found)
         if found.item():
             raise DesyncError(
                 f"{self.said}: the codecs of ranks say other sizes of one message; nbytes is the same on all ranks"
@@ -699,10 +692,10 @@ class TransferRun:
         if group is None or all(one.codec is None for one in self.move.tensors):
             return
         failed = torch.tensor([self.wrong is not None], dtype=torch.int64, device=self.device)
-        together(self._operation, (), _greatest, group, failed)
+        collective(self._operation, (), _greatest, group, failed)
         if failed.item():
             mine = "" if self.wrong is None else raised_text(self.wrong)
-            told = map(json.loads, together(self._operation, (), _texts, group, json.dumps(mine), self.device))
+            told = map(json.loads, collective(self._operation, (), _texts, group, json.dumps(mine), self.device))
             lines = [f"\n  rank {rank}: {text}" for rank, text in zip(self.ranks, told, strict=True) if text]
             self.arrived = -1
             raise DesyncError(

@@ -34,9 +34,10 @@ from axes.algebra.scopes import checked_mesh
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import ProcessGroupInfo, current_world, process_groups
-from axes.runtime.places import announced, is_users, listening, parts, place_of_frame, user_place
+from axes.runtime.places import is_users, listening, parts, place_of_frame, user_place
 from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
+from axes.runtime.trace import Operation
 from axes.runtime.world import bound_to_job
 
 # --- what is recorded
@@ -104,14 +105,14 @@ class StepRecorder(torch_private.DispatchMode):
         self._spots: list[_Spot] = []
         self._exact = False
         self._running = -1
-        self._operation = ""
+        self._operation = self._said = ""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> StepRecorder:
         hooks = torch.nn.modules.module
         self._stack.callback(hooks.register_module_forward_pre_hook(self._entered).remove)
         self._stack.callback(hooks.register_module_forward_hook(self._left, always_call=True).remove)
-        self._stack.enter_context(listening(self._changed))
+        self._stack.enter_context(listening(self, self._changed))
         super().__enter__()
         return self
 
@@ -131,6 +132,13 @@ class StepRecorder(torch_private.DispatchMode):
         if found is not None:
             self._record(found, out)
         return out
+
+    def before(self, operation: Operation) -> None:
+        """What axes is about to do."""
+        self._said = operation.what
+
+    def after(self, begun: None) -> None:
+        """(What was done is seen by dispatch.)"""
 
     # where the program is
 
@@ -249,8 +257,7 @@ class StepRecorder(torch_private.DispatchMode):
                 return now[-1]
             if not now and spot.parts:
                 return f"gradient of {spot.parts[-1]}"
-            found = announced()
-            return found.said if found is not None else ""
+            return self._said
         if caller.by == FSDP:
             return "parameters" if sent.kind == "all_gather" else "gradients"
         if caller.by == DTENSOR:
