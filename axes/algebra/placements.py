@@ -15,13 +15,12 @@ What DTensor can't say, or would cut otherwise, is a `ShardingError`, never anot
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from axes.algebra.errors import ShardingError, SizeError, shown
+from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
@@ -158,36 +157,10 @@ def _unordered(mesh: Mesh, axes: Sequence[NamedLayout]) -> list[str]:
 
 
 def _not_whole(mesh: Mesh, axes: Sequence[NamedLayout]) -> NoReturn:
-    named = [axis for axis in axes if mesh.names.get(axis.name) and mesh.namespace[axis.name] == axis.layout]
-    names = _axes_with(mesh, named) if len(named) == len(axes) else None
-    hint = f": mesh{names}" if names else ", like mesh['dp', 'tp']"
     raise ShardingError(
         f"'{' '.join(map(str, axes))}' isn't a product of whole axes of {mesh!r}, so DTensor can't express it; "
-        f"use the sub-mesh that has these axes{hint}"
+        "use the sub-mesh that has these axes, like mesh['dp', 'tp']"
     )
-
-
-def _axes_with(mesh: Mesh, wanted: Sequence[NamedLayout]) -> list[str] | None:
-    """The mesh's axes, each that is cut replaced by two or three names it is made of; None where names don't tell."""
-    names, found = {axis.name for axis in wanted}, list[str]()
-    for name in mesh.axis_names:
-        parts = (
-            list(parts)
-            for count in (2, 3)
-            for parts in itertools.permutations(mesh.names, count)
-            if names & set(parts) and _are_digits_of(mesh, parts, name)
-        )
-        found += [name] if name in names else next(parts, [name])
-    return found if names <= set(found) else None
-
-
-def _are_digits_of(mesh: Mesh, parts: Sequence[str], name: str) -> bool:
-    """Whether names in this order are the digits of another, slowest first."""
-    try:
-        split = mesh.namespace[name].split([mesh.names[part] for part in parts])
-    except SizeError:
-        return False
-    return split == tuple(mesh.namespace[part] for part in parts)
 
 
 def check_axes_are_whole(sharding: Sharding) -> None:

@@ -23,9 +23,8 @@ from axes.runtime.check import waited
 from axes.runtime.groups import of_world
 from axes.runtime.routes import resharded
 from axes.runtime.symbols import is_symbolic, spec_at
-from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec
+from axes.runtime.torch_placements import sharding_of_spec
 
-Shape = tuple[int, ...]
 Spec = Any
 """torch's `DTensorSpec`: mesh, placements, shape, strides and dtype in one hashable value."""
 
@@ -97,35 +96,18 @@ def _resolve(leaf: DTensor) -> _Resolve:
 @of_world(4096)
 def _resolve_at(spec: Spec) -> _Resolve:
     """The hook of leaves with this `DTensorSpec`."""
-    target = replace(sharding_of_spec(spec), pending=())
-    shape, strides = tuple(spec.shape), tuple(spec.tensor_meta.stride)
-    return _Resolve(target, None, None) if is_symbolic((*shape, *strides)) else _Resolve(target, *_lies(shape, strides))
-
-
-def _lies(shape: Shape, strides: Shape) -> tuple[Shape | None, Shape]:
-    """How autograd wants the gradient of a leaf in memory: the order of its dims, None for row by row; its strides.
-
-    They are the leaf's own, if these leave no gaps.
-    """
-    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
-    packed = contiguous_strides(tuple([shape[dim] for dim in order]))
-    dense = all(shape[dim] < 2 or strides[dim] == stride for dim, stride in zip(order, packed, strict=True))
-    if not dense or order == tuple(range(len(shape))):
-        return None, contiguous_strides(shape)
-    return order, strides
+    return _Resolve(replace(sharding_of_spec(spec), pending=()))
 
 
 @dataclass(frozen=True, eq=False)
 class _Resolve:
-    """A leaf's hook: its gradient in its own sharding, nothing pending, laid out in memory as the leaf is.
+    """A leaf's hook: its gradient in its own sharding, nothing pending, in memory of its own.
 
-    `order` and `strides` are what `_lies` says of the leaf; there are no `strides` where they are symbolic. Of a
-    gradient with other strides autograd makes a copy, at the price of two operations on DTensors.
+    A gradient on its way may be a view of another, or another DTensor of its shard: autograd would make it the leaf's,
+    and add to it in place.
     """
 
     target: Sharding
-    order: Shape | None
-    strides: Shape | None
 
     __torch_unserializable__: ClassVar[bool] = True  # torch.save leaves it out without a warning
 
@@ -133,39 +115,11 @@ class _Resolve:
         if not isinstance(found, DTensor) or self.target.mesh.coordinate is None:
             return None  # a rank outside the mesh has no part of the leaf
         x = resharded(found, self.target)
-        return x if torch.is_grad_enabled() else self._owned(x, found)
-
-    def _owned(self, x: DTensor, found: DTensor) -> DTensor:
-        """The gradient in memory that is its own, no more than it needs, in the leaf's order of dims.
-
-        A gradient on its way may be a view of another, or another DTensor of its shard: autograd would make it the
-        leaf's, and add to it in place. Of the very one that was `found` autograd itself makes a copy, where others have
-        it, too.
-        """
-        owned = torch_private.owns_its_memory(x)
+        if torch.is_grad_enabled():
+            return x
+        owned = torch_private.owns_its_memory(x)  # asked before anything here refers to the shard
         local, spec = torch_private.local_of(x), torch_private.spec_of(x)
-        lies = self.strides is None or tuple(spec.tensor_meta.stride) == self.strides
-        if owned and self._is_in_order(local):
-            if lies:
-                return x
-            if x is not found:
-                return torch_private.dtensor(local, self._laid(spec))
-        return torch_private.dtensor(self._copied(waited(local)), self._laid(spec))
-
-    def _laid(self, spec: Spec) -> Spec:
-        return spec_at(spec, tuple(spec.shape)) if self.strides is None else _with_strides(spec, self.strides)
-
-    def _is_in_order(self, local: torch.Tensor) -> bool:
-        return (local if self.order is None else local.permute(self.order)).is_contiguous()
-
-    def _copied(self, local: torch.Tensor) -> torch.Tensor:
-        if self.order is None:
-            return local.clone(memory_format=torch.contiguous_format)
-        found = torch.empty_like(local.permute(self.order), memory_format=torch.contiguous_format)
-        back = sorted(range(local.ndim), key=self.order.__getitem__)
-        return found.permute(back).copy_(local)
-
-
-@of_world(4096)
-def _with_strides(spec: Spec, strides: Shape) -> Spec:
-    return torch_private.resized_spec(spec, tuple(spec.shape), strides)
+        if owned and local.is_contiguous():
+            return x
+        copy = waited(local).clone(memory_format=torch.contiguous_format)
+        return torch_private.dtensor(copy, spec_at(spec, tuple(spec.shape)))
