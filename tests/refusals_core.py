@@ -162,6 +162,7 @@ MOVED = (
         ("{'x': 'i j -> i j', 'y': 'i j'}", "write only what it becomes"),
         ("{'x': 'i j', 'y': 'i j'}, async_op=True", "reshard such tensors one by"),
     )),
+    ("axes.reshard({'x': D('i', 8), 'y': D('i', 8).requires_grad_()}, {'x': 'i', 'y': 'i'})", "ShardingError", "has no gradient, and 'y' needs one; reshard it by itself"),
     ("axes.reshard({'x': L(2)}, {'x': 'i'})", "ShardingError", "as axes.shard and axes.from_local make them; 'x'"),
     ("axes.reshard({'x': D('i', 8)}, {'x': 3})", "ExpressionError", "takes a spec or a Sharding; found 3"),
     ("axes.reshard({'x': D('i', 8)}, {'x': 'i@pp'})", "MeshError", "'pp'"),

@@ -212,9 +212,13 @@ def half(text: str, *shapes: tuple[int, ...], dtype: torch.dtype = F32) -> Corne
     given = tuple(
         of(spec, *shape, dtype=dtype, seed=at) for at, (spec, shape) in enumerate(zip(specs, shapes, strict=True))
     )
-    return Corner(
-        given, lambda *xs: axes.einsum(*xs, text), lambda *xs: einops.einsum(*xs, plain(text)), result, 1, True, 2e-2
-    )
+
+    def theirs(*xs: torch.Tensor) -> torch.Tensor:
+        """A product in 16 bits, also where torch would only multiply in 32."""
+        factors = [x.to(F16) if len(xs) > 1 and x.dtype is F32 else x for x in xs]
+        return einops.einsum(*factors, plain(text))
+
+    return Corner(given, lambda *xs: axes.einsum(*xs, text), theirs, result, 1, True, 2e-2)
 
 
 def alone(spec: str, ours: Callable[..., Any], theirs: Callable[..., Any], dtype: torch.dtype = F16) -> Corner:
@@ -317,7 +321,7 @@ CORNERS: dict[str, Corner] = {
     **{f"autocast: {name}": alone(*row, dtype=dtype) for dtype in (F16, F32) for name, row in {
         f"rearrange {dtype}": ("b k@tp", lambda x: axes.rearrange(x, "b k@tp -> k@tp b"), lambda x: x.mT),
         f"mean {dtype}": ("b k@tp", lambda x: axes.reduce(x, "b k@tp -> b", "mean"), lambda x: x.mean(1)),
-        f"prod {dtype}": ("b@tp k", lambda x: axes.reduce(x, "b@tp k -> b@tp", "prod"), lambda x: x.prod(1)),
+        f"prod {dtype}": ("b@tp k", lambda x: axes.reduce(x, "b@tp k -> b@tp", "prod"), lambda x: x.prod(1).to(x.dtype)),
         f"softmax {dtype}": ("b k@tp", lambda x: axes.softmax(x, "b k@tp", over="k"), lambda x: torch.softmax(x, 1)),
         f"logsumexp {dtype}": ("b k@tp", lambda x: axes.logsumexp(x, "b k@tp", over="k"), lambda x: torch.logsumexp(x, 1)),
         f"rms_norm {dtype}": ("b k@tp", lambda x: axes.rms_norm(x, "b k@tp", over="k"), lambda x: F.rms_norm(x, (8,))),
@@ -341,19 +345,15 @@ def wide_sums() -> None:
     with mesh():
         whole = torch.rand(5003, 4, generator=torch.Generator().manual_seed(0)).to(F16)
         text, off = "b@(dp cp tp) s -> ", []
-        for op, wire in itertools.product(("sum", "mean"), (F32, (F32, None), None)):
+        for op, wide in itertools.product(("sum", "mean"), (True, False)):
             x = axes.shard(whole, "b@(dp cp tp) s")
-            found = [whole_of(axes.reduce(x, text + right, op, comm_dtype=wire)) for right in ("s", "s@dp", "s@rest")]
-            found += [axes.reduce(x.to_local(), text + "s", op, comm_dtype=wire, **b) for b in ({}, {"b": 5003})]
-            rounded = [torch.equal(y, getattr(whole.double(), op)(0).to(F16)) for y in found]
-            assert all(rounded) or wire is None, (op, wire, found)
+            x = x.float() if wide else x
+            found = [whole_of(axes.reduce(x, text + right, op)) for right in ("s", "s@dp", "s@rest")]
+            found += [axes.reduce(x.to_local(), text + "s", op, **b) for b in ({}, {"b": 5003})]
+            rounded = [torch.equal(y.to(F16), getattr(whole.double(), op)(0).to(F16)) for y in found]
+            assert all(rounded) or not wide, (op, found)
             off += [] if all(rounded) else [op]
         assert off == ["sum", "mean"], "the case is too easy: 16 bits do"
-        mine = torch.full((3,), 1 + 2**-7 * (1 + axes.axis_index("rest")), dtype=F16)
-        local = numbers(5, 3, dtype=F16)[: 2 - (axes.axis_index("rest") > 0)].clone().requires_grad_()
-        y = axes.reduce(local, "b@(cp tp) s -> s", "mean", b=5, comm_dtype=(None, F32))
-        (slope,) = torch.autograd.grad(y, local, mine)
-        assert torch.equal(slope, torch.full_like(local, sum(1 + 2**-7 * (1 + i) for i in range(4)) / 5))
 
 
 def means_of_large_numbers() -> None:
@@ -639,20 +639,6 @@ def named() -> None:
 
 def test_collectives_share_groups_and_take_any_tensor(pool):
     pool.run(named)
-
-
-def test_an_einsum_of_shards_copies_nothing_where_memory_allows_views():
-    with axes.simulate(2), axes.init_mesh("tp=2", device_type="cpu"):
-        for text, *shapes in (
-            ("s b d, (q h@tp k) d -> q b h@tp s k", (6, 2, 4), (30, 4)),
-            ("b s h@tp k, (h@tp k) d -> b s d | sum@tp", (2, 6, 5, 2), (10, 4)),
-            ("b h@tp s k, b h@tp d k -> b h@tp s d", (2, 5, 6, 2), (2, 5, 4, 2)),
-        ):
-            xs, sizes = [torch.randn(shape) for shape in shapes], {"h": 10, "k": 2}
-            axes.einsum(*xs, text, sizes=sizes)
-            with torch.profiler.profile() as seen:
-                axes.einsum(*xs, text, sizes=sizes)
-            assert not {event.name for event in seen.events()} & {"aten::clone", "aten::copy_", "aten::contiguous"}
 
 
 def states_of_autocast() -> None:

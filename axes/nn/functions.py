@@ -39,7 +39,7 @@ from axes.algebra.grammar import Dim, Pending, Place, Spec, parse_spec, parse_te
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import use_mesh
 from axes.algebra.sizes import given_sizes, whole_number
-from axes.ops.autocast import is_cast, of_function
+from axes.ops.autocast import of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
 from axes.ops.shard_map import run_region
@@ -442,7 +442,7 @@ def _cast(what: str, local: Local, *tensors: torch.Tensor) -> torch.Tensor:
     for x in floats[:1]:
         dtype = of_function(what, x.dtype, x.device.type)
         if dtype != x.dtype:
-            tensors = tuple([x.to(dtype) if is_cast(x, dtype) else x for x in tensors])
+            tensors = tuple([x.to(dtype) if x.is_floating_point() else x for x in tensors])
     return local(*tensors)
 
 

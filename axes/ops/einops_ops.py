@@ -142,8 +142,8 @@ def reduce(
     A mean is exact for uneven shards, and an empty shard has no say: where plain shards leave the whole
     size of a split name open, ranks count together, in one more all-reduce of one number. A size that is
     given saves it, and a mean that stays pending, or is over one of several names in a split group, needs
-    it. With a `comm_dtype` wider than the values', local sums and means are in it from the start, and the
-    result is rounded once. Otherwise as `rearrange`.
+    it. Local sums have the tensor's own dtype whatever `comm_dtype` is; write `x.float()` for a
+    wider one. Otherwise as `rearrange`.
 
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]

@@ -29,6 +29,7 @@ from axes.algebra.flow.rules import units_of
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops import global_view, local_view
+from axes.ops.autocast import of_factor
 from axes.ops.contraction import equation
 from axes.ops.einops_ops import lacks_axes
 from axes.ops.global_view import Grad, check_options
@@ -150,10 +151,12 @@ _MULTIPLIED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.flo
 def _check_dtypes(tensors: list[Any]) -> None:
     """`ShardingError` for dtypes that torch doesn't multiply, or not with each other."""
     kinds = {x.dtype for x in tensors}
+    if len(kinds) > 1 and torch_private.autocast_may_be_on():
+        kinds = {of_factor(x) for x in tensors}
     if len(kinds) == 1 and not kinds.isdisjoint(_MULTIPLIED):
         return
     names = ", ".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors))
-    if len(kinds) > 1 and not torch_private.autocast_may_be_on():
+    if len(kinds) > 1:
         raise ShardingError(f"the operands of einsum have one dtype; found {names}. Write x.to(dtype)")
     if any(kind in _UNMULTIPLIED or (kind.is_floating_point and kind.itemsize < 2) for kind in kinds):
         raise ShardingError(

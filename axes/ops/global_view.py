@@ -222,14 +222,8 @@ def _applied(made: Global, operands: Sequence[DTensor], grad: Grad) -> DTensor:
         for x in operands:
             if x.is_leaf and x.requires_grad:
                 (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
-    run = _function(made) if has_gradient else _run
-    if torch_private.autocast_may_be_on():
-        dtype = autocast.wanted(made.program.extents, operands)
-        if dtype is not None:
-            operands = [_cast(x, dtype) if autocast.is_cast(x, dtype) else x for x in operands]
-            with torch.autocast(operands[0].device.type, enabled=False):
-                return run(made, *operands)
-    return run(made, *operands)
+    run = functools.partial(_function(made) if has_gradient else _run, made)
+    return autocast.applied(made.recipe, run, operands, _cast) if torch_private.autocast_may_be_on() else run(*operands)
 
 
 def _run(made: Global, *operands: DTensor) -> DTensor:
@@ -487,7 +481,7 @@ def _on_shards(made: Global, x: DTensor) -> DTensor:
 
 def _cast(x: DTensor, dtype: torch.dtype) -> DTensor:
     own = x.dtype
-    return linear(lambda x: _converted(x, dtype), lambda g: _cast(g, own), x)
+    return x if dtype is own else linear(lambda x: _converted(x, dtype), lambda g: _cast(g, own), x)
 
 
 def _converted(x: DTensor, dtype: torch.dtype) -> DTensor:

@@ -111,11 +111,7 @@ def _run(made: BoundRecipe, operands: Sequence[torch.Tensor], op: Op) -> torch.T
     if not isinstance(op, str):
         made = made.calling(op)
     if torch_private.autocast_may_be_on():
-        dtype = autocast.wanted(made.extents, operands)
-        if dtype is not None:
-            operands = [x.to(dtype) if autocast.is_cast(x, dtype) else x for x in operands]
-            with torch.autocast(operands[0].device.type, enabled=False):
-                return made.run(*operands)
+        return autocast.applied(made.extents.recipe, made.run, operands, torch.Tensor.to)
     return made.run(*operands)
 
 

@@ -31,7 +31,7 @@ from axes.ops.extents import Extents, extents_of
 from axes.runtime import lines
 from axes.runtime.linear import Kept, around
 from axes.runtime.lines import Line, line_of
-from axes.runtime.redistribute import Dtypes, both, moves_of, pulled_back, redistribute
+from axes.runtime.redistribute import Dtypes, moves_of, pulled_back, redistribute
 from axes.runtime.symbols import hints, is_symbolic
 from axes.runtime.writes import writable
 
@@ -89,42 +89,7 @@ def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool
     if view == "local" and last is not None and is_extreme_across_ranks(found):
         whole = extreme(extents, compute, last, feeds[0] is None, comm_dtype)
         return BoundRecipe(extents, _chained(feeds, whole, None), view, comm_dtype, async_op)
-    run = _chained(feeds, compute, last)
-    if comm_dtype is not None and last is not None and _is_sum(found):
-        run = _summed_as_sent(extents, feeds, view, comm_dtype, async_op, run)
-    return BoundRecipe(extents, run, view, comm_dtype, async_op)
-
-
-def _is_sum(found: Recipe) -> bool:
-    """Whether the local computation adds up elements of one tensor."""
-    (operand, *others), result = found.inputs, found.result
-    return not others and found.op in ("sum", "mean") and not set(operand.atoms) <= set(result.atoms)
-
-
-def _summed_as_sent(
-    extents: Extents, feeds: Sequence[Stage | None], view: View, comm_dtype: Dtypes, async_op: bool, run: Run
-) -> Run:
-    """`run`, where a local sum is in the wider dtype in which it travels, so that it is rounded once."""
-    there, back = both(comm_dtype)
-    # In the global view the gradient is a program of its own.
-    wires = (there, back) if view == "local" else (there, there)
-
-    @functools.lru_cache(maxsize=16)
-    def run_for(dtype: torch.dtype) -> Run:
-        wider = [wire for wire in wires if wire is not None and _is_wider(wire, dtype)]
-        if not wider:
-            return run
-        wide = max(wider, key=lambda wire: wire.itemsize)
-        compute = _compute(extents, [feed is None for feed in feeds], merged=False, dtype=wide)
-        last = _last(extents, view, (there or dtype, back or dtype), async_op)
-        whole = _chained(feeds, compute, last)
-        return lambda x: whole(x).to(dtype)
-
-    return lambda x: run_for(x.dtype)(x)
-
-
-def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
-    return one.is_floating_point and other.is_floating_point and one.itemsize > other.itemsize
+    return BoundRecipe(extents, _chained(feeds, compute, last), view, comm_dtype, async_op)
 
 
 def is_extreme_across_ranks(found: Recipe) -> bool:
@@ -281,17 +246,16 @@ def _moves_result(found: Recipe) -> bool:
     return not unmoved(r.derived, r.target, found.shape_of(r.atoms))
 
 
-def _compute(extents: Extents, raw: Sequence[bool], merged: bool, dtype: torch.dtype | None = None) -> Run:
+def _compute(extents: Extents, raw: Sequence[bool], merged: bool) -> Run:
     """The local computation on operands that are as they came (`raw`) or opened into atoms.
 
-    The result is `merged` into its dims, or has one dim per atom. `dtype` is that of a sum or mean of
-    one operand, where it isn't the operand's own.
+    The result is `merged` into its dims, or has one dim per atom.
     """
     found = extents.recipe
     terms = [i.groups if as_is else _singles(i.atoms) for i, as_is in zip(found.inputs, raw, strict=True)]
     goal = found.result.groups if merged else _singles(found.result.atoms)
     if len(terms) == 1 and not _repeats(found.result.atoms) and not _repeats(found.inputs[0].atoms):
-        return _single(extents, terms[0], goal, dtype)
+        return _single(extents, terms[0], goal)
     return _several(extents, terms, goal)
 
 
@@ -303,15 +267,15 @@ def _repeats(atoms: Sequence[str]) -> bool:
     return len(set(atoms)) < len(atoms)
 
 
-def _single(extents: Extents, term: Groups, goal: Groups, dtype: torch.dtype | None = None) -> Run:
-    """One operand: views of it, or a reduction. `dtype` is that of a sum or mean, where it isn't the operand's own."""
+def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
+    """One operand: views of it, or a reduction."""
     local, divisor = extents.computed, extents.divisor
     have = {atom for group in term for atom in group}
     want = {atom for group in goal for atom in group}
     reduced, added = [a for a in have if a not in want], [a for a in want if a not in have]
     if reduced and added:
         middle = _singles([a for group in term for a in group if a in want])
-        first, then = _single(extents, term, middle, dtype), _single(_with(extents, divisor=1), middle, goal)
+        first, then = _single(extents, term, middle), _single(_with(extents, divisor=1), middle, goal)
         return lambda x: then(first(x))
     if not reduced:
         scaling = [] if extents.recipe.divisor == 1 else [lambda x: x / divisor]
@@ -325,7 +289,7 @@ def _single(extents: Extents, term: Groups, goal: Groups, dtype: torch.dtype | N
     grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
     sizes = {letters[a]: local[a] for a in local if a in grouped}
     pattern = f"{pattern_of(term, letters)} -> {pattern_of(goal, letters)}"
-    return _reduction(extents, pattern, sizes, reduced, dtype)
+    return _reduction(extents, pattern, sizes, reduced)
 
 
 def _views(term: Groups, goal: Groups, local: Mapping[str, int]) -> list[Stage]:
@@ -441,17 +405,8 @@ def pattern_of(groups: Sequence[Sequence[str]], letters: Mapping[str, str]) -> s
     return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
 
 
-def _reduction(
-    extents: Extents,
-    pattern: str,
-    sizes: Mapping[str, int],
-    atoms: Sequence[str],
-    dtype: torch.dtype | None = None,
-) -> Run:
-    """A reduction of these atoms; of no elements, it gives the reduction's identity.
-
-    `dtype` is that of a sum or mean, where it isn't the operand's own.
-    """
+def _reduction(extents: Extents, pattern: str, sizes: Mapping[str, int], atoms: Sequence[str]) -> Run:
+    """A reduction of these atoms; of no elements, it gives the reduction's identity."""
     found, divisor = extents.recipe, extents.divisor
     # For its part of the whole, one size tells as much as another.
     numbers = extents_of(found).computed if extents.is_symbolic else extents.computed
@@ -459,7 +414,6 @@ def _reduction(
 
     def reduced_by(op: Op) -> Run:
         how = torch.mean if op == "mean" else op  # einops knows no mean of complex numbers
-        how = how if dtype is None else functools.partial(_IN_DTYPE[op], dtype=dtype)
         return lambda x: einops.reduce(x, pattern, how, **sizes)
 
     op = found.op
@@ -470,7 +424,7 @@ def _reduction(
         return functools.partial(_identity, reduced_by("sum"), op)
     if op == "mean" and found.counted:
         line = line_of(found.mesh, tuple([axis.name for axis in found.counted]))
-        return functools.partial(_share, pattern, sizes, math.prod(extents.computed[a] for a in atoms), line, dtype)
+        return functools.partial(_share, pattern, sizes, math.prod(extents.computed[a] for a in atoms), line)
     if op == "mean":
         if found.divisor == 0:
             return reduced_by("mean")
@@ -497,12 +451,7 @@ def by_function(function: Callable[..., Any], text: str, first: int, x: Any) -> 
     return found
 
 
-_IN_DTYPE: dict[Op, Callable[..., torch.Tensor]] = {"sum": torch.sum, "mean": torch.mean}
-
-
-def _share(
-    pattern: str, sizes: Mapping[str, int], count: int, line: Line, dtype: torch.dtype | None, x: torch.Tensor
-) -> torch.Tensor:
+def _share(pattern: str, sizes: Mapping[str, int], count: int, line: Line, x: torch.Tensor) -> torch.Tensor:
     """A rank's share of a mean of which each rank knows its own count alone: over the line they add them up.
 
     The counts stay on the device, so that nothing waits for them.
@@ -512,9 +461,9 @@ def _share(
     mine = x.new_full((), count, dtype=torch.int64)
     whole = mine if line.size == 1 else lines.all_reduce(mine, "sum", line)
     # What 16 bits can't hold may be the sum of what they can.
-    wide = torch.promote_types(x.dtype, dtype or torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
     total = einops.reduce(x, pattern, functools.partial(torch.sum, dtype=wide), **sizes)
-    return (total / whole.to(wide)).to(dtype or x.dtype)
+    return (total / whole.to(wide)).to(x.dtype)
 
 
 def _identity(total: Run, op: str, x: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def reshard(
 
     DTensors by name, with specs by the same names, move together: one exchange for a bucket of them, in place of
     collectives for each (see `axes.transfer`); those with something pending, or on a sub-mesh, one by one. The result
-    has the same names.
+    has the same names, and no gradient.
 
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
     With `async_op` the result of the last collective is waited for at its first use. The result is `x`

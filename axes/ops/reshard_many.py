@@ -2,14 +2,14 @@
 
     moved = axes.reshard(state, {name: spec_of_server(name) for name in state}, mesh=mesh)
 
-Tensors with nothing pending, on whole meshes, go by one `axes.transfer`, there and back in the gradient. What is
-pending is reduced, and a sub-mesh is another one on each rank: such tensors go one by one.
+Tensors with nothing pending, on whole meshes, go by one `axes.transfer`, which has no gradient. What is pending is
+reduced, and a sub-mesh is another one on each rank: such tensors go one by one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,8 @@ from axes.algebra.errors import ShardingError, shortened, shown, suggestion
 from axes.algebra.sharding import Sharding
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
-from axes.runtime.leaves import resolve_at_leaf
-from axes.runtime.linear import linear
 from axes.runtime.programs import name_of
 from axes.runtime.redistribute import check_takes_part
-from axes.runtime.routes import gradient_sharding, resharded
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transfer_runs import carry_out
@@ -38,14 +35,7 @@ def reshard_many(
     for name, x in tensors.items():
         check_takes_part(_sharding(x), targets[name])
     names = _together(tensors, targets)
-    moving = [tensors[name] for name in names]
-    if torch.is_grad_enabled():
-        for x in moving:
-            if x.is_leaf and x.requires_grad:
-                resolve_at_leaf(x)
-    there = [targets[name] for name in names]
-    back = functools.partial(_back, names, [_sharding(x) for x in moving])
-    moved = linear(lambda *xs: _moved(names, there, xs), back, *moving)
+    moved = _moved(names, [targets[name] for name in names], [tensors[name] for name in names])
     found = dict(zip(names, moved, strict=True))
     return {name: found[name] if name in found else alone(x, targets[name]) for name, x in tensors.items()}
 
@@ -59,6 +49,11 @@ def check_named(tensors: Mapping[str, Any], specs: Any) -> None:
             raise ShardingError(
                 f"axes.reshard of many takes DTensors by name, as axes.shard and axes.from_local make them; "
                 f"{shortened(name)} is {shown(type(x))}"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ShardingError(
+                f"axes.reshard of many has no gradient, and {shortened(name)} needs one; reshard it by itself, or use "
+                "torch.no_grad()"
             )
     for here, there, what in ((tensors, specs, "specs"), (specs, tensors, "tensors")):
         missing = [name for name in here if name not in there]
@@ -109,17 +104,3 @@ def _plan(kinds: tuple[Kind, ...]) -> Transfer:
     sources = {name: source for name, source, *_ in kinds}
     targets = {name: target for name, _, target, *_ in kinds}
     return transfer(sources, targets, shapes={name: Like(shape, dtype) for name, _, _, shape, dtype in kinds})
-
-
-def _back(
-    names: tuple[str, ...], sources: Sequence[Sharding], *cotangents: DTensor | None
-) -> tuple[DTensor | None, ...]:
-    """The gradients of these tensors, by the transfer that the cotangents' own shardings ask for."""
-    arrived = {name: c for name, c in zip(names, cotangents, strict=True) if c is not None}
-    wanted = {
-        name: gradient_sharding(source, _sharding(arrived[name]), tuple(arrived[name].shape))
-        for name, source in zip(names, sources, strict=True)
-        if name in arrived
-    }
-    found = reshard_many(arrived, wanted, resharded)
-    return tuple([found.get(name) for name in names])

@@ -66,7 +66,6 @@ from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.closures import Function, check_closed
-from axes.ops.memory import unshared
 from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
 from axes.ops.named_specs import NamedSpecs, named_specs, names_of_tensors
 from axes.ops.region_checks import Check, check_gradients, check_outputs
@@ -413,9 +412,17 @@ def _run_on_shards(
     return with_tensors(result, iter(outside))
 
 
-def _unshared(fn: Function, results: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results, copied where they share memory with an argument, with one another, or with what a module has."""
-    return unshared(results, [*shards, *fn.tensors()] if isinstance(fn, ModuleFunction) else shards)
+def _unshared(
+    fn: Function | None, results: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The results, copied where their memory is an argument's, another result's, or a module's."""
+    taken = {torch_private.memory_of(x) for x in (*shards, *(fn.tensors() if isinstance(fn, ModuleFunction) else ()))}
+    found = []
+    for x in results:
+        memory = torch_private.memory_of(x)
+        found.append(x.clone() if memory in taken else x)
+        taken.add(memory)
+    return found
 
 
 def _left_as_plain(x: torch.Tensor, own: torch.Tensor, p: Placed, changes: Changes) -> torch.Tensor:
@@ -578,7 +585,7 @@ def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
     if all(border_of(x.grad_fn) == "argument" for x in tensors[count : 2 * count] if x.requires_grad):
         check_closed(results, known(number)[0])
-    results = tuple(unshared(results, [torch_private.local_of(x) for x in tensors[:count]]))
+    results = tuple(_unshared(None, results, [torch_private.local_of(x) for x in tensors[:count]]))
     found, parts = traced_results(known(number), specs, [tuple(x.shape) for x in results])
     if any(part.open for part in parts):
         what = _results_text(known(number)[0])

@@ -10,8 +10,7 @@ import dataclasses
 import enum
 import numbers
 import types
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +87,15 @@ def check_result(passed: Sequence[object], part: Any) -> None:
 
 
 def check_argument(passed: list[object], part: Any) -> None:
-    """Refuse an argument that hides tensors; note any other in `passed`."""
-    if isinstance(part, _ONCE) or _holds_tensors(part, set()):
+    """Refuse an argument that hides tensors, or that can be looked into once only; note any other in `passed`."""
+    inside: Iterable[Any] = ()
+    if isinstance(part, Mapping):
+        inside = part.values()
+    elif dataclasses.is_dataclass(part):
+        inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
+    elif isinstance(part, _CONTAINERS):
+        inside = part
+    if isinstance(part, _ONCE) or any(isinstance(x, torch.Tensor) for x in inside):
         raise ShardingError(
             f"among the arguments is a value of type {_named(part)}, in which a region can't see tensors; pass them in "
             f"{_TREES}"
@@ -97,31 +103,10 @@ def check_argument(passed: list[object], part: Any) -> None:
     passed.append(part)
 
 
+_ONCE = (types.GeneratorType, map, filter, zip)
+_CONTAINERS: Any = (set, frozenset, MappingView)
+
+
 def _named(part: object) -> str:
     kind = type(part)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-_ONCE = (types.GeneratorType, map, filter, zip)
-"""What can be looked into once only."""
-
-_CONTAINERS: Any = (tuple, list, set, frozenset, MappingView)
-
-
-def _holds_tensors(part: Any, seen: set[int]) -> bool:
-    """Whether a set, a dataclass or something of the like, of which pytree knows nothing, holds tensors."""
-    if isinstance(part, torch.Tensor):
-        return True
-    if isinstance(part, type) or id(part) in seen:
-        return False
-    seen.add(id(part))
-    inside: Iterable[Any]
-    if dataclasses.is_dataclass(part):
-        inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
-    elif isinstance(part, dict | UserDict):
-        inside = part.values()
-    elif isinstance(part, _CONTAINERS):
-        inside = part
-    else:
-        return False
-    return any(_holds_tensors(item, seen) for item in inside)
