@@ -147,11 +147,11 @@ class FusedBlock(ParallelBlock):
     def forward(self, x: DTensor) -> DTensor:
         attention, mlp = self.attention, self.mlp
         qkv = axes.einsum(gathered(x, self.attention_norm), attention.qkv.weight, "b s d, h@tp d -> b s h@tp")
-        apart = "b s (r@tp (h + h + h)) -> b s (r@tp h), b s (r@tp h), b s (r@tp h)"
-        heads = attention.heads(*axes.rearrange(qkv, apart, r=2))
+        q, k, v = axes.rearrange(qkv, "b s (r@tp three h) -> three b s (r@tp h)", r=2, three=3)
+        heads = attention.heads(q, k, v)
         x = x + axes.einsum(heads, attention.out.weight, "b s h@tp, d h@tp -> b s@tp d")
         both = axes.einsum(gathered(x, self.mlp_norm), mlp.gate_up.weight, "b s d, f@tp d -> b s f@tp")
-        gate, up = axes.rearrange(both, "b s (r@tp (f + f)) -> b s (r@tp f), b s (r@tp f)", r=2)
+        gate, up = axes.rearrange(both, "b s (r@tp two f) -> two b s (r@tp f)", r=2, two=2)
         return x + axes.einsum(F.silu(gate) * up, mlp.down.weight, "b s f@tp, d f@tp -> b s@tp d")
 
 

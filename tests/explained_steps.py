@@ -157,19 +157,15 @@ class Operation(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     op: str = "sum"
     sizes: tuple[tuple[str, int], ...] = ()
-    lies: tuple[str, ...] = ()
-    """How operands with blocks lie: a spec has no '+'."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         how = (self.op,) if self.kind == "reduce" else ()
-        given = (tuple(tensors),) if "+" in self.text else tensors
-        found = getattr(axes, self.kind)(*given, self.text, *how, **dict(self.sizes))
-        return found if isinstance(found, tuple) else (found,)
+        return (getattr(axes, self.kind)(*tensors, self.text, *how, **dict(self.sizes)),)
 
     @property
     def specs(self) -> list[str]:
         """How the operands lie."""
-        return [*self.lies] or [spec.strip() for spec in self.text.split("->")[0].split(",")]
+        return [spec.strip() for spec in self.text.split("->")[0].split(",")]
 
 
 MESH = "dp=4 tp=2"
@@ -189,11 +185,6 @@ OPERATIONS = [
     Operation("einsum", "b@dp d, d f@tp -> b@dp f@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d@tp", ((8, 6), (6, 4))),
     Operation("einsum", "b@dp f@tp, f@tp d -> b@dp d | sum@tp", ((8, 6), (6, 4))),
-    Operation("rearrange", "(h k + g k + g k) d@tp -> h@tp k d, g k d, g k d@tp", ((32, 6),), sizes=(("h", 4), ("g", 2)), lies=("f d@tp",)),
-    Operation("rearrange", "(f@tp + f@tp) d@dp -> f@tp d, f d@dp", ((8, 16),), lies=("(two=2 f@tp) d@dp",)),
-    Operation("rearrange", "(g@tp (r q + k)) d -> g r q d, g@tp k d", ((16, 4),), sizes=(("g", 2), ("r", 3), ("q", 2)), lies=("(g@tp f) d",)),
-    Operation("rearrange", "h k d@tp, g k d@dp -> (h k + g k) d", ((4, 2, 8), (2, 2, 8))),
-    Operation("rearrange", "q d@tp, k@tp d -> (q + k) d@dp", ((4, 8), (6, 8))),
 ]
 # fmt: on
 

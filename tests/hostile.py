@@ -573,8 +573,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "rearrange": Door(axes.rearrange, x, "b@dp (h k)@tp -> b@dp h@tp k", h=8, sized=True, **moves),
         "rearrange a shard": Door(axes.rearrange, plain, "b@dp (h k) -> b@dp k h", h=2, sized=True, **moves),
         "rearrange by einops": Door(axes.rearrange, plain, "b (h k) -> h b k", h=2, sized=True),
-        "rearrange blocks": Door(axes.rearrange, plain, "b (g + g) -> b g, b g", sized=True),
-        "rearrange parts": Door(axes.rearrange, [plain, plain], "b g, b g -> b (g + g)", sized=True),
         "reduce": Door(axes.reduce, x, "b@dp d@tp -> b@dp", "sum", sized=True, **moves),
         "reduce a shard": Door(axes.reduce, plain, "b@dp d@tp -> b@dp", "max", sized=True, **moves),
         "reduce by einops": Door(axes.reduce, plain, "b (h 2) -> b h", "mean", sized=True),

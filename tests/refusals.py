@@ -48,7 +48,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.Mesh("dp tp=2")', "SizeError", "the size of 'dp' is open: give it, like dp=2, or the number of ranks"),
     ('axes.einsum(L(4, 4), L(4, 4).to("meta"), "b d@tp, d@tp f -> b f")', "ShardingError", "the operands of einsum lie on one device; found cpu, meta. Write x.to(device)"),
     ('axes.rearrange([torch.nn.UninitializedParameter()] * 2, "n b d@tp -> n b d")', "ShardingError", "axes.rearrange takes a tensor; found a lazy parameter that has no shape yet"),
-    ('axes.rearrange([L(2, 4), L(2, 4).to("meta")], "a d, b d -> (a + b) d")', "ShardingError", "tensors that are put together lie on one device; found cpu, meta. Write x.to(device)"),
     ("axes.nn.local_optimizer(torch.optim.SGD, [L(4)], lr=torch.nn.UninitializedParameter())", "ShardingError", "axes.nn.local_optimizer takes a tensor; found a lazy parameter that has no shape yet"),
     ('axes.transfer({"w": mesh.sharding("d")}, {"w": mesh.sharding("d")}, shapes={"w": torch.nn.UninitializedParameter()})', "SizeError", "a shape is whole numbers from 0; found <UninitializedParameter>"),
     ('axes.nn.clip_grad_norm_([L(4), L(4).to("meta")], 1.0)', "ShardingError", "axes.nn.clip_grad_norm_ takes tensors with values; found some on the device 'meta'"),

@@ -224,11 +224,6 @@ def every_collective(x: torch.Tensor, size: int) -> torch.Tensor:
     return axes.ppermute(y, "cp", shift=1) + axes.ppermute(y, "cp", perm=[(0, 1)]) * axes.axis_size("cp")
 
 
-def swapped(x: DTensor) -> DTensor:
-    one, two = axes.rearrange(x, "(f@cp + f@cp) d -> f@cp d, f@cp d")
-    return axes.rearrange((two, one), "f@cp d, f@cp d -> (f@cp + f@cp) d")
-
-
 def rows(spec: str, *others: int) -> Callable[[int], Leaves]:
     return lambda n: {spec: numbers(n, *others)}
 
@@ -286,7 +281,6 @@ PROGRAMS: dict[str, Program] = {
     "collectives": Program("cp=2", every_collective, rows("b@cp d", 4), (16, 48), (1, 1), local=True),
     "mean of shards": Program("cp=2", lambda x, n: axes.reduce(x, "b@cp s -> s", "mean"), rows("b@cp s", 4), (12, 44, 76), (1, 1, 1), local=True),
     "written in place": Program("cp=2", lambda x, n: axes.rearrange(x.sin(), "a b@cp -> a@cp b").mul_(2).relu_(), rows("a@cp b", 6), (16, 48, 80), (1, 1, 1), local=True),
-    "swapped": Program("cp=2", swapped, rows("(2 f@cp) d", 5), (12,), (1,)),
     "autocast": Program("cp=2", lambda x, w: torch.autocast("cpu", torch.bfloat16)(axes.einsum)(x, w, "b k@cp, k@cp f -> b f"), lambda n: {"b k@cp": numbers(n, 10), "k@cp f": numbers(10, 8)}, (12, 28, 44), (1, 1, 1)),
     "many": Program("cp=2", lambda x, w: [x.sin(), *axes.reshard({"x": x.detach(), "w": w.detach()}, {"x": "b k", "w": "k f@cp"}).values()], lambda n: {"b k@cp": numbers(n, 10), "k@cp f": numbers(10, 8)}, (12, 28, 44), (1, 1, 1)),
     # On four.

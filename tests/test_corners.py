@@ -294,9 +294,6 @@ CORNERS: dict[str, Corner] = {
     "out and in, summed": Corner((of("n@dp d", 7, 4),), lambda x: axes.from_local(axes.psum(curved(axes.to_local(curved(x), grad="summed")) / 4, ("cp", "tp")), "n@dp d", shape=(7, 4), grad="summed"), twice, order=3),
     "out and in, one of each": Corner((of("n@dp d", 7, 4),), lambda x: axes.from_local(axes.psum(own(curved(axes.to_local(curved(x), "n@dp d | same@cp", grad="summed"))), "tp"), "n@dp d | same@cp", shape=(7, 4), grad="summed"), twice, order=3),
     "a whole tensor, sharded": Corner((of("n d", 7, 4),), lambda x: axes.shard(curved(axes.unshard(x)), "n@tp d@cp"), curved, order=3),
-    "blocks, swapped": Corner((of("(f@tp + f@tp) d", 8, 4),), lambda x: axes.rearrange(axes.rearrange(curved(x), "(f@tp + f@tp) d -> f@tp d, f@tp d")[::-1], "f@tp d, f@tp d -> (f@tp + f@tp) d"), lambda x: curved(x).view(2, 4, 4).flip(0).reshape(8, 4), order=3),
-    "dots in a group of blocks": Corner((of("x y q", 2, 3, 4), of("x y q", 2, 3, 3, seed=2)), lambda x, y: axes.rearrange((x, y), "... q, ... k -> (... (q + k))"), lambda x, y: torch.cat((x, y), 2).reshape(-1)),
-    "heads in blocks": Corner((of("(g=2@tp r) d", 24, 5),), lambda w: axes.rearrange(w, "(g@tp (r q + q + q)) d -> (g r)@tp q d, g@tp q d, g@tp q d", g=2, r=2)[0], lambda w: w.view(2, 12, 5)[:, :6].reshape(4, 3, 5)),
     # functions over split dims
     "logsumexp of large numbers": Corner((("q k@rest", lambda: numbers(4, 8) + 800),), lambda x: axes.logsumexp(x, "q k@rest", over="k"), lambda x: x.logsumexp(1), "q", 1),
     "logsumexp of infinities": Corner((nans("q k@rest", 5, 8),), lambda x: axes.logsumexp(x, "q k@rest", over="k"), lambda x: x.logsumexp(1), "q", 0),

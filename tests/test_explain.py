@@ -201,9 +201,6 @@ EXPLAINED: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     (("b -> b n@tp", (8,)), {"mesh": "tp=2", "n": 6}),
     (("b s | sum@tp -> b s@tp | same@dp", (8, 16)), {"mesh": "dp=4 tp=2"}),
     (("b@dp s d, d f@tp -> b@dp s f@tp", (8, 64, 32), (32, 48)), {"mesh": "dp=4 tp=2", "kind": "shard_map"}),
-    (("(h k + g k + g k) d -> h@tp k d, g@tp k d, g@tp k d", (32, 6)), {"mesh": "dp=2 tp=2", "h": 4, "g": 2}),
-    (("h k d@tp, g k d@tp -> (h k + g k) d", (4, 2, 6), (2, 2, 6)), {"mesh": "dp=2 tp=2"}),
-    (("h@tp d, g@tp d -> (h@tp + g@tp) d",), {"mesh": "dp=2 tp=2", "h": 4, "g": 2, "d": 6}),
     (("s@fsdp d -> s d", (8, 4)), {"mesh": axes.Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").at(5), "kind": "reshard"}),
 ]
 

@@ -1589,7 +1589,6 @@ LAWS: dict[str, Law | str] = {
     "sizes": "tests.law_calls",
     "many": "tests.law_calls",
     "dropout": "tests.law_calls",
-    "blocks": "tests.law_blocks",
     "transfers": "tests.law_transfers",
 }
 """By name; those of other modules are the names of their modules, `tests.law_x` with a function `x`."""

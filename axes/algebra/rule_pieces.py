@@ -146,7 +146,7 @@ def _sizes(bound: _Bound, shapes: tuple[Shape, ...], given: Mapping[str, int]) -
             continue
         shape = shapes[pair.left.tensor]
         names = {str(leaf.name) for leaf in factors_of_spec(tensor.tree)}
-        found, counts = sizes_of_blocks(tensor, bound.text, shape, {n: s for n, s in known.items() if n in names}, {})
+        found, counts = sizes_of_blocks(tensor, bound.text, shape, {n: s for n, s in known.items() if n in names})
         known.update({name: size for name, size in found.items() if is_name(name)})
         for is_block, slot in zip(itertools.chain(*grouping), slots, strict=True):
             if is_block:

@@ -26,7 +26,7 @@ import torch
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
 from axes.algebra.flow.rules import REDUCTIONS
-from axes.algebra.grammar import Spec, TensorExpression, parse_blocks, parse_spec, parse_tensor
+from axes.algebra.grammar import Spec, TensorExpression, parse_spec, parse_tensor
 from axes.algebra.sizes import check_mapping, checked_flag, checked_size
 from axes.nn.annotations import annotate
 from axes.nn.functions import (
@@ -288,7 +288,7 @@ class Rearrange(torch.nn.Module):
 
     def __init__(self, expression: str, /, **sizes: int):
         super().__init__()
-        _check_arrow("Rearrange", parse_blocks(expression), expression)
+        _check_arrow("Rearrange", parse_tensor(expression), expression)
         self.expression, self.sizes = expression, sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -63,8 +63,11 @@ def _closed_over(leaf: torch.Tensor | None, expression: str, fn: Function | None
     if isinstance(fn, ModuleFunction):
         who = "module"
         for name in [name for name, x in fn.module.named_parameters() if x is leaf]:
-            which = f"{name}, {which}"
-            advice = f"make it a DTensor before: axes.shard_module(module, {{'{name}': spec}})"
+            which, spec = f"{name}, {which}", " ".join("ijklmnop"[: fn.module.get_parameter(name).ndim])
+            advice = (
+                "make its parameters DTensors before: "
+                f"axes.shard_module(module, {{'{name}': '{spec}', ...}}, mesh=mesh)"
+            )
     return ShardingError(
         f"the {who} uses a tensor that needs a gradient and isn't an argument: {which}; what came would be this rank's "
         f"summand of its gradient\n{advice}\n  in  shard_map '{expression}'"

@@ -34,7 +34,7 @@ from axes.algebra.flow.recipe import Op, op_name
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import checked_size, given_sizes, written_sizes
-from axes.ops import fused, global_view, local_view
+from axes.ops import global_view, local_view
 from axes.ops.extents import extents_of
 from axes.ops.global_view import Grad, check_options
 from axes.ops.recipes import bind, by_function, pattern_of
@@ -48,7 +48,7 @@ Sizes = Mapping[str, int]
 
 
 def rearrange(
-    x: T | list[T] | tuple[T, ...],
+    x: T | list[T],
     expression: str,
     /,
     mesh: Mesh | None = None,
@@ -76,23 +76,14 @@ def rearrange(
     | `"b s@tp d -> b s d@tp"` | all-to-all |
     | `"b s d -> b s@tp d"` | a local slice |
 
-    A `+` in a group takes blocks of a dim apart, or puts tensors, in a tuple or list, together in one: each block
-    becomes one tensor, in their order, and several results are a tuple. On each rank the dim holds its part of every
-    block; blocks of a DTensor that are split have one size. einx has the notation.
-
     Raises `ExpressionError`, `SizeError`, `MeshError` or `ShardingError` on every rank before
     anything is sent. As `einops.rearrange`, with JAX's partition specs after the `@`.
 
     >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
     torch.Size([2, 3, 2])
-    >>> q, k, v = rearrange(torch.zeros(16, 5), "(h k + g k + g k) d -> h k d, g k d, g k d", h=4, g=2)
-    >>> q.shape, v.shape, rearrange((q, k, v), "h k d, g k d, g k d -> (h k + g k + g k) d").shape
-    (torch.Size([4, 2, 5]), torch.Size([2, 2, 5]), torch.Size([16, 5]))
     """
     check_options(expression, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
-    if "+" in expression:
-        return _rearrange_blocks(x, expression, given, mesh, comm_dtype, async_op, grad)
     if type(x) is list:
         x = _stacked("rearrange", x, expression)
     if type(x) not in PLAIN and isinstance(x, DTensor):
@@ -102,24 +93,6 @@ def rearrange(
     else:
         view = local_view.apply_local
     return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
-
-
-def _rearrange_blocks(
-    x: Any,
-    expression: str,
-    given: tuple[tuple[str, int], ...],
-    mesh: Mesh | None,
-    comm_dtype: Dtypes,
-    async_op: bool,
-    grad: Grad,
-) -> Any:
-    def one(x: Any, text: str, sizes: tuple[tuple[str, int], ...]) -> Any:
-        view = global_view.apply_global if isinstance(x, DTensor) else local_view.apply_local
-        return view("rearrange", text, "", (x,), mesh, sizes, comm_dtype, async_op, grad)
-
-    tensors = tuple(x) if isinstance(x, (list, tuple)) else (x,)
-    known = tuple([(name, size) for name, size in given if size != -1])
-    return fused.rearrange_blocks(tensors, expression, known, mesh, grad, one)
 
 
 def reduce(

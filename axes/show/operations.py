@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from axes.algebra.errors import AxesError, ExpressionError, ShardingError, SizeError, shortened, shown
+from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.flow import Recipe, recipe, unmoved
-from axes.algebra.flow.blocks import Fused, has_blocks, leaves_of, read_blocks, sizes_of_blocks
 from axes.algebra.flow.rules import REDUCTIONS
-from axes.algebra.grammar import Dim, Spec, TensorExpression, parse_blocks, parse_spec, parse_tensor
+from axes.algebra.grammar import Dim, Spec, TensorExpression, parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import sharding_from
 from axes.algebra.plan import bytes_text, itemsize_of, plan, time_text
@@ -35,15 +34,6 @@ from axes.algebra.sizes import checked_tensor_shape, unknown_size
 from axes.algebra.specs import marked_sharding
 from axes.algebra.universe import Universe
 from axes.ops.extents import extents_of
-from axes.ops.fused import (
-    BlockRecipes,
-    End,
-    blocks_of,
-    recipes_of_blocks,
-    where_put_together,
-    where_taken_apart,
-    whole_of,
-)
 from axes.ops.global_view import as_sum, gradient_of, shared_cotangent
 from axes.ops.recipes import computed_shapes, local_computation, unmarked
 from axes.ops.regions import Region, expanded, key_of, region_of_shardings, result_sharding
@@ -82,7 +72,7 @@ def explained_operation(
     >>> [(row["kind"], row["axes"], row["bytes_in"]) for row in found.json()["communication"]]
     [('all_gather', ['tp'], 32768)]
     """
-    tree = parse_blocks(expression) if has_blocks(expression) else parse_tensor(expression)
+    tree = parse_tensor(expression)
     if tree.results is None:
         raise ExpressionError(
             "an expression to explain has two sides, like 'b s@tp d -> b s d'", expression, 0, len(expression)
@@ -93,8 +83,6 @@ def explained_operation(
     given = dict(sizes or {})
     what = _kind(tree, kind)
     wholes = _shapes(tree, shapes, given)
-    if has_blocks(expression):
-        return _of_blocks(tree, mesh, wholes, dtype, given)
     ends = [_operand(mesh, spec, shape, given) for spec, shape in zip(tree.operands, wholes, strict=True)]
     if what == "shard_map":
         return _of_region(tree, mesh, ends, wholes, dtype, given)
@@ -126,19 +114,16 @@ def _kind(tree: TensorExpression, wanted: str | None) -> str:
     if wanted is not None and not (isinstance(wanted, str) and wanted in KINDS):
         found = shortened(wanted) if isinstance(wanted, str) else type(wanted).__name__
         raise ExpressionError(f"kind is one of {', '.join(KINDS)}; found {found}")
-    joins = has_blocks(tree.text)
-    if not joins and (wanted == "shard_map" or (wanted is None and len(results) != 1)):
+    if wanted == "shard_map" or (wanted is None and len(results) != 1):
         return "shard_map"
-    if joins:
-        found = "rearrange"
-    elif len(tree.operands) > 1 or wanted == "einsum":
+    if len(tree.operands) > 1 or wanted == "einsum":
         found = "einsum"
     else:
         left, right = _names(tree.operands[0]), _names(results[0])
         found = "reduce" if set(left) - set(right) else "repeat" if set(right) - set(left) else "rearrange"
         if len(set(left)) < len(left) or len(set(right)) < len(right):
             found = "einsum"
-    if wanted not in (None, found) and (joins or (wanted, found) != ("reshard", "rearrange")):
+    if wanted not in (None, found) and (wanted, found) != ("reshard", "rearrange"):
         raise ExpressionError(
             f"this is {_article(found)}, and kind='{wanted}' is asked for", tree.text, 0, len(tree.text)
         )
@@ -164,16 +149,13 @@ def _shapes(tree: TensorExpression, shapes: Sequence[Sequence[int]], sizes: Mapp
                 "shape of each, or the sizes of all names"
             )
         return tuple(checked_tensor_shape(shape) for shape in shapes)
-    leaves = leaves_of(f for spec in tree.operands for dim in spec.dims for f in dim.factors)
-    written = {f.name: f.size for f in leaves if f.size is not None}
+    factors = [f for spec in tree.operands for dim in spec.dims for f in dim.factors]
+    written = {f.name: f.size for f in factors if f.size is not None}
     known = {**sizes, **{name: size for name, size in written.items() if name is not None}}
     return tuple(tuple(_extent(tree, dim, known) for dim in spec.dims) for spec in tree.operands)
 
 
 def _extent(tree: TensorExpression, dim: Dim, sizes: Mapping[str, int]) -> int:
-    if any(factor.blocks for factor in dim.factors):
-        blocks = (f.blocks or ((f,),) for f in dim.factors)
-        return math.prod(sum(_extent(tree, Dim(block), sizes) for block in each) for each in blocks)
     unknown = [f.name for f in dim.factors if f.size is None and f.name is not None and f.name not in sizes]
     if any(name in ("...", "_") for name in unknown):
         raise SizeError(
@@ -532,202 +514,6 @@ def _groups_section(groups: Sequence[Mapping[str, Any]]) -> Section:
         made = f"there already, as {', '.join(each['made_as']) or 'the default group'}" if each["exists"] else "new"
         rows.append((" ".join(each["axes"]), f"{each['size']} ranks", f"{each['ranks']}; {made}{also}"))
     return Section("groups, by the one that this rank is in", tuple(rows))
-
-
-# --- blocks
-
-
-def _of_blocks(
-    tree: TensorExpression, mesh: Mesh, shapes: Sequence[Shape], dtype: str, given: Mapping[str, int]
-) -> Explanation:
-    """The explanation of a rearrangement with blocks: of plain shards alone, where no DTensor lies so."""
-    found = read_blocks(tree.text)
-    sizes = found.given(given)
-    lying = []
-    for fused, spec, shape in zip(found.left, tree.operands, shapes, strict=True):
-        if isinstance(fused, Fused):
-            learned, counts = sizes_of_blocks(fused, tree.text, shape, sizes, {})
-            sizes = {**learned, fused.name: sum(counts)}
-            lying.append(_fused_end(fused, mesh, shape, counts, sizes, tree.text))
-            sizes.pop(fused.name)
-        else:
-            lying.append(((end := _operand(mesh, spec, shape, sizes)), end.local_shape(shape)))
-    known = tuple(sizes.items())
-    of_dtensors = [(end, shape) for (end, _), shape in zip(lying, shapes, strict=True) if end is not None]
-    of_each: list[End] = [(None, local) for _, local in lying]
-    is_global = len(of_dtensors) == len(lying) and not _says_same(tree)
-    try:
-        made = _recipes(tree.text, of_dtensors if is_global else of_each, known, mesh)
-    except ShardingError as error:
-        is_global = False
-        try:
-            made = _recipes(tree.text, of_each, known, mesh)
-        except AxesError:
-            raise error from None
-    parts = _parts_of_blocks(made)
-    tensors = [
-        _tensor_of_blocks(_numbered("operand", at, len(lying)), str(spec), end, local, shape, dtype)
-        for at, (spec, (end, local), shape) in enumerate(zip(tree.operands, lying, shapes, strict=True))
-    ]
-    work = [row for part, each in parts if not part.startswith("result") for row in _local_work(each, dtype)]
-    for at, (spec, (first, last, dim, whole), closing) in enumerate(
-        zip(tree.results or (), made.joined, made.closed, strict=True)
-    ):
-        results = [each.result for each in made.blocks[first:last]]
-        blocks = [(each.output.local_shape(each.shape), each.shape) for each in results]
-        if last - first > 1:
-            work.append(_joining([local for local, _ in blocks], dim, dtype))
-        local, shape = (_summed([each[number] for each in blocks], dim) for number in (0, 1))
-        if closing is not None:
-            work += _local_work(closing, dtype)
-            whole, shape = closing.result.output, closing.result.shape
-            local = whole.local_shape(shape)
-        tensors.append(
-            _tensor_of_blocks(_numbered("result", at, len(made.joined)), str(spec), whole, local, shape, dtype)
-        )
-    return _explained(
-        f'rearrange "{tree.text}"{"" if is_global else ", of plain shards alone"}',
-        {"kind": "rearrange", **_said_of(tree.text, mesh, dtype)},
-        mesh,
-        sizes,
-        tensors,
-        work,
-        [move for part, each in parts for move in _moves_of(each, dtype, part)],
-        _gradients_of_blocks(made, of_dtensors, dtype) if is_global else None,
-        _of_shards_in_turn([each for _, each in reversed(parts)], dtype),
-        None,
-    )
-
-
-def _recipes(text: str, ends: Sequence[End], sizes: tuple[tuple[str, int], ...], mesh: Mesh) -> BlockRecipes:
-    return recipes_of_blocks(text, ends, tuple(shape for _, shape in ends), sizes, mesh, True)
-
-
-def _fused_end(
-    fused: Fused, mesh: Mesh, shape: Shape, counts: Sequence[int], sizes: Mapping[str, int], text: str
-) -> tuple[Sharding | None, Shape]:
-    """How a tensor with blocks lies, None where no DTensor does; and what this rank has of it."""
-    bare = _operand(mesh, parse_spec(fused.spec), shape, sizes)
-    blocks = next(factor.blocks for factor in fused.tree.dims[fused.at].factors if factor.blocks)
-    alone = [Spec((Dim(each, grouped=len(each) > 1),)) for each in blocks]
-    states = [_operand(mesh, each, (count,), sizes) for each, count in zip(alone, counts, strict=True)]
-    if all(each.dims[0].pieces == 1 for each in states):
-        return bare, bare.local_shape(shape)
-    given = tuple((name, size) for name, size in sizes.items())
-    held = sum(each.local_shape((count,))[0] for each, count in zip(states, counts, strict=True))
-    local = list(bare.local_shape(shape))
-    local[fused.at] = local[fused.at] // sum(counts) * held
-    opened, opened_shape = bare, shape
-    if not fused.is_open:
-        recipe_ = recipe("rearrange", f"{fused.spec} -> {fused.opened}", "", (bare,), (shape,), mesh, given)
-        opened, opened_shape = recipe_.result.output, recipe_.result.shape
-    dim = fused.dim % len(opened_shape)
-    parts = tuple(replace(opened, dims=(*opened.dims[:dim], each.dims[0], *opened.dims[dim + 1 :])) for each in states)
-    try:
-        whole = whole_of(parts, tuple((*opened_shape[:dim], n, *opened_shape[dim + 1 :]) for n in counts), dim, text)
-    except ShardingError:
-        return None, tuple(local)
-    if not fused.is_open:
-        back = recipe("rearrange", f"{fused.opened} -> {fused.spec}", "", (whole,), (opened_shape,), mesh, given)
-        whole = back.result.output
-    return whole, tuple(local)
-
-
-def _parts_of_blocks(made: BlockRecipes) -> list[tuple[str, Recipe]]:
-    """The recipes in the order in which they run, each with what it is of."""
-    opened = [(_numbered("operand", at, len(made.opened)), each) for at, each in enumerate(made.opened)]
-    closed = [(_numbered("result", at, len(made.closed)), each) for at, each in enumerate(made.closed)]
-    blocks = [(f"block {at + 1}", each) for at, each in enumerate(made.blocks)]
-    return [(part, each) for part, each in (*opened, *blocks, *closed) if each is not None]
-
-
-def _numbered(name: str, at: int, count: int) -> str:
-    return f"{name} {at + 1}" if count > 1 else name
-
-
-def _summed(shapes: Sequence[Shape], dim: int) -> Shape:
-    return (*shapes[0][:dim], sum(each[dim] for each in shapes), *shapes[0][dim + 1 :])
-
-
-def _tensor_of_blocks(
-    name: str, spec: str, sharding: Sharding | None, local: Shape, shape: Shape, dtype: str
-) -> dict[str, Any]:
-    """A tensor as data, its spec as it is written. What no DTensor lies as divides: all ranks have as much."""
-    if sharding is not None:
-        return {**_tensor(name, sharding, shape, dtype), "spec": spec, "atoms": spec}
-    held = {"largest_shard_bytes": math.prod(local) * itemsize_of(dtype)}
-    each = [{"shape": list(local), "ranks": "every rank"}]
-    return {"name": name, "spec": spec, "atoms": spec, "shape": list(shape), **held, "local": each}
-
-
-def _joining(shapes: Sequence[Shape], dim: int, dtype: str) -> dict[str, Any]:
-    """What torch does to put blocks together."""
-    return _computed(lambda *blocks: torch.cat(blocks, dim), shapes, dtype)[-1]
-
-
-def _gradients_of_blocks(made: BlockRecipes, ends: Sequence[tuple[Sharding, Shape]], dtype: str) -> list[Moved]:
-    """What the gradients of DTensors send, backwards through every recipe, for cotangents that lie as the results."""
-    found: list[Moved] = []
-    arrived = _cotangents_of_blocks(made, found, dtype)
-    sizes = [1 if taken is None else len(taken[1]) for taken in made.taken]
-    firsts = [sum(sizes[:at]) for at in range(len(sizes))]
-
-    def at_leaf(at: int, cotangent: Sharding) -> None:
-        source, shape = ends[at]
-        part = f"gradient of {_numbered('operand', at, len(ends))} at its leaf"
-        found.extend(_moved(part, cotangent, replace(source, pending=()), shape, dtype))
-
-    for number in reversed(range(len(made.blocks))):
-        arrived[number] = _through(made.blocks[number], arrived[number], f"block {number + 1}", found, dtype)
-        if number in firsts and made.taken[at := firsts.index(number)] is None:
-            at_leaf(at, arrived[number])
-    for at in reversed(range(len(ends))):
-        taken, mine = made.taken[at], range(firsts[at], firsts[at] + sizes[at])
-        if taken is None:
-            continue
-        shapes = tuple(made.blocks[number].inputs[0].shape for number in mine)
-        gradients = [arrived[number] for number in mine]
-        held = [each for each in taken[1] if each is not None]
-        targets = where_put_together(gradients, held, taken[0]) or tuple(gradients)
-        for number, one, target, shape in zip(mine, gradients, targets, shapes, strict=True):
-            found += _moved(f"gradient of block {number + 1}", one, target, shape, dtype)
-        together = whole_of(targets, shapes, taken[0], made.blocks[mine[0]].text)
-        at_leaf(at, _through(made.opened[at], together, _numbered("operand", at, len(ends)), found, dtype))
-    return found
-
-
-def _cotangents_of_blocks(made: BlockRecipes, found: list[Moved], dtype: str) -> dict[int, Sharding]:
-    """How the cotangent of each block lies, once those of the results are taken apart; what that sends is `found`."""
-    arrived: dict[int, Sharding] = {}
-    for at in reversed(range(len(made.joined))):
-        (first, last, dim, whole), closing = made.joined[at], made.closed[at]
-        assert whole is not None
-        part, blocks = _numbered("result", at, len(made.joined)), [each.result for each in made.blocks[first:last]]
-        result = whole if closing is None else closing.result.output
-        cotangent = _through(closing, replace(result, pending=()), part, found, dtype)
-        arrived[first] = cotangent
-        if len(blocks) > 1:
-            shape, counts = _summed([each.shape for each in blocks], dim), tuple(each.shape[dim] for each in blocks)
-            target = where_taken_apart(cotangent, whole, dim)
-            found += _moved(f"gradient of {part}", cotangent, target, shape, dtype)
-            arrived |= dict(enumerate(blocks_of(target, shape, dim, counts, made.blocks[first].text), first))
-    return arrived
-
-
-def _through(subject: Recipe | None, cotangent: Sharding, part: str, found: list[Moved], dtype: str) -> Sharding:
-    """How a cotangent lies behind a recipe, backwards; what that sends is `found`."""
-    if subject is None:
-        return cotangent
-    each = gradient_of(subject, 0, cotangent)
-    found += _moved(f"gradient of {part}", cotangent, each.inputs[0].source, each.inputs[0].shape, dtype)
-    found += _moves_of(each, dtype, f"gradient of {part}")
-    return each.result.output
-
-
-def _of_shards_in_turn(recipes: Sequence[Recipe], dtype: str) -> list[Moved] | None:
-    """What the gradients of plain shards send, recipe by recipe."""
-    each_of = [_gradients_of_shards(each, dtype) for each in recipes]
-    return None if None in each_of else [move for each in each_of for move in each or ()]
 
 
 # --- regions

@@ -361,31 +361,28 @@ with axes.simulate(4):
         axes.spec_of(axes.reshard(x, spec))
 ```
 
-## Blocks
+## Several tensors in one dim
 
-A `+` in a group says that a dim holds several tensors, one behind the other, as the notation of einx has it. Each block
-becomes a tensor of its own, in their order, and several tensors become one:
-
-```python
-import torch
-qkv = torch.zeros(16, 5)                                # 4 query and 2 key heads of 2, 5 channels
-q, k, v = axes.rearrange(qkv, "(h k + g k + g k) d -> h k d, g k d, g k d", h=4, g=2)
-tuple(q.shape), tuple(v.shape)
-tuple(axes.rearrange((q, k, v), "h k d, g k d, g k d -> (h k + g k + g k) d").shape)
-```
-
-Each block has its own splits, and a rank holds its part of every block, so that nothing moves. On plain shards blocks
-may be of any sizes. A DTensor's have one size where they are split, `(f@tp + f@tp)`, which as a spec is the same as
-`(2 f@tp)`: DTensor has no placement for others. Queries and keys of one tensor lie together by key head instead:
+Tensors of one size are a dim of their own, which `unbind` or a loop takes apart:
 
 ```python
 with axes.simulate(4):
     mesh = axes.init_mesh("tp=4", device_type="cpu")
-    both = axes.zeros("(f@tp + f@tp) d", mesh=mesh, f=8, d=5)                    # gate and up: one product
-    gate, up = axes.rearrange(both, "(f@tp + f@tp) d -> f@tp d, f@tp d")
+    both = axes.zeros("(2 f@tp) d", mesh=mesh, f=8, d=5)                # gate and up: one product, `(f@tp + f@tp) d`
+    gate, up = axes.rearrange(both, "(two f@tp) d -> two f@tp d", two=2)
     axes.spec_of(gate), tuple(gate.shape), tuple(gate.to_local().shape)
-    qkv = axes.zeros("(g@tp rest) d", mesh=mesh, g=4, rest=2 * 3 + 3 + 3, d=5)   # of each key head its queries
-    q, k, v = axes.rearrange(qkv, "(g@tp (r k + k + k)) d -> (g r)@tp k d, g@tp k d, g@tp k d", g=4, r=2)
+```
+
+Of others a rank holds its part of each, which `torch.split` takes apart in a region:
+
+```python
+def heads(rows):                                                        # of each key head its two queries, k and v
+    q, k, v = rows.unflatten(0, (-1, 12)).split((6, 3, 3), 1)
+    return q.reshape(-1, 3, 5), k, v
+
+with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
+    qkv = axes.zeros("(g@tp rest) d", g=4, rest=2 * 3 + 3 + 3, d=5)
+    q, k, v = axes.shard_map(heads, "(g@tp rest=12) d -> q=8@tp k d, g@tp k d, g@tp k d")(qkv)
     axes.spec_of(q), tuple(q.shape), tuple(k.shape)
 ```
 

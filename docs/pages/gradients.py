@@ -495,8 +495,9 @@ ROWS = (
 CLOSING = """
 ## Autocast, forward mode and torch.func
 
-Under `torch.autocast` the operands of an einsum are cast to its dtype before the product, but for float64; reductions keep
-the dtype of their tensor. Gradients come back in the dtype of the operand. Backward may run inside of the block or outside.
+Under `torch.autocast` the operands of an einsum are cast to its dtype before the product, but for float64; reductions
+keep the dtype of their tensor. Gradients come back in the dtype of the operand. Backward may run inside of the block or
+outside.
 
 ```python
 import axes, torch

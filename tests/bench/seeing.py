@@ -46,11 +46,6 @@ def operation() -> float:
     return median_of(lambda at: str(axes.explain(expression, s=64 + 16 * at, mesh="dp=4 tp=2", **sizes)), 21)
 
 
-def blocks() -> float:
-    expression = "(h@tp k + g@tp k + g@tp k) d -> h@tp k d, g@tp k d, g@tp k d"
-    return median_of(lambda at: str(axes.explain(expression, h=8, g=4, k=64, d=64 + at, mesh="dp=4 tp=2")), 21)
-
-
 def step() -> float:
     """Forward and backward of llama.py, the model made, in a process that has imported it."""
     sys.path.insert(0, str(ROOT / "examples"))
@@ -88,7 +83,6 @@ def transfer_picture() -> float:
 
 
 promised("`axes.explain` of an einsum", 0.02, operation)
-promised("`axes.explain` of a projection of blocks", 0.02, blocks, page=False)
 promised("`axes.explain` of a step of llama.py, and to make it", 5, step)
 promised("`axes.show` of a mesh of 65,536 ranks", 0.1, picture)
 promised("`axes.show` of a transfer of a trillion parameters, 1,024 ranks to 1,024", 1, transfer_picture)

@@ -230,11 +230,14 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
 
 
 def check_no_blocks(kind: str, text: object) -> None:
-    """`ExpressionError` for a text with '+', which stands in specs and in `rearrange`."""
+    """`ExpressionError` for a text with '+', which stands in specs and in the rules of transfers."""
     if isinstance(text, str) and "+" in text:
-        at = text.index("+")
-        message = f"{kind} takes no blocks; axes.rearrange takes them apart and puts them together"
-        raise ExpressionError(message, text, at)
+        raise ExpressionError(
+            f"{kind} takes no blocks. Blocks of one size are a dim, as in '(three h) d -> three h d'; others are taken "
+            "apart with torch.split, and put together with torch.cat, in an axes.shard_map",
+            text,
+            text.index("+"),
+        )
 
 
 def _counted(count: int, noun: str) -> str:
