@@ -22,7 +22,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -51,84 +51,82 @@ from axes.runtime.transforms import check_transforms
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-class InRegion(Protocol):
-    """Runs a function in the region of an expression. `used`: what it uses beside its arguments, as it finds it."""
+@dataclass(frozen=True)
+class RegionCall:
+    """What `shard_map` is told of a module; `run` is `run_region`."""
 
-    @property
-    def expression(self) -> str:
-        """What goes in and comes out."""
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Where names are looked up, if not in the ambient mesh."""
-
-    @property
-    def named(self) -> NamedSpecs:
-        """The specs of arguments and results by name."""
-
-    def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, used: Used, plain: bool) -> Any:
-        """The function's results, as DTensors; `plain` shards of plain shards."""
+    expression: str
+    mesh: Mesh | None
+    check: bool | float
+    named: NamedSpecs
+    run: Callable[..., Any]
 
 
 @dataclass
-class Used:
-    """What a region uses that isn't an argument, noted as it is met.
+class Running:
+    """A region that runs, and what it uses that isn't an argument, noted as it is met.
 
-    own: leaves that are plain: parameters that `fully_shard` has put in. shards: DTensors, each with its shard.
-    tensors_mesh: where the region's tensors lie; each of its ranks has a summand of a gradient.
+    same: the axes that are `same`. tensors_mesh: where the region's tensors lie; each of its ranks has a summand of a
+    gradient. own: leaves that are plain, as `fully_shard` puts parameters in. shards: DTensors, each with its shard.
     """
 
+    same: tuple[NamedLayout, ...] = ()
+    tensors_mesh: Mesh | None = None
     own: list[torch.Tensor] = field(default_factory=list)
     shards: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
-    tensors_mesh: Mesh | None = None
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A region that runs: the axes that are `same`, and what it uses."""
-
-    same: tuple[NamedLayout, ...]
-    used: Used = field(default_factory=Used)
 
 
 class _Regions(threading.local):
     def __init__(self) -> None:
-        self.regions: list[_Running] = []
+        self.regions: list[Running] = []
 
 
-class _Home:
-    """What the modules of a region share: how it ran last (the ambient mesh, that of its tensors, the axes that were
-    `same`), and a lock, since one thread at a time has its shards in the parameters' places. A copy of the modules has
-    one of its own.
+class _Shared:
+    """What the modules of a region share: how it ran last, in which ambient mesh; and a lock, since one thread at a
+    time has its shards in the parameters' places. A copy of the modules has one of its own.
     """
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
-        self.tensors_mesh: Mesh | None = None
-        self.same: tuple[NamedLayout, ...] = ()
+        self.running = Running()
         self.lock = threading.RLock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
-        return _Home()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return _Shared()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Home, ()
+        return _Shared, ()
+
+
+@dataclass
+class _State:
+    """What a module in a region keeps.
+
+    call: what `shard_map` was told, of the region's own module. places: what was in its parameters' places before each
+    call that runs. asks: for its shards when it is called. Of the region's own module, hooked: those inside ask; made:
+    all parameters have values.
+    """
+
+    shared: _Shared
+    call: RegionCall | None = None
+    places: list[tuple[_Places, Mesh | None, bool]] = field(default_factory=list)
+    asks: bool = False
+    hooked: bool = False
+    made: bool = False
 
 
 _stack = _Regions()
-_REGION, _HOME, _PLACES, _KIND = "_axes_region", "_axes_home", "_axes_places", "_axes_kind"
-"""Where a module keeps its region and what it shares with others, and one inside what was in its parameters' places."""
-
-_SHARDED = "_axes_sharded"
-"""Where a module notes which of its own parameters were sharded, with their specs."""
-
-_MADE, _HOOKS, _HOOKED = "_axes_made", "_axes_hooks", "_axes_hooked"
-"""Where a region notes that all its parameters have values and that the modules inside have hooks; and each of them
-that it has.
+_STATE, _KIND, _SHARDED = "_axes_region", "_axes_kind", "_axes_sharded"
+"""Where a module keeps its `_State`; its class the one that it was; and which of its own parameters were sharded, with
+their specs.
 """
 
 
-def region_of_module(module: M, run: InRegion) -> M:
+def _state(module: torch.nn.Module) -> _State | None:
+    return module.__dict__.get(_STATE)
+
+
+def region_of_module(module: M, call: RegionCall) -> M:
     """Make `forward` of a module a region; returns the module.
 
     Its class becomes a subclass of what it was, so that hooks, `fully_shard`, copies and `state_dict` find the module
@@ -136,15 +134,16 @@ def region_of_module(module: M, run: InRegion) -> M:
     """
     if torch.compiler.is_compiling():
         raise ShardingError("shard_map of a module changes the module; make the region before compiling what calls it")
-    if module.__dict__.get(_REGION) == run:
+    state = _state(module)
+    if state is not None and state.call is not None:
+        if state.call != call:
+            raise ShardingError(f"{type(module).__name__} is a region already, of '{state.call.expression}'")
         return module
-    if _REGION in module.__dict__:
-        raise ShardingError(f"{type(module).__name__} is a region already, of '{module.__dict__[_REGION].expression}'")
-    module.__dict__[_REGION] = run
     module.__class__ = _region_class(type(module))
-    home = _Home()
+    shared = _Shared()
     for inner in module.modules():
-        inner.__dict__[_HOME] = home
+        inner.__dict__.setdefault(_STATE, _State(shared)).shared = shared
+    module.__dict__[_STATE].call = call
     return module
 
 
@@ -154,15 +153,16 @@ def _hook(module: torch.nn.Module) -> None:
     Only a checkpoint's second run and `fully_shard` need it, so generation goes without: two hooks cost each call of a
     module five microseconds. A hook stands before those of others, which see shards, but behind that of `fully_shard`.
     """
+    own: _State = module.__dict__[_STATE]
     for inner in module.modules():
-        inner.__dict__.setdefault(_HOME, module.__dict__[_HOME])  # one that was put in since, as a checkpoint's wrapper
-        if inner is not module and _HOOKED not in inner.__dict__:
+        state = inner.__dict__.setdefault(_STATE, _State(own.shared))  # of one put in since, as a checkpoint's wrapper
+        if inner is not module and not state.asks:
             first = not isinstance(inner, FSDPModule)
             with _one_number_for_all():
                 inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first)
                 inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
-            inner.__dict__[_HOOKED] = True
-    module.__dict__[_HOOKS] = True
+            state.asks = True
+    own.hooked = True
 
 
 @contextlib.contextmanager
@@ -201,19 +201,15 @@ def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
     """Make the regions in a module, itself among them, plain modules again; returns what they were told, by name."""
     found = {}
     for name, each in module.named_modules():
-        run = each.__dict__.pop(_REGION, None)
-        if run is not None:
-            found[name] = run.expression, run.named
+        state: _State | None = each.__dict__.pop(_STATE, None)
+        if state is not None and state.call is not None:
+            found[name] = state.call.expression, state.call.named
             each.__class__ = next(kind for kind in type(each).__mro__ if not issubclass(kind, _Region))
-    for each in module.modules():
         for hooks, own in ((each._forward_pre_hooks, _enter_inner), (each._forward_hooks, _leave_inner)):
             for number in [number for number, hook in hooks.items() if hook is own]:
                 del hooks[number]
                 each._forward_pre_hooks_with_kwargs.pop(number, None)
                 each._forward_hooks_always_called.pop(number, None)
-        each.__dict__.pop(_HOOKED, None)
-        each.__dict__.pop(_HOOKS, None)
-        each.__dict__.pop(_MADE, None)
     return found
 
 
@@ -225,30 +221,31 @@ class _Region(torch.nn.Module):
     )
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own `forward` on this rank's shards."""
-        run: InRegion = self.__dict__[_REGION]
+        call: RegionCall = self.__dict__[_STATE].call
         if torch_private.functorch_is_active():
-            check_transforms(f"shard_map '{run.expression}'", self.parameters())
+            check_transforms(f"shard_map '{call.expression}'", self.parameters())
         plain = _plain_tensors(args, kwargs)
         if plain and _stack.regions:
-            return _within(run, ModuleFunction(self, super().forward, run, _stack.regions[-1].used), args, kwargs)
-        used = Used()
-        return run(ModuleFunction(self, super().forward, run, used), args, kwargs, used, plain)
+            return _within(call, ModuleFunction(self, super().forward, call, _stack.regions[-1]), args, kwargs)
+        running = Running()
+        inside = ModuleFunction(self, super().forward, call, running)
+        return call.run(inside, call.expression, args, kwargs, call.mesh, call.check, running, plain, call.named)
 
     def __reduce__(self) -> Any:
         return _unpickled, (getattr(type(self), _KIND),), self.__dict__
 
 
-def _within(run: InRegion, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _within(call: RegionCall, inside: ModuleFunction, args: Any, kwargs: Any) -> Any:
     """A region inside a region: its shards are those of the region around it, and so is what a gradient means."""
-    outer = _stack.regions[-1].same
-    same = _same_on_the_left(run.expression, run.mesh or ambient_mesh())
+    outer = inside.running.same
+    same = _same_on_the_left(call.expression, call.mesh or ambient_mesh())
     if {axis.layout for axis in same} != {axis.layout for axis in outer}:
         mine, theirs = (" ".join(map(str, axes)) or "no axis" for axes in (same, outer))
         raise ShardingError(
             f"a region inside a region: its inputs are the same over {mine}, those of the region around it over "
-            f"{theirs}; write same@ in both or in neither\n  in  shard_map '{run.expression}'"
+            f"{theirs}; write same@ in both or in neither\n  in  shard_map '{call.expression}'"
         )
-    with use_mesh(required_mesh(run.mesh, f"shard_map '{run.expression}'")):
+    with use_mesh(required_mesh(call.mesh, f"shard_map '{call.expression}'")):
         return inside(*args, **kwargs)
 
 
@@ -258,19 +255,20 @@ class ModuleFunction:
 
     module: torch.nn.Module
     forward: Callable[..., Any]
-    run: InRegion
-    used: Used
+    call: RegionCall
+    running: Running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results for these shards."""
-        home: _Home = self.module.__dict__[_HOME]
-        with home.lock:
-            mesh = home.mesh = ambient_mesh()
-            _check_made(self.module, self.run.expression)
-            if torch.is_grad_enabled() and _HOOKS not in self.module.__dict__:
+        state: _State = self.module.__dict__[_STATE]
+        shared, running = state.shared, self.running
+        with shared.lock:
+            shared.mesh = ambient_mesh()
+            _check_made(self.module, state, self.call.expression)
+            if torch.is_grad_enabled() and not state.hooked:
                 _hook(self.module)
-            home.tensors_mesh, home.same = self.used.tensors_mesh, _same_on_the_left(self.run.expression, mesh)
-            running = _Running(home.same, self.used)
+            running.same = _same_on_the_left(self.call.expression, shared.mesh)
+            shared.running = Running(running.same, running.tensors_mesh)
             _stack.regions.append(running)
             places: _Places = []
             try:
@@ -287,9 +285,9 @@ class ModuleFunction:
         return [torch_private.local_of(x) if isinstance(x, DTensor) else x for x in found]
 
 
-def _check_made(module: torch.nn.Module, expression: str) -> None:
+def _check_made(module: torch.nn.Module, state: _State, expression: str) -> None:
     """Refuses parameters that nobody has made, once for each region."""
-    if _MADE in module.__dict__:
+    if state.made:
         return
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         if x.is_meta:
@@ -297,7 +295,7 @@ def _check_made(module: torch.nn.Module, expression: str) -> None:
                 f"'{name}' has no values, it is on the device meta; axes.shard_module(module, ...) makes what was made "
                 f"there, each rank its shards\n  in  shard_map '{expression}'"
             )
-    module.__dict__[_MADE] = True
+    state.made = True
 
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
@@ -335,7 +333,7 @@ _Places = list[tuple[dict[str, Any], str, DTensor, torch.Tensor]]
 """Where a shard was put: the module's parameters or buffers, the name, what was there, and the shard."""
 
 
-def _enter(module: torch.nn.Module, running: _Running) -> _Places:
+def _enter(module: torch.nn.Module, running: Running) -> _Places:
     """Put shards in the places of DTensors; returns what was there. A tied parameter has one shard."""
     found: list[tuple[dict[str, Any], str, DTensor]] = []
     for holder in _held(module):
@@ -348,7 +346,7 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
                 elif torch_private.reduced_by_fsdp(x):
                     if not (x.requires_grad and x.is_leaf):
                         continue
-                    running.used.own.append(x)
+                    running.own.append(x)
                 elif name in holder.__dict__.get(_SHARDED, ()) and len(_stack.regions) == 1:
                     raise _replaced(module, holder, name, x)
                 elif _stack.regions or not (x.requires_grad and x.is_leaf):
@@ -362,14 +360,14 @@ def _enter(module: torch.nn.Module, running: _Running) -> _Places:
     return places
 
 
-def _check_summed(module: torch.nn.Module, x: torch.Tensor, running: _Running) -> None:
+def _check_summed(module: torch.nn.Module, x: torch.Tensor, running: Running) -> None:
     """Refuses a parameter of which nobody adds up the gradients along an axis of the region: copies would drift apart.
 
     They are added up along the axes of the parameter's own mesh, and of that which `fully_shard` reduces over.
     """
     by_fsdp, own = torch_private.reduced_by_fsdp(x), x.device_mesh if isinstance(x, DTensor) else None
     over = tuple([each for each in (own, by_fsdp and by_fsdp.mesh) if each is not None])
-    mesh = running.used.tensors_mesh
+    mesh = running.tensors_mesh
     missing = mesh and _not_summed(mesh, running.same, over)
     if not missing:
         return
@@ -458,12 +456,12 @@ def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
             seen.add(id(child))
             if not isinstance(child, FSDPModule):
                 found.append(child)
-            elif _HOOKED not in child.__dict__:
+            elif (state := _state(child)) is None or not state.asks:
                 _hook(module)
     return found
 
 
-def _shards(xs: Iterable[DTensor], running: _Running) -> dict[int, torch.Tensor]:
+def _shards(xs: Iterable[DTensor], running: Running) -> dict[int, torch.Tensor]:
     """This rank's shards of parameters, by their ids; a gradient is a summand, or whole along axes that are `same`.
 
     Gradients of what `fully_shard` has gathered go on together, as it reduces them; others one by one, so that one is
@@ -482,7 +480,7 @@ def _shards(xs: Iterable[DTensor], running: _Running) -> dict[int, torch.Tensor]
             if x.is_leaf:
                 resolve_at_leaf(x)
             shards[id(x)] = leave_global(x, _counted_same(x, running.same))
-            running.used.shards.append((x, shards[id(x)]))
+            running.shards.append((x, shards[id(x)]))
         else:
             gathered.append(x)
             # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
@@ -528,16 +526,16 @@ def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Before a module of a region: what the region's start didn't find, or what a checkpoint runs once more."""
     running = _stack.regions[-1] if _stack.regions else None
     again = running is None and torch_private.backward_runs() and _plain_tensors(args, kwargs)
-    home: _Home = module.__dict__[_HOME]
+    state: _State = module.__dict__[_STATE]
     if again:
-        home.lock.acquire()
-    mesh = home.mesh if again else None
+        state.shared.lock.acquire()
+    mesh = state.shared.mesh if again else None
     if mesh is not None:
         ambient.push(mesh)
     places: _Places = []
-    module.__dict__.setdefault(_PLACES, []).append((places, mesh, again))  # before errors: _leave_called follows them
+    state.places.append((places, mesh, again))  # before errors: _leave_called follows them
     if again or isinstance(module, FSDPModule):
-        places += _enter(module, running or _Running(home.same, Used(tensors_mesh=home.tensors_mesh)))
+        places += _enter(module, running or Running(state.shared.running.same, state.shared.running.tensors_mesh))
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -547,11 +545,11 @@ def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
 
 @_OUTSIDE
 def _leave_called(module: torch.nn.Module) -> None:
-    there = module.__dict__.get(_PLACES)
-    if there:
-        places, mesh, again = there.pop()
+    state = _state(module)
+    if state is not None and state.places:
+        places, mesh, again = state.places.pop()
         if mesh is not None:
             ambient.pop()
         if again:
-            module.__dict__[_HOME].lock.release()
+            state.shared.lock.release()
         _restore(places)

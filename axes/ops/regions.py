@@ -29,7 +29,6 @@ from axes.algebra.placements import check_axes_are_whole, check_torch_can
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.specs import parsed_sharding
-from axes.runtime.border import Copies, copies_of
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.groups import of_world
 from axes.runtime.shards import LocalPart
@@ -136,7 +135,8 @@ class Region:
     """What is known once the tensors are: the mesh of the names, and what results take over.
 
     Results lie on `home`, the mesh of the tensors. `splits` has, for each dim by name, how its
-    tensor splits it; `sizes` its global size.
+    tensor splits it; `sizes` its global size. `alone`: of plain shards, whose ranks don't ask each
+    other for sizes. Each takes them to be even, and a split dim has its size only where it is split so.
     """
 
     reading: RegionExpression
@@ -144,8 +144,9 @@ class Region:
     home: Mesh
     device_mesh: Any
     splits: Mapping[str, ShardedDim]
-    sizes: Mapping[str, int]
+    sizes: Mapping[Any, int]
     inputs: tuple[RegionInput, ...]
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,6 @@ class RegionInput:
     counted: Placements
     same: Axes
 
-    @functools.cached_property
-    def copies(self) -> Copies | None:
-        """The ranks that have copies of a plain shard: see `copies_of`."""
-        return copies_of(self.device_mesh, self.counted)
-
 
 def _input(place: int, spec: Spec, held: Held) -> RegionInput:
     dims = expanded(spec, len(held.shape), f"tensor {place}")
@@ -175,10 +171,12 @@ def _input(place: int, spec: Spec, held: Held) -> RegionInput:
 
 
 @of_world(1024)
-def region_of(expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...]) -> Region:
+def region_of(
+    expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...], alone: bool = False
+) -> Region:
     """The region of tensors with these `DTensorSpec`s.
 
-    `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one.
+    `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one. `alone` is as in `Region`.
     """
     reading = read_region(expression)
     if is_given and mesh is not None:
@@ -189,9 +187,18 @@ def region_of(expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[H
         region = _made(reading, mesh, is_given, inputs)
     except (ShardingError, SizeError, MeshError) as error:
         raise located(error, reading) from None
-    if region.device_mesh is None:
-        return replace(region, device_mesh=region.home.device_mesh)
-    return region
+    sizes = _own_sizes(region) if alone else region.sizes
+    return replace(region, device_mesh=region.device_mesh or region.home.device_mesh, sizes=sizes, alone=alone)
+
+
+def _own_sizes(region: Region) -> dict[Any, int]:
+    """The sizes by name; those of dims that are split, by name and split, but where they are written."""
+    written, found = dict(_written(region.reading)), {}
+    for name, size in region.sizes.items():
+        split = region.splits.get(name)
+        is_open = split is not None and split.pieces > 1 and name not in written
+        found[(name, split) if is_open else name] = size
+    return found
 
 
 def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> Region:
@@ -384,11 +391,6 @@ class Placed:
     counted: Placements
     shape: tuple[Any, ...]
 
-    @functools.cached_property
-    def copies(self) -> Copies | None:
-        """The ranks that have copies of a plain shard: see `copies_of`."""
-        return copies_of(self.device_mesh, self.counted)
-
 
 @of_world(1024)
 def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPart, ...], tuple[Placed, ...] | None]:
@@ -396,28 +398,8 @@ def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPa
     be told by the ranks.
     """
     parts = _parts(region, shapes)
-    is_open = any(part.open for part in parts)
+    is_open = not region.alone and any(part.open for part in parts)
     return parts, None if is_open else placed(region, parts, tuple([part.even for part in parts]))
-
-
-@of_world(1024)
-def placed_shards(region: Region, shapes: tuple[Shape, ...]) -> tuple[Placed, ...]:
-    """What plain results are outside that have these shapes on this rank. Of the others' sizes it knows nothing: a dim
-    that is split as on the left has the size of the left.
-    """
-    here = {
-        (key_of(dim), split): size
-        for each in region.inputs
-        for dim, split, size in zip(each.dims, each.sharding.dims, each.sharding.local_shape(each.shape), strict=True)
-    }
-    parts = _parts(region, shapes)
-    for place, (part, spec) in enumerate(zip(parts, region.reading.outputs, strict=False)):
-        keys = map(key_of, expanded(spec, len(part.local), f"result {place}"))
-        pairs = zip(keys, part.sharding.dims, part.local, part.known, strict=True)
-        expected = tuple([here.get((key, split), size) if whole is None else size for key, split, size, whole in pairs])
-        if expected != part.local:
-            raise located(_other_shape(place, spec, expected, part.local), region.reading)
-    return placed(region, parts, tuple([part.even for part in parts]))
 
 
 def _parts(region: Region, shapes: tuple[Shape, ...]) -> tuple[LocalPart, ...]:
@@ -436,25 +418,6 @@ def _parts(region: Region, shapes: tuple[Shape, ...]) -> tuple[LocalPart, ...]:
     return tuple(found)
 
 
-def _other_shape(place: int, spec: Spec, expected: Shape, found: Shape, whole: str = "") -> ShardingError:
-    return ShardingError(
-        f"result {place}, '{spec}', is {whole}{list(expected)} on this rank; the function returned {list(found)}"
-    )
-
-
-def without_open_sizes(region: Region) -> Region:
-    """A region of plain shards, of which each rank knows its own: it has the sizes of dims that aren't split, and those
-    that are written.
-    """
-    sizes = {name: size for name, size in _written(region.reading) if name is not None}
-    for each in region.inputs:
-        pairs = zip(each.dims, each.sharding.dims, each.shape, strict=True)
-        sizes.update(
-            (key, size) for dim, split, size in pairs if split.pieces == 1 and (key := key_of(dim)) is not None
-        )
-    return replace(region, sizes=sizes)
-
-
 @of_world(1024)
 def placed(region: Region, parts: tuple[LocalPart, ...], wholes: tuple[Shape, ...]) -> tuple[Placed, ...]:
     """What the results are outside, of these whole shapes."""
@@ -468,7 +431,11 @@ def _placed(region: Region, place: int, part: LocalPart, whole: Shape) -> Placed
     spec, sharding = region.reading.outputs[place], part.sharding
     expected = sharding.local_shape(whole)
     if expected != part.local:
-        raise _other_shape(place, spec, expected, part.local, f"{list(whole)} in whole and so ")
+        known = "" if region.alone else f"{list(whole)} in whole and so "
+        raise ShardingError(
+            f"result {place}, '{spec}', is {known}{list(expected)} on this rank; the function returned "
+            f"{list(part.local)}"
+        )
     sharding = sharding.sized(whole)
     check_torch_can(sharding, whole)
     placements = torch_placements(sharding)
@@ -521,8 +488,9 @@ def _check_new(region: Region, dim: Dim) -> None:
 def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int | None:
     """The global size of a dim of a result: that of its name, or its own where it isn't split; else nobody knows it."""
     key, sizes = key_of(dim), region.sizes
-    if key is not None and key in sizes:
-        return sizes[key]
+    for known in (key, (key, split)):
+        if known in sizes:
+            return sizes[known]
     if key is not None and all(factor.name is None or factor.name in sizes for factor in dim.factors):
         return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])  # type: ignore[misc]
     return local if split.pieces == 1 else None

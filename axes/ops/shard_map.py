@@ -52,7 +52,6 @@ right has to divide as well, which ranks tell each other in the graph, or to hav
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
@@ -62,11 +61,11 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra import ambient
 from axes.algebra.errors import ExpressionError, ShardingError, shown
-from axes.algebra.grammar import checked_text
+from axes.algebra.grammar import Spec, checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.closures import Function, check_closed
-from axes.ops.module_regions import ModuleFunction, Used, region_of_module, without_same
+from axes.ops.module_regions import ModuleFunction, RegionCall, Running, region_of_module, without_same
 from axes.ops.named_specs import NamedSpecs, named_specs, names_of_tensors
 from axes.ops.region_checks import Check, check_gradients, check_outputs
 from axes.ops.region_sizes import Asked, traced_region, traced_results
@@ -78,15 +77,13 @@ from axes.ops.regions import (
     located,
     mesh_of_names,
     placed,
-    placed_shards,
     read_region,
     region_of,
     results_of,
-    without_open_sizes,
 )
 from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_tensors
 from axes.runtime import flags, torch_private
-from axes.runtime.border import Changes, enter_global, enter_plain, leave_global, leave_plain
+from axes.runtime.border import Changes, contiguous_strides, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import resolve_at_leaf, settles
@@ -94,7 +91,7 @@ from axes.runtime.linear import border_of
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.routes import settled
-from axes.runtime.sharded import from_local, strides_like, to_local
+from axes.runtime.sharded import strides_like
 from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
 
@@ -219,26 +216,14 @@ def shard_map(
         return functools.partial(_region_of, expression=fn, mesh=mesh, check=check, results=results, specs=specs)
     if isinstance(fn, torch.nn.Module) and expression is not None:
         read_region(checked_text(expression))
-        return region_of_module(fn, _Run(expression, mesh, check, named_specs(fn.forward, expression, specs, results)))
+        named = named_specs(fn.forward, expression, specs, results)
+        return region_of_module(fn, RegionCall(expression, mesh, check, named, run_region))
     if expression is None or not callable(fn):
         raise ExpressionError(
             "shard_map takes a function and an expression, shard_map(fn, 'b@dp -> b@dp'), or the expression alone as "
             f"a decorator; found {type(fn).__name__} and {type(expression).__name__}"
         )
     return _region_of(fn, expression, mesh, check, results, specs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """What `shard_map` is told of a module."""
-
-    expression: str
-    mesh: Mesh | None
-    check: Check
-    named: NamedSpecs
-
-    def __call__(self, fn: Function, args: Any, kwargs: Any, used: Used, plain: bool) -> Any:
-        return run_region(fn, self.expression, args, kwargs, self.mesh, self.check, used, plain, self.named)
 
 
 def _check_check(check: Check) -> None:
@@ -268,7 +253,7 @@ def run_region(
     kwargs: Mapping[str, Any],
     mesh: Mesh | None = None,
     check: Check = False,
-    used: Used | None = None,
+    used: Running | None = None,
     plain: bool = False,
     named: NamedSpecs = _NOTHING,
 ) -> Any:
@@ -293,7 +278,7 @@ def _run_region(
     kwargs: Mapping[str, Any],
     mesh: Mesh | None,
     check: Check,
-    used: Used | None,
+    used: Running | None,
     plain: bool,
     named: NamedSpecs,
 ) -> Any:
@@ -309,28 +294,20 @@ def _run_region(
         raise ShardingError(f"an argument of a region holds itself, or is nested too deep\nin  {expression}") from None
     if not torch.compiler.is_compiling():
         _check_number(read_region(expression), tensors, args, kwargs)
-    if plain:
-        for place, x in enumerate(tensors):
-            if not is_dense(x):
-                check_dense(x, f"shard_map '{expression}', as tensor {place},")
-        home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
-        if not (check or torch_private.transforms_are_on()):
-            region = _region_of_shards(expression, home, tuple([tuple(x.shape) for x in tensors]))
-            pairs = zip(tensors, region.inputs, strict=True)
-            if all(each.copies is not None or not _needs_gradient(x) for x, each in pairs):
-                return _run_on_shards(fn, region, args, kwargs, tensors, passed, used or Used(), named)
-        tensors = _declared(tensors, expression, home)
     for place, x in enumerate(tensors):
-        _check_input(x, place, expression)
+        _check_input(x, place, expression, plain)
     if torch_private.transforms_are_on():
         check_transforms(f"shard_map '{expression}'", tensors)
     asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed, named)
+    if plain:
+        home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
+        asked, tensors = (expression, home, True), _declared(tensors, expression, home)
     held = tuple([torch_private.spec_of(x) for x in tensors])
-    region, used = region_of(*asked, held), used or Used()
-    used.tensors_mesh = region.home
+    region, used = region_of(*asked, held, plain), used or Running()
     changes = Changes() if torch.is_grad_enabled() else None
+    used.tensors_mesh = region.home
     shards = _left(region, tensors, changes)
     if check:
         check_gradients(region, shards, check)
@@ -342,7 +319,7 @@ def _run_region(
     results = _results(result, expression, passed)
     if named.results is not None:
         expression = named.of_results(expression, result)
-        region = region_of(expression, *asked[1:], held)
+        region = region_of(expression, *asked[1:], held, plain)
     check_closed(results, expression, fn, used.own)
     if changes is not None and any(x.requires_grad for x in results):
         for x, shard in (*zip(tensors, shards, strict=True), *used.shards):
@@ -350,9 +327,7 @@ def _run_region(
     outputs = _entered(region, _unshared(fn, results, shards), changes)
     if check:
         check_outputs(region, outputs, check)
-    if plain:
-        outputs = [y.clone() if y.requires_grad else y for y in (to_local(y, grad="whole") for y in outputs)]
-    return with_tensors(result, iter(outputs))
+    return with_tensors(result, iter(map(_undeclared, outputs) if plain else outputs))
 
 
 def _seen_here(mesh: Mesh | None) -> Mesh | None:
@@ -376,42 +351,6 @@ def _check_number(
         raise located(ShardingError(f"{error}{listed}"), reading) from None
 
 
-def _needs_gradient(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
-
-
-def _run_on_shards(
-    fn: Function,
-    region: Region,
-    args: Any,
-    kwargs: Any,
-    shards: Sequence[torch.Tensor],
-    passed: Sequence[object],
-    used: Used,
-    named: NamedSpecs,
-) -> Any:
-    """The region of plain shards, none of them pending otherwise than as a sum. No DTensor is made of them, since a
-    token of a model, or a small layer, takes less time than that; and ranks needn't know each other's sizes.
-    """
-    expression, changes, used.tensors_mesh = region.reading.text, Changes(), region.home
-    inside = [
-        enter_plain(x, each.copies, changes) if _needs_gradient(x) and each.copies is not None else x
-        for x, each in zip(shards, region.inputs, strict=True)
-    ]
-    result = _inside(fn, region.mesh, args, kwargs, inside)
-    results = _results(result, expression, passed)
-    if named.results is not None:
-        expression = named.of_results(expression, result)
-        region = _region_of_shards(expression, region.mesh, tuple([tuple(x.shape) for x in shards]))
-    check_closed(results, expression, fn, used.own)
-    found = placed_shards(region, tuple([tuple(x.shape) for x in results]))
-    for x, shard in used.shards:
-        changes.watch(x, shard)
-    owned = _unshared(fn, results, shards)
-    outside = [_left_as_plain(x, own, p, changes) for x, own, p in zip(results, owned, found, strict=False)]
-    return with_tensors(result, iter(outside))
-
-
 def _unshared(
     fn: Function | None, results: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -425,41 +364,36 @@ def _unshared(
     return found
 
 
-def _left_as_plain(x: torch.Tensor, own: torch.Tensor, p: Placed, changes: Changes) -> torch.Tensor:
-    """This rank's shard of a result, `own` in memory of its own. Where it has a gradient it is a copy and no view.
+def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> list[DTensor]:
+    """Plain shards as the DTensors that the left side declares, whose gradients every rank has whole."""
+    found = []
+    for x, spec in zip(shards, read_region(expression).inputs, strict=True):
+        try:
+            placements, whole = _declaration(spec, mesh, tuple(x.shape))
+        except ShardingError as error:
+            raise _in_region(error, expression) from None
+        found.append(
+            enter_global(x, mesh.device_mesh, placements, whole, contiguous_strides(whole), counted_whole(placements))
+        )
+    return found
+
+
+@of_world(1024)
+def _declaration(spec: Spec, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    """The placements and the whole shape of a plain shard. Ranks don't ask each other: it is taken to be even."""
+    text = without_same(spec)
+    part, _ = read_shard(mesh, text, shape, ())
+    return placements_of(part, text, part.even), part.even
+
+
+def _undeclared(y: DTensor) -> torch.Tensor:
+    """This rank's shard of a result; where it has a gradient, a copy and no view.
 
     Of a view `fully_shard` couldn't see an in-place change, and torch's zero-bubble schedules detach what a pipeline
     stage gives in place.
     """
-    if not _needs_gradient(x):
-        return own.detach() if own.requires_grad else own
-    if p.copies is not None:
-        return leave_plain(x, p.copies, changes)
-    return to_local(_entered_one(x, p, changes), grad="whole").clone()
-
-
-def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> list[DTensor]:
-    """Plain shards as the DTensors that the left side declares."""
-    specs = map(without_same, read_region(expression).inputs)
-    try:
-        return [from_local(x, spec, mesh=mesh, grad="whole") for x, spec in zip(shards, specs, strict=False)]
-    except ShardingError as error:
-        raise _in_region(error, expression) from None
-
-
-@of_world(1024)
-def _region_of_shards(expression: str, mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Region:
-    """The region of plain shards of these shapes."""
-    specs, dtype = [], torch.get_default_dtype()  # any dtype: a region doesn't look at it
-    for shape, spec in zip(shapes, map(without_same, read_region(expression).inputs), strict=False):
-        try:
-            part, _ = read_shard(mesh, spec, shape, ())
-            whole = part.even  # any that this rank's shard is of
-            placements = placements_of(part, spec, whole)
-        except ShardingError as error:
-            raise _in_region(error, expression) from None
-        specs.append(torch_private.dtensor_spec(mesh.device_mesh, placements, whole, strides_of(whole), dtype))
-    return without_open_sizes(region_of(expression, mesh, True, tuple(specs)))
+    shard = leave_global(y, counted_whole(y.placements))
+    return shard.clone() if shard.requires_grad else shard
 
 
 def _inside(fn: Function, mesh: Mesh, args: Any, kwargs: Any, shards: Sequence[torch.Tensor]) -> Any:
@@ -472,8 +406,11 @@ def _inside(fn: Function, mesh: Mesh, args: Any, kwargs: Any, shards: Sequence[t
         ambient.pop()
 
 
-def _check_input(x: torch.Tensor, place: int, expression: str) -> None:
-    if not isinstance(x, DTensor):
+def _check_input(x: torch.Tensor, place: int, expression: str, plain: bool) -> None:
+    if plain:
+        if not is_dense(x):
+            check_dense(x, f"shard_map '{expression}', as tensor {place},")
+    elif not isinstance(x, DTensor):
         check_not_wrapped(f"shard_map '{expression}'", x)
         raise ShardingError(
             f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,30 +39,26 @@ from torch.distributed.tensor.placement_types import Placement
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import PendingReduction, Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.linear import Border, linear
 from axes.runtime.packing import strides_of
-from axes.runtime.redistribute import Frame, frame_of, pulled_back
+from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
-from axes.runtime.torch_placements import adopted, contiguous_strides, sharding_of_spec, torch_placements
+from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
 
 __all__ = [
     "Changes",
-    "Copies",
     "check_grad",
     "contiguous_strides",
-    "copies_of",
     "counted_alone",
     "counted_as_same",
     "counted_whole",
     "enter_global",
-    "enter_plain",
     "gradient_of_local",
     "leave_global",
-    "leave_plain",
     "leave_together",
 ]
 
@@ -145,74 +141,6 @@ def enter_global(
     if changes is not None:
         changes.watch(found, local)
     return found
-
-
-# --- plain shards on both sides of a border
-
-
-@dataclass(frozen=True)
-class Copies:
-    """The ranks that have copies of a plain shard, which lie along `axes`.
-
-    Outside, where every rank does the same with its copy, the gradient of a copy is whole. Inside it is this rank's
-    part, and the whole one is the sum of all parts. Other axes aren't looked at: shards may differ in size along them.
-    """
-
-    mesh: Mesh
-    axes: Axes
-
-    @functools.cached_property
-    def count(self) -> int:
-        """How many there are."""
-        return math.prod(axis.layout.size for axis in self.axes)
-
-    def whole(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts of a gradient; differentiable."""
-        if not self.axes:
-            return gradient
-        lies = self._lies(gradient.ndim)
-        return pulled_back(gradient, lies, lies, gradient.shape, view="local", source_same=self.axes)
-
-    def part(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole gradient; differentiable."""
-        if not (self.axes and gradient.requires_grad and torch.is_grad_enabled()):
-            return gradient / self.count if self.axes else gradient
-        lies = self._lies(gradient.ndim)
-        return pulled_back(gradient, lies, lies, gradient.shape, view="local", target_same=self.axes)
-
-    def _lies(self, ndim: int) -> Sharding:
-        return Sharding(self.mesh, (ShardedDim((ShardedFactor("_"),)),) * ndim)
-
-
-def copies_of(device_mesh: Any, counted: Placements) -> Copies | None:
-    """The copies of a shard, by the placements that its gradient goes by; None where it is pending otherwise than as a
-    sum.
-    """
-    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in counted):
-        return None
-    mesh = adopted(device_mesh)
-    axes = [name for name, p in zip(mesh.axis_names, counted, strict=True) if p.is_replicate()]
-    return Copies(mesh, tuple(axis for axis in mesh.named(tuple(axes)) if axis.layout.size > 1))
-
-
-def enter_plain(x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
-    """A plain shard that goes into a region: the identity. Each rank has its part of the gradient."""
-    alone = replace(copies, axes=())
-
-    def back(g: torch.Tensor) -> torch.Tensor:
-        return copies.whole(leave_plain(g, alone, changes) if torch.is_grad_enabled() else g)
-
-    return linear(lambda x: x.view_as(x), back, x, border="argument")
-
-
-def leave_plain(x: torch.Tensor, copies: Copies, changes: Changes) -> torch.Tensor:
-    """A plain result of a region, in memory of its own. Each rank gets its part of the gradient."""
-
-    def back(g: torch.Tensor) -> torch.Tensor:
-        changes.tell()
-        return copies.part(g)
-
-    return linear(torch.clone, back, x, border="result" if copies.axes else None)
 
 
 # --- axes whose gradient is whole on every rank
