@@ -509,9 +509,9 @@ with axes.simulate(4), axes.init_mesh("tp=4", device_type="cpu"):
     print(y.dtype, w.grad.dtype)
 ```
 
-Forward-mode differentiation (`torch.autograd.forward_ad`) works on plain tensors, in a region as elsewhere: a tangent
-takes the same collective as its value, and that of a maximum is the sum of the tangents where it is reached, divided
-among ties. DTensors have no tangents in torch; `torch.autograd.functional.jvp` goes by backward, so it takes them too.
+Forward-mode differentiation (`torch.autograd.forward_ad`) is a `ShardingError`, on every rank and before anything is
+sent: a collective sends the numbers of a tensor and not its tangent. Write `torch.autograd.functional.jvp`, which goes
+by backward, of plain tensors and of DTensors.
 
 Transforms of `torch.func` (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`) wrap tensors, and a collective
 sends numbers, so inside of one whatever would send is a `ShardingError`, on every rank and before anything is sent; so
