@@ -4,7 +4,7 @@ Everything by which axes communicates goes through `collective`, or, where nanos
 
     collective(describe, subject, run, *args)        # run(*args), where describe(*subject) is an Operation
 
-Listeners hear of an operation before and after it: checks, the trace, and what `axes.explain` records. With
+Listeners hear of an operation: the comparison, the trace, and what `axes.explain` records. With
 `axes.debug(check=True)`, or `AXES_CHECK=1` in the environment, the ranks of an `Operation` compare it first,
 through the job's store (see `agreement`): what is done, of what expression, dtype and whole shape, whether in a
 backward pass, and which in their order it is. Ranks that do different things, or one that doesn't come, are a
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,9 @@ from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.algebra.mesh import Mesh
 from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import Barrier, agree, leave_word, ranks_text
-from axes.runtime.groups import (
-    OF_ONE_RANK,
-    World,
-    current_world,
-    who_else_failed,
-)
+from axes.runtime.groups import OF_ONE_RANK, World, current_world, who_else_failed
 from axes.runtime.places import user_place, whole_text
-from axes.runtime.trace import Operation
+from axes.runtime.trace import Listener, Operation
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -53,29 +48,6 @@ _ADVICE = (
     "All ranks of a mesh call the same operations on the same tensors, in the same order; a branch that depends on the "
     "rank or on its data, or a loop of another length, may be why they don't"
 )
-
-
-class Listener(Protocol):
-    """Who hears of operations."""
-
-    def before(self, operation: Operation) -> Any:
-        """Before ranks communicate, on each of them. What it gives is handed to `after`."""
-
-    def after(self, begun: Any) -> None:
-        """When the operation has returned; not where it failed."""
-
-
-class _Comparison:
-    """Has ranks compare what they are about to do."""
-
-    def before(self, operation: Operation) -> None:
-        compare_operation(operation)
-
-    def after(self, begun: None) -> None:
-        return None
-
-
-_COMPARISON = _Comparison()
 
 
 def collective(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
@@ -96,12 +68,13 @@ def noted(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Cal
 
 def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
     """`run(*args)`, of which all listeners hear that it is this operation."""
-    listeners: list[Listener] = [_COMPARISON] if flags.check else []
-    listeners += [trace.recorder()] if flags.trace else []
-    begun = [(each, each.before(operation)) for each in (*listeners, *flags.listeners)]
+    listeners: list[Listener] = [compare_operation] if flags.check else []
+    listeners += [trace.recorder().hear] if flags.trace else []
+    ends = [hear(operation) for hear in (*listeners, *flags.listeners)]
     result = run(*args)
-    for each, event in begun:
-        each.after(event)
+    for end in ends:
+        if end is not None:
+            end()
     return result
 
 

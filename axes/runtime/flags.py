@@ -43,7 +43,7 @@ watched = False
 """Whether one of the two is so, or somebody listens: all that an operation looks at where nothing is."""
 
 listeners: list[Any] = []
-"""Who else hears of operations, before and after them (see `check.heard`)."""
+"""Who else hears of operations (see `trace.Listener`)."""
 
 _said = Said()
 

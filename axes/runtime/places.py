@@ -43,7 +43,7 @@ def within(kind: str, expression: Any, run: Callable[..., T], *args: Any) -> T:
 
 
 @contextlib.contextmanager
-def listening(listener: Any, changed: Callable[[], None]) -> Iterator[None]:
+def listening(listener: Callable[[Any], Callable[[], None] | None], changed: Callable[[], None]) -> Iterator[None]:
     """In this block `listener` hears of operations; `changed` is called where `parts` of this thread has changed."""
     before = context.listener
     context.listener = changed

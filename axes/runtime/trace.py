@@ -27,6 +27,7 @@ the stream that it was issued to, once they are known.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
 import multiprocessing.util
@@ -104,6 +105,9 @@ class Operation:
         return said | {name: True for name, wanted in (("later", self.later), ("apart", not self.together)) if wanted}
 
 
+Listener = Callable[[Operation], Callable[[], None] | None]
+"""Who hears of an operation, before ranks communicate; it gives what to call when that has returned, if anything."""
+
 Event = tuple[Any, Any, int, int, Any]
 """A collective under way: who records it, the mapped memory, where its time goes, when it began, the event on its
 stream."""
@@ -160,14 +164,9 @@ class Recorder:
 
     # events
 
-    def before(self, operation: Operation) -> Event | None:
-        """Writes that a collective is issued; of a plan, its steps are."""
-        return self.begin(operation, _OWN) if operation.by else None
-
-    def after(self, event: Event | None) -> None:
-        """Writes how long it has taken."""
-        if event is not None:
-            self.end(event)
+    def hear(self, operation: Operation) -> Callable[[], None] | None:
+        """Writes that a collective is issued; of a plan of several steps, these are. Gives what ends it."""
+        return functools.partial(self.end, self.begin(operation, _OWN)) if operation.by else None
 
     def begin(self, traced: Operation, own: int = 1) -> Event:
         """Writes that a collective is issued. The first `own` frames, of this and of its callers, are axes'."""

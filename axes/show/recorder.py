@@ -112,7 +112,7 @@ class StepRecorder(torch_private.DispatchMode):
         hooks = torch.nn.modules.module
         self._stack.callback(hooks.register_module_forward_pre_hook(self._entered).remove)
         self._stack.callback(hooks.register_module_forward_hook(self._left, always_call=True).remove)
-        self._stack.enter_context(listening(self, self._changed))
+        self._stack.enter_context(listening(self._hear, self._changed))
         super().__enter__()
         return self
 
@@ -133,12 +133,8 @@ class StepRecorder(torch_private.DispatchMode):
             self._record(found, out)
         return out
 
-    def before(self, operation: Operation) -> None:
-        """What axes is about to do."""
+    def _hear(self, operation: Operation) -> None:
         self._said = operation.what
-
-    def after(self, begun: None) -> None:
-        """(What was done is seen by dispatch.)"""
 
     # where the program is
 
