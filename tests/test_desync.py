@@ -7,13 +7,16 @@ runs the other one; both end with a sum over all ranks, as a step of training do
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
 from axes import DesyncError, GroupOptions
@@ -503,6 +507,53 @@ def test_where_a_rank_dies_the_others_say_what_failed_and_where(world, tmp_path,
         assert DIED[how].format(rank=rank) in said
         assert "\n  with ranks 0..3: " in said
         assert said.count("backward: ") == (how == "backward")
+
+
+class Broken(TorchDispatchMode):
+    """A backend that fails."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise RuntimeError("Connection reset by peer")
+        return func(*args, **(kwargs or {}))
+
+
+def failed_apart() -> list[str]:
+    """What rank 0 is told of a failure that it has alone, and all ranks of one that all have."""
+    mesh, told = prepared(), []
+    for failing in (dist.get_rank() == 0, True):
+        with Broken() if failing else contextlib.nullcontext():
+            told.append(error_of(lambda: axes.psum(torch.ones(1), "dp", mesh=mesh)) if failing else "")
+        dist.barrier()
+    return told
+
+
+def test_a_failure_of_one_rank_alone_isnt_counted_at_the_next_one(world):
+    for rank, (alone, common) in enumerate(world(failed_apart, 4)):
+        assert ("\n  rank 2 didn't come to the report that psum over 'dp' of [1] float32 failed" in alone) == (
+            rank == 0
+        )
+        assert "psum over 'dp' of [1] float32 failed on rank" in common
+        assert "didn't come" not in common
+
+
+def waiting() -> tuple[list[str], int]:
+    """The warnings on a rank that waits for rank 3, and how often it has read from the store."""
+    real, read = dist.Store.get, []
+    dist.Store.get = lambda store, key: (read.append(key), real(store, key))[1]  # type: ignore[method-assign]
+    time.sleep(33 if dist.get_rank() == 3 else 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mesh_of(0, timeout=90)
+    return [str(each.message) for each in said], len(read)
+
+
+@pytest.mark.full
+def test_of_ranks_that_wait_one_warns_for_whom_and_they_read_little(world):
+    said, read = zip(*world(waiting, 4), strict=True)
+    (warning,) = [text for texts in said for text in texts]
+    assert re.match(r"rank 3 didn't come to init_mesh over ranks 0\.\.3 for 30 s so far:\n  rank 3 ", warning)
+    assert max(read) <= 4
 
 
 # --- groups that have been ended

@@ -290,9 +290,19 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
 
 @of_world(4096)
 def _entry(mesh: Mesh, layout: Layout, name: str) -> ProcessGroupInfo:
+    """What is known of a group, by what it is; made where nobody asked for it yet."""
     world = current_world()
     with world.lock:
-        return _obtained(world, mesh, layout, name)
+        key = _key_of(world, mesh, layout, name)
+        if key not in world.groups:
+            world.groups[key] = _made(world, mesh, key, mark_of(world, mesh, layout, name), name)
+        return _asked_for(world.groups[key], layout, name)
+
+
+def _asked_for(entry: ProcessGroupInfo, layout: Layout, name: str) -> ProcessGroupInfo:
+    entry.layout = entry.layout or layout
+    entry.names = tuple(dict.fromkeys((*entry.names, name)))
+    return entry
 
 
 def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
@@ -418,11 +428,8 @@ def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: 
         return
     ranks = Universe.of(ranks).ranks
     backend = str(dist.get_backend(group))
-    key = (ranks, backend, _NO_OPTIONS)
-    entry = world.groups.get(key)
-    if entry is None:
-        entry = world.groups[key] = ProcessGroupInfo(group, ranks, backend, _NO_OPTIONS, "adopted", layout)
-    _name(entry, name)
+    what = ranks, backend, _NO_OPTIONS
+    _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), layout, name)
 
 
 def info_of(world: World, group: dist.ProcessGroup) -> ProcessGroupInfo | None:
@@ -480,26 +487,6 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
     return options
 
 
-def _obtained(world: World, mesh: Mesh, layout: Layout, name: str) -> ProcessGroupInfo:
-    """The entry of a group, by what it is; made where nobody asked for it yet."""
-    key = _key_of(world, mesh, layout, name)
-    binding = mesh.binding
-    entry = world.groups.get(key)
-    if entry is None:
-        waits = binding.timeout or _default_timeout(world, binding.device_type)
-        mark = mark_of(world, mesh, layout, name)
-        entry = world.groups[key] = _made(world, *key, mark, name, binding.device_type, waits)
-    if entry.layout is None:
-        entry.layout = layout
-    _name(entry, name)
-    return entry
-
-
-def _name(entry: ProcessGroupInfo, name: str) -> None:
-    if name not in entry.names:
-        entry.names += (name,)
-
-
 def _key_of(world: World, mesh: Mesh, layout: Layout, name: str) -> _Key:
     """What the group of this rank along a layout is: its ranks, backend and options."""
     ranks = mesh.ranks_of(layout, world.rank)
@@ -550,28 +537,16 @@ def _barrier(world: World, ranks: Sequence[int], name: str) -> Barrier:
     )
 
 
-def _made(
-    world: World,
-    ranks: Sequence[int],
-    backend: str,
-    options: GroupOptions,
-    mark: str,
-    name: str,
-    device_type: str,
-    waits: timedelta,
-) -> ProcessGroupInfo:
+def _made(world: World, mesh: Mesh, key: _Key, mark: str, name: str) -> ProcessGroupInfo:
+    (ranks, backend, options), usual = key, _default_timeout(world, mesh.binding.device_type)
     barrier = _barrier(world, ranks, name)
     if not world.fake:
-        agree(
-            world.member,
-            barrier,
-            " ".join(filter(None, [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()])),
-            waits,
-        )
+        said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
+        agree(world.member, barrier, " ".join(filter(None, said)), mesh.binding.timeout or usual)
     content = torch_private.marked(mark) if mark else _digest(backend, options)
     again = f"_{barrier.attempt}" if barrier.attempt else ""
     pg_options = None if world.fake else copy.deepcopy(options.pg_options)
-    timeout = options.timeout or torch_private.options_timeout(pg_options) or _default_timeout(world, device_type)
+    timeout = options.timeout or torch_private.options_timeout(pg_options) or usual
     assert isinstance(timeout, timedelta)
 
     def connect() -> dist.ProcessGroup:
@@ -596,7 +571,7 @@ def _made(
             f"the members of {barrier.subject} agreed on it, then connecting failed on rank {world.rank}: "
             f"{first}{others}"
         ) from error
-    return ProcessGroupInfo(group, ranks, backend, options, "made")
+    return ProcessGroupInfo(group, *key, "made")
 
 
 OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError

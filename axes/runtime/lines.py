@@ -264,17 +264,16 @@ def disagreement(claims: Sequence[Claim], mesh: Mesh, tolerance: float = 0.0) ->
             found.append(_deviation(claim.x, _of_first(claim.x, line_of(claim.mesh, claim.axis))))
     every = _of_every_rank(found, everyone)
     differences = []
-    for i, claim in enumerate(claims):
-        off = [(rank, *each[i]) for rank, each in zip(ranks, every, strict=True) if each[i] is not None]
-        off = [
-            (rank, most, scale)
-            for rank, most, scale in off
-            if not most <= tolerance * min(scale, 1e300) or not tolerance
-        ]
+    for claim, each in zip(claims, zip(*every, strict=True), strict=True):
+        off = {rank: of for rank, of in zip(ranks, each, strict=True) if of and not _within(tolerance, *of)}
         if off:
-            most, scale = max(most for _, most, _ in off), max(scale for _, _, scale in off)
-            differences.append(Difference(claim.label, claim.axis, tuple(rank for rank, _, _ in off), most, scale))
+            most, scale = (max(side) for side in zip(*off.values(), strict=True))
+            differences.append(Difference(claim.label, claim.axis, tuple(off), most, scale))
     return differences
+
+
+def _within(tolerance: float, most: float, scale: float) -> bool:
+    return tolerance > 0 and most <= tolerance * min(scale, 1e300)
 
 
 def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:

@@ -96,16 +96,8 @@ _FILES = 65536
 """So many files are remembered."""
 
 
-class _PassedFiles(dict[str, bool]):
-    """Whether files are of these packages, as far as it is known."""
-
-    def note(self, file: str, passed: bool) -> None:
-        """Remembers it, where there is room."""
-        if len(self) < _FILES:
-            self[file] = passed
-
-
-passed_files = _PassedFiles()
+passed_files: dict[str, bool] = {}
+"""Whether files are of these packages, as far as it is known."""
 
 
 def is_users(frame: FrameType) -> bool:
@@ -123,8 +115,8 @@ def _is_passed(frame: FrameType) -> bool:
     """Whether a frame isn't the user's, where `passed_files` doesn't know it."""
     module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
     passed = module.partition(".")[0] in _PASSED or file.startswith(("<frozen", "<eval_with_key"))
-    if not file.startswith("<"):
-        passed_files.note(file, passed)
+    if not file.startswith("<") and len(passed_files) < _FILES:
+        passed_files[file] = passed
     return passed
 
 
