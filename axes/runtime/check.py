@@ -124,7 +124,7 @@ def compare_operation(operation: Operation) -> None:
     whole = whole_text()
     found = world.barrier(f"{_KIND}-{_lane(operation)}-{_debug_calls(world)}", operation.ranks, "", _ADVICE)
     subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
-    barrier = replace(found, subject=subject, doing=f"{whole}{operation.what}{_at(user_place())}")
+    barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{_at(user_place())}")
     told = [*map(list, (operation.sends, operation.receives))] if operation.sends else None
     every = agree(world.member, barrier, f"{whole}{operation.compared}", _waits(world, operation), told)
     if told:
@@ -185,9 +185,9 @@ def failed(operation: Operation, error: RuntimeError) -> DesyncError:
     first = str(error).strip().splitlines() or [type(error).__name__]
     rank, others = 0, ""
     if dist.is_initialized():
-        rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.what)
+        rank, others = dist.get_rank(), who_else_failed(operation.ranks, operation.said)
     return DesyncError(
-        f"{whole_text()}{operation.what} failed on rank {rank}{part}{_at(user_place())}\n"
+        f"{whole_text()}{operation.said} failed on rank {rank}{part}{_at(user_place())}\n"
         f"  with {ranks_text(operation.ranks)}: {first[0]}{others}\n"
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"

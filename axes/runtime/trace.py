@@ -73,7 +73,8 @@ class Operation:
     sent. later: whether the call returns before the collective has ended (`async_op`). together: whether all ranks of
     the group take part. compared: what is the same on all ranks, which names aren't; "" where nothing is compared.
     sends[i] and receives[i]: for and from the i-th of the ranks, where each says what comes from whom. mesh: that of
-    the axis, if there is one. part: says which collective a plan begins with.
+    the axis, if there is one. part: says which collective a plan begins with. short: what errors call it, where they
+    call it otherwise.
     """
 
     what: str
@@ -94,6 +95,12 @@ class Operation:
     receives: Sequence[int] = ()
     mesh: Any = None
     part: Callable[[], str] | None = None
+    short: str = ""
+
+    @property
+    def said(self) -> str:
+        """What errors call it."""
+        return self.short or self.what
 
     def line(self, number: int) -> dict[str, Any]:
         """The line that says what an operation's number stands for."""

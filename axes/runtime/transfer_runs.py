@@ -633,6 +633,7 @@ class TransferRun:
             together=False,  # a rank waits for those that it exchanges with
             compared=f"{self.said} {self.planned.fingerprint}",
             mesh=self.mesh,
+            short=self.said,
         )
 
     def _agree(self, error: AxesError | None, new: bool, lists: Lists | None) -> None:
