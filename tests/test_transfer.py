@@ -40,9 +40,10 @@ def test_holders_of_the_same_share_what_they_send(source: str, target: str, node
                     held[rank, one, two] = True
     lacks &= ~has
     fair = (has * lacks.sum(0) / has.sum(0)).sum((1, 2)) * 2
+    most = int(lacks.sum((1, 2)).max()) * 2
     for rank in range(8):
         assert sum(step.bytes_in for step in move.at(rank).steps) == lacks[rank].sum() * 2
-        assert sum(step.bytes_out for step in move.at(rank).steps) <= 1.1 * fair[rank] + 2
+        assert sum(step.bytes_out for step in move.at(rank).steps) <= max(fair[rank], most)
     assert move.lower_bound == lacks.sum() * 2
 
 
@@ -63,8 +64,8 @@ def test_buckets_bound_what_a_rank_packs_and_experts_on_ranks_of_their_own_fill_
     move = axes.transfer(specs, specs, sources, targets, shapes, bucket_mb=1 / 1024)
     steps = [step for rank in range(16) for step in move.at(rank).steps]
     assert max(max(step.bytes_in, step.bytes_out) for step in steps) <= 1024
-    # No rank has room for more: it may have to send all of what it has to all that lack it.
-    assert len(move.at(0).steps) == 12
+    # No rank has room for more: it may have to send what it has to two ranks that lack it.
+    assert len(move.at(0).steps) == 6
     assert all(move.at(rank).peak_bytes <= 3 * 1024 * 2 + 4 * 1024 for rank in range(16))
     again = pickle.loads(pickle.dumps(move))
     assert (again.fingerprint, again.lower_bound) == (move.fingerprint, move.lower_bound)

@@ -27,7 +27,6 @@ from axes.algebra.chunks import Tile
 from axes.algebra.page_links import PageLink
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import itemsize_of
-from axes.algebra.planning.exchange import Balance
 from axes.algebra.sharding import Sharding
 from axes.algebra.transfer_ends import Codec
 from axes.algebra.universe import Universe
@@ -37,12 +36,6 @@ Link = PieceLink | PageLink
 
 Kind = tuple[Sharding, Sharding, tuple[int, ...], Link | None]
 """Source, target, shape and link: what an exchange follows from. Many tensors of a model have it in common."""
-
-SMALLEST = 4096
-"""Elements that a holder may always send: what is smaller isn't cut to share it more evenly."""
-
-SLACK = 1.1
-"""How many times its even share a holder may send."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +110,6 @@ class TensorPiece:
     piece: int
 
 
-def balance() -> Balance:
-    """How evenly holders of the same share what they send."""
-    return Balance(SMALLEST, SLACK)
-
-
 def bucketed(
     tensors: Iterable[Carriage], bucket_bytes: int
 ) -> tuple[tuple[Carriage, ...], tuple[tuple[TensorPiece, ...], ...]]:
@@ -181,10 +169,9 @@ def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: Link
     )
     if not held or not wanted:
         return 0, 0
-    copies = target.universe.size // _pieces(target)
-    total = copies * held
-    sent = balance().limit(total, source.universe.size // _pieces(source))
-    return min(total, sent), wanted
+    total, holders = target.universe.size // _pieces(target) * held, source.universe.size // _pieces(source)
+    share = -(-total // holders) + (min(held, wanted) if holders > 1 else 0)  # none is given two messages more
+    return min(total, max(share, wanted)), wanted
 
 
 def _pieces(sharding: Sharding) -> int:

@@ -42,14 +42,13 @@ def all_chunks(extent: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ..
     """
     found = [(0, extent)]
     for size in sizes:
-        found = list(chain.from_iterable([_chunks(start, stop, size) for start, stop in found]))
+        steps = [(start, stop, -(-(stop - start) // size)) for start, stop in found]
+        found = [
+            (min(stop, start + at * step), min(stop, start + at * step + step))
+            for start, stop, step in steps
+            for at in range(size)
+        ]
     return tuple(found)
-
-
-def _chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
-    piece = max(1, -(-(stop - start) // size))
-    found = list(zip(range(start, stop, piece), (*range(start + piece, stop, piece), stop), strict=start < stop))
-    return found + [(stop, stop)] * (size - len(found))
 
 
 def largest_chunk(extent: int, sizes: Iterable[int]) -> int:
@@ -135,19 +134,14 @@ def factor_runs(sizes: tuple[int, ...], pieces: tuple[tuple[int, int], ...]) -> 
     >>> factor_runs((3, 4), ((0, 3), (2, 4)))
     ((2, 4), (6, 8), (10, 12))
     """
-    if any(start >= stop for start, stop in pieces):
-        return ((0, 0),)
-    inner = 1
-    last = len(sizes) - 1
-    while last > 0 and pieces[last] == (0, sizes[last]):
-        inner *= sizes[last]
-        last -= 1
-    length = (pieces[last][1] - pieces[last][0]) * inner
-    starts = [0]
-    for size, piece in zip(sizes[:last], pieces, strict=False):
-        starts = [at * size + index for at in starts for index in range(*piece)]
-    size, first = sizes[last] * inner, pieces[last][0] * inner
-    return tuple([(at * size + first, at * size + first + length) for at in starts])
+    found = [(0, 1)]
+    for size, (first, last) in zip(sizes, pieces, strict=True):
+        if (first, last) == (0, size):
+            found = [(start * size, stop * size) for start, stop in found]
+        else:
+            each = [at * size for start, stop in found for at in range(start, stop)]
+            found = [(start + first, start + last) for start in each if first < last]
+    return tuple(found) or ((0, 0),)
 
 
 def merged(runs: Iterable[tuple[int, int]]) -> Runs:

@@ -256,12 +256,8 @@ class Layout:
         >>> Layout((8,), (1,)).contains(Layout((2, 2), (1, 4)))
         True
         """
-        checked_layout(other)
-        try:
-            mine, theirs = digits(self, other)
-        except MeshError:
-            return False
-        return set(theirs) <= set(mine)
+        found = common_digits((self, checked_layout(other)))
+        return found is not None and set(found[other]) <= set(found[self])
 
     def overlaps(self, other: Layout) -> bool:
         """Whether the two read a common digit (or cut each other's digits).
@@ -338,6 +334,15 @@ def digits(*layouts: Layout) -> tuple[tuple[Mode, ...], ...]:
             yield from ((high // low, low) for low, high in reversed(list(pairwise(inside))))
 
     return tuple(tuple(refined(layout)) for layout in layouts)
+
+
+def common_digits(layouts: Iterable[Layout]) -> dict[Layout, tuple[Mode, ...]] | None:
+    """Each layout as digits that are common to all of them, or None where there are none."""
+    every = tuple(dict.fromkeys(layouts))
+    try:
+        return dict(zip(every, digits(*every), strict=True))
+    except MeshError:
+        return None
 
 
 def _merged(modes: Iterable[Mode]) -> tuple[Mode, ...]:

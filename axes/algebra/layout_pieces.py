@@ -186,6 +186,31 @@ def boxes_in_run(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Ite
             yield (at, at + 1), *box
 
 
+def cut_box(region: Region, start: int, stop: int) -> list[Region]:
+    """The elements `start..stop` of a box in row-major order, as boxes.
+
+    >>> cut_box(((0, 2), (0, 3)), 2, 6)
+    [((0, 1), (2, 3)), ((1, 2), (0, 3))]
+    """
+    if (start, stop) == (0, math.prod([last - first for first, last in region])):
+        return [region]
+    (first, _), *inner = region
+    row = math.prod([last - begin for begin, last in inner])
+    top, bottom = -(-start // row), stop // row
+
+    def within(number: int, low: int, high: int) -> list[Region]:
+        """A part of one row."""
+        boxes = cut_box(tuple(inner), low - number * row, high - number * row)
+        return [((first + number, first + number + 1), *box) for box in boxes]
+
+    if bottom < top:
+        return within(bottom, start, stop)
+    found = within(top - 1, start, top * row) if start < top * row else []
+    if top < bottom:
+        found.append(((first + top, first + bottom), *inner))
+    return found + (within(bottom, bottom * row, stop) if bottom * row < stop else [])
+
+
 def simplified(dims: Iterable[PieceDim]) -> tuple[PieceDim, ...]:
     """Dims without those of size one; neighbours that step as one in both tensors are one."""
     found: list[PieceDim] = []

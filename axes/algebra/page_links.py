@@ -22,9 +22,8 @@ from typing import ClassVar
 
 from axes.algebra.chunks import Runs, Tile, count
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown
-from axes.algebra.piece_links import Stretches
 from axes.algebra.planning.boxes import Region
-from axes.algebra.planning.pieces import Pieces
+from axes.algebra.planning.exchange import Pieces, pieces_of
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.sizes import tuple_of, whole_numbers
 
@@ -78,8 +77,8 @@ class PageLink:
 
     def pieces(self, side: int, sharding: Sharding) -> tuple[Pieces, ...]:
         """What a sharding cuts the list into."""
-        cut = list(map(Pieces, sharding.dims, sharding.extents(self.shapes[side])))
-        cut[self.dim] = PagePieces(cut[self.dim], self.runs[side])
+        cut = list(map(pieces_of, sharding.dims, sharding.extents(self.shapes[side])))
+        cut[self.dim] = Pieces(cut[self.dim].layout, self.runs[side])
         return tuple(cut)
 
     def largest(self, side: int, sharding: Sharding) -> int:
@@ -104,9 +103,9 @@ class PageLink:
         """The pages of the list that a rank has, as numbers in its tile, in the order of the list."""
         position = sharding.universe.position(rank)
         assert position is not None, "what is exchanged is of a tile that the rank has"
-        pieces = Pieces(sharding.dims[self.dim], (self.shapes[side][self.dim],))
-        number = pieces.number(position)
-        first, pages = pieces.cuts[0][number][0], self.pages[side]
+        pool = pieces_of(sharding.dims[self.dim], (self.shapes[side][self.dim],))
+        number = pool.layout.coordinate(position)
+        first, pages = pool.runs[number][0][0], self.pages[side]
         return [page - first for start, stop in self.runs[side][number] for page in pages[start:stop]]
 
     def __str__(self) -> str:
@@ -114,17 +113,9 @@ class PageLink:
         return f"{len(self.pages[0])} pages, dim {self.dim}, {pools}"
 
 
-class PagePieces(Stretches):
-    """The pieces of a pool, as stretches of a list of its pages."""
-
-    def __init__(self, pool: Pieces, runs: tuple[Runs, ...]):
-        self.dim, self.extents, self.layout = pool.dim, (), pool.layout
-        self.runs = lambda number: runs[number]
-
-
 def sorted_link(dim: int, dims: tuple[ShardedDim, ShardedDim], counts: tuple[int, int], pages: Lists) -> PageLink:
     """The link of a list between pools of so many pages, with the pages of each piece together."""
-    owners = [_owners(Pieces(pool, (size,)), each) for pool, size, each in zip(dims, counts, pages, strict=True)]
+    owners = [_owners(pieces_of(pool, (size,)), each) for pool, size, each in zip(dims, counts, pages, strict=True)]
     order = sorted(range(len(pages[0])), key=list(zip(*owners, strict=True)).__getitem__)
     sides = []
     for pool, owner in zip(dims, owners, strict=True):
@@ -142,7 +133,7 @@ def sorted_link(dim: int, dims: tuple[ShardedDim, ShardedDim], counts: tuple[int
 
 def _owners(pool: Pieces, pages: Sequence[int]) -> list[int]:
     """Which piece of a pool each page is in."""
-    ends = [stop for _, stop in pool.cuts[0]]
+    ends = [stop for ((_, stop),) in pool.runs]
     return [bisect_right(ends, page) for page in pages]
 
 

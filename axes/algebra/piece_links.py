@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 
 from axes.algebra.chunks import Runs, Tile, count, largest_chunk, merged
 from axes.algebra.layout import Layout
-from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run
-from axes.algebra.planning.boxes import Region, cut_box
-from axes.algebra.planning.pieces import Pieces
+from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run, cut_box
+from axes.algebra.planning.boxes import Region
+from axes.algebra.planning.exchange import Pieces, pieces_of
 from axes.algebra.sharding import ShardedDim, Sharding
 
 Shape = tuple[int, ...]
@@ -95,10 +95,10 @@ class PieceLink:
         own = [(at, self.dims[at].size, stride) for at, (of, stride) in enumerate(ends) if of == dim]
         return sorted(own, key=lambda step: -step[2])
 
-    def pieces(self, side: int, sharding: Sharding) -> tuple[KnotPieces, ...]:
+    def pieces(self, side: int, sharding: Sharding) -> tuple[Pieces, ...]:
         """What a sharding of one of the tensors cuts each knot into."""
-        cut = tuple(map(Pieces, sharding.dims, sharding.extents(self.shapes[side])))
-        return tuple([KnotPieces(self, knot, side, cut) for knot in self.knots])
+        dims = tuple(map(pieces_of, sharding.dims, sharding.extents(self.shapes[side])))
+        return tuple([_pieces_of_knot(self, knot, side, dims) for knot in self.knots])
 
     def like(self, *ends: Sharding) -> PieceLink:
         """A link of which ranks have, of shardings of both tensors, the same elements: one of many that are alike.
@@ -190,9 +190,9 @@ def _first_alike(sharding: Sharding, shape: Shape, offset: Shape, moving: tuple[
             return 0
         if dim in moving:
             return at
-        pieces = Pieces(sharding.dims[dim], sharding.extents(shape)[dim])
+        pieces = pieces_of(sharding.dims[dim], sharding.extents(shape)[dim])
         number = pieces.meeting(((at, at + 1),))[0]
-        return next(start for start, stop in pieces.runs(number) if start <= at < stop)
+        return next(start for start, stop in pieces.runs[number] if start <= at < stop)
 
     return tuple(itertools.starmap(first, enumerate(offset)))
 
@@ -216,9 +216,9 @@ def _most_in_a_piece(steps: tuple[tuple[int, int], ...], dim: ShardedDim, extent
     if dim.pieces > _MOST_CUTS:
         sizes = [[layout.size for layout in factor.layouts] for factor in dim.factors]
         return min(every, math.prod(map(largest_chunk, extents, sizes)))
-    pieces, most = Pieces(dim, extents), 0
-    for number in range(dim.pieces):
-        runs = [(start - begin, stop - begin) for start, stop in pieces.runs(number)]
+    most = 0
+    for piece in pieces_of(dim, extents).runs:
+        runs = [(start - begin, stop - begin) for start, stop in piece]
         most = max(most, sum([_volume(box) for run in runs for box in boxes_in_run(steps, *run)]))
         if most == every:
             break
@@ -229,63 +229,30 @@ def _volume(box: Region) -> int:
     return math.prod([stop - start for start, stop in box])
 
 
-class Stretches(Pieces):
-    """Pieces that are stretches of elements anywhere; each element is in one piece."""
-
-    @cached_property
-    def _line(self) -> list[tuple[int, int, int]]:
-        """Where each stretch of each piece begins and ends; every element is in one."""
-        every = [(*run, number) for number in range(self.layout.size) for run in self.runs(number)]
-        return sorted(every)
-
-    def meeting(self, runs: Runs) -> Sequence[int]:
-        """The numbers of the pieces that share elements with these runs, ascending."""
-        if not self.layout.modes:
-            return range(1)
-        found: set[int] = set()
-        for start, stop in runs:
-            at = max(0, bisect_right(self._line, start, key=_start) - 1)
-            while at < len(self._line) and self._line[at][0] < stop:
-                if self._line[at][1] > start:
-                    found.add(self._line[at][2])
-                at += 1
-        return sorted(found)
-
-
-class KnotPieces(Stretches):
+def _pieces_of_knot(link: PieceLink, knot: Knot, side: int, dims: Sequence[Pieces]) -> Pieces:
     """The pieces that a sharding of one tensor cuts a knot into, numbered as those of its dims together."""
+    cut = [dims[dim] for dim in knot.sides[side]]
+    boxes = [itertools.product(*runs) for runs in itertools.product(*[pieces.runs for pieces in cut])]
+    # Those in other runs of the tensor aren't joined where they touch.
+    stretches = [tuple(sorted(itertools.chain(*[_within(link, knot, side, each) for each in of]))) for of in boxes]
+    return Pieces(Layout.product(*[pieces.layout for pieces in cut]), stretches)
 
-    def __init__(self, link: PieceLink, knot: Knot, side: int, cut: Sequence[Pieces]):
-        self.link, self.knot, self.side = link, knot, side
-        self.cut = [cut[dim] for dim in knot.sides[side]]
-        self.extents = ()
-        self.layout = Layout.product(*[pieces.layout for pieces in self.cut])
-        self.runs = lru_cache(maxsize=8192)(self._stretches)
 
-    def _stretches(self, number: int) -> Runs:
-        """The elements of the knot in a piece; those in other runs of the tensor aren't joined where they touch."""
-        numbers = []
-        for pieces in reversed(self.cut):
-            number, at = divmod(number, pieces.layout.size)
-            numbers.append(at)
-        runs = [pieces.runs(at) for pieces, at in zip(self.cut, reversed(numbers), strict=True)]
-        return tuple(sorted(itertools.chain(*[self._within(each) for each in itertools.product(*runs)])))
-
-    def _within(self, runs: Sequence[tuple[int, int]]) -> Runs:
-        """The elements of the knot in a run of each dim of the tensor."""
-        order: list[int] = []
-        choices: list[list[Region]] = []
-        for dim, (start, stop) in zip(self.knot.sides[self.side], runs, strict=True):
-            steps, begin = self.link.steps(self.side, dim), self.link.offsets[self.side][dim]
-            order.extend([at for at, _, _ in steps])
-            choices.append(list(boxes_in_run([step[1:] for step in steps], start - begin, stop - begin)))
-        whole = {at: (0, self.link.dims[at].size) for at in self.knot.dims}
-        sizes = [self.link.dims[at].size for at in self.knot.dims]
-        found: list[tuple[int, int]] = []
-        for parts in itertools.product(*choices):
-            box = {**whole, **dict(zip(order, itertools.chain(*parts), strict=True))}
-            found.extend(_flat(tuple([box[at] for at in self.knot.dims]), sizes))
-        return merged(sorted(found))
+def _within(link: PieceLink, knot: Knot, side: int, runs: Sequence[tuple[int, int]]) -> Runs:
+    """The elements of the knot in a run of each dim of the tensor."""
+    order: list[int] = []
+    choices: list[list[Region]] = []
+    for dim, (start, stop) in zip(knot.sides[side], runs, strict=True):
+        steps, begin = link.steps(side, dim), link.offsets[side][dim]
+        order.extend([at for at, _, _ in steps])
+        choices.append(list(boxes_in_run([step[1:] for step in steps], start - begin, stop - begin)))
+    whole = {at: (0, link.dims[at].size) for at in knot.dims}
+    sizes = [link.dims[at].size for at in knot.dims]
+    found: list[tuple[int, int]] = []
+    for parts in itertools.product(*choices):
+        box = {**whole, **dict(zip(order, itertools.chain(*parts), strict=True))}
+        found.extend(_flat(tuple([box[at] for at in knot.dims]), sizes))
+    return merged(sorted(found))
 
 
 def _start(run: Sequence[int]) -> int:

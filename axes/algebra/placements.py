@@ -24,7 +24,7 @@ from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import LINEAR, PendingReduction, ShardedDim, ShardedFactor, Sharding, same_cuts
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, classes, same_cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +98,13 @@ def _check_order_of_pending(sharding: Sharding) -> None:
     written = [(p.op, name) for p in sharding.pending for name in _unordered(mesh, p.axes)]
     written = [entry for entry in written if mesh.namespace[entry[1]].size > 1]
     in_order = sorted(written, key=lambda entry: mesh.axis_names.index(entry[1]))
-    if _commuting(written) != _commuting(in_order):
+    if list(map(set, classes(written))) != list(map(set, classes(in_order))):
         text = " ".join(map(str, sharding.pending))
         order = ", ".join(repr(name) for _, name in written)
         raise ShardingError(
             f"'| {text}' is resolved in the order in which it stands, and DTensor keeps only that of the mesh, "
             f"{' '.join(mesh.axis_names)}; resolve {sharding.pending[0]} first, or use the sub-mesh mesh[{order}]"
         )
-
-
-def _commuting(entries: Sequence[tuple[str, str]]) -> list[tuple[str, set[str]]]:
-    """Pending reductions in order, neighbours that commute together: sums with means, each with its like."""
-    found: list[tuple[str, set[str]]] = []
-    for op, name in entries:
-        kind = "sum" if op in LINEAR else op
-        if found and found[-1][0] == kind:
-            found[-1][1].add(name)
-        else:
-            found.append((kind, {name}))
-    return found
 
 
 def _torch_pieces(mesh: Mesh, dim: ShardedDim) -> list[tuple[int | None, str | None]]:

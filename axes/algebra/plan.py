@@ -27,12 +27,13 @@ from itertools import count, pairwise
 from axes.algebra import seam
 from axes.algebra.cost import CostModel, Traffic, members_of_node, node_size
 from axes.algebra.errors import ShardingError, shown
-from axes.algebra.layout import Layout
-from axes.algebra.planning.candidates import COLLECTIVES, Leg, Legs, candidates, tiles_are_even
+from axes.algebra.layout import Layout, common_digits
+from axes.algebra.planning.candidates import COLLECTIVES, Stage, Stages, candidates
 from axes.algebra.planning.crossing import crossings
-from axes.algebra.planning.form import Digit, common, sharding_of_form
+from axes.algebra.planning.digits import Digit, Space, common, sorted_classes
+from axes.algebra.planning.exchange import ranks_of_both
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding, cached_with_names
+from axes.algebra.sharding import Sharding, cached_with_names
 from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.universe import Universe
 
@@ -51,6 +52,8 @@ OPS = ("sum", "mean", "max", "min")
 """The reductions that can be pending."""
 
 _DEFAULT = CostModel()
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,64 +169,59 @@ def _without_names(end: Sharding) -> tuple[object, ...]:
 
 
 @cached_with_names(4096)
-def _plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel, rank: int) -> Plan:
+def _plan(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel, rank: int) -> Plan:
     if 0 in shape:
         check_pair(source, target, shape, dtype)
         empty = Step("slice", source, target, shape, Layout(), 1, rank)
         return Plan(source, target, shape, dtype, (empty,), 0.0, rank)
-    ways = even_ways(source, target, shape, dtype, model) or _ways(source, target, shape, dtype, model)
-    return ways.plan(ways.cheapest(shape), shape, rank)
+    found = even_choices(source, target, shape, dtype, model) or _choices(source, target, shape, dtype, model)
+    return found.plan(found.cheapest(shape), shape, rank)
 
 
-def even_ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel) -> Ways | None:
-    """The ways between two shardings for all shapes that are cut as `shape` is; None where a tile on one isn't even.
+def even_choices(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> Choices | None:
+    """The choices for all shapes that are cut as `shape` is; None where a tile on one of them isn't even.
 
     Source and target are as planning sees them (`Sharding.at`).
 
     >>> from axes.algebra.mesh import Mesh
     >>> mesh = Mesh("tp=4")
     >>> split, whole = mesh.sharding("s@tp d"), mesh.sharding("s d")
-    >>> ways = even_ways(split, whole, (4096, 100), "float32", _DEFAULT)
-    >>> ways.plan(ways.cheapest((4096, 100)), ways.shape, 0)
+    >>> found = even_choices(split, whole, (4096, 100), "float32", _DEFAULT)
+    >>> found.plan(found.cheapest((4096, 100)), found.shape, 0)
     s@tp d -> s d     [8, 8] float32
       1  all_gather  tp  4 ranks, stride 1  192 B in, 192 B out
-    >>> even_ways(split, whole, (4097, 100), "float32", _DEFAULT)
+    >>> even_choices(split, whole, (4097, 100), "float32", _DEFAULT)
     """
     if 0 in shape or not (source.divides(shape) and target.divides(shape)):
         return None
-    ways = _ways(source, target, _representative(source, target, shape), dtype, model)
-    return ways if ways.are_even else None
+    small = small_shape(shape, math.lcm(source.universe.size, target.universe.size))
+    grouped = [len(one.factors) > 1 or len(two.factors) > 1 for one, two in zip(source.dims, target.dims, strict=True)]
+    same = tuple([size if whole else less for size, less, whole in zip(shape, small, grouped, strict=True)])
+    found = _choices(source, target, same, dtype, model)
+    return found if found.are_even else None
 
 
-def _representative(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A small shape that every step cuts as it cuts `shape`, if it cuts it evenly. Factors have one size."""
-    found = alike(shape, math.lcm(source.universe.size, target.universe.size))
-    pairs = zip(source.dims, target.dims, strict=True)
-    factored = (any(len(dim.factors) > 1 for dim in pair) for pair in pairs)
-    return tuple(size if whole else small for size, small, whole in zip(shape, found, factored, strict=True))
-
-
-def alike(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+def small_shape(shape: Shape, ranks: int) -> Shape:
     """Small sizes that divide into the same numbers of parts, where these divide the number of `ranks`.
 
-    A size that is only just cut into single elements stays: what is behind it may lie end to end.
+    A size equal to its number of parts is kept: a leading dim of 1 makes a tile contiguous, which larger ones don't.
 
-    >>> alike((4096, 100, 8, 0), 8)
+    >>> small_shape((4096, 100, 8, 0), 8)
     (16, 12, 8, 0)
     """
-    return tuple([size if ranks % (size or 1) == 0 else _next_alike(math.gcd(size, ranks), ranks) for size in shape])
+    return tuple([size if ranks % (size or 1) == 0 else _small_size(math.gcd(size, ranks), ranks) for size in shape])
 
 
 @lru_cache(maxsize=4096)
-def _next_alike(parts: int, ranks: int) -> int:
+def _small_size(parts: int, ranks: int) -> int:
     """The smallest size above `parts` that shares just these with the number of ranks."""
     return next(size for size in count(2 * parts, parts) if math.gcd(size, ranks) == parts)
 
 
 @cached_with_names(4096)
-def _ways(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel) -> Ways:
+def _choices(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> Choices:
     check_pair(source, target, shape, dtype)
-    return Ways(source, target, shape, dtype, model)
+    return Choices(source, target, shape, dtype, model)
 
 
 def choices(
@@ -233,139 +231,114 @@ def choices(
     shape = checked_shape(shape)
     if 0 in shape:
         return [plan(source, target, shape, dtype, cost_model)]
-    source, target = _seen(source, shape), _seen(target, shape)
-    ways = _ways(source, target, shape, dtype, cost_model)
-    first = source.universe.rank(0)
-    return [ways.plan(at, shape, first) for at in range(len(ways.legs))]
+    found = _choices(_seen(source, shape), _seen(target, shape), shape, dtype, cost_model)
+    return [found.plan(at, shape, source.universe.rank(0)) for at in range(len(found.sequences))]
 
 
-def _choices(source: Sharding, target: Sharding, shape: tuple[int, ...], model: CostModel) -> list[Legs]:
-    universe = source.universe
-    if source.is_equivalent(target, shape):
-        return [()]
-    node = Layout((model.ranks_per_node,), (1,))
-    aligned = common(source, target, shape, node) if universe == target.universe else None
-    if aligned is None:
-        return crossings(source, target, shape)
-    space, one, two = aligned
+class Choices:
+    """The sequences of stages worth weighing between two shardings, for tensors of `shape`.
 
-    def inside(digit: Digit) -> bool:
-        return node_size(universe, (digit,), model.ranks_per_node) == digit[0]
-
-    return candidates(space, one, two, inside)
-
-
-# --- from legs to steps ---------------------------------------------------------------------------
-
-
-Ratio = tuple[int, int]
-"""How many times more elements a tensor has: a numerator and a denominator."""
-
-
-def _times(elements: int, more: Ratio, shares: int = 1) -> int:
-    return -(-elements * more[0] // (more[1] * shares))
-
-
-class Ways:
-    """The sequences of legs worth weighing between two shardings, for `shape` and, where all tiles are even, its like.
-
-    Every number of a leg is then proportional to the elements of the tensor: for another shape that is cut
-    alike the ways are the same, and which of them is the cheapest is asked of its own numbers.
+    Where all tiles are even, every number of a stage is proportional to the elements of the tensor: for another shape
+    that is cut in the same way the sequences are the same, and which is the cheapest is asked of its own numbers.
     """
 
-    def __init__(self, source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str, model: CostModel):
-        self.source, self.target, self.shape, self.dtype = source, target, shape, dtype
-        self.itemsize, self.model = itemsize_of(dtype), model
-        self.legs = _choices(source, target, shape, model)
-        self.near = lru_cache(maxsize=4096)(self._near)
-        self.plan = lru_cache(maxsize=256)(self._plan)
+    def __init__(self, source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel):
+        self.source, self.target, self.shape, self.dtype, self.model = source, target, shape, dtype, model
+        self.space, self.sequences = _sequences(source, target, shape, model)
         self.states = lru_cache(maxsize=256)(self._states)
 
     @cached_property
     def are_even(self) -> bool:
         """Whether every tile on every way has one size on all ranks."""
-        legs = [leg for legs in self.legs for leg in legs]
-        if any(leg.outside is not None for leg in legs):
-            return False
-        if not legs:
-            return True
-        splits = {form.splits for leg in legs for form in (leg.source, leg.target)}
-        return all(tiles_are_even(legs[0].space, each) for each in splits)
+        stages = [stage for stages in self.sequences for stage in stages]
+        return all(
+            stage.outside is None and self.space.is_even(stage.source.splits, stage.target.splits) for stage in stages
+        )
 
-    def cheapest(self, shape: tuple[int, ...]) -> int:
-        """The number of the cheapest way for a tensor of `shape`."""
-        if len(self.legs) == 1:
+    def cheapest(self, shape: Shape) -> int:
+        """The number of the cheapest sequence at a shape: by time, then collectives, bytes, and the plainer one."""
+        if len(self.sequences) == 1:
             return 0
-        more = math.prod(shape), math.prod(self.shape)
-        return min(range(len(self.legs)), key=lambda at: self.weight(at, more))
 
-    def weight(self, at: int, more: Ratio) -> tuple[float, int, int, int]:
-        """What the choice goes by: time; then fewer collectives, fewer bytes, the plainer way."""
-        legs = [leg for leg in self.legs[at] if leg.kind in COLLECTIVES]
-        time, received = 0.0, 0
-        for leg in legs:
-            elements = _times(leg.received, more, leg.shares)
-            time += self.time(leg, more, elements)
-            received += elements
-        return float(f"{time:.9g}"), len(legs), received, at
+        def weight(at: int) -> tuple[float, int, int]:
+            steps = [self._traffic(stage, shape) for stage in self.sequences[at] if stage.kind in COLLECTIVES]
+            time = sum([self.model.time_us(traffic) for traffic in steps])
+            return float(f"{time:.9g}"), len(steps), sum([traffic.bytes_in for traffic in steps])
 
-    def time(self, leg: Leg, more: Ratio, received: int) -> float:
-        """Modelled microseconds of a collective that receives so many elements."""
-        size, near = self.near(leg.space.origin.universe, leg.group)
-        copied = -(-leg.copied * more[0] // more[1])
-        return self.model.time_us(Traffic(leg.kind, size, near, received * self.itemsize, copied * self.itemsize))
+        return min(range(len(self.sequences)), key=weight)
 
-    def _near(self, universe: Universe, group: tuple[Digit, ...] | None) -> tuple[int, int]:
-        """`(size of the group, how many of it share a node)`."""
-        nodes = self.model.ranks_per_node
-        if group is not None:
-            return math.prod(size for size, _ in group), node_size(universe, group, nodes)
-        has = set(self.source.universe.ranks)
-        ranks = [*self.source.universe.ranks, *(r for r in self.target.universe.ranks if r not in has)]
-        return len(ranks), members_of_node(ranks, nodes)
+    def plan(self, at: int, shape: Shape, rank: int) -> Plan:
+        """One of the sequences as a plan for a tensor of `shape`, seen from a rank."""
+        ends = pairwise(self.states(at))
+        steps = tuple([self._step(*each, shape, rank) for each in zip(self.sequences[at], ends, strict=True)])
+        return Plan(self.source, self.target, shape, self.dtype, steps, sum([step.cost for step in steps]), rank)
 
     def _states(self, at: int) -> list[Sharding]:
         # The ends are the shardings as they were given, so that nothing is lost of how they were said.
-        between = [leg.outside or sharding_of_form(leg.space, leg.target) for leg in self.legs[at][:-1]]
-        return [self.source, *between, self.target]
+        between = [stage.outside or self.space.sharding(stage.target) for stage in self.sequences[at][:-1]]
+        return [self.source, *between, self.target] if self.sequences[at] else [self.source]
 
-    def _plan(self, at: int, shape: tuple[int, ...], rank: int) -> Plan:
-        """One of the ways as a plan for a tensor of `shape`, seen from a rank."""
-        more = math.prod(shape), math.prod(self.shape)
-        pairs = zip(self.legs[at], pairwise(self.states(at)), strict=False)
-        steps = tuple(self._step(leg, *ends, shape, more, rank) for leg, ends in pairs)
-        cost = sum(step.cost for step in steps)
-        return Plan(self.source, self.target, shape, self.dtype, steps, cost, rank)
+    def _traffic(self, stage: Stage, shape: Shape) -> Traffic:
+        """A stage as the cost model sees it."""
+        universe = self.source.universe if stage.outside is None else stage.outside.universe
+        group = _group(universe, self.source.universe, stage.group, self.model.ranks_per_node)
+        moved = self._bytes(stage.received, shape, stage.shares), self._bytes(stage.copied, shape)
+        return Traffic(stage.kind, *group, *moved)
 
-    def _step(
-        self, leg: Leg, source: Sharding, target: Sharding, shape: tuple[int, ...], more: Ratio, rank: int
-    ) -> Step:
-        def bytes_of(elements: int, shares: int = 1) -> int:
-            return _times(elements, more, shares) * self.itemsize
+    def _bytes(self, elements: int, shape: Shape, shares: int = 1) -> int:
+        return self._times(elements, shape, shares) * itemsize_of(self.dtype)
 
-        received = _times(leg.received, more, leg.shares)
+    def _times(self, elements: int, shape: Shape, shares: int = 1) -> int:
+        """What elements for a tensor of the own shape are for another one's."""
+        return -(-elements * math.prod(shape) // (math.prod(self.shape) * shares))
 
+    def _step(self, stage: Stage, ends: tuple[Sharding, Sharding], shape: Shape, rank: int) -> Step:
+        traffic = self._traffic(stage, shape)
         return Step(
-            leg.kind,
-            source,
-            target,
+            stage.kind,
+            *ends,
             shape,
-            None if leg.group is None else Layout.of(leg.group),
-            self.near(leg.space.origin.universe, leg.group)[0],
+            None if stage.group is None else Layout.of(stage.group),
+            traffic.group_size,
             rank,
-            leg.op,
-            leg.divisor,
-            Layout.of(leg.resolved),
-            received * self.itemsize,
-            bytes_of(leg.sent, leg.shares),
-            bytes_of(leg.send),
-            bytes_of(leg.receive),
-            target.largest_tile(shape) * self.itemsize,
-            _times(leg.padded, more),
-            leg.flat,
-            self.time(leg, more, received) if leg.kind in COLLECTIVES else 0.0,
+            stage.op,
+            stage.divisor,
+            Layout.of(stage.resolved),
+            traffic.bytes_in,
+            self._bytes(stage.sent, shape, stage.shares),
+            self._bytes(stage.send, shape),
+            self._bytes(stage.receive, shape),
+            self._bytes(ends[1].largest_tile(self.shape), shape),
+            self._times(stage.padded, shape),
+            stage.flat,
+            self.model.time_us(traffic) if stage.kind in COLLECTIVES else 0.0,
             self.model.ranks_per_node,
         )
+
+
+def _sequences(source: Sharding, target: Sharding, shape: Shape, model: CostModel) -> tuple[Space, list[Stages]]:
+    if source.is_equivalent(target, shape):
+        return Space(source, (), ()), [()]
+    universe, node = source.universe, Layout((model.ranks_per_node,), (1,))
+    found = common(source, target, shape, node) if universe == target.universe else None
+    if found is None:
+        return crossings(source, target, shape, model.ranks_per_node)
+
+    def inside(digit: Digit) -> bool:
+        return node_size(universe, (digit,), model.ranks_per_node) == digit[0]
+
+    return found[0], candidates(*found, inside)
+
+
+@lru_cache(maxsize=4096)
+def _group(
+    universe: Universe, source: Universe, group: tuple[Digit, ...] | None, ranks_per_node: int
+) -> tuple[int, int]:
+    """`(size of the group, how many of it share a node)`; all ranks of both universes without a group."""
+    if group is not None:
+        return math.prod([size for size, _ in group]), node_size(universe, group, ranks_per_node)
+    ranks = ranks_of_both(source, universe)
+    return len(ranks), members_of_node(ranks, ranks_per_node)
 
 
 # --- what can't be --------------------------------------------------------------------------------
@@ -403,29 +376,24 @@ def _impossible(source: Sharding, target: Sharding, why: str) -> ShardingError:
 def _check_pending(source: Sharding, target: Sharding) -> None:
     if not target.pending:
         return
-    unsplit = (ShardedDim((ShardedFactor("_"),)),)
-    one_way, other = (Sharding(source.mesh, unsplit, end.pending) for end in (source, target))
-    found = common(one_way, other, (1,)) if source.universe == target.universe else None
-    if found is None:
+    ends = [[(p.op, axis) for p in end.pending for axis in p.axes] for end in (source, target)]
+    layouts = [axis.layout for end in ends for _, axis in end]
+    refined = common_digits(layouts) if source.universe == target.universe else None
+    if refined is None:
         raise _impossible(source, target, "nothing can become pending on other axes than it is")
-    _, one, two = found
-    has = {digit: op for group in one.pending for op, digit in group}
-    keeps = {digit: op for group in two.pending for op, digit in group}
-    for digit, op in keeps.items():
+    has, keeps = ({digit: (op, axis) for op, axis in end for digit in refined[axis.layout]} for end in ends)
+    for digit, (op, axis) in keeps.items():
         if digit not in has:
-            raise _impossible(
-                source,
-                target,
-                f"the target has {op} pending over {_axis_of(target, digit)}, where the source has nothing",
-            )
-        if has[digit] != op:
-            raise _impossible(
-                source, target, f"the source has {has[digit]} pending over {_axis_of(source, digit)}, not {op}"
-            )
-    left = tuple(tuple(item for item in group if item[1] in keeps) for group in one.pending)
-    if tuple(group for group in left if group) != two.pending:
+            why = f"the target has {op} pending over {axis}, where the source has nothing"
+            raise _impossible(source, target, why)
+        if has[digit][0] != op:
+            why = f"the source has {has[digit][0]} pending over {has[digit][1]}, not {op}"
+            raise _impossible(source, target, why)
+    one, two = (sorted_classes([(op, digit) for digit, (op, _) in side.items()]) for side in (has, keeps))
+    left = [tuple([item for item in group if item[1] in keeps]) for group in one]
+    if tuple(filter(None, left)) != two:
         raise _impossible(source, target, "reductions of different kinds keep their order")
-    for before, after in zip(left, one.pending[1:], strict=False):
+    for before, after in zip(left, one[1:], strict=False):
         if before and any(digit not in keeps for _, digit in after):
             raise _impossible(
                 source,
@@ -433,12 +401,6 @@ def _check_pending(source: Sharding, target: Sharding) -> None:
                 "reductions are resolved in their order, innermost first; the target keeps one "
                 f"({before[0][0]}) that comes before one that it resolves ({after[0][0]})",
             )
-
-
-def _axis_of(end: Sharding, digit: Digit) -> str:
-    """The axis of what is pending that has a digit, by its name."""
-    layout = Layout.of([digit])
-    return next(axis.name for p in end.pending for axis in p.axes if axis.layout.contains(layout))
 
 
 def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:

@@ -27,7 +27,7 @@ from axes.algebra import seam
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import place_text
-from axes.algebra.layout import Layout, Mode, NamedLayout, digits
+from axes.algebra.layout import Layout, NamedLayout, common_digits, digits
 from axes.algebra.opaque import Placement
 from axes.algebra.sizes import checked_rank, checked_shape, tuple_of, whole_number
 from axes.algebra.universe import Universe
@@ -45,6 +45,7 @@ LINEAR = frozenset({"sum", "mean"})
 """The reductions that pass through anything linear."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def cached_with_names(maxsize: int) -> Callable[[F], F]:
@@ -450,11 +451,9 @@ def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
     layouts = [axis.layout for axis in axes]
     if len(set(axes)) < len(axes) or not all(map(mesh.extent.contains, layouts)):
         return False
-    try:
-        digits(*layouts)
-    except MeshError:
-        return False
-    return not any(one.overlaps(two) for one, two in itertools.combinations(layouts, 2))
+    return common_digits(layouts) is not None and not any(
+        one.overlaps(two) for one, two in itertools.combinations(layouts, 2)
+    )
 
 
 @functools.lru_cache(maxsize=8192)
@@ -532,25 +531,22 @@ def _fewer(mesh: Mesh, factor: ShardedFactor, size: int) -> str:
 
 def _same_pending(one: Sharding, two: Sharding) -> bool:
     """The same reductions over the same digits; order matters only between reductions that don't commute."""
-
-    def classes(sharding: Sharding) -> list[dict[str, Layout]]:
-        found: list[dict[str, list[Mode]]] = []
-        for pending in sharding.pending:
-            modes = [mode for axis in pending.axes for mode in axis.layout.modes]
-            if modes and not (found and _commute(pending.op, *found[-1])):
-                found.append({})
-            if modes:
-                found[-1].setdefault(pending.op, []).extend(modes)
-        return [
-            {op: Layout.of(sorted(modes, key=lambda mode: -mode[1])) for op, modes in each.items()} for each in found
-        ]
-
-    return classes(one) == classes(two)
+    ends = [[(p.op, axis.layout) for p in end.pending for axis in p.axes] for end in (one, two)]
+    found = common_digits([layout for end in ends for _, layout in end])
+    if found is None:
+        return False
+    mine, theirs = ([(op, digit) for op, layout in end for digit in found[layout]] for end in ends)
+    return list(map(set, classes(mine))) == list(map(set, classes(theirs)))
 
 
-def _commute(*ops: str) -> bool:
-    """Whether it doesn't matter which of these reductions comes first."""
-    return len({"sum" if op in LINEAR else op for op in ops}) == 1
+def classes(pending: Iterable[tuple[str, T]]) -> list[list[tuple[str, T]]]:
+    """Neighbours that may be resolved together: sums with means, max with max, min with min."""
+    return [list(group) for _, group in itertools.groupby(pending, lambda entry: kind_of(entry[0]))]
+
+
+def kind_of(op: str) -> str:
+    """What resolves a reduction: a mean is a sum, divided."""
+    return "sum" if op in LINEAR else op
 
 
 def _same_pieces(mine: ShardedDim, theirs: ShardedDim) -> bool:
@@ -593,9 +589,7 @@ def same_cuts(mine: ShardedDim, theirs: ShardedDim, extent: int) -> bool:
     if any(even):
         # Equal pieces are never the same as unequal ones.
         return all(even) and _pieces(mine, extent) == _pieces(theirs, extent)
-    layouts = [axis.layout for dim in (mine, theirs) for axis in dim.axes]
-    try:
-        found = digits(*layouts)
-    except MeshError:
+    found = common_digits([axis.layout for dim in (mine, theirs) for axis in dim.axes])
+    if found is None:
         return False
-    return same_chunks(extent, found[: len(mine.axes)], found[len(mine.axes) :])
+    return same_chunks(extent, *[[found[axis.layout] for axis in dim.axes] for dim in (mine, theirs)])

@@ -4,8 +4,8 @@
     server   = axes.Mesh("dp=2 tp=2", ranks=range(4, 8))
     move = transfer({"w": "f@fsdp d"}, {"w": "f d@tp"}, source_mesh=trainer, target_mesh=server, shapes={"w": (8, 8)})
 
-A rank that needs an element gets it once: its own copy where it has one, else from a rank that holds it. Holders of
-the same share what is wanted of them evenly, within a node first (see `axes.algebra.planning.exchange`).
+A rank that needs an element gets it once: its own copy where it has one, else from a rank that holds it. Ranks that
+have the same share the sending, within a node first (see `axes.algebra.planning.exchange`).
 
 Tensors go in buckets, one exchange each (see `axes.algebra.buckets`). What goes in which follows from bounds that hold
 for every rank, so that each rank plans its own part by itself.
@@ -23,11 +23,10 @@ from functools import cached_property
 from typing import Any
 
 from axes.algebra import seam
-from axes.algebra.buckets import Carriage, Kind, Link, TensorPiece, balance, bucketed, firsts, part_of
+from axes.algebra.buckets import Carriage, Kind, Link, TensorPiece, bucketed, firsts, part_of
 from axes.algebra.chunks import Tile
 from axes.algebra.cost import CostModel, Traffic
 from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
 from axes.algebra.mesh import Mesh
@@ -44,7 +43,7 @@ from axes.algebra.page_links import (
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
 from axes.algebra.planning.boxes import volume
-from axes.algebra.planning.exchange import Deal, Exchange
+from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
 from axes.algebra.specs import check_same_dims
@@ -237,15 +236,16 @@ class Transfer:
     # this rank's part
 
     @cached_property
-    def _deal(self) -> Callable[[Kind], Deal]:
+    def _group(self) -> Callable[[Kind], GroupExchange]:
         """Who sends what of tensors of a kind."""
 
-        def found(kind: Kind) -> Deal:
+        def found(kind: Kind) -> GroupExchange:
             source, target, shape, link = kind
-            knots = None if link is None else (link.pieces(0, source), link.pieces(1, target))
-            first, fixed = source.universe.rank(0), balance()
-            ends, nodes, in_tiles = (source, target), self.ranks_per_node, link is None or link.in_tiles
-            return Deal(*ends, shape, None, first, Layout(), nodes, fixed, knots, in_tiles)
+            if link is None:
+                return group_between(source, target, shape, None, 0, ranks_per_node=self.ranks_per_node)
+            before, after = (GroupSide(end.universe, link.pieces(at, end)) for at, end in enumerate((source, target)))
+            ranks = ranks_of_both(source.universe, target.universe)
+            return GroupExchange(before, after, ranks, self.ranks_per_node, link.in_tiles)
 
         return functools.lru_cache(maxsize=4096)(found)
 
@@ -257,10 +257,10 @@ class Transfer:
             ends, link = (kind[0].universe.position(self.rank), kind[1].universe.position(self.rank)), kind[3]
             if ends == (None, None):
                 return None
-            deal = self._deal(kind)
-            if deal.holding(self.rank) is None and deal.wanting(self.rank) is None:
+            group = self._group(kind)
+            if group.before.held(self.rank) is None and group.after.held(self.rank) is None:
                 return None
-            exchange = deal.exchange(self.rank)
+            exchange = group.exchange(self.rank)
             return exchange if link is None or link.in_tiles else exchange.in_boxes(link.boxes)
 
         return functools.lru_cache(maxsize=4096)(found)
@@ -342,9 +342,9 @@ class Transfer:
         for one in [self.tensors[number] for number in {*firsts(self.tensors)}]:
             sizes[one.kind] = sizes.get(one.kind, 0) + one.itemsize
         for kind, size in sizes.items():
-            deal = self._deal(kind)
-            for side, found in ((received, deal.all_received()), (sent, deal.all_sent())):
-                for rank, count in found:
+            group = self._group(kind)
+            for side, found in ((received, group.received), (sent, group.sent)):
+                for rank, count in found.items():
                     side[rank] += count * size
         return Totals(received, sent)
 

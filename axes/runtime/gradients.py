@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.planning.form import sizes_of
+from axes.algebra.planning.digits import sizes_of
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 
 Same = frozenset[Mode] | None

@@ -43,7 +43,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.layout_rules import LayoutRules, Table
 from axes.algebra.mesh import Mesh
 from axes.algebra.page_links import Lists, page_dim
-from axes.algebra.planning.pieces import Pieces
+from axes.algebra.planning.exchange import pieces_of
 from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import tuple_of, whole_numbers
@@ -652,12 +652,12 @@ def _summed(name: str, end: Sharding, shapes: Mapping[int, list[int]], link: Job
         if len(dim.factors) > 1:
             found.append(first[at] * dim.pieces)
             continue
-        pieces = Pieces(dim, (0,))
+        layout = pieces_of(dim, (0,)).layout
         sizes = {}
         for rank, shape in shapes.items():
             position = end.universe.position(link.ranks[rank])
             if position is not None:
-                sizes[pieces.number(position)] = shape[at]
+                sizes[layout.coordinate(position)] = shape[at]
         found.append(sum(sizes.values()))
     return tuple(found)
 

@@ -486,15 +486,6 @@ class Task(NamedTuple):
         return self.multiples if len(dims) == len(self.multiples) else (1, *self.multiples)
 
 
-def _task_at_own_sizes(step: Step) -> Task:
-    """A step at the sizes that it was planned for."""
-    opened, rank = step.opened, step.rank
-    before, after = _held(opened.input_shape()), _held(opened.output_shape())
-    merged = after if opened is step else _held(step.output_shape())
-    unit = Unit(step.kind, rank, before, after, opened.exchange())
-    return Task(step, unit, (1,) * len(opened.shape), before, after, merged)
-
-
 def _unit(step: Step) -> Unit:
     """A step on a tensor of the shape `step.unit`."""
     opened = replace(step.opened, shape=step.unit)
@@ -505,31 +496,31 @@ def _unit(step: Step) -> Unit:
 def task_of(program: Program, at: int, tile: Shape | None) -> Task:
     """A step on this rank, for the program's own sizes; or for a tile of sizes that vary."""
     step = program.plan.steps[at]
-    if tile is None and not program.shape:
-        return _task_at_own_sizes(step)
-    unit = (program.own if program.shape else program).units[at]
+    unit = program.own.units[at]
     assert unit is not None, "only what takes part is carried out"
     multiples = _multiples(step, unit, program.shape or step.shape, tile)
-    before, after = tuple(map(operator.mul, unit.tile, multiples)), tuple(map(operator.mul, unit.shape, multiples))
-    if step.opened is step:
+    before, after = _larger(unit.tile, multiples), _larger(unit.shape, multiples)
+    if step.opened is step or len(after) < len(multiples):  # a rank that leaves with nothing
         return Task(step, unit, multiples, before, after, after)
     ends = [0, *accumulate(map(len, step.factors))]
     merged = tuple([math.prod(after[slice(*of)]) for of in pairwise(ends)])
     return Task(step, unit, multiples, before, after, merged)
 
 
+def _larger(shape: Shape, multiples: Shape) -> Shape:
+    """A shape so many times as large along each dim; nothing stays nothing, whatever the dims of the tensor."""
+    return tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
+
+
 def _multiples(step: Step, unit: Unit, shape: Shape, tile: Shape | None) -> Shape:
     """How many times as large as the unit each factor of a tensor of `shape` is; or of one whose tile is given."""
-    if tile is None and step.opened is step:
-        return tuple(map(operator.floordiv, shape, step.unit))
     found: list[int] = []
     for dim, (sizes, size) in enumerate(zip(step.factors, shape, strict=True)):
-        least = unit.tile[len(found)]
-        if len(sizes) > 1:
-            found.extend(map(operator.floordiv, sizes, step.unit[len(found) :]))
-        elif tile is None:
-            found.append(size // step.unit[len(found)])
+        if tile is None or len(sizes) > 1:
+            whole = sizes if len(sizes) > 1 else (size,)
+            found.extend([each // (least or 1) for each, least in zip(whole, step.unit[len(found) :], strict=False)])
         else:
+            least = unit.tile[len(found)]
             found.append(tile[dim] // least if least else 1)
     return tuple(found)
 

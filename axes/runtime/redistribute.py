@@ -38,7 +38,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, even_ways, plan
+from axes.algebra.plan import Plan, even_choices, plan
 from axes.algebra.planning.boxes import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -252,15 +252,15 @@ def programs_alike(
     source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
 ) -> Callable[[Shape], Program] | None:
     """The programs by shape, for all shapes that are cut as this one is; None where a tile isn't even."""
-    rank, ways = current_world().rank, even_ways(source, target, shape, name_of(dtype), model_of(source.mesh))
-    if ways is None:
+    rank, found = current_world().rank, even_choices(source, target, shape, name_of(dtype), model_of(source.mesh))
+    if found is None:
         return None
 
     @functools.lru_cache(maxsize=16)
-    def base(way: int) -> Program:
-        return _program_of(ways.plan(way, ways.shape, rank), dtype, comm_dtype)
+    def base(at: int) -> Program:
+        return _program_of(found.plan(at, found.shape, rank), dtype, comm_dtype)
 
-    return lambda shape: base(ways.cheapest(shape)).alike(shape)
+    return lambda shape: base(found.cheapest(shape)).alike(shape)
 
 
 @of_world(4096)

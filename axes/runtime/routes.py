@@ -32,7 +32,7 @@ from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.plan import alike
+from axes.algebra.plan import small_shape
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
@@ -156,7 +156,7 @@ def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
     def found(spec: Spec, *how: Any) -> Route:
         meta = spec.tensor_meta
         shape = tuple(meta.shape)
-        smaller = alike(shape, _ranks(spec.mesh))
+        smaller = small_shape(shape, _ranks(spec.mesh))
         if smaller != shape:
             there, programs = base(spec.mesh, spec.placements, smaller, meta.dtype, *how)
             if programs is not None:

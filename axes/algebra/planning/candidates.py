@@ -1,6 +1,6 @@
 """Every sequence of collectives that could be the best one, with its sizes in closed form.
 
-A *leg* takes one form to the next. A redistribution without reductions is at most a slice and one
+A *stage* takes one state to the next. A redistribution without reductions is at most a slice and one
 exchange, which receives exactly what is missing. With reductions over the digits Q it is one of:
 
 - an all-reduce over Q, after slices, and then a move;
@@ -16,30 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, NamedTuple
 
-from axes.algebra.planning.form import (
-    Atom,
-    Digit,
-    Form,
-    Space,
-    Splits,
-    atom_size,
-    elements,
-    largest,
-    overlap,
-    padded_limit,
-    pieces_by,
-)
-from axes.algebra.sharding import LINEAR, Sharding
+from axes.algebra.planning.digits import Digit, Space, Splits, State, descending, digits_of, size_of
+from axes.algebra.sharding import Sharding, kind_of
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One step between two forms. Sizes are in elements, of the rank that has most.
+class Stage(NamedTuple):
+    """One step between two states. Sizes are in elements, of the rank that has most.
 
-    source, target: in digits of `space`.
-    outside: where the leg ends if that has no such digits; `target` is the source then.
+    outside: where the step ends if that has no such digits; `target` is the source then.
     group: the digits of the ranks that communicate, in the order of the group; None for all ranks of
         both states.
     op, divisor, resolved: for reductions, what to do and over which digits.
@@ -50,9 +37,8 @@ class Leg:
     """
 
     kind: str
-    space: Space
-    source: Form
-    target: Form
+    source: State
+    target: State
     group: tuple[Digit, ...] | None = ()
     outside: Sharding | None = None
     op: str | None = None
@@ -68,135 +54,111 @@ class Leg:
     copied: int = 0
 
 
-Legs = tuple[Leg, ...]
+Stages = tuple[Stage, ...]
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "reduce_move"})
 """The kinds of steps that communicate."""
 
 
-def candidates(space: Space, source: Form, target: Form, inside: Callable[[Digit], bool]) -> list[Legs]:
-    """The sequences of legs worth weighing, the plainest first.
+def candidates(space: Space, source: State, target: State, inside: Callable[[Digit], bool]) -> list[Stages]:
+    """The sequences of stages worth weighing, the plainest first.
 
     inside: whether the ranks of a digit share a node.
     """
-    found = list(_sequences(space, source, target, inside))
+    if resolvable(source, target):
+        found = [(*first, *move(space, first[-1].target, target)) for first in reductions(space, source, target)]
+        found += _fused(space, source, target)
+    else:
+        direct = move(space, source, target)
+        found = [direct, *_two_tier(space, source, target, direct, inside)]
     if len(found) == 1:
         return found
-    limit = padded_limit(space, source.splits, target.splits)
-    held = elements(space, source.splits)
-    small = [legs for legs in found if all(elements(space, leg.target.splits) <= held for leg in legs[:-1])]
-    return bounded(small, limit)
+    held = space.largest(source.splits)
+    small = [stages for stages in found if all(space.largest(each.target.splits) <= held for each in stages[:-1])]
+    return bounded(small, space.padded(source.splits, target.splits))
 
 
-def bounded(found: Iterable[Legs], limit: int) -> list[Legs]:
+def bounded(found: Sequence[Stages], limit: int) -> list[Stages]:
     """Those that keep every buffer within the limit, or the one that comes nearest."""
-    found = list(found)
-    fitting = [legs for legs in found if _buffer(legs) <= limit]
-    return fitting or [min(found, key=_buffer)]
+
+    def buffer(stages: Stages) -> int:
+        return max([max(stage.send, stage.receive) for stage in stages], default=0)
+
+    return [stages for stages in found if buffer(stages) <= limit] or [min(found, key=buffer)]
 
 
-def _buffer(legs: Legs) -> int:
-    return max((max(leg.send, leg.receive) for leg in legs), default=0)
-
-
-def _sequences(space: Space, source: Form, target: Form, inside: Callable[[Digit], bool]) -> Iterator[Legs]:
-    if not resolvable(source, target):
-        direct = move(space, source, target)
-        yield direct
-        yield from _two_tier(space, source, target, direct, inside)
-        return
-    for legs in reductions(space, source, target):
-        yield (*legs, *move(space, legs[-1].target, target))
-    yield from _fused(space, source, target)
-
-
-def reductions(space: Space, source: Form, target: Form) -> list[Legs]:
-    """Ways to resolve everything that the target has no longer pending, onto forms in between.
-
-    Different reductions don't mix: they are resolved one after the other, innermost first. Where there are many ways
-    to resolve the first ones, those that receive the least go on.
-    """
-
-    def end(legs: Legs) -> Form:
-        return legs[-1].target if legs else source
-
-    found: list[Legs] = [()]
-    while resolved := resolvable(end(found[0]), target):
-        few = found if len(found) <= _FEW else sorted(found, key=_received)[:_FEW]
-        found = [(*legs, *more) for legs in few for more in _resolving(space, end(legs), target, resolved)]
-    return found
-
-
-_FEW = 36
-"""How many ways go on from one kind of reduction to the next."""
-
-
-def _received(legs: Legs) -> float:
-    """Elements that the busiest rank receives."""
-    return sum(leg.received / leg.shares for leg in legs)
-
-
-def resolvable(source: Form, target: Form) -> tuple[Digit, ...]:
+def resolvable(source: State, target: State) -> tuple[Digit, ...]:
     """The digits of the innermost class that the target no longer has pending."""
     kept = {digit for group in target.pending for _, digit in group}
-    return tuple(digit for group in source.pending[:1] for _, digit in group if digit not in kept)
+    return tuple([digit for group in source.pending[:1] for _, digit in group if digit not in kept])
 
 
 # --- moves ----------------------------------------------------------------------------------------
 
 
-def move(space: Space, source: Form, target: Form) -> Legs:
+def move(space: Space, source: State, target: State) -> Stages:
     """A slice as far as that goes, then one exchange of what is missing."""
-    cut = sliced(source, target)
-    legs = (Leg("slice", space, source, cut),) if cut.splits != source.splits else ()
-    if cut.splits == target.splits:
-        return legs
-    return (*legs, _exchange(space, cut, target))
+    first, cut = _sliced(source, target.splits)
+    return first if cut.splits == target.splits else (*first, _exchange(space, cut, target))
 
 
-def sliced(source: Form, target: Form) -> Form:
-    """The source, cut towards the target wherever that needs nothing from other ranks."""
-    splits, _ = _towards(source.splits, target.splits, source.free)
-    return with_splits(source, splits)
+def _sliced(source: State, splits: Splits) -> tuple[Stages, State]:
+    """The source cut towards `splits` wherever that needs nothing from other ranks; and the stage that does it."""
+    cut = source.split(_towards(source.splits, splits, source.free)[0])
+    return (() if cut.splits == source.splits else (Stage("slice", source, cut),)), cut
 
 
-def _towards(source: Splits, target: Splits, digits: Iterable[Digit]) -> tuple[Splits, tuple[Digit, ...]]:
-    """Extend each slot by the atoms that the target has next, from `digits`; also what is left."""
-    left = dict.fromkeys(digits)
-    found: list[tuple[Atom, ...]] = []
+def _towards(source: Splits, target: Splits, pool: Iterable[Digit]) -> tuple[Splits, tuple[Digit, ...]]:
+    """Extend each slot by the atoms that the target has next, from the digits of `pool`; also what is left of it."""
+    left, found = dict.fromkeys(pool), []
     for one, two in zip(source, target, strict=True):
-        at = len(one)
-        if two[:at] == one:
-            while at < len(two) and all(digit in left for digit in two[at]):
-                for digit in two[at]:
-                    del left[digit]
-                at += 1
-            found.append(two[:at])
-        else:
-            found.append(one)
+        now = one
+        for atom in two[len(one) :] if two[: len(one)] == one else ():
+            if not all(digit in left for digit in atom):
+                break
+            left = {digit: None for digit in left if digit not in atom}
+            now = (*now, atom)
+        found.append(now)
     return tuple(found), tuple(left)
 
 
-def with_splits(form: Form, splits: Splits) -> Form:
-    """The form split so, with the digits that it takes for that no longer free."""
-    taken = {digit for slot in splits for atom in slot for digit in atom}
-    return replace(form, splits=splits, free=tuple(digit for digit in form.free if digit not in taken))
+def _exchange(space: Space, source: State, target: State) -> Stage:
+    group, splits = _changed(space, source, target), (source.splits, target.splits)
+    if all(one[: len(two)] == two for one, two in zip(*splits, strict=True)):
+        return _equal_parts(space, "all_gather", source, target, group)
+    received = space.largest(target.splits) - space.overlap(*splits)
+    kind = "permute" if space.is_permutation(*splits) else "all_to_all"
+    return exchanged(kind, source, target, descending(group), received, _most_sent(space, source, target, received))
 
 
-def _exchange(space: Space, source: Form, target: Form) -> Leg:
-    changed = _changed(space, source, target)
-    if all(one[: len(two)] == two for one, two in zip(source.splits, target.splits, strict=True)):
-        return _gather(space, source, target, changed)
-    received = elements(space, target.splits) - overlap(space, source.splits, target.splits)
-    sent = _most_sent(space, source, target, received)
-    kind = "permute" if _is_permutation(space, source.splits, target.splits) else "all_to_all"
-    copied = 0 if kind == "permute" else 2 * (sent + received)
-    group = tuple(sorted(changed, key=lambda digit: -digit[1]))
-    return Leg(
-        kind, space, source, target, group, sent=sent, received=received, send=sent, receive=received, copied=copied
-    )
+def exchanged(
+    kind: str,
+    source: State,
+    target: State,
+    group: tuple[Digit, ...] | None,
+    received: int,
+    sent: int,
+    reduced: int = 0,
+    **how: Any,
+) -> Stage:
+    """An exchange in which the busiest ranks send and receive so much, and read or write `reduced` to reduce it."""
+    copied = 0 if kind == "permute" else 2 * sent + (reduced or 2 * received)
+    sizes: dict[str, Any] = {"sent": sent, "received": received, "send": sent, "receive": received}
+    return Stage(kind, source, target, group, copied=copied, **sizes, **how)
 
 
-def _changed(space: Space, source: Form, target: Form) -> tuple[Digit, ...]:
+def _equal_parts(space: Space, kind: str, source: State, target: State, group: tuple[Digit, ...], **how: Any) -> Stage:
+    """A gather of parts that are padded to one size, or a reduction that is scattered in such."""
+    gathers, size = kind == "all_gather", size_of(group)
+    fine, coarse = (source.splits, target.splits) if gathers else (target.splits, source.splits)
+    padded = space.largest(fine)
+    flat = space.is_flat(fine, coarse) and space.largest(coarse) == size * padded
+    whole, part = 0 if flat else size * padded, 0 if space.is_even(fine) else padded
+    buffers: dict[str, Any] = {"send": part, "receive": whole} if gathers else {"send": whole, "receive": part}
+    sizes: dict[str, Any] = {"sent": (size - 1) * padded, "received": (size - 1) * padded, "copied": 2 * whole}
+    return Stage(kind, source, target, group, padded=padded, flat=flat, **sizes, **buffers, **how)
+
+
+def _changed(space: Space, source: State, target: State) -> tuple[Digit, ...]:
     """The digits of the ranks that exchange, in the order of the slots.
 
     They are those after the common beginning of each slot. Where the source is the coarser there, the
@@ -204,247 +166,129 @@ def _changed(space: Space, source: Form, target: Form) -> tuple[Digit, ...]:
     have all of that among themselves, in equal parts if the slot divides.
     """
     found: dict[Digit, None] = {}
-    for size, one, two in zip(space.sizes, source.splits, target.splits, strict=True):
-        same = 0
-        while same < min(len(one), len(two)) and one[same] == two[same]:
-            same += 1
-        alone = set(source.free) if same == len(one) and size % pieces_by(two) == 0 else set()
-        after = (digit for side in (one, two) for atom in side[same:] for digit in atom)
-        found.update(dict.fromkeys(digit for digit in after if digit not in alone))
+    for at, (one, two) in enumerate(zip(source.splits, target.splits, strict=True)):
+        same = sum([1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))])
+        alone = source.free if same == len(one) and space.divides(at, target.splits) else ()
+        after = digits_of((one[same:], two[same:]))
+        found.update(dict.fromkeys([digit for digit in after if digit not in alone]))
     return tuple(found)
 
 
-def _gather(space: Space, source: Form, target: Form, group: tuple[Digit, ...]) -> Leg:
-    size = math.prod(n for n, _ in group)
-    padded = elements(space, source.splits)
-    flat = is_flat(space, source.splits, target.splits)
-    receive = 0 if flat else size * padded
-    moved = (size - 1) * padded
-    return Leg(
-        "all_gather",
-        space,
-        source,
-        target,
-        group,
-        padded=padded,
-        flat=flat,
-        sent=moved,
-        received=moved,
-        send=0 if tiles_are_even(space, source.splits) else padded,
-        receive=receive,
-        copied=2 * receive,
-    )
-
-
-def _most_sent(space: Space, source: Form, target: Form, received: int) -> int:
+def _most_sent(space: Space, source: State, target: State, received: int) -> int:
     """What the busiest rank sends: balanced, so never more than is received, save for uneven tiles."""
-    if tiles_are_even(space, source.splits) and tiles_are_even(space, target.splits):
+    if space.is_even(source.splits, target.splits):
         return received
-    copies = _product(target.free) * elements(space, source.splits)
-    return max(received, -(-copies // _product(source.free)))
-
-
-def _is_permutation(space: Space, source: Splits, target: Splits) -> bool:
-    """Whether every target tile is one whole source tile."""
-    return all(
-        pieces_by(one) == pieces_by(two)
-        and (size % pieces_by(one) == 0 or [*map(atom_size, one)] == [*map(atom_size, two)])
-        for size, one, two in zip(space.sizes, source, target, strict=True)
-    )
+    copies = size_of(target.free) * space.largest(source.splits)
+    return max(received, -(-copies // size_of(source.free)))
 
 
 def _two_tier(
-    space: Space, source: Form, target: Form, direct: Legs, inside: Callable[[Digit], bool]
-) -> Iterator[Legs]:
+    space: Space, source: State, target: State, direct: Stages, inside: Callable[[Digit], bool]
+) -> Iterator[Stages]:
     """Move to a target that is also split within the nodes, then gather there.
 
     Without it, every member of a node fetches the same bytes from other nodes.
     """
     if not direct or all(map(inside, direct[-1].group or ())):
         return
-    near = tuple(digit for digit in target.free if inside(digit))
-    for splits in appended(space, target.splits, near):
-        between = with_splits(target, splits)
-        legs = move(space, source, between)
-        if legs and legs[-1].kind in COLLECTIVES:
-            yield (*legs, *move(space, between, target))
+    for splits in appended(space, target.splits, tuple(filter(inside, target.free))):
+        between = target.split(splits)
+        stages = move(space, source, between)
+        if stages and stages[-1].kind in COLLECTIVES:
+            yield (*stages, *move(space, between, target))
 
 
-def appended(space: Space, splits: Splits, digits: Sequence[Digit]) -> Iterator[Splits]:
+def appended(space: Space, splits: Splits, more: Sequence[Digit]) -> list[Splits]:
     """The digits at the minor end of one slot, each slot in turn; nothing where there are none.
 
     Where no slot divides by all of them, also one digit after the other wherever it divides.
     """
-    if not digits:
-        return
-    divides = False
-    for at in range(len(splits)):
-        grown = _grown(splits, at, digits)
-        even = space.sizes[at] % pieces_by(grown[at]) == 0
-        divides = divides or even
-        if even or space.factors[space.dims[at]] is None:
-            yield grown
-    if not divides:
-        spread: Splits | None = splits
-        for digit in digits:
-            spread = None if spread is None else _placed(space, spread, digit)
-        if spread is not None:
-            yield spread
+    if not more:
+        return []
+    whole = [len(sizes) == 1 for sizes in space.factors for _ in sizes]
+    grown = [_grown(splits, at, more) for at in range(len(splits))]
+    even = [space.divides(at, each) for at, each in enumerate(grown)]
+    found = [each for at, each in enumerate(grown) if even[at] or whole[at]]
+    spread: Splits | None = None if any(even) else splits
+    for digit in more if spread is not None else ():
+        some = [_grown(spread, at, (digit,)) for at in range(len(splits))] if spread is not None else []
+        spread = next((each for at, each in enumerate(some) if space.divides(at, each)), None)
+    return found if spread is None else [*found, spread]
 
 
-def _placed(space: Space, splits: Splits, digit: Digit) -> Splits | None:
-    """The digit at the end of the first slot that it divides, or None where there is none."""
-    grown = (_grown(splits, at, (digit,)) for at in range(len(splits)))
-    even = (found for at, found in enumerate(grown) if space.sizes[at] % pieces_by(found[at]) == 0)
-    return next(even, None)
-
-
-def _grown(splits: Splits, at: int, digits: Iterable[Digit]) -> Splits:
-    return (*splits[:at], (*splits[at], *((digit,) for digit in digits)), *splits[at + 1 :])
+def _grown(splits: Splits, at: int, more: Iterable[Digit]) -> Splits:
+    return (*splits[:at], (*splits[at], *[(digit,) for digit in more]), *splits[at + 1 :])
 
 
 # --- reductions -----------------------------------------------------------------------------------
 
-
-def _resolving(space: Space, source: Form, target: Form, resolved: tuple[Digit, ...]) -> Iterator[Legs]:
-    """Ways to resolve the innermost class, each onto another form."""
-    summed = without(source, resolved)
-    cut, left = _towards(source.splits, target.splits, source.free)
-    yield _all_reduce(space, source, resolved, cut)
-    for splits in appended(space, cut, left):
-        yield _all_reduce(space, source, resolved, splits)
-    cut, left = _towards(source.splits, target.splits, summed.free)
-    scattered = tuple(digit for digit in left if digit in resolved)
-    if not scattered:
-        yield _reduce_scatter(space, source, resolved, cut)
-    for splits in appended(space, cut, scattered):
-        yield _reduce_scatter(space, source, resolved, splits)
-    if left != scattered:
-        for splits in appended(space, cut, left):
-            yield _reduce_scatter(space, source, resolved, splits)
+_FEW = 36
+"""How many ways go on from one kind of reduction to the next."""
 
 
-def without(form: Form, resolved: Sequence[Digit]) -> Form:
-    """The form with these digits no longer pending but free."""
-    pending = tuple(tuple(item for item in group if item[1] not in resolved) for group in form.pending)
-    free = tuple(sorted((*form.free, *resolved), key=lambda digit: -digit[1]))
-    return replace(form, free=free, pending=tuple(group for group in pending if group))
+def reductions(space: Space, source: State, target: State) -> list[Stages]:
+    """Ways to resolve everything that the target has no longer pending, onto states in between.
 
-
-def reduction(form: Form, resolved: Sequence[Digit]) -> tuple[str, int]:
-    """`(op, divisor)`: a mean is a sum, divided once by the sizes of its digits."""
-    ops = {digit: op for op, digit in form.pending[0]}
-    op = ops[resolved[0]]
-    divisor = math.prod(digit[0] for digit in resolved if ops[digit] == "mean")
-    return ("sum", divisor) if op in LINEAR else (op, 1)
-
-
-def _all_reduce(space: Space, source: Form, resolved: tuple[Digit, ...], splits: Splits) -> Legs:
-    cut = with_splits(source, splits)
-    legs = (Leg("slice", space, source, cut),) if splits != source.splits else ()
-    op, divisor = reduction(source, resolved)
-    size, held = _product(resolved), elements(space, splits)
-    moved = 2 * (size - 1) * held
-    group = tuple(sorted(resolved, key=lambda digit: -digit[1]))
-    leg = Leg(
-        "all_reduce",
-        space,
-        cut,
-        without(cut, resolved),
-        group,
-        op=op,
-        divisor=divisor,
-        resolved=resolved,
-        sent=moved,
-        received=moved,
-        shares=size,
-    )
-    return (*legs, leg)
-
-
-def _reduce_scatter(space: Space, source: Form, resolved: tuple[Digit, ...], splits: Splits) -> Legs:
-    result = with_splits(without(source, resolved), splits)
-    cut = sliced(source, result)
-    legs = (Leg("slice", space, source, cut),) if cut.splits != source.splits else ()
-    op, divisor = reduction(source, resolved)
-    group = tuple(digit for slot in splits for atom in slot for digit in atom if digit in resolved)
-    size, padded = _product(group), elements(space, splits)
-    flat = is_flat(space, splits, cut.splits) and elements(space, cut.splits) == size * padded
-    send = 0 if flat else size * padded
-    leg = Leg(
-        "reduce_scatter",
-        space,
-        cut,
-        result,
-        group,
-        op=op,
-        divisor=divisor,
-        resolved=resolved,
-        padded=padded,
-        flat=flat,
-        sent=(size - 1) * padded,
-        received=(size - 1) * padded,
-        send=send,
-        receive=0 if tiles_are_even(space, splits) else padded,
-        copied=2 * send,
-    )
-    return (*legs, leg)
-
-
-def _fused(space: Space, source: Form, target: Form) -> Iterator[Legs]:
-    """One exchange in which each rank receives its part from all of `resolved` and reduces it."""
-    resolved = resolvable(source, target)
-    if resolvable(without(source, resolved), target):
-        return
-    size, wanted = _product(resolved), elements(space, target.splits)
-    if size * wanted > padded_limit(space, source.splits, source.splits):
-        return
-    cut = sliced(source, target)
-    legs = (Leg("slice", space, source, cut),) if cut.splits != source.splits else ()
-    op, divisor = reduction(source, resolved)
-    received = size * wanted - overlap(space, cut.splits, target.splits)
-    sent = _most_sent(space, cut, target, received)
-    digits = {*resolved, *_changed(space, cut, target)}
-    leg = Leg(
-        "reduce_move",
-        space,
-        cut,
-        target,
-        tuple(sorted(digits, key=lambda digit: -digit[1])),
-        op=op,
-        divisor=divisor,
-        resolved=resolved,
-        sent=sent,
-        received=received,
-        send=sent,
-        receive=received,
-        copied=2 * sent + (size + 1) * wanted,
-    )
-    yield (*legs, leg)
-
-
-# --- shapes ---------------------------------------------------------------------------------------
-
-
-def is_flat(space: Space, fine: Splits, coarse: Splits) -> bool:
-    """Whether the fine tiles of a group, end to end, *are* the coarse tile as it lies in memory.
-
-    So it is where one slot differs, nothing comes before it, and all pieces are equal.
+    Different reductions don't mix: they are resolved one after the other, innermost first. Where there are many ways
+    to resolve the first ones, those that receive the least go on.
     """
-    if not tiles_are_even(space, fine):
-        return False
-    differing = [at for at, (one, two) in enumerate(zip(fine, coarse, strict=True)) if one != two]
-    if len(differing) != 1:
-        return False
-    at = differing[0]
-    leading = math.prod(map(largest, space.sizes[:at], coarse[:at]))
-    return leading == 1
+    found: list[Stages] = [()]
+    while resolved := resolvable(found[0][-1].target if found[0] else source, target):
+        if len(found) > _FEW:
+            found = sorted(found, key=lambda stages: sum([each.received / each.shares for each in stages]))[:_FEW]
+        ends = [(stages, stages[-1].target if stages else source) for stages in found]
+        found = [(*stages, *more) for stages, end in ends for more in _resolving(space, end, target, resolved)]
+    return found
 
 
-def tiles_are_even(space: Space, splits: Splits) -> bool:
-    """Whether all tiles are equally large."""
-    return all(size % pieces_by(atoms) == 0 for size, atoms in zip(space.sizes, splits, strict=True))
+def _resolving(space: Space, source: State, target: State, resolved: tuple[Digit, ...]) -> Iterator[Stages]:
+    """Ways to resolve the innermost class, each onto another state."""
+    cut, left = _towards(source.splits, target.splits, source.free)
+    onto = [cut, *appended(space, cut, left)]
+    cut, left = _towards(source.splits, target.splits, source.resolved(resolved).free)
+    scattered = tuple([digit for digit in left if digit in resolved])
+    onto += appended(space, cut, scattered) if scattered else [cut]
+    if left != scattered:
+        onto += appended(space, cut, left)
+    for splits in onto:
+        yield _reduced(space, source, resolved, splits)
 
 
-def _product(digits: Iterable[Digit]) -> int:
-    return math.prod(size for size, _ in digits)
+def _reduced(space: Space, source: State, resolved: tuple[Digit, ...], splits: Splits) -> Stages:
+    """The innermost class reduced, and scattered onto those of its digits that `splits` has: all, or none."""
+    first, cut = _sliced(source, splits)
+    after, how = source.resolved(resolved).split(splits), reduction(source, resolved)
+    group = tuple([digit for digit in digits_of(splits) if digit in resolved])
+    if group:
+        return (*first, _equal_parts(space, "reduce_scatter", cut, after, group, **how))
+    size = size_of(resolved)
+    moved = 2 * (size - 1) * space.largest(splits)
+    sizes: dict[str, Any] = {"sent": moved, "received": moved, "shares": size}
+    return (*first, Stage("all_reduce", cut, after, descending(resolved), **sizes, **how))
+
+
+def reduction(state: State, resolved: tuple[Digit, ...]) -> dict[str, Any]:
+    """What resolves digits of the innermost class: a mean is a sum, divided once by the sizes of its digits."""
+    ops = {digit: op for op, digit in state.pending[0]}
+    divisor = math.prod([digit[0] for digit in resolved if ops[digit] == "mean"])
+    return {"op": kind_of(ops[resolved[0]]), "divisor": divisor, "resolved": resolved}
+
+
+def _fused(space: Space, source: State, target: State) -> list[Stages]:
+    """One exchange in which each rank receives its part from all of `resolved` and reduces it."""
+    first, cut = _sliced(source, target.splits)
+    wanted = space.largest(target.splits)
+    resolved = fusible(space, source, target, wanted)
+    if not resolved:
+        return []
+    received = size_of(resolved) * wanted - space.overlap(cut.splits, target.splits)
+    sent, reduced = _most_sent(space, cut, target, received), (size_of(resolved) + 1) * wanted
+    group, how = descending({*resolved, *_changed(space, cut, target)}), reduction(source, resolved)
+    return [(*first, exchanged("reduce_move", cut, target, group, received, sent, reduced, **how))]
+
+
+def fusible(space: Space, source: State, target: State, wanted: int) -> tuple[Digit, ...]:
+    """The digits that one exchange can resolve: of the only class, if no rank receives more than it has."""
+    resolved = resolvable(source, target)
+    one = not resolvable(source.resolved(resolved), target)
+    return resolved if one and size_of(resolved) * wanted <= space.padded(source.splits) else ()

@@ -26,9 +26,8 @@ all_gather
     included). Where `flat`, the output itself is the receive buffer.
 
 all_to_all, permute
-    Pack the boxes of `sends` end to end, exchange with `send_counts` and `receive_counts`, unpack into
-    the boxes of `receives`; the `copies` stay on the rank. A permute sends to at most one rank and
-    receives from at most one, so a pair of point-to-point calls does it, too.
+    Pack the boxes of `sends` end to end, exchange, unpack into the boxes of `receives`; the `copies` stay on
+    the rank. A permute sends to at most one rank and receives from at most one.
 
 reduce_move
     As all_to_all, but each message received, and the copies, are one contribution: that of its
@@ -48,13 +47,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from axes.algebra.chunks import Tile, tile_shape
+from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.planning.boxes import regions, volume
-from axes.algebra.planning.exchange import Deal, Exchange, Message
-from axes.algebra.planning.form import aligned, sizes_of
+from axes.algebra.planning.digits import aligned, sizes_of
+from axes.algebra.planning.exchange import Exchange, Message, group_between, ranks_of_both
 from axes.algebra.sharding import ShardedDim, Sharding
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Step:
         group is all ranks of both meshes (between two sets of ranks).
     group_size: the number of ranks that communicate; 1 for a slice.
     op, divisor: of a reduction. resolved: the digits over which a reduce_move reduces.
-    bytes_in, bytes_out: over the links, for the rank that has most. What the busiest rank sends is
-        what the balance among replicated holders guarantees; it may turn out less.
+    bytes_in, bytes_out: over the links, for the rank that has most. What the busiest rank sends is an
+        even share of those that have the same; whole messages may make it less, or slightly more.
     send_bytes, receive_bytes: the buffers beside the tiles; 0 where the tile itself is the buffer.
     padded: elements of each part where all parts must be equally large, else 0.
     flat: whether the group's parts end to end are the larger tile as it lies in memory.
@@ -78,7 +79,7 @@ class Step:
     kind: str
     source: Sharding
     target: Sharding
-    shape: tuple[int, ...]
+    shape: Shape
     layout: Layout | None
     group_size: int
     rank: int
@@ -111,23 +112,23 @@ class Step:
             return ()
         if self.layout is not None:
             return self.source.universe.line(self.layout, rank)
-        sources = self.source.universe.ranks
-        targets = self.target.universe.ranks
-        has = sources if isinstance(sources, range) else frozenset(sources)
-        return [*sources, *(other for other in targets if other not in has)]
+        return ranks_of_both(self.source.universe, self.target.universe)
 
     def takes_part(self, rank: int) -> bool:
         """Whether a rank does anything in this step."""
-        one, two = self.source.mesh.universe, self.target.mesh.universe
-        return one.position(rank) is not None or two.position(rank) is not None
+        return any(end.universe.position(rank) is not None for end in (self.source, self.target))
 
-    def input_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
+    def input_shape(self, rank: int | None = None) -> Shape | None:
         """The shape of the tile that a rank comes with, or None where it has none."""
-        return _shape(self.source.tile(self.shape, self._rank(rank)))
+        return self._tile_shape(self.source, rank)
 
-    def output_shape(self, rank: int | None = None) -> tuple[int, ...] | None:
+    def output_shape(self, rank: int | None = None) -> Shape | None:
         """The shape of the tile that a rank leaves with, or None where it has none."""
-        return _shape(self.target.tile(self.shape, self._rank(rank)))
+        return self._tile_shape(self.target, rank)
+
+    def _tile_shape(self, end: Sharding, rank: int | None) -> Shape | None:
+        held = end.tile(self.shape, self.rank if rank is None else rank)
+        return None if held is None else tile_shape(held)
 
     @cached_property
     def is_even(self) -> bool:
@@ -135,35 +136,40 @@ class Step:
         return self.source.divides(self.shape) and self.target.divides(self.shape)
 
     @cached_property
-    def factors(self) -> tuple[tuple[int, ...], ...]:
+    def _aligned(self) -> list[tuple[ShardedDim, ShardedDim]]:
+        """Both sides of each dim, in the same factors where they have any in common."""
+        pairs = list(zip(self.source.dims, self.target.dims, strict=True))
+        return [aligned(*pair) or pair for pair in pairs]
+
+    @cached_property
+    def factors(self) -> tuple[Shape, ...]:
         """For each dim the sizes of the factors that both sides have, or its own size alone."""
-        pairs = zip(self.source.dims, self.target.dims, self.shape, strict=True)
-        return tuple(_common_factors(one, two) or (size,) for one, two, size in pairs)
+        sizes = [[sizes_of(dim) for dim in pair] for pair in self._aligned]
+        pairs = zip(sizes, self.shape, strict=True)
+        return tuple(one if one is not None and one == two else (size,) for (one, two), size in pairs)
 
     @cached_property
     def opened(self) -> Step:
         """The same step on the tensor with one dim for each of `factors`."""
         if all(len(sizes) == 1 for sizes in self.factors):
             return self
-        source, target = _opened(self.source, self.target, self.factors)
-        shape = tuple(size for sizes in self.factors for size in sizes)
-        return replace(self, source=source, target=target, shape=shape)
+        ends: tuple[list[ShardedDim], list[ShardedDim]] = ([], [])
+        for pair, sizes in zip(self._aligned, self.factors, strict=True):
+            for dims, dim in zip(ends, pair, strict=True):
+                single = [ShardedDim((replace(factor, size=None),)) for factor in dim.factors]
+                dims.extend(single if len(sizes) > 1 else [dim])
+        source, target = replace(self.source, dims=tuple(ends[0])), replace(self.target, dims=tuple(ends[1]))
+        return replace(self, source=source, target=target, shape=tuple([n for sizes in self.factors for n in sizes]))
 
     @cached_property
-    def pieces(self) -> tuple[int, ...]:
-        """Into how many parts each dim of `opened` is cut on both sides together; 0 where factors of one side are."""
-        pairs = zip(self.opened.source.dims, self.opened.target.dims, strict=True)
-        return tuple(_pieces(one, two) for one, two in pairs)
-
-    @cached_property
-    def unit(self) -> tuple[int, ...]:
+    def unit(self) -> Shape:
         """The smallest shape at which `opened` is the same step but for its sizes.
 
         A dim that doesn't divide into its parts has its own size. At other multiples of the unit every box
         is multiplied.
         """
-        found = zip(self.opened.shape, self.pieces, strict=True)
-        return tuple(size if not parts or size % parts else min(size, parts) for size, parts in found)
+        step = self.opened
+        return tuple(map(_unit, step.source.dims, step.target.dims, step.shape))
 
     def exchange(self, rank: int | None = None) -> Exchange:
         """What a rank sends, receives and copies, in boxes of `opened`; this rank by default.
@@ -171,28 +177,22 @@ class Step:
         Costs O(size of the group), and more where tiles are replicated: an executor keeps the answer.
         Raises `MeshError` for a rank that takes no part.
         """
-        rank = self._rank(rank)
+        rank = self.rank if rank is None else rank
         if not self.takes_part(rank):
             raise MeshError(f"rank {rank} takes no part in this step")
-        shape = self.opened.shape
-        if any(size == 0 or not parts or size % parts for size, parts in zip(shape, self.pieces, strict=True)):
-            return _exchange(self.opened, rank)  # uneven tiles are dealt out by their own sizes
-        return self.exchange_at_unit(rank).times([size // unit for size, unit in zip(shape, self.unit, strict=True)])
+        multiples = [size // (unit or 1) for size, unit in zip(self.opened.shape, self.unit, strict=True)]
+        return self.exchange_at_unit(rank).times(multiples)
 
     def exchange_at_unit(self, rank: int) -> Exchange:
         """`exchange` for a tensor of the shape `unit`, found once for all multiples of it."""
-        step, unit = self.opened, self.unit
-        return _kept_exchange(
-            step.kind, step.source, step.target, unit, step.layout, step.resolved, step.ranks_per_node, rank
-        )
-
-    def _rank(self, rank: int | None) -> int:
-        return self.rank if rank is None else rank
+        step = self.opened
+        how = step.kind, step.source, step.target, self.unit, step.layout, step.resolved, step.ranks_per_node
+        return _kept_exchange(*how, rank)
 
 
-def _pieces(one: ShardedDim, two: ShardedDim) -> int:
-    """Into how many equal parts two splits cut a dim together; 0 where factors of it are split."""
-    return math.lcm(one.pieces, two.pieces) if len(one.factors) == len(two.factors) == 1 else 0
+def _unit(one: ShardedDim, two: ShardedDim, size: int) -> int:
+    parts = math.lcm(one.pieces, two.pieces)
+    return size if size % parts or len(one.factors) > 1 or len(two.factors) > 1 else min(size, parts)
 
 
 def _exchange(step: Step, rank: int) -> Exchange:
@@ -202,12 +202,10 @@ def _exchange(step: Step, rank: int) -> Exchange:
     ranks = tuple(step.ranks_of(rank))
     if step.kind == "all_reduce":
         return Exchange(ranks)
-    if step.kind == "reduce_scatter":
-        return _reduce_scatter(step, ranks, rank)
-    if step.kind == "all_gather":
-        return _all_gather(step, ranks, rank)
+    if step.kind in ("reduce_scatter", "all_gather"):
+        return _equal_parts(step, ranks, rank)
     sides = step.source, step.target, step.shape
-    return deal_of(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
+    return group_between(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
 
 
 @lru_cache(maxsize=4096)
@@ -215,7 +213,7 @@ def _kept_exchange(
     kind: str,
     source: Sharding,
     target: Sharding,
-    shape: tuple[int, ...],
+    shape: Shape,
     layout: Layout | None,
     resolved: Layout,
     ranks_per_node: int,
@@ -226,37 +224,6 @@ def _kept_exchange(
     return _exchange(step, rank)
 
 
-def _common_factors(one: ShardedDim, two: ShardedDim) -> tuple[int, ...] | None:
-    """The sizes of the factors of a dim, where they are the same on both sides; None without factors."""
-    found = aligned(one, two)
-    return None if found is None else sizes_of(found[0])
-
-
-def _opened(source: Sharding, target: Sharding, factors: Sequence[Sequence[int]]) -> tuple[Sharding, Sharding]:
-    """Both as shardings of the tensor that has a dim for each factor."""
-    sides: tuple[list[ShardedDim], list[ShardedDim]] = ([], [])
-    for one, two, sizes in zip(source.dims, target.dims, factors, strict=True):
-        pair = aligned(one, two) if len(sizes) > 1 else None
-        for side, dim in zip(sides, pair or (one, two), strict=True):
-            parts = [ShardedDim((replace(factor, size=None),)) for factor in dim.factors]
-            side.extend(parts if pair is not None else (dim,))
-    return replace(source, dims=tuple(sides[0])), replace(target, dims=tuple(sides[1]))
-
-
-def _shape(held: Tile | None) -> tuple[int, ...] | None:
-    return None if held is None else tile_shape(held)
-
-
-def _tile(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Tile:
-    found = sharding.tile(shape, rank)
-    assert found is not None, "every rank of a step's group is of its mesh"
-    return found
-
-
-def _whole(held: Tile) -> tuple[tuple[int, int], ...]:
-    return tuple((0, size) for size in tile_shape(held))
-
-
 def _slice(step: Step, rank: int) -> Exchange:
     source, target = (end.tile(step.shape, rank) for end in (step.source, step.target))
     if source is None or target is None or not volume(target):
@@ -264,39 +231,18 @@ def _slice(step: Step, rank: int) -> Exchange:
     return Exchange((rank,), copies=tuple(zip(regions(target, source), regions(target, target), strict=True)))
 
 
-def _all_gather(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
-    mine = _tile(step.source, step.shape, rank)
-    whole = _tile(step.target, step.shape, rank)
-    parts = [_tile(step.source, step.shape, peer) for peer in ranks]
-    receives = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
-    sends = (Message(ranks.index(rank), (_whole(mine),), volume(mine)),)
-    return Exchange(ranks, sends, receives, padded=step.source.largest_tile(step.shape))
-
-
-def _reduce_scatter(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
-    mine = _tile(step.target, step.shape, rank)
-    whole = _tile(step.source, step.shape, rank)
-    parts = [_tile(step.target, step.shape, peer) for peer in ranks]
-    sends = tuple(_part(peer, part, whole) for peer, part in enumerate(parts))
-    receives = (Message(ranks.index(rank), (_whole(mine),), volume(mine)),)
-    padded = step.target.largest_tile(step.shape)
-    return Exchange(ranks, sends, receives, layers=len(ranks), padded=padded)
-
-
-def _part(peer: int, part: Tile, whole: Tile) -> Message:
-    size = volume(part)
-    return Message(peer, regions(part, whole) if size else (), size)
-
-
-@lru_cache(maxsize=64)
-def deal_of(
-    source: Sharding,
-    target: Sharding,
-    shape: tuple[int, ...],
-    members: Layout | None,
-    rank: int,
-    resolved: Layout,
-    ranks_per_node: int,
-) -> Deal:
-    """Who sends what in a group. `rank` is its first, so that its ranks have one answer in common."""
-    return Deal(source, target, shape, members, rank, resolved, ranks_per_node)
+def _equal_parts(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
+    """A gather, or a reduction that is scattered: the rank's own tile, and its peers' parts of the larger one."""
+    gathers = step.kind == "all_gather"
+    fine, coarse = (step.source, step.target) if gathers else (step.target, step.source)
+    whole = coarse.tile(step.shape, rank) or ()
+    parts = [fine.tile(step.shape, peer) or () for peer in ranks]
+    sizes = list(map(volume, parts))
+    boxes = [regions(part, whole) if size else () for part, size in zip(parts, sizes, strict=True)]
+    messages = tuple(map(Message, range(len(ranks)), boxes, sizes))
+    at = ranks.index(rank)
+    own = (Message(at, (tuple([(0, size) for size in tile_shape(parts[at])]),), sizes[at]),)
+    padded = fine.largest_tile(step.shape)
+    if gathers:
+        return Exchange(ranks, own, messages, padded=padded)
+    return Exchange(ranks, messages, own, layers=len(ranks), padded=padded)
