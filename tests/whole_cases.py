@@ -253,6 +253,22 @@ def read(text: str, shape: Sequence[int]) -> tuple[tuple[tuple[Factor, ...], ...
     return tuple(dims), pending
 
 
+def cuts_between_names(grid: Grid, one: str, other: str, forms: Sequence[Sequence[tuple[str | None, int]]]) -> bool:
+    """Whether a group that one text splits as a whole and the other by its names is cut between names."""
+    texts = [words(one.partition("|")[0]), words(other.partition("|")[0])]
+    for whole, by_names, form in (*zip(*texts, forms, strict=True), *zip(*texts[::-1], forms, strict=True)):
+        if not whole.startswith("(") or "@" not in _closed(by_names)[0]:
+            continue
+        sizes, at = [size for _, size in form if size != 1] or [1], 0
+        for name in _axes(_closed(whole)[2]):
+            while sizes[at] == 1 and at + 1 < len(sizes):
+                at += 1
+            if len(sizes) > 1 and 0 not in sizes and sizes[at] % grid.sizes[name]:
+                return True
+            sizes[at] //= grid.sizes[name]
+    return False
+
+
 def _axes(where: str) -> tuple[str, ...]:
     return tuple(where.strip("()").split())
 

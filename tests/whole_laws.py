@@ -37,6 +37,7 @@ from tests.whole_cases import (
     Pending,
     TorchRefuses,
     commute,
+    cuts_between_names,
     features_of,
     on_island,
     pending_text,
@@ -323,7 +324,12 @@ def shards(d: Draw) -> None:
         d.note(grid, target, shape)
         options = ", async_op=True" if d.chance(0.3) else ""
         d.features |= {"async"} if options else set()
-        p.do(f"x = axes.reshard(x, {f'{spec} -> {target}'!r}, mesh={m}, sizes={sizes}{options})")
+        line = f"x = axes.reshard(x, {f'{spec} -> {target}'!r}, mesh={m}, sizes={sizes}{options})"
+        if cuts_between_names(grid, spec, target, forms):
+            p.refuse(line, "don't fall on its names")
+            d.features.add("refused")
+            continue
+        p.do(line)
         if options:
             p.do("x = x.clone()")
         p.do(f"check(x, W, {g}, {target!r}, {seed}, ({g}, {start!r}))")

@@ -269,7 +269,7 @@ class _Result:
             whole = split(group_text(slot), *self.mesh.named(slot.axes))
             landed = land(whole, math.prod(n for _, n in sizes), sizes)
             if landed is None:
-                advice = f"write '{group_text(slot)}' on the right and axes.reshard the result"
+                advice = f"write '{group_text(slot)}' on the right, and split the result in a second call"
                 raise self.has.between_names(whole, sizes, slot, advice)
             atoms.update(zip(slot.atoms, landed, strict=True))
         return atoms
