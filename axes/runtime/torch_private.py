@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _functorch as functorch
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed import _composable_state, _state_dict_utils, device_mesh
 from torch.distributed import _functional_collectives as funcol
@@ -40,7 +40,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from axes.algebra.errors import ShardingError
@@ -1091,16 +1091,6 @@ def is_wrapped_dtensor(x: torch.Tensor) -> bool:
     while functorch.is_functorch_wrapped_tensor(inside):
         inside = functorch.get_unwrapped(inside)
     return inside is not x and isinstance(inside, DTensor)
-
-
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Makes tensors without values, whatever graph is being traced around it.
-
-    To ask torch what an operation would give. Would be replaced by a public `FakeTensorMode`.
-    """
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
-        yield
 
 
 autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled

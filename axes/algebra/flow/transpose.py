@@ -18,12 +18,11 @@ every other axis the gradient stays as it arrived, split or pending, until somet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow.recipe import Groups, Input, Output, Recipe, Shape
+from axes.algebra.flow.recipe import Groups, Input, Output, Recipe
 from axes.algebra.flow.states import Digits, Entry, close, entries_of, land, pending_of, split
 from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
@@ -182,8 +181,3 @@ class _Transposed:
     def _closed(self, groups: Groups, target: Sharding) -> tuple[ShardedDim, ...]:
         states = iter(target.dims)
         return tuple(close([(next(states), self.forward.size[atom]) for atom in group]) for group in groups)
-
-
-def whole_shape(groups: Groups, sizes: dict[str, int]) -> Shape:
-    """The whole shape of dims that are groups of atoms."""
-    return tuple(math.prod(sizes[atom] for atom in group) for group in groups)
