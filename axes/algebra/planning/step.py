@@ -46,6 +46,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import MeshError
@@ -186,8 +187,8 @@ class Step:
     def exchange_at_unit(self, rank: int) -> Exchange:
         """`exchange` for a tensor of the shape `unit`, found once for all multiples of it."""
         step = self.opened
-        how = step.kind, step.source, step.target, self.unit, step.layout, step.resolved, step.ranks_per_node
-        return _kept_exchange(*how, rank)
+        how: dict[str, Any] = {"resolved": step.resolved, "ranks_per_node": step.ranks_per_node}
+        return _exchange(Step(step.kind, step.source, step.target, self.unit, step.layout, 0, 0, **how), rank)
 
 
 def _unit(one: ShardedDim, two: ShardedDim, size: int) -> int:
@@ -195,8 +196,9 @@ def _unit(one: ShardedDim, two: ShardedDim, size: int) -> int:
     return size if size % parts or len(one.factors) > 1 or len(two.factors) > 1 else min(size, parts)
 
 
+@lru_cache(maxsize=4096)
 def _exchange(step: Step, rank: int) -> Exchange:
-    """What a rank does in a step whose dims aren't factored further."""
+    """What a rank does in a step on a tensor of its unit's shape."""
     if step.kind == "slice":
         return _slice(step, rank)
     ranks = tuple(step.ranks_of(rank))
@@ -206,22 +208,6 @@ def _exchange(step: Step, rank: int) -> Exchange:
         return _equal_parts(step, ranks, rank)
     sides = step.source, step.target, step.shape
     return group_between(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
-
-
-@lru_cache(maxsize=4096)
-def _kept_exchange(
-    kind: str,
-    source: Sharding,
-    target: Sharding,
-    shape: Shape,
-    layout: Layout | None,
-    resolved: Layout,
-    ranks_per_node: int,
-    rank: int,
-) -> Exchange:
-    """What a rank does in a step on a tensor of some unit's shape."""
-    step = Step(kind, source, target, shape, layout, 0, rank, resolved=resolved, ranks_per_node=ranks_per_node)
-    return _exchange(step, rank)
 
 
 def _slice(step: Step, rank: int) -> Exchange:
