@@ -510,7 +510,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Sharding.at": Door(sharding.at, (8, 12)),
         "Sharding.sized": Door(grouped.sized, (8, 24)),
         "Sharding.largest_tile": Door(sharding.largest_tile, (8, 12)),
-        "Sharding.slots": Door(lambda shape: list(sharding.slots(shape)), (8, 12)),
         "Sharding.tile": Door(sharding.tile, (8, 12), 3),
         "Sharding.named": Door(sharding.named, ("rows", "columns")),
         "Sharding.on": Door(sharding.on, axes.Mesh("u=2 v=4")),

@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -219,13 +219,10 @@ class Sharding:
 
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
-        return math.prod(largest_chunk(size, map(_size, layouts)) for _, size, layouts in self.slots(shape))
-
-    def slots(self, shape: Sequence[int]) -> Iterator[tuple[int, int, tuple[Layout, ...]]]:
-        """`(dim, size, layouts)` of each factor of each dim."""
-        for number, (dim, extents) in enumerate(zip(self.dims, _extents(self, checked_shape(shape)), strict=True)):
-            for factor, size in zip(dim.factors, extents, strict=True):
-                yield number, size, factor.layouts
+        sizes = [size for extents in self.extents(shape) for size in extents]
+        factors = [factor for dim in self.dims for factor in dim.factors]
+        pairs = zip(sizes, factors, strict=True)
+        return math.prod(largest_chunk(size, [axis.size for axis in factor.axes]) for size, factor in pairs)
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether every dim divides into its pieces, as split factors of a group always do."""
@@ -416,10 +413,6 @@ def _runs(extents: Sequence[int], cuts: Cuts) -> Runs:
 
 _kept_runs = functools.lru_cache(maxsize=8192)(_runs)
 """The same, kept: most ranks and steps have most of their runs in common."""
-
-
-def _size(layout: Layout) -> int:
-    return layout.size
 
 
 def _check_axes(sharding: Sharding) -> None:
