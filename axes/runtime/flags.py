@@ -42,7 +42,7 @@ trace = ""
 watched = False
 """Whether one of the two is so, or somebody listens: all that an operation looks at where nothing is."""
 
-listeners: list[Any] = []
+listeners: tuple[Any, ...] = ()
 """Who else hears of operations (see `trace.Listener`)."""
 
 _said = Said()

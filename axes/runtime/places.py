@@ -47,12 +47,12 @@ def listening(listener: Callable[[Any], Callable[[], None] | None], changed: Cal
     """In this block `listener` hears of operations; `changed` is called where `parts` of this thread has changed."""
     before = context.listener
     context.listener = changed
-    flags.listeners.append(listener)
+    flags.listeners += (listener,)
     flags.read_environment()
     try:
         yield
     finally:
-        flags.listeners.remove(listener)
+        flags.listeners = tuple([each for each in flags.listeners if each is not listener])
         flags.read_environment()
         context.listener = before
 
@@ -96,8 +96,8 @@ _FILES = 65536
 """So many files are remembered."""
 
 
-passed_files: dict[str, bool] = {}
-"""Whether files are of these packages, as far as it is known."""
+passed_files = {__file__: True}
+"""Whether files are of these packages, as far as it is known: of `_FILES` at most."""
 
 
 def is_users(frame: FrameType) -> bool:
