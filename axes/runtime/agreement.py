@@ -152,10 +152,19 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, 
         return [told]
     limit = timeout.total_seconds()
 
-    def meet() -> list[Any]:
+    def meet() -> tuple[str, list[int], dict[int, Any]]:
         return _meet(member, barrier, statement, limit, told)
 
-    return asked(barrier.subject, limit + _reporters_seconds(barrier) + _LINGER_SECONDS, meet, member.store_name)
+    error, missing, every = asked(barrier.subject, limit + _reporters_seconds(barrier), meet, member.store_name)
+    if not error:
+        return [every.get(rank) for rank in barrier.members]
+    with contextlib.suppress(DesyncError):  # what is wrong matters more
+        present = len(barrier.members) - len(missing)
+        asked(barrier.subject, _LINGER_SECONDS, lambda: _leave(member, barrier, present), member.store_name)
+    shown = _indented(barrier.doing or statement)
+    own = error.startswith(_DISAGREE) and shown not in error
+    kind = MissedError if member.rank in missing else DesyncError
+    raise kind(error + (f"\nThis rank, {member.rank}, holds: {shown}" if own else ""))
 
 
 def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
@@ -239,10 +248,11 @@ def in_time(
 # A barrier
 
 
-def _meet(member: Member, barrier: Barrier, statement: str, limit: float, told: Any) -> list[Any]:
-    """State the text at the barrier and wait for its end."""
-    store, key, shown = member.store, barrier.key, barrier.doing or statement
-    mine = [member.rank, statement, shown]
+def _meet(
+    member: Member, barrier: Barrier, statement: str, limit: float, told: Any
+) -> tuple[str, list[int], dict[int, Any]]:
+    """State the text at the barrier and wait for its end: its error, who is missing, and what ranks have told."""
+    store, key, mine = member.store, barrier.key, [member.rank, statement, barrier.doing or statement]
     if told is not None:
         store.append(f"{key}/told", json.dumps([member.rank, told]) + "\n")
     first = json.loads(store.compare_set(f"{key}/stated", "", json.dumps(mine)))
@@ -256,12 +266,9 @@ def _meet(member: Member, barrier: Barrier, statement: str, limit: float, told: 
     error, missing = _wait_for_end(member, barrier, limit)
     _leave_note(member, f"was last seen {'failing' if error else 'passing'} in {barrier.seen}")
     every = {} if error or told is None else _told(member, barrier)
-    _leave(member, barrier, len(barrier.members) - len(missing) if error else 0)
-    if error:
-        own = error.startswith(_DISAGREE) and _indented(shown) not in error
-        kind = MissedError if member.rank in missing else DesyncError
-        raise kind(error + (f"\nThis rank, {member.rank}, holds: {_indented(shown)}" if own else ""))
-    return [every.get(rank) for rank in barrier.members]
+    if not error:
+        _leave(member, barrier, 0)
+    return error, missing, every
 
 
 def _end(member: Member, barrier: Barrier, error: str, missing: Sequence[int] = ()) -> None:
