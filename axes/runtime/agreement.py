@@ -21,8 +21,8 @@ A barrier ends once, for all: whoever comes later reads the same end. It ends ba
 
 Rank 0 hosts the store of a job, so it leaves a failed barrier last, or the others would see a
 broken connection in place of the error. A store whose host is stopped, or behind a link that is cut,
-answers nothing and says nothing: so another thread asks it, and a rank waits for that thread some
-seconds longer than for the other ranks.
+answers nothing and says nothing: so another thread asks it, and a rank waits for that thread a
+second longer than for the other ranks.
 
 >>> import torch.distributed as dist
 >>> member = Member(dist.HashStore(), rank=0)
@@ -57,7 +57,7 @@ T = TypeVar("T")
 _HOST = 0
 _JOBS = "the job's store"
 _LINGER_SECONDS = 5.0
-_SILENCE_SECONDS = 2.0
+_SILENCE_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
@@ -202,10 +202,19 @@ def without_report(member: Member, barrier: Barrier) -> str:
     return ""
 
 
-def asked(subject: str, seconds: float, call: Callable[[], T], store_name: str = _JOBS) -> T:
-    """`in_time`, for what is asked of a store alone: an error of the store is a `DesyncError` that says so."""
+def asked(subject: str, seconds: float, question: Callable[[], T], store_name: str = _JOBS) -> T:
+    """`question()`, which asks a store, and ends by itself within `seconds` as long as that answers.
+
+    It runs on another thread, since a question waits for ever where the host is silent. Then that thread stays behind,
+    and this raises `DesyncError`, as it does where the store can't be reached.
+    """
+    outcome = _on_a_thread(subject, question)
+    if not wait([outcome], seconds + _SILENCE_SECONDS).done:
+        raise DesyncError(
+            f"{store_name} doesn't answer in {subject}: its host is stopped, or can't be reached from here"
+        )
     try:
-        return in_time(subject, seconds, call, store_name, _SILENCE_SECONDS)
+        return outcome.result()
     except dist.DistError as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         host = f": the launcher where it has an agent, as torchrun has, else rank {_HOST}"
@@ -215,18 +224,20 @@ def asked(subject: str, seconds: float, call: Callable[[], T], store_name: str =
         ) from error
 
 
-def in_time(
-    subject: str,
-    seconds: float,
-    call: Callable[[], T],
-    store_name: str = _JOBS,
-    more: float = _SILENCE_SECONDS + _LINGER_SECONDS,
-) -> T:
-    """`call()`, which connects ranks or asks a store, and ends by itself within `seconds` as long as these answer.
+def in_time(member: Member, subject: str, seconds: float, connect: Callable[[], T]) -> T:
+    """`connect()`, in which torch connects this rank to others, and which it ends by itself within `seconds`.
 
-    It runs on another thread, since a question waits for ever where a host is silent. Then that thread stays behind,
-    and this raises `DesyncError`, `more` seconds later.
+    It doesn't where the store, or a host behind a link that is cut, says nothing: then this raises `DesyncError`.
     """
+    outcome = _on_a_thread(subject, connect)
+    if not wait([outcome], seconds + _SILENCE_SECONDS).done:
+        asked(subject, 0, lambda: member.store.check(["axes"]), member.store_name)
+        if not wait([outcome], _LINGER_SECONDS).done:
+            raise DesyncError(f"no answer in {subject} from a host that is stopped, or can't be reached from here")
+    return outcome.result()
+
+
+def _on_a_thread(subject: str, call: Callable[[], T]) -> Future[T]:
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -236,13 +247,7 @@ def in_time(
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=f"axes: {subject}", daemon=True).start()
-    patience = seconds + more
-    if not wait([outcome], patience).done:
-        raise DesyncError(
-            f"no answer in {subject} for {patience:g} s: {store_name}, or a rank that connects, is on a host that is "
-            "stopped, or can't be reached from here"
-        )
-    return outcome.result()
+    return outcome
 
 
 # A barrier
@@ -303,7 +308,7 @@ def _wait_for_end(member: Member, barrier: Barrier, limit: float) -> tuple[str, 
 
 def _reporters_seconds(barrier: Barrier) -> float:
     """How long the others wait for the rank that looks for those that are missing."""
-    return 1.0 + len(barrier.members) / 5_000
+    return 0.5 + len(barrier.members) / 5_000
 
 
 def _is_first(member: Member, key: str) -> bool:

@@ -561,7 +561,7 @@ def _made(world: World, mesh: Mesh, key: _Key, mark: str, name: str) -> ProcessG
         )
 
     try:
-        group = connect() if world.fake else in_time(barrier.subject, timeout.total_seconds(), connect)
+        group = connect() if world.fake else in_time(world.member, barrier.subject, timeout.total_seconds(), connect)
     except RuntimeError as error:
         if isinstance(error, OF_ONE_RANK):
             raise

@@ -160,7 +160,7 @@ class Rendezvous:
 
     def connect(self, make: Callable[[], T], subject: str) -> T:
         """`make()`, which connects ranks through the store, within the limit."""
-        return in_time(subject, self.seconds, make, _STORE)
+        return in_time(Member(self.store, self.rank, _STORE), subject, self.seconds, make)
 
     # who is there
 

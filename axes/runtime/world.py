@@ -254,7 +254,7 @@ def _start(device_type: str | None, timeout: object) -> None:
         dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
 
     try:
-        in_time(subject, limit.total_seconds(), connect)
+        in_time(member, subject, limit.total_seconds(), connect)
     except RuntimeError as error:
         if isinstance(error, OF_ONE_RANK):
             raise
