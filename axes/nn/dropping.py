@@ -29,7 +29,7 @@ from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, given_sizes, written_sizes
 from axes.algebra.specs import marked_sharding
-from axes.ops.local_view import ALONE
+from axes.ops.request import ALONE
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text

@@ -42,6 +42,7 @@ from axes.algebra.sizes import given_sizes, whole_number
 from axes.ops.autocast import of_function
 from axes.ops.collectives import all_gather, axis_index, axis_size, pmax, psum
 from axes.ops.einops_ops import rearrange
+from axes.ops.module_regions import RegionCall
 from axes.ops.shard_map import run_region
 from axes.ops.typed import T
 from axes.runtime import torch_private
@@ -415,7 +416,7 @@ def _applied(
     local = functools.partial(_cast, what, local)
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
-        return run_region(local, expression, tuple(tensors), {}, mesh)
+        return run_region(local, RegionCall(expression, mesh), tuple(tensors), {})
     if any(distributed):
         for x in tensors:
             check_not_wrapped(f"axes.{what}", x)

@@ -20,7 +20,7 @@ this rank's shard (the local view) it declares it. What an expression means is t
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import einops
@@ -34,10 +34,10 @@ from axes.algebra.flow.recipe import Op, op_name
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import checked_size, given_sizes, written_sizes
-from axes.ops import global_view, local_view
 from axes.ops.extents import extents_of
-from axes.ops.global_view import Grad, check_options
-from axes.ops.recipes import bind, by_function, pattern_of
+from axes.ops.global_view import Grad
+from axes.ops.recipes import bind, by_function
+from axes.ops.request import ALONE, apply, check_options, requested
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
@@ -82,17 +82,7 @@ def rearrange(
     >>> rearrange(torch.zeros(2, 6), "b (h d) -> b h d", h=3).shape
     torch.Size([2, 3, 2])
     """
-    check_options(expression, mesh, comm_dtype, async_op, grad)
-    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
-    if type(x) is list:
-        x = _stacked("rearrange", x, expression)
-    if type(x) not in PLAIN and isinstance(x, DTensor):
-        view = global_view.apply_global
-    elif lacks_axes(expression):
-        return _by_einops("rearrange", x, expression, given)
-    else:
-        view = local_view.apply_local
-    return view("rearrange", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
+    return _called("rearrange", x, expression, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
 
 
 def reduce(
@@ -121,18 +111,7 @@ def reduce(
     >>> reduce(torch.arange(6.0), "(a b) -> a", "mean", a=2).tolist()
     [1.0, 4.0]
     """
-    check_options(expression, mesh, comm_dtype, async_op, grad)
-    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
-    if type(x) is list:
-        x = _stacked("reduce", x, expression)
-    _check_op(op, x)
-    if type(x) not in PLAIN and isinstance(x, DTensor):
-        view = global_view.apply_global
-    elif lacks_axes(expression):
-        return _by_einops("reduce", x, expression, given, op)
-    else:
-        view = local_view.apply_local
-    return view("reduce", expression, op, (x,), mesh, given, comm_dtype, async_op, grad)
+    return _called("reduce", x, expression, op, mesh, comm_dtype, async_op, grad, sizes, keywords)
 
 
 def repeat(
@@ -154,17 +133,30 @@ def repeat(
     >>> repeat(torch.arange(2), "a -> a n", n=3).tolist()
     [[0, 0, 0], [1, 1, 1]]
     """
-    check_options(expression, mesh, comm_dtype, async_op, grad)
+    return _called("repeat", x, expression, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
+
+
+def _called(
+    kind: str,
+    x: Any,
+    text: str,
+    op: Op,
+    mesh: Mesh | None,
+    comm_dtype: Dtypes,
+    async_op: bool,
+    grad: Grad,
+    sizes: Sizes | None,
+    keywords: dict[str, int],
+) -> Any:
+    check_options(text, mesh, comm_dtype, async_op, grad)
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     if type(x) is list:
-        x = _stacked("repeat", x, expression)
-    if type(x) not in PLAIN and isinstance(x, DTensor):
-        view = global_view.apply_global
-    elif lacks_axes(expression):
-        return _by_einops("repeat", x, expression, given)
-    else:
-        view = local_view.apply_local
-    return view("repeat", expression, "", (x,), mesh, given, comm_dtype, async_op, grad)
+        x = _stacked(kind, x, text)
+    if kind == "reduce":
+        _check_op(op, x)
+    if (type(x) in PLAIN or not isinstance(x, DTensor)) and lacks_axes(text):
+        return _by_einops(kind, x, text, given, op)
+    return apply(requested(kind, text, op, mesh, given, comm_dtype, async_op), (x,), grad, op if callable(op) else None)
 
 
 class RefusedByTorch(ShardingError, RuntimeError):
@@ -196,7 +188,7 @@ def _pattern(kind: str, text: str, rank: int, given: tuple[str, ...]) -> _Patter
     )
     atoms = dict.fromkeys(atom for group in (*left, *right) for atom in group)
     letters = {atom: f"x{number}" for number, atom in enumerate(atoms)}
-    one, other = pattern_of(left, letters), pattern_of(right, letters)
+    one, other = _side(left, letters), _side(right, letters)
     has, wants = ([letters[atom] for group in side for atom in group] for side in (left, right))
     kept = [letter for letter in wants if letter in has]
     ordered = " ".join([*kept, *(letter for letter in has if letter not in wants)])
@@ -208,6 +200,12 @@ def _pattern(kind: str, text: str, rank: int, given: tuple[str, ...]) -> _Patter
         tuple(letters[name] for name in given),
         tuple((letters[atom], int(atom.split("#")[0])) for atom in atoms if "#" in atom),
     )
+
+
+def _side(groups: Sequence[Sequence[str]], letters: Mapping[str, str]) -> str:
+    """One side of einops' pattern: dims, which are groups of atoms, in letters."""
+    texts = (" ".join(letters[atom] for atom in group) for group in groups)
+    return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
 
 
 def _by_einops(kind: str, x: Any, text: str, given: tuple[tuple[str, int], ...], op: Op = "") -> Any:
@@ -234,7 +232,7 @@ def _by_einops(kind: str, x: Any, text: str, given: tuple[tuple[str, int], ...],
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         # What is wrong with names and sizes is said as it is of shards and DTensors.
-        bind(extents_of(recipe(kind, text, op_name(op), (None,), (tuple(shape),), local_view.ALONE, given)), "local")
+        bind(extents_of(recipe(kind, text, op_name(op), (None,), (tuple(shape),), ALONE, given)))
         raise RefusedByTorch(f"axes.{kind}: {error}") from None
     value = by_function(op, text, first, x) if first < len(x.shape) else x
     return einops.rearrange(value, behind) if behind else value

@@ -28,11 +28,11 @@ from axes.algebra.flow.reading import read
 from axes.algebra.flow.rules import units_of
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
-from axes.ops import global_view, local_view
 from axes.ops.autocast import of_factor
 from axes.ops.contraction import equation
 from axes.ops.einops_ops import lacks_axes
-from axes.ops.global_view import Grad, check_options
+from axes.ops.global_view import Grad
+from axes.ops.request import apply, check_options, requested
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
@@ -79,7 +79,7 @@ def einsum(
     distributed = [isinstance(x, DTensor) for x in tensors]
     if all(distributed):
         _check_dtypes(tensors)
-        return global_view.apply_global("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
+        return apply(requested("einsum", expression, "sum", mesh, given, comm_dtype, async_op), tensors, grad)
     if torch_private.functorch_is_active():
         for x in tensors:
             check_not_wrapped("axes.einsum", x)
@@ -91,7 +91,7 @@ def einsum(
         terms, letters = _in_letters(expression, tuple(map(len, shapes)), units)
         if letters and len(tensors) > 1 and _agree(terms, shapes):  # of one, a leaf gets memory of its own below
             return torch.einsum(letters, *tensors)
-    return local_view.apply_local("einsum", expression, "sum", tensors, mesh, given, comm_dtype, async_op, grad)
+    return apply(requested("einsum", expression, "sum", mesh, given, comm_dtype, async_op), tensors, grad)
 
 
 @read_once

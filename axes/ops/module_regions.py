@@ -22,7 +22,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -40,7 +40,7 @@ from axes.algebra.scopes import required_mesh, use_mesh
 from axes.algebra.universe import Universe
 from axes.ops.named_specs import NamedSpecs
 from axes.ops.regions import read_region
-from axes.ops.trees import tensors_of_tree
+from axes.ops.trees import taken_apart
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global, leave_together
 from axes.runtime.groups import of_world
@@ -51,15 +51,14 @@ from axes.runtime.transforms import check_transforms
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-@dataclass(frozen=True)
-class RegionCall:
-    """What `shard_map` is told of a module; `run` is `run_region`."""
+class RegionCall(NamedTuple):
+    """What `shard_map` is told; of a module, `run` is `run_region`."""
 
     expression: str
-    mesh: Mesh | None
-    check: bool | float
-    named: NamedSpecs
-    run: Callable[..., Any]
+    mesh: Mesh | None = None
+    check: bool | float = False
+    named: NamedSpecs = NamedSpecs()
+    run: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -229,7 +228,8 @@ class _Region(torch.nn.Module):
             return _within(call, ModuleFunction(self, super().forward, call, _stack.regions[-1]), args, kwargs)
         running = Running()
         inside = ModuleFunction(self, super().forward, call, running)
-        return call.run(inside, call.expression, args, kwargs, call.mesh, call.check, running, plain, call.named)
+        assert call.run is not None
+        return call.run(inside, call, args, kwargs, running, plain)
 
     def __reduce__(self) -> Any:
         return _unpickled, (getattr(type(self), _KIND),), self.__dict__
@@ -300,12 +300,8 @@ def _check_made(module: torch.nn.Module, state: _State, expression: str) -> None
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
     """Whether there are tensors among the arguments, all of them plain."""
-    found = tensors_of_tree((args, kwargs), _any)
+    found = taken_apart((args, kwargs), lambda part: None).tensors
     return bool(found) and not any(isinstance(x, DTensor) for x in found)
-
-
-def _any(part: object) -> None:
-    """Takes every part of a tree: what a region refuses it says by itself."""
 
 
 def without_same(spec: Spec) -> str:

@@ -20,7 +20,7 @@ from axes.algebra.errors import ExpressionError, ShardingError, shortened, sugge
 from axes.algebra.grammar import Dim, Place, Spec, parse_spec
 from axes.algebra.sizes import checked_texts
 from axes.ops.regions import read_region
-from axes.ops.trees import tensors_of_tree
+from axes.ops.trees import taken_apart
 from axes.runtime.graphs import read_once
 
 Texts = tuple[tuple[str, str], ...]
@@ -102,7 +102,7 @@ def _check(
 
 def names_of_tensors(parts: Iterable[tuple[str, object]]) -> list[str]:
     """The name of each tensor in parts with names."""
-    return [name for name, part in parts for _ in tensors_of_tree(part, lambda part: None)]
+    return [name for name, part in parts for _ in taken_apart(part, lambda part: None).tensors]
 
 
 def _fields(result: object) -> Iterable[tuple[str, object]]:

@@ -1,10 +1,10 @@
 """Recipes made ready: what an expression does to this rank's tensors, as one function.
 
-    program = bind(extents_of(recipe), "global")
-    local = program.run(*locals)            # gather? -> view -> move? -> compute -> move? -> view
+    made = bind(extents_of(recipe))
+    local = made.run(*locals)            # gather? -> view -> move? -> compute -> move? -> view
 
-`bind` turns a recipe of the algebra into a `BoundRecipe`, a chain of few functions: views, reductions by
-einops or a matrix product on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing
+`bind` turns a recipe of the algebra into a `BoundRecipe`, a chain of few functions: views, a reduction
+or a matrix product on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing
 moves, a rearrangement is its views with this rank's sizes. (They are made by functions of torch: methods of a
 tensor, called with a tuple of sizes, take almost twice as long.)
 """
@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-import einops
 import torch
 
 from axes.algebra.errors import ShardingError, SizeError, shown
@@ -29,10 +28,11 @@ from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
 from axes.runtime import lines
-from axes.runtime.linear import Kept, around
+from axes.runtime.linear import Kept, around, both_ways
 from axes.runtime.lines import Line, line_of
-from axes.runtime.redistribute import Dtypes, moves_of, pulled_back, redistribute
+from axes.runtime.redistribute import Dtypes, moves_of, redistribute
 from axes.runtime.symbols import hints, is_symbolic
+from axes.runtime.torch_placements import torch_placements
 from axes.runtime.writes import writable
 
 Run = Callable[..., torch.Tensor]
@@ -40,56 +40,61 @@ Stage = Callable[[torch.Tensor], torch.Tensor]
 View = Literal["global", "local"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BoundRecipe:
-    """A recipe, made ready for one rank. `run` takes and gives local tensors.
+    """A recipe, made ready for one rank.
 
-    comm_dtype: as in `redistribute`.
+    `run` takes and gives local tensors. `device_mesh` and `placements` are those of the result where these are shards
+    of DTensors, in the global view; None and nothing in the local view. `comm_dtype` and `async_op` are as in
+    `redistribute`. `caches` hold what is made for this operation alone.
     """
 
     extents: Extents
     run: Run
-    view: View
-    comm_dtype: Dtypes
-    async_op: bool
+    device_mesh: Any = None
+    placements: tuple[Any, ...] = ()
+    comm_dtype: Dtypes = None
+    async_op: bool = False
+    caches: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it was made from."""
+        return self.extents.recipe
 
     def calling(self, function: Callable[..., Any]) -> BoundRecipe:
-        """The program with the caller's function for its reduction, made for one call: what is kept has no function."""
-        return bind(_with(self.extents, op=function), self.view, self.comm_dtype, self.async_op)
+        """The same with the caller's function for its reduction, made for one call: what is kept has no function."""
+        return bind(_with(self.extents, op=function), self.device_mesh, self.comm_dtype, self.async_op)
 
     @functools.cached_property
     def may_be_view(self) -> bool:
         """Whether the result may be a view of the operand: nothing is sent, and nothing reduced but by the caller."""
-        found = self.extents.recipe
+        found = self.recipe
         if found.kind == "reduce" and found.op not in REDUCTIONS:
             return True
         kept = {*found.result.atoms}
         return len(found.inputs) == 1 and not found.moves and kept.issuperset(found.inputs[0].atoms)
 
-    @functools.cached_property
-    def may_be_cast(self) -> bool:
-        """Whether autocast has a say in which dtype it is computed: what only rearranges keeps its own."""
-        return self.extents.recipe.kind in ("einsum", "reduce")
 
-    # One program is made per key, so identity will do, and hashing a recipe would be slow.
-    __hash__ = object.__hash__
+def bind(extents: Extents, device_mesh: Any = None, comm_dtype: Dtypes = None, async_op: bool = False) -> BoundRecipe:
+    """The program of a recipe at these extents, on the rank that its mesh is seen from: in the global view on a
+    `device_mesh`, else in the local view.
+    """
+    view: View = "local" if device_mesh is None else "global"
+    placements = () if device_mesh is None else torch_placements(extents.recipe.result.output)
+    run = _program(extents, view, comm_dtype, async_op)
+    return BoundRecipe(extents, run, device_mesh, placements, comm_dtype, async_op)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
-
-def bind(extents: Extents, view: View, comm_dtype: Dtypes = None, async_op: bool = False) -> BoundRecipe:
-    """The program of a recipe at these extents, on the rank that its mesh is seen from."""
+def _program(extents: Extents, view: View, comm_dtype: Dtypes, async_op: bool) -> Run:
     found = extents.recipe
     if found.mesh.coordinate is None:
-        return BoundRecipe(extents, _nothing, view, comm_dtype, async_op)
-    last = _last(extents, view, comm_dtype, async_op)
+        return _nothing
+    last = _leaving(extents, found.result.derived, view, comm_dtype, async_op)
     feeds = [_feed(extents, i, view, comm_dtype) for i in found.inputs]
-    compute = local_computation(extents)
     if view == "local" and last is not None and is_extreme_across_ranks(found):
-        whole = extreme(extents, compute, last, feeds[0] is None, comm_dtype)
-        return BoundRecipe(extents, _chained(feeds, whole, None), view, comm_dtype, async_op)
-    return BoundRecipe(extents, _chained(feeds, compute, last), view, comm_dtype, async_op)
+        return _chained(feeds, extreme(extents, feeds[0] is None, comm_dtype, async_op), None)
+    return _chained(feeds, local_computation(extents), last)
 
 
 def is_extreme_across_ranks(found: Recipe) -> bool:
@@ -195,15 +200,8 @@ def _opening(extents: Extents, operand: Input) -> Stage | None:
     return lambda x: torch.reshape(x, shape)
 
 
-def _last(extents: Extents, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
+def _leaving(extents: Extents, derived: Sharding, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
     """From the derived result, with one dim per atom, to the result; None where that only merges dims."""
-    return _leaving(extents, extents.recipe.result.derived, view, comm_dtype, async_op)
-
-
-def _leaving(
-    extents: Extents, derived: Sharding, view: View, comm_dtype: Dtypes, async_op: bool = False
-) -> Stage | None:
-    """The same for a result that is pending otherwise."""
     result = extents.recipe.result
     moving = redistribution(derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op)
     return None if moving is None else _joined([moving, _merging(extents)])
@@ -269,27 +267,21 @@ def _repeats(atoms: Sequence[str]) -> bool:
 
 def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
     """One operand: views of it, or a reduction."""
-    local, divisor = extents.computed, extents.divisor
-    have = {atom for group in term for atom in group}
-    want = {atom for group in goal for atom in group}
-    reduced, added = [a for a in have if a not in want], [a for a in want if a not in have]
-    if reduced and added:
-        middle = _singles([a for group in term for a in group if a in want])
-        first, then = _single(extents, term, middle), _single(_with(extents, divisor=1), middle, goal)
-        return lambda x: then(first(x))
-    if not reduced:
-        scaling = [] if extents.recipe.divisor == 1 else [lambda x: x / divisor]
+    found, local, divisor = extents.recipe, extents.computed, extents.divisor
+    have, want = [atom for group in term for atom in group], {atom for group in goal for atom in group}
+    gone = [atom for atom in have if atom not in want]
+    if not gone:
+        scaling = [] if found.divisor == 1 else [lambda x: x / divisor]
         return _joined([*scaling, *_views(term, goal, local)]) or _same
-    if callable(extents.recipe.op):
-        kept, gone = [a for group in goal for a in group], [a for group in term for a in group if a not in want]
-        before = _joined(_views(term, _singles([*kept, *gone]), local))
-        function = functools.partial(by_function, extents.recipe.op, extents.recipe.text, len(kept))
-        return _joined([before, function, *_views(_singles(kept), goal, local)]) or _same
-    letters = {atom: f"x{number}" for number, atom in enumerate(have)}
-    grouped = {a for group in (*term, *goal) if len(group) != 1 for a in group}
-    sizes = {letters[a]: local[a] for a in local if a in grouped}
-    pattern = f"{pattern_of(term, letters)} -> {pattern_of(goal, letters)}"
-    return _reduction(extents, pattern, sizes, reduced)
+    kept = [atom for atom in have if atom in want]
+    if callable(found.op):
+        kept = sorted(kept, key=[atom for group in goal for atom in group].index)
+        have = [*kept, *gone]
+        reduce: Run = functools.partial(by_function, found.op, found.text, len(kept))
+    else:
+        reduce = _reduction(extents, gone, tuple([at for at, atom in enumerate(have) if atom not in want]))
+    stages = [*_views(term, _singles(have), local), reduce, *_views(_singles(kept), goal, local)]
+    return _joined(stages) or _same
 
 
 def _views(term: Groups, goal: Groups, local: Mapping[str, int]) -> list[Stage]:
@@ -313,125 +305,101 @@ def _with(extents: Extents, **changes: Any) -> Extents:
 # --- a maximum or minimum across ranks, in the local view
 
 
-@dataclass(frozen=True)
-class Extreme:
-    """The stages of a maximum over ranks, and of its gradient: to where it is reached, in equal parts.
+class Extreme(NamedTuple):
+    """The local maximum, a local sum, a value taken to all that were reduced to it; and the ranks that agree on it."""
 
-    `run` is all of it. For the gradient, `most` gives the local maximum and `count` a local sum, each
-    with one dim per atom; `agreed` and `added` make of these the whole one, and `spread` takes it to the
-    operand's dims. `back` takes the gradient of the result to that of the whole maximum.
-    """
-
-    run: Stage
     most: Stage
-    agreed: Stage
     count: Stage
-    added: Stage
     spread: Stage
-    back: Stage
+    op: str
+    line: Line
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The maximum over the ranks."""
+        return lines.all_reduce(self.most(x), self.op, self.line)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of values with the dims of the result; differentiable."""
+        total = functools.partial(lines.all_reduce, op="sum", line=self.line)
+        return both_ways(total, total, x)
+
+    def back(self, g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
+        """The gradient goes to where the maximum is reached, on whatever rank, in equal parts."""
+        x, found = kept
+        with torch.no_grad():
+            reached = (x == self.spread(found)).to(x.dtype)
+            share = reached / self.spread(self.sum(self.count(reached)))
+        return share * self.spread(self.sum(g))
 
 
-def extreme(extents: Extents, compute: Run, last: Stage, raw: bool, comm_dtype: Dtypes) -> Run:
-    """The computation of a maximum or minimum over ranks, differentiable in the local view.
+def extreme(extents: Extents, raw: bool, comm_dtype: Dtypes, async_op: bool) -> Run:
+    """A maximum or minimum over ranks: an all-reduce, then whatever the right side asks for.
 
     torch would divide a gradient among the ties of one rank, and communication among ranks; both at
     once is what the maximum of the whole does.
     """
     found = extents.recipe
-    derived, shape = found.result.derived, extents.shape(found.result.atoms)
-    whole = replace(derived, pending=())
-    summed = replace(derived, pending=tuple(replace(p, op="sum") for p in derived.pending))
+    derived, total = found.result.derived, _with(extents, op="sum")
+    axes = tuple([axis.name for p in derived.pending for axis in p.axes])
     operand = found.inputs[0].groups if raw else _singles(found.inputs[0].atoms)
-    atoms, total = _singles(found.result.atoms), _with(extents, op="sum")
+    atoms = _singles(found.result.atoms)
     stages = Extreme(
-        run=lambda x: last(compute(x)),
-        most=_single(extents, operand, atoms),
-        agreed=redistribution(derived, whole, shape, "local", comm_dtype) or _same,
-        count=_single(total, operand, atoms),
-        added=redistribution(summed, whole, shape, "local", None) or _same,
-        spread=_single(total, atoms, operand),
-        back=_pulling_back(extents, summed, comm_dtype),
+        _single(extents, operand, atoms),
+        _single(total, operand, atoms),
+        _single(total, atoms, operand),
+        str(found.op),
+        line_of(found.mesh, axes),
     )
-    return functools.partial(_across_ranks, stages)
-
-
-def _across_ranks(stages: Extreme, x: torch.Tensor) -> torch.Tensor:
-    """The maximum of `x`. Its gradient goes to where it was reached on all ranks, in equal parts."""
-
-    def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
-        reached, ties = _reached(stages, kept[0])
-        return reached * stages.spread(stages.back(g) / ties)
-
-    return around(lambda x: writable(stages.run(x), x), back, x, keep=(True, False))
-
-
-def _reached(stages: Extreme, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where this rank's values are the whole maximum, as ones and zeros, and how often it is reached over all ranks."""
-    with torch.no_grad():
-        reached = (x == stages.spread(stages.agreed(stages.most(x)))).to(x.dtype)
-        return reached, stages.added(stages.count(reached))
-
-
-def _pulling_back(extents: Extents, summed: Sharding, comm_dtype: Dtypes) -> Stage:
-    """From the gradient of the result to that of the values which were reduced to it."""
-    result = extents.recipe.result
-    shape, opened = extents.shape(result.atoms), extents.local(result.atoms, result.target)
-    return lambda g: _pulled(g.reshape(opened), summed, result.target, shape, comm_dtype)
-
-
-def _pulled(g: torch.Tensor, source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes) -> torch.Tensor:
-    if unmoved(source, target, hints(shape)):
-        return g
-    (source, source_same), (target, target_same) = map(unmarked, (source, target))
-    return pulled_back(
-        g,
-        source,
-        target,
-        shape,
-        view="local",
-        comm_dtype=comm_dtype,
-        source_same=source_same,
-        target_same=target_same,
-    )
+    whole = replace(derived, pending=())
+    leave = _leaving(extents, whole, "local", comm_dtype, async_op) or _merging(extents) or _same
+    return lambda x: leave(around(lambda x: writable(stages.run(x), x), stages.back, x, keep=(True, True)))
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def pattern_of(groups: Sequence[Sequence[str]], letters: Mapping[str, str]) -> str:
-    """One side of einops' pattern: dims, which are groups of atoms, in letters."""
-    texts = (" ".join(letters[atom] for atom in group) for group in groups)
-    return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
+def _product(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    for dim in reversed(dims):
+        x = torch.prod(x, dim)
+    return x
 
 
-def _reduction(extents: Extents, pattern: str, sizes: Mapping[str, int], atoms: Sequence[str]) -> Run:
-    """A reduction of these atoms; of no elements, it gives the reduction's identity."""
-    found, divisor = extents.recipe, extents.divisor
+_REDUCED: dict[Any, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+    "prod": _product,
+    "any": torch.any,
+    "all": torch.all,
+}
+
+
+def _reduction(extents: Extents, atoms: Sequence[str], dims: tuple[int, ...]) -> Run:
+    """A reduction of these atoms, which are these dims; of no elements, it gives the reduction's identity."""
+    found, divisor, op = extents.recipe, extents.divisor, extents.recipe.op
     # For its part of the whole, one size tells as much as another.
     numbers = extents_of(found).computed if extents.is_symbolic else extents.computed
     count = math.prod(numbers[a] for a in atoms)
 
     def reduced_by(op: Op) -> Run:
-        how = torch.mean if op == "mean" else op  # einops knows no mean of complex numbers
-        return lambda x: einops.reduce(x, pattern, how, **sizes)
+        return lambda x: _REDUCED[op](x, dims)
 
-    op = found.op
-    if op in ("max", "min") and not found.counted and not all(found.size[atom] for atom in atoms):
+    is_empty = not all(found.size[atom] for atom in atoms)
+    if op in ("max", "min") and not found.counted and is_empty:
         empty = " and ".join(f"'{atom}'" for atom in atoms if not found.size[atom])
         raise SizeError(f"a {op} over no elements has no value: {empty} is 0\nin  {found.text}")
-    if op in ("max", "min") and count == 0 and (found.counted or all(found.size[atom] for atom in atoms)):
+    if op in ("max", "min") and count == 0:
         return functools.partial(_identity, reduced_by("sum"), op)
     if op == "mean" and found.counted:
         line = line_of(found.mesh, tuple([axis.name for axis in found.counted]))
-        return functools.partial(_share, pattern, sizes, math.prod(extents.computed[a] for a in atoms), line)
-    if op == "mean":
-        if found.divisor == 0:
-            return reduced_by("mean")
+        return functools.partial(_share, dims, math.prod(extents.computed[a] for a in atoms), line)
+    if op == "mean" and found.divisor != 0:
         # This rank's share of the mean: its own mean, by how much of the whole it has.
         weight, own = count * found.multiplier / found.divisor, reduced_by("mean" if count else "sum")
         return own if weight == 1 else lambda x: own(x) * weight
-    if found.divisor == 1:
+    if found.divisor == 1 or op == "mean":
         return reduced_by(op)
     total = reduced_by("sum")
     return lambda x: total(x) / divisor
@@ -451,19 +419,16 @@ def by_function(function: Callable[..., Any], text: str, first: int, x: Any) -> 
     return found
 
 
-def _share(pattern: str, sizes: Mapping[str, int], count: int, line: Line, x: torch.Tensor) -> torch.Tensor:
+def _share(dims: tuple[int, ...], count: int, line: Line, x: torch.Tensor) -> torch.Tensor:
     """A rank's share of a mean of which each rank knows its own count alone: over the line they add them up.
 
     The counts stay on the device, so that nothing waits for them.
     """
-    if not x.is_floating_point():
-        return einops.reduce(x, pattern, "mean", **sizes)
     mine = x.new_full((), count, dtype=torch.int64)
     whole = mine if line.size == 1 else lines.all_reduce(mine, "sum", line)
     # What 16 bits can't hold may be the sum of what they can.
     wide = torch.promote_types(x.dtype, torch.float32)
-    total = einops.reduce(x, pattern, functools.partial(torch.sum, dtype=wide), **sizes)
-    return (total / whole.to(wide)).to(x.dtype)
+    return (torch.sum(x, dims, dtype=wide) / whole).to(x.dtype)
 
 
 def _identity(total: Run, op: str, x: torch.Tensor) -> torch.Tensor:

@@ -1,55 +1,66 @@
 """Regions of symbolic sizes: what `torch.compile` traces so that one graph serves many shapes.
 
-A region (see `axes.ops.regions`) depends on sizes through little: tensors agree on the size of a name,
-and dims are cut in parts. Where the parts are even it is the same at every size, so numbers stand for
-the symbols, those of a name the same one. That sizes are equal, and multiples of their parts, is asked
-of the symbols, which guards the graph. A dim that is uneven, written with a number or split inside
-has the size of this call, for which alone the graph is then.
+A region (see `axes.ops.regions`) is the same at every size that its splits divide. Such sizes stay symbols, and the
+graph is guarded on the remainder. Other sizes become numbers, those in groups and those that are written too, and
+another size is compiled anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from axes.algebra.errors import AxesError
-from axes.algebra.grammar import Dim
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import ShardedDim
 from axes.ops.regions import (
     Held,
     Placed,
     Region,
-    RegionExpression,
-    check_count,
     expanded,
     flows,
     key_of,
     placed,
-    read_region,
     region_of,
     result_sharding,
     whole_size,
 )
 from axes.runtime.shards import LocalPart
-from axes.runtime.symbols import are_equal, fixed, is_symbolic, spec_at, stand_in
-from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic, spec_at
 
 Asked = tuple[str, Mesh | None, bool]
 """What `region_of` is asked beside the tensors: the expression, the mesh of its names, and whether it is given."""
 
 Shape = tuple[Any, ...]
-Sizes = Mapping[Any, Any]
-"""Numbers and symbols; these by name."""
 
 
-def traced_region(asked: Asked, specs: Sequence[Held]) -> Region:
-    """The region of tensors with these `DTensorSpec`s, whose sizes may be symbolic."""
-    try:
-        return _region(asked, specs, every=False)[0]
-    except AxesError:
-        return _region(asked, specs, every=True)[0]
+def traced_region(asked: Asked, specs: Sequence[Held]) -> tuple[Region, Mapping[str, Any]]:
+    """The region of tensors with these `DTensorSpec`s, at the sizes of the call that is traced; and the sizes of its
+    names, symbols where they may vary.
+    """
+    if not any(is_symbolic(spec.shape) for spec in specs):
+        found = region_of(*asked, tuple(specs))
+        return found, found.sizes
+    found = region_of(*asked, tuple([spec_at(spec, hints(spec.shape)) for spec in specs]))
+    reading = found.reading
+    dims = [
+        (key_of(dim) or (place, at), dim, split, size)
+        for place, (each, spec) in enumerate(zip(found.inputs, specs, strict=True))
+        for at, (dim, split, size) in enumerate(zip(each.dims, each.sharding.dims, spec.shape, strict=True))
+    ]
+    symbols: dict[Any, Any] = {}
+    stay: set[Any] = set()
+    for dim in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
+        is_opened = dim.grouped and not flows(reading, dim)
+        stay.update([f.name for f in dim.factors if is_opened or f.size is not None])
+    for name, dim, split, size in dims:
+        is_cut_once = len(split.factors) == 1 and (not dim.grouped or flows(reading, dim))
+        is_even = type(size) is not int and is_cut_once and size % split.pieces == 0
+        if not (is_even and are_equal(size, symbols.setdefault(name, size))):
+            stay.add(name)
+    for name, _, _, size in dims:
+        if name in stay:
+            fixed(size)
+    return found, {**found.sizes, **{name: size for name, size in symbols.items() if name not in stay}}
 
 
 def traced_results(
@@ -58,92 +69,17 @@ def traced_results(
     """What the results are outside that have these shapes on this rank; where it is symbolic, so is that there. And the
     results as parts, of which some may have to be told even.
     """
-    try:
-        return _results(*_region(asked, specs, every=False), shapes, every=False)
-    except AxesError:
-        return _results(*_region(asked, specs, every=True), shapes, every=True)
-
-
-def _region(asked: Asked, specs: Sequence[Held], every: bool) -> tuple[Region, Sizes]:
-    """The region at numbers, and the symbolic sizes of its names. `every` size is the number of this call."""
-    reading = read_region(asked[0])
-    shapes = [tuple(spec.shape) for spec in specs]
-    if not any(map(is_symbolic, shapes)):
-        found = region_of(*asked, tuple(specs))
-        return found, found.sizes
-    if every:
-        numbers, symbols = [tuple(map(fixed, shape)) for shape in shapes], {}
-    else:
-        check_count("the function is called with", len(specs), reading.inputs, "left")
-        dims = [_dims_of(reading, place, spec) for place, spec in enumerate(specs)]
-        kept = _unvarying(reading, [each for tensor in dims for each in tensor])
-        ranks = max(spec.mesh.size() for spec in specs)
-        numbers = [
-            tuple([fixed(d.size) if d.name in kept else stand_in((d.size,), ranks)[0] for d in tensor])
-            for tensor in dims
-        ]
-        symbols = {d.name: d.size for tensor in dims for d in tensor}
-    found = region_of(*asked, tuple(map(spec_at, specs, numbers)))
-    return found, {**found.sizes, **symbols}
-
-
-class _SizedDim(NamedTuple):
-    """A dim of a tensor by name, or by its place where it has none, and whether its size can vary."""
-
-    name: str | tuple[int, int]
-    size: Any
-    varies: bool
-
-
-def _dims_of(reading: RegionExpression, place: int, held: Held) -> list[_SizedDim]:
-    sharding = sharding_of_spec(held)
-    dims = expanded(reading.inputs[place], sharding.ndim, f"tensor {place}")
-    found = []
-    for at, (dim, split, size) in enumerate(zip(dims, sharding.dims, held.shape, strict=True)):
-        whole = len(split.factors) == 1 and (not dim.grouped or flows(reading, dim))
-        even = whole and size % split.pieces == 0
-        found.append(_SizedDim(key_of(dim) or (place, at), size, even))
-    return found
-
-
-def _unvarying(reading: RegionExpression, dims: Sequence[_SizedDim]) -> set[str | tuple[int, int]]:
-    """The names whose sizes can't vary."""
-    found: set[str | tuple[int, int]] = set()
-    for written in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
-        inside = written.grouped and not flows(reading, written)
-        found.update(f.name for f in written.factors if f.name and (inside or f.size is not None))
-    first = {dim.name: dim.size for dim in reversed(dims)}
-    for dim in dims:
-        if not dim.varies or type(dim.size) is int or not are_equal(dim.size, first[dim.name]):
-            found.add(dim.name)
-    return found
-
-
-def _results(
-    region: Region, sizes: Sizes, shapes: Sequence[Shape], every: bool
-) -> tuple[tuple[Placed, ...], tuple[LocalPart, ...]]:
-    reading, named = region.reading, replace(region, sizes=sizes)
-    check_count("the function returned", len(shapes), reading.outputs, "right")
-    parts, numbers, wholes = [], [], []
-    for place, (spec, shape) in enumerate(zip(reading.outputs, shapes, strict=False)):
+    region, sizes = traced_region(asked, specs)
+    named, parts, numbers = replace(region, sizes=sizes), [], []
+    for place, (spec, shape) in enumerate(zip(region.reading.outputs, shapes, strict=False)):
         dims = expanded(spec, len(shape), f"result {place}")
         sharding = result_sharding(region, spec, dims)
-        each = list(zip(dims, sharding.dims, shape, strict=True))
-        parts.append(LocalPart(sharding, shape, tuple([whole_size(named, *one) for one in each])))
-        wholes.append(parts[-1].even)
-        pairs = [_numbers(region, *one, whole, every) for one, whole in zip(each, wholes[-1], strict=True)]
-        here, there = zip(*pairs, strict=True) if pairs else ((), ())
-        numbers.append((LocalPart(sharding, here, there), there))
-    found = placed(region, *(tuple(each) for each in zip(*numbers, strict=True))) if numbers else ()
-    return tuple([replace(one, shape=whole) for one, whole in zip(found, wholes, strict=True)]), tuple(parts)
-
-
-def _numbers(region: Region, dim: Dim, split: ShardedDim, local: Any, whole: Any, every: bool) -> tuple[int, int]:
-    """What stands for a size of a result on this rank, and for `whole`, its size outside."""
-    count = split.pieces
-    if every or len(split.factors) != 1 or whole % count or not are_equal(whole, local * count):
-        return fixed(local), fixed(whole)
-    (here,) = stand_in((local,), region.home.size)
-    there = whole_size(region, dim, split, here)
-    there = here * count if there is None else there
-    return there // count, there
+        known = [whole_size(named, *each) for each in zip(dims, sharding.dims, shape, strict=True)]
+        parts.append(LocalPart(sharding, shape, tuple(known)))
+        for split, local, whole in zip(sharding.dims, shape, parts[-1].even, strict=True):
+            if len(split.factors) != 1 or whole % split.pieces or not are_equal(whole, local * split.pieces):
+                fixed(local), fixed(whole)
+        wholes = tuple(map(hint, parts[-1].even))
+        numbers.append((LocalPart(sharding, hints(shape), wholes), wholes))
+    found = placed(region, *map(tuple, zip(*numbers, strict=True))) if numbers else ()
+    return tuple([replace(p, shape=part.even) for p, part in zip(found, parts, strict=True)]), tuple(parts)

@@ -14,27 +14,25 @@ from typing import Any, overload
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened, shown
 from axes.algebra.flow.reading import check_no_blocks, read
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.redistribution import retargeted
-from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import unknown_size, written_sizes
 from axes.algebra.transfer_ends import names_in_spec
-from axes.ops import local_view
-from axes.ops.global_view import Grad, check_options
+from axes.ops.global_view import Grad
+from axes.ops.request import Request, apply, check_options, requested, with_sizes, without_sizes
 from axes.ops.reshard_many import check_named, reshard_many
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
-from axes.runtime.graphs import device_mesh_input, known, node_of_graph, number_of, read_once
-from axes.runtime.leaves import leave_pending, resolve_at_leaf, settles
+from axes.runtime.graphs import device_mesh_input, read_once
+from axes.runtime.leaves import leave_pending, resolve_at_leaf, traced
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.routes import Route, of_sizes, route, routed, same_axes, settled
+from axes.runtime.routes import Route, of_sizes, route, routed, same_axes
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
@@ -123,16 +121,17 @@ def reshard(
         return _of_shard(x, spec, mesh, comm_dtype, async_op, grad, given)
     if torch_private.transforms_are_on():
         check_transforms("axes.reshard", (x,))
-    where = ambient_mesh() if mesh is None else None
+    request = requested("reshard", spec, "", mesh, given, comm_dtype, async_op)
     if torch.compiler.is_compiling():
-        settle = grad == "resolved" and settles(x)
-        if grad == "pending" and x.is_leaf and x.requires_grad:
-            leave_pending(x)
-        names = tuple([name for name, _ in given])
-        home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else mesh or where, x)
-        number = number_of(spec, mesh, where, comm_dtype, names)
-        return _node(x, home, number, settle, tuple([size for _, size in given]))
-    return _reshard(x, spec, mesh, where, comm_dtype, grad, given, async_op)
+        home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else request.mesh, x)
+        what, numbers = without_sizes(request)
+        return traced(_in_graph, what, (x,), grad, home, numbers)
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
+    found = routed(x, _route, request._replace(async_op=False))
+    if flags.watched:
+        return within("axes.reshard to", spec, found.take, x, async_op)
+    return found.take(x, async_op)
 
 
 def _many(
@@ -159,70 +158,40 @@ def _many(
         return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}
     if torch_private.transforms_are_on():
         check_transforms("axes.reshard", tuple(tensors.values()))
-    where = ambient_mesh() if mesh is None else None
     targets = {}
     for name, x in tensors.items():
         spec = specs[name]
         if not isinstance(spec, (str, Sharding)):
             raise ExpressionError(f"reshard takes a spec or a Sharding; found {shown(spec)}")
         try:
-            targets[name] = _meant(torch_private.spec_of(x), spec, mesh, where, given[name])
+            targets[name] = _meant(torch_private.spec_of(x), requested("reshard", spec, "", mesh, given[name]))
             check_torch_can(targets[name], tuple(x.shape))
         except ShardingError as error:
             raise ShardingError(f"{error}\n  of the tensor {shortened(name)}") from None
     return reshard_many(tensors, targets, reshard)
 
 
-@node_of_graph
-def _node(x: DTensor, _: Any, number: int, settle: bool, given: tuple[int, ...]) -> DTensor:
-    """`reshard` as one node of a graph; there, every collective is waited for where it is used.
-
-    A mesh on which `x` isn't goes in beside it (see `device_mesh_input`).
-    Inside a graph nothing is a leaf, and no hook is reached: what is one outside is settled here.
-    """
-    spec, mesh, where, comm_dtype, names = known(number)
-    sizes = tuple(zip(names, map(fixed, given), strict=True))
-    return _reshard(settled(x) if settle else x, spec, mesh, where, comm_dtype, "pending", sizes)
-
-
-def _reshard(
-    x: DTensor,
-    spec: str | Sharding,
-    mesh: Mesh | None,
-    where: Mesh | None,
-    comm_dtype: Dtypes,
-    grad: str,
-    sizes: Sizes,
-    async_op: bool = False,
-) -> DTensor:
-    found = routed(x, _route, spec, mesh, where, sizes, both(comm_dtype))
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
-    if flags.watched:
-        return within("axes.reshard to", spec, found.take, x, async_op)
-    return found.take(x, async_op)
+def _in_graph(*what: Any) -> DTensor:
+    """`reshard` of a tensor that is traced."""
+    *kept, sizes, (x,) = what
+    return routed(x, _route, with_sizes(kept, tuple(map(fixed, sizes)))).take(x)
 
 
 @of_sizes
-def _route(
-    spec: Any,
-    target: str | Sharding,
-    mesh: Mesh | None,
-    ambient: Mesh | None,
-    sizes: Sizes,
-    comm_dtypes: tuple[torch.dtype | None, torch.dtype | None],
-) -> Route:
+def _route(spec: Any, request: Request) -> Route:
     """The route of DTensors with this `DTensorSpec`."""
-    return route(spec, _meant(spec, target, mesh, ambient, sizes), comm_dtypes)
+    return route(spec, _meant(spec, request), both(request.comm_dtype))
 
 
-def _meant(spec: Any, target: str | Sharding, mesh: Mesh | None, ambient: Mesh | None, sizes: Sizes) -> Sharding:
-    """The sharding that a target is for DTensors with this `DTensorSpec`."""
-    if mesh is not None:
-        checked_mesh(mesh)
-    source = sharding_of_spec(spec)
+def _meant(spec: Any, request: Request) -> Sharding:
+    """The sharding that a request means for DTensors with this `DTensorSpec`.
+
+    A text is looked up on the tensor's own mesh, or on the one that is given where that has other axes.
+    """
+    source, target, mesh = sharding_of_spec(spec), request.text, request.mesh
+    own = source.mesh
     if isinstance(target, Sharding):
-        if mesh is not None and mesh != target.mesh:
+        if request.given and mesh != target.mesh:
             raise MeshError(f"a Sharding has its own mesh, {target.mesh!r}; leave out mesh={mesh!r}")
         return target
     if "->" in target:
@@ -231,23 +200,14 @@ def _meant(spec: Any, target: str | Sharding, mesh: Mesh | None, ambient: Mesh |
             f"a DTensor knows how it is sharded: write only what it becomes, {after}\n"
             f"  source  {source}\n  target  {target}"
         )
-    return _target(source, target, tuple(spec.shape), mesh, ambient, sizes)
-
-
-def _target(
-    source: Sharding, text: str, shape: tuple[int, ...], mesh: Mesh | None, ambient: Mesh | None, sizes: Sizes
-) -> Sharding:
-    """The target that a text means: on the source's mesh, or on `mesh` where that has other axes."""
-    own = source.mesh
-    if mesh is not None:
-        elsewhere = not same_axes(own, mesh)
-        return retargeted(source, text, shape, mesh, mesh if elsewhere else None, sizes)
-    where = ambient if ambient is not None and ambient.universe == own.universe else own
-    return retargeted(source, text, shape, where, None, sizes)
+    if mesh is None or not (request.given or mesh.universe == own.universe):
+        mesh = own
+    elsewhere = mesh if request.given and not same_axes(own, mesh) else None
+    return retargeted(source, target, tuple(spec.shape), mesh, elsewhere, request.sizes)
 
 
 def _of_shard(
-    x: Any, spec: str | Sharding, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: str, sizes: Sizes
+    x: Any, spec: str | Sharding, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: Grad, sizes: Sizes
 ) -> torch.Tensor:
     """`reshard` of a plain tensor: a rearrangement that leaves the dims where they are."""
     if not isinstance(x, torch.Tensor):
@@ -260,7 +220,7 @@ def _of_shard(
             f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"
         )
     _check_dims(spec, x.dim())
-    return local_view.apply_local("rearrange", spec, "", (x,), mesh, sizes, comm_dtype, async_op, grad, "reshard")
+    return apply(requested("rearrange", spec, "", mesh, sizes, comm_dtype, async_op, "reshard"), (x,), grad)
 
 
 @read_once

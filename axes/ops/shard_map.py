@@ -81,16 +81,15 @@ from axes.ops.regions import (
     region_of,
     results_of,
 )
-from axes.ops.trees import check_argument, check_result, tensors_of_tree, with_tensors
+from axes.ops.trees import Tree, check_argument, check_result, taken_apart
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, contiguous_strides, counted_whole, enter_global, leave_global
-from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
+from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import current_world, of_world
-from axes.runtime.leaves import resolve_at_leaf, settles
+from axes.runtime.leaves import resolve_at_leaf, traced
 from axes.runtime.linear import border_of
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
-from axes.runtime.routes import settled
 from axes.runtime.sharded import strides_like
 from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
@@ -100,8 +99,6 @@ R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
 Names = Mapping[str, str] | None
 """Results that are asked for by name, with their specs."""
-
-_NOTHING = NamedSpecs()
 
 
 class Decorator(Protocol):
@@ -236,10 +233,10 @@ def _region_of(
 ) -> Function:
     if not torch.compiler.is_compiling():
         read_region(checked_text(expression))
-    named = named_specs(fn, expression, specs, results)
+    call = RegionCall(expression, mesh, check, named_specs(fn, expression, specs, results))
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        return run_region(fn, expression, args, kwargs, mesh, check, named=named)
+        return run_region(fn, call, args, kwargs)
 
     if torch.compiler.is_compiling():
         return inside  # nobody sees its name in a graph; and dynamo can't follow that of a builtin (2.11)
@@ -248,50 +245,36 @@ def _region_of(
 
 def run_region(
     fn: Function,
-    expression: str,
+    call: RegionCall,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mesh: Mesh | None = None,
-    check: Check = False,
-    used: Running | None = None,
+    running: Running | None = None,
     plain: bool = False,
-    named: NamedSpecs = _NOTHING,
 ) -> Any:
-    """`shard_map(fn, expression, mesh, check)(*args, **kwargs)`.
+    """`fn(*args, **kwargs)` in a region.
 
-    `used`: what the function may use though it isn't an argument; it adds to that as it runs.
+    `running`: what the function may use though it isn't an argument; it adds to that as it runs.
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
-    `named`: specs of arguments and results by name.
     """
     if not torch.compiler.is_compiling() and flags.watched:
-        return within(
-            "shard_map", expression, _run_region, fn, expression, args, kwargs, mesh, check, used, plain, named
-        )
-    return _run_region(fn, expression, args, kwargs, mesh, check, used, plain, named)
+        return within("shard_map", call.expression, _run_region, fn, call, args, kwargs, running, plain)
+    return _run_region(fn, call, args, kwargs, running, plain)
 
 
 def _run_region(
-    fn: Function,
-    expression: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    mesh: Mesh | None,
-    check: Check,
-    used: Running | None,
-    plain: bool,
-    named: NamedSpecs,
+    fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any], running: Running | None, plain: bool
 ) -> Any:
+    expression, mesh, check, named, _ = call
     if mesh is not None:
         checked_mesh(mesh)
     passed: list[object] = []
     try:
-        tensors = tensors_of_tree((args, kwargs), functools.partial(check_argument, passed))
+        tree = taken_apart((args, kwargs), functools.partial(check_argument, passed))
         expression = named.of_call(expression, args, kwargs)
     except ShardingError as error:
         raise _in_region(error, expression) from None
-    except RecursionError:
-        raise ShardingError(f"an argument of a region holds itself, or is nested too deep\nin  {expression}") from None
+    tensors: Sequence[Any] = tree.tensors
     if not torch.compiler.is_compiling():
         _check_number(read_region(expression), tensors, args, kwargs)
     for place, x in enumerate(tensors):
@@ -300,34 +283,36 @@ def _run_region(
         check_transforms(f"shard_map '{expression}'", tensors)
     asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
-        return _run_in_graph(fn, asked, args, kwargs, tensors, check, passed, named)
+        return _run_in_graph(fn, asked, tree, check, passed, named)
     if plain:
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
         asked, tensors = (expression, home, True), _declared(tensors, expression, home)
     held = tuple([torch_private.spec_of(x) for x in tensors])
-    region, used = region_of(*asked, held, plain), used or Running()
+    region, running = region_of(*asked, held, plain), running or Running()
     changes = Changes() if torch.is_grad_enabled() else None
-    used.tensors_mesh = region.home
+    running.tensors_mesh = region.home
     shards = _left(region, tensors, changes)
     if check:
         check_gradients(region, shards, check)
     versions = [torch_private.version_of(x) for x in shards]
     try:
-        result = _inside(fn, region.mesh, args, kwargs, shards)
+        result = _inside(fn, region.mesh, tree, shards)
     finally:
-        _note_writes(tensors, shards, versions)
-    results = _results(result, expression, passed)
+        for x, shard, version in zip(tensors, shards, versions, strict=True):
+            if torch_private.version_of(shard) != version:  # DTensors, to whose shards it has written, count themselves
+                torch.autograd.graph.increment_version(x)
+    found = _results(result, expression, passed)
     if named.results is not None:
         expression = named.of_results(expression, result)
         region = region_of(expression, *asked[1:], held, plain)
-    check_closed(results, expression, fn, used.own)
-    if changes is not None and any(x.requires_grad for x in results):
-        for x, shard in (*zip(tensors, shards, strict=True), *used.shards):
+    check_closed(found.tensors, expression, fn, running.own)
+    if changes is not None and any(x.requires_grad for x in found.tensors):
+        for x, shard in (*zip(tensors, shards, strict=True), *running.shards):
             changes.watch(x, shard)
-    outputs = _entered(region, _unshared(fn, results, shards), changes)
+    outputs = _entered(region, _unshared(fn, found.tensors, shards), changes)
     if check:
         check_outputs(region, outputs, check)
-    return with_tensors(result, iter(map(_undeclared, outputs) if plain else outputs))
+    return found.holding([_undeclared(y) for y in outputs] if plain else outputs)
 
 
 def _seen_here(mesh: Mesh | None) -> Mesh | None:
@@ -396,9 +381,9 @@ def _undeclared(y: DTensor) -> torch.Tensor:
     return shard.clone() if shard.requires_grad else shard
 
 
-def _inside(fn: Function, mesh: Mesh, args: Any, kwargs: Any, shards: Sequence[torch.Tensor]) -> Any:
+def _inside(fn: Function, mesh: Mesh, tree: Tree, shards: Sequence[torch.Tensor]) -> Any:
     """What the function returns for the shards, with `mesh` as the ambient one."""
-    args, kwargs = with_tensors((args, kwargs), iter(shards))
+    args, kwargs = tree.holding(shards)
     ambient.push(mesh)
     try:
         return fn(*args, **kwargs)
@@ -419,30 +404,20 @@ def _check_input(x: torch.Tensor, place: int, expression: str, plain: bool) -> N
         )
 
 
-def _note_writes(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Tells autograd of the DTensors to whose shards the function has written: they count for themselves."""
-    for x, shard, version in zip(tensors, shards, versions, strict=True):
-        if torch_private.version_of(shard) != version:
-            torch.autograd.graph.increment_version(x)
-
-
-def _results(result: Any, expression: str, passed: Sequence[object]) -> list[torch.Tensor]:
-    """The tensors that the function has returned. `passed`: the arguments that hold none."""
+def _results(result: Any, expression: str, passed: Sequence[object]) -> Tree:
+    """What the function has returned. `passed`: the arguments that hold no tensors."""
     try:
-        results = tensors_of_tree(result, functools.partial(check_result, passed))
-        if any(isinstance(x, DTensor) for x in results):
-            raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
-        for place, x in enumerate(results):
+        found = taken_apart(result, functools.partial(check_result, passed))
+        for place, x in enumerate(found.tensors):
+            if isinstance(x, DTensor):
+                raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
             if not is_dense(x):
                 check_dense(x, f"as result {place} a region")
     except ShardingError as error:
         raise _in_region(error, expression) from None
-    except RecursionError:
-        what = "the function returned a value that holds itself, or is nested too deep"
-        raise _in_region(ShardingError(what), expression) from None
     if torch_private.transforms_are_on():
-        check_transforms(f"the result of shard_map '{expression}'", results)
-    return results
+        check_transforms(f"the result of shard_map '{expression}'", found.tensors)
+    return found
 
 
 def _in_region(error: ShardingError, expression: str) -> ShardingError:
@@ -478,55 +453,50 @@ def _entered_one(x: torch.Tensor, p: Placed, changes: Changes | None) -> DTensor
 
 
 def _run_in_graph(
-    fn: Function,
-    asked: Asked,
-    args: Any,
-    kwargs: Any,
-    tensors: list[DTensor],
-    check: Check,
-    passed: Sequence[object],
-    named: NamedSpecs,
+    fn: Function, asked: Asked, tree: Tree, check: Check, passed: Sequence[object], named: NamedSpecs
 ) -> Any:
     """The same, traced. `asked` is what `region_of` is asked, beside the tensors."""
     if check:
         raise ShardingError(f"check=True compares ranks in each call; not in a graph\n  in  shard_map '{asked[0]}'")
-    number = number_of(*asked)
-    leaves = tuple([settles(x) for x in tensors])
-    shards = _leave_node(number, leaves, *tensors) if tensors else ()
-    mesh = getattr(kept, _keep_mesh(number, tuple([x.device_mesh for x in tensors])))
-    result = _inside(fn, mesh, args, kwargs, shards)
-    results = _results(result, asked[0], passed)
+    tensors: Sequence[Any] = tree.tensors
+    shards = traced(_left_in_graph, asked, tensors, "resolved") if tensors else ()
+    mesh = getattr(kept, _keep_mesh(asked, tuple([x.device_mesh for x in tensors])))
+    result = _inside(fn, mesh, tree, shards)
+    found = _results(result, asked[0], passed)
     if named.results is not None:
-        number = number_of(named.of_results(asked[0], result), *asked[1:])
-    _check_counts(number, len(results))
-    home = device_mesh_input(mesh, *tensors)
-    outputs = _enter_node(number, home, len(tensors), *tensors, *shards, *results) if results else ()
-    return with_tensors(result, iter(outputs))
+        asked = (named.of_results(asked[0], result), *asked[1:])
+    _check_counts(asked[0], len(found.tensors))
+    if not found.tensors:
+        return result
+    given = (*tensors, *shards, *found.tensors)
+    return found.holding(
+        traced(_entered_in_graph, asked, given, None, device_mesh_input(mesh, *tensors), (len(tensors),))
+    )
 
 
-@node_of_graph
-def _leave_node(number: int, leaves: tuple[bool, ...], *tensors: DTensor) -> tuple[torch.Tensor, ...]:
-    """The tensors' shards; what is a leaf outside of the graph is resolved here, where it is none."""
-    region = traced_region(known(number), [torch_private.spec_of(x) for x in tensors])
-    settling = [settled(x) if leaf else x for x, leaf in zip(tensors, leaves, strict=True)]
-    return tuple([leave_global(x, each.counted) for x, each in zip(settling, region.inputs, strict=True)])
+def _left_in_graph(
+    expression: str, mesh: Mesh | None, is_given: bool, _: Any, tensors: Sequence[DTensor]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors' shards."""
+    region, _ = traced_region((expression, mesh, is_given), [torch_private.spec_of(x) for x in tensors])
+    return tuple([leave_global(x, each.counted) for x, each in zip(tensors, region.inputs, strict=True)])
 
 
-@node_of_graph
-def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor, ...]:
-    """The results as DTensors. The first `count` tensors are those that went in, which say what a result is.
-
-    Behind them are their shards. Where none on the mesh went in, the mesh must (see `device_mesh_input`).
+def _entered_in_graph(
+    expression: str, mesh: Mesh | None, is_given: bool, counts: tuple[int], tensors: Sequence[Any]
+) -> tuple[DTensor, ...]:
+    """The results as DTensors. The first tensors are those that went in, which say what a result is; behind them are
+    their shards.
     """
+    (count,) = counts
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
     if all(border_of(x.grad_fn) == "argument" for x in tensors[count : 2 * count] if x.requires_grad):
-        check_closed(results, known(number)[0])
-    results = tuple(_unshared(None, results, [torch_private.local_of(x) for x in tensors[:count]]))
-    found, parts = traced_results(known(number), specs, [tuple(x.shape) for x in results])
+        check_closed(results, expression)
+    results = _unshared(None, results, [torch_private.local_of(x) for x in tensors[:count]])
+    found, parts = traced_results((expression, mesh, is_given), specs, [tuple(x.shape) for x in results])
     if any(part.open for part in parts):
-        what = _results_text(known(number)[0])
-        results = (told_even(results[0], what, parts[0].sharding.mesh, parts), *results[1:])
+        results[0] = told_even(results[0], _results_text(expression), parts[0].sharding.mesh, parts)
     return tuple(
         [
             enter_global(x.contiguous(), p.device_mesh, p.placements, p.shape, strides_of(p.shape), p.counted)
@@ -536,17 +506,16 @@ def _enter_node(number: int, _: Any, count: int, *tensors: Any) -> tuple[DTensor
 
 
 @torch.compiler.assume_constant_result
-def _keep_mesh(number: int, device_meshes: tuple[Any, ...]) -> str:
-    expression, mesh, is_given = known(number)
+def _keep_mesh(asked: Asked, device_meshes: tuple[Any, ...]) -> str:
     if not device_meshes:
         # No tensor's node has looked at it yet.
-        region_of(expression, mesh, is_given, ())
-    return kept.keep(mesh_of_names(mesh, is_given, device_meshes))
+        region_of(*asked, ())
+    return kept.keep(mesh_of_names(*asked[1:], device_meshes))
 
 
 @torch.compiler.assume_constant_result
-def _check_counts(number: int, results: int) -> None:
-    reading = read_region(known(number)[0])
+def _check_counts(expression: str, results: int) -> None:
+    reading = read_region(expression)
     try:
         check_count("the function returned", results, reading.outputs, "right")
     except ShardingError as error:

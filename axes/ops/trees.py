@@ -1,7 +1,8 @@
 """The tensors in nested values: tuples, lists and dicts in their own order, and what torch's pytree knows.
 
-tensors_of_tree(((x, 3), {"mask": y}), refuse)         # [x, y]; `refuse` is called with what else isn't known
-with_tensors(tree, iter([a, b]))                  # the same tree, a for x and b for y
+tree = taken_apart(((x, 3), {"mask": y}), refuse)         # `refuse` is called with what else isn't known
+tree.tensors                                               # [x, y]
+tree.holding([a, b])                                       # ((a, 3), {"mask": b})
 """
 
 from __future__ import annotations
@@ -10,47 +11,44 @@ import dataclasses
 import enum
 import numbers
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
 
-_ROWS = (tuple, list)
 _PASSES = (type(None), bool, int, float, str)
 
 
-def tensors_of_tree(tree: Any, check: Callable[[Any], None]) -> list[torch.Tensor]:
-    """The tensors of a tree, in order. `check` refuses what may be no part of it."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    kind = type(tree)
-    if kind in _PASSES:
-        return []
-    inside = tree if kind in _ROWS else tree.values() if kind is dict else torch_private.children_of(tree)
-    if inside is None:
-        check(tree)
-        return []
-    return [x for item in inside for x in tensors_of_tree(item, check)]
+class Tree(NamedTuple):
+    """A nested value, taken apart: its leaves, which of them are tensors, and what puts leaves together."""
+
+    leaves: list[Any]
+    tensors: list[torch.Tensor]
+    structure: Any
+
+    def holding(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same tree with other tensors, in order."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return torch_private.put_together(leaves, self.structure)
 
 
-def with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The same tree with its tensors replaced, in order."""
-    if isinstance(tree, torch.Tensor):
-        return next(tensors)
-    kind = type(tree)
-    if kind in _PASSES:
-        return tree
-    if kind in _ROWS:
-        return kind([with_tensors(item, tensors) for item in tree])
-    if kind is dict:
-        return {key: with_tensors(item, tensors) for key, item in tree.items()}
-    children = torch_private.children_of(tree)
-    if children is None:
-        return tree
-    return torch_private.with_children(tree, [with_tensors(item, tensors) for item in children])
+def taken_apart(tree: Any, check: Callable[[Any], None]) -> Tree:
+    """A tree by its leaves. `check` refuses what may be no part of it; `ShardingError` for a tree without an end."""
+    try:
+        leaves, structure = torch_private.take_apart(tree)
+    except RecursionError:
+        raise ShardingError("a value holds itself, or is nested too deep") from None
+    tensors = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        elif type(leaf) not in _PASSES:
+            check(leaf)
+    return Tree(leaves, tensors, structure)
 
 
 # --- what may be no part of a tree

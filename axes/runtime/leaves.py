@@ -11,6 +11,7 @@ hooks; it gets this one from the first operation of axes that uses it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.check import waited
+from axes.runtime.graphs import known, node_of_graph, number_of
 from axes.runtime.groups import of_world
-from axes.runtime.routes import resharded
+from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 
@@ -63,6 +65,32 @@ def leave_pending(leaf: DTensor) -> None:
 def settles(x: DTensor) -> bool:
     """Whether a graph, which reaches no hooks, resolves the gradient of one of its inputs: as `resolve_at_leaf`."""
     return x.is_leaf and x.requires_grad and not _is_left_to_fsdp_outside(x)
+
+
+def traced(
+    run: Callable[..., Any],
+    what: tuple[Any, ...],
+    tensors: Sequence[torch.Tensor],
+    grad: str | None,
+    home: Any = None,
+    numbers: Sequence[Any] = (),
+) -> Any:
+    """`run(*what, numbers, tensors)` as one node of a graph; there, every collective is waited for where it is used.
+
+    A mesh on which no tensor is goes in beside them as `home` (see `device_mesh_input`). Inside a graph nothing is a
+    leaf, and no hook is reached: DTensors that are leaves outside are settled here, where their `grad` is "resolved".
+    """
+    for x in tensors if grad == "pending" else ():
+        if x.is_leaf and x.requires_grad:
+            leave_pending(x)
+    leaves = tuple([grad == "resolved" and isinstance(x, DTensor) and settles(x) for x in tensors])
+    return _node(number_of(run, *what), home, leaves, tuple(numbers), *tensors)
+
+
+@node_of_graph
+def _node(number: int, _: Any, leaves: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
+    run, *what = known(number)
+    return run(*what, numbers, [settled(x) if leaf else x for x, leaf in zip(tensors, leaves, strict=True)])
 
 
 def _is_left_to_fsdp(leaf: DTensor) -> bool:

@@ -1020,9 +1020,14 @@ def mapped(fn: Callable[[Any], Any], tree: object) -> Any:
     return pytree.tree_map(fn, tree)
 
 
-def with_children(tree: object, children: list[Any]) -> Any:
-    """The same node with other things inside."""
-    return pytree.tree_unflatten(children, pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[1])
+def take_apart(tree: object) -> tuple[list[Any], Any]:
+    """The leaves of a nested value, in order, and what puts them together."""
+    return pytree.tree_flatten(tree)
+
+
+def put_together(leaves: list[Any], structure: Any) -> Any:
+    """The nested value of these leaves."""
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def hint_of(size: Any) -> int | None:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
 from axes.algebra.explanation import Explanation, Section
-from axes.algebra.flow import Recipe, recipe, unmoved
+from axes.algebra.flow import Recipe, gradient, recipe, unmoved
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.grammar import Dim, Spec, TensorExpression, parse_tensor
 from axes.algebra.mesh import Mesh
@@ -34,7 +34,7 @@ from axes.algebra.sizes import checked_tensor_shape, unknown_size
 from axes.algebra.specs import marked_sharding
 from axes.algebra.universe import Universe
 from axes.ops.extents import extents_of
-from axes.ops.global_view import as_sum, gradient_of, shared_cotangent
+from axes.ops.global_view import shared_cotangent
 from axes.ops.recipes import computed_shapes, local_computation, unmarked
 from axes.ops.regions import Region, expanded, key_of, region_of_shardings, result_sharding
 from axes.runtime import torch_private
@@ -246,33 +246,22 @@ def _gradients(subject: Recipe, dtype: str) -> list[Moved]:
     """
     arrived = replace(subject.result.output, pending=())
     found: list[Moved] = []
-    recipes = [gradient_of(subject, index, arrived) for index in range(len(subject.inputs))]
+    recipes = [gradient(subject, index, arrived) for index in range(len(subject.inputs))]
     target = shared_cotangent(recipes) if len(recipes) > 1 else None
     if target is not None:
         found += _moved("cotangent", arrived, target, subject.result.shape, dtype)
-        recipes = [gradient_of(subject, index, target) for index in range(len(subject.inputs))]
+        recipes = [gradient(subject, index, target) for index in range(len(subject.inputs))]
     for index, (each, operand) in enumerate(zip(recipes, subject.inputs, strict=True)):
         name = f"gradient {index + 1}" if len(recipes) > 1 else "gradient"
-        if _is_extreme(subject):
-            found += _moves_of(each, dtype, "the result, to compare with")
-            found += _moves_of(as_sum(subject), dtype, "how often it is reached")
-            found += _moves_of(each, dtype, "how often it is reached")
         found += _moves_of(each, dtype, name)
         leaf = replace(operand.source, pending=())
         found += _moved(f"{name} at its leaf", each.result.output, leaf, operand.shape, dtype)
     return found
 
 
-def _is_extreme(subject: Recipe) -> bool:
-    return subject.kind == "reduce" and subject.op in ("max", "min")
-
-
 def _has_gradient(subject: Recipe) -> bool:
-    """Whether the gradient is a recipe: that of a maximum is, where nothing stays pending; other functions' isn't."""
-    if subject.kind != "reduce" or subject.op in ("sum", "mean"):
-        return True
-    ends = (subject.inputs[0].source, subject.result.output)
-    return _is_extreme(subject) and not any(end.pending for end in ends)
+    """Whether the gradient is a recipe: those of a maximum, a product or a function are computed on shards."""
+    return subject.kind != "reduce" or subject.op in ("sum", "mean")
 
 
 def _gradients_of_shards(subject: Recipe, dtype: str) -> list[Moved] | None:

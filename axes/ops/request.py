@@ -1,0 +1,228 @@
+"""Requests: what a call of an operation asks for, and the one way to it, in both views.
+
+    apply(requested("einsum", "b s d, d f@tp -> b s f@tp", "sum", mesh, sizes), (x, w))
+
+A `Request` is the key under which the operation is kept once it is bound to its tensors, what a node of a compiled
+graph refers to, and what errors and traces say. On DTensors (the global view) the left side asserts how they are
+sharded; on plain tensors that hold this rank's shard (the local view) it declares it.
+
+Each call costs one look-up, by the request and what the tensors know of themselves: torch's `DTensorSpec`, or a shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from axes.algebra.ambient import ambient_mesh
+from axes.algebra.errors import MeshError, ShardingError, shown
+from axes.algebra.flow import Recipe, recipe
+from axes.algebra.flow.recipe import Op, Shape, op_name
+from axes.algebra.grammar import checked_text
+from axes.algebra.mesh import Mesh
+from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.algebra.sizes import checked_flag
+from axes.ops import autocast
+from axes.ops.extents import extents_of, traced_extents
+from axes.ops.global_view import Grad, on_dtensors
+from axes.ops.recipes import BoundRecipe, bind
+from axes.runtime import flags, torch_private
+from axes.runtime.graphs import device_mesh_input
+from axes.runtime.groups import of_world
+from axes.runtime.leaves import traced
+from axes.runtime.linear import linear
+from axes.runtime.places import within
+from axes.runtime.redistribute import Dtypes, both
+from axes.runtime.symbols import hint, hints, is_symbolic, spec_at
+from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_transforms, is_dense
+
+Sizes = tuple[tuple[str, Any], ...]
+Function = Callable[..., Any] | None
+"""The caller's function, where that reduces."""
+
+Held = tuple[Any, ...]
+"""What is known of tensors: torch's `DTensorSpec`s of them, or the shapes of plain ones."""
+
+ALONE = Mesh("rank=1")
+"""Where an expression is looked up that names no axis."""
+
+
+class Request(NamedTuple):
+    """What a call asks for beside its tensors.
+
+    called: the function that the user has called. kind: the operation. text: the expression, or a `Sharding`. op: a
+    reduction; of the caller's function the name, since what is kept has no function. mesh: where names are looked up,
+    `given` by the caller or else ambient.
+    """
+
+    called: str
+    kind: str
+    text: Any
+    op: str
+    mesh: Mesh | None
+    given: bool
+    sizes: tuple[Any, ...]
+    comm_dtype: Dtypes
+    async_op: bool
+
+    @property
+    def where(self) -> str:
+        """The call, for errors."""
+        return f"axes.{self.called}, '{self.text}',"
+
+
+def requested(
+    kind: str,
+    text: Any,
+    op: Op,
+    mesh: Mesh | None,
+    sizes: Sizes = (),
+    comm_dtype: Dtypes = None,
+    async_op: bool = False,
+    called: str = "",
+) -> Request:
+    """The request of a call, whose options are checked (`check_options`)."""
+    where = ambient_mesh() if mesh is None else mesh
+    name = op if type(op) is str else op_name(op)
+    return Request(called or kind, kind, text, name, where, mesh is not None, sizes, comm_dtype, async_op)
+
+
+def check_options(text: object, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: object) -> None:
+    """Refuse what the text and the options of an operation can't be, before they are looked up anywhere."""
+    if type(text) is not str:
+        checked_text(text, ". The tensor comes first, and the expression behind it")
+    if not isinstance(grad, str) or grad not in ("resolved", "pending"):
+        raise ShardingError(f"grad is 'resolved' or 'pending'; found {shown(grad)}")
+    if mesh is not None and type(mesh) is not Mesh:
+        checked_mesh(mesh)
+    if comm_dtype is not None:
+        both(comm_dtype)
+    if async_op is not False:
+        checked_flag("async_op", async_op)
+
+
+def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", function: Function = None) -> Any:
+    """The operation, on DTensors or on this rank's shards."""
+    if torch_private.transforms_are_on():
+        check_transforms(request.where, tensors)
+    if type(tensors[0]) in PLAIN or not isinstance(tensors[0], DTensor):
+        return _apply_local(request, tensors, grad, function)
+    if torch.compiler.is_compiling():
+        what, sizes = without_sizes(request)
+        return traced(_in_graph, (function, *what), tensors, grad, device_mesh_input(request.mesh, *tensors), sizes)
+    made = _bound(request, tuple(map(torch_private.spec_of, tensors)))
+    made = made if function is None else made.calling(function)
+    if flags.watched:
+        return within(f"axes.{request.called}", request.text, on_dtensors, made, tensors, grad)
+    return on_dtensors(made, tensors, grad)
+
+
+def _apply_local(request: Request, tensors: Sequence[Any], grad: Grad, function: Function) -> torch.Tensor:
+    if grad != "resolved":
+        raise ShardingError(
+            f"axes.{request.called}: grad={grad!r} is about the leaves of DTensors; found a plain tensor, whose "
+            "gradient is this rank's. Leave grad out, or pass a DTensor, as axes.from_local makes one"
+        )
+    if request.mesh is None:
+        names_axes = "@" in request.text.replace("@*", "")
+        mesh = required_mesh(None, f"axes.{request.called} of plain tensors") if names_axes else ALONE
+        request = request._replace(mesh=mesh)
+    if torch.compiler.is_compiling():
+        what, sizes = without_sizes(request)
+        return traced(_in_graph, (function, *what), tensors, None, None, sizes)
+    for x in tensors:
+        if not is_dense(x):
+            tensors = [_dense(request.called, x) for x in tensors]
+            break
+    make = _bound_alone if request.mesh.binding is None else _bound  # type: ignore[union-attr]
+    made = make(request, tuple([x.shape for x in tensors]))
+    made = made if function is None else made.calling(function)
+    if flags.watched:
+        return within(f"axes.{request.called}", request.text, _on_shards, made, tensors)
+    return _on_shards(made, tensors)
+
+
+def _dense(called: str, x: object) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"axes.{called} with '@' takes a tensor; found {type(x).__name__}")
+    check_dense(x, f"axes.{called}")
+    return as_plain(x)
+
+
+def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The operation on this rank's shards.
+
+    `redistribute` brings the gradients of what is sent, by the rules of the local view, and torch's autograd those of
+    everything else. A view of a leaf has a gradient in memory of its own: torch leaves a view where that of a view is
+    accumulated, and what is added to one of two leaves would be added to the other.
+    """
+    first = tensors[0]
+    if first.requires_grad and first.is_leaf and made.may_be_view and torch.is_grad_enabled():
+        tensors = (linear(lambda x: x.view_as(x), torch.clone, first),)
+    if torch_private.autocast_may_be_on():
+        return autocast.applied(made.recipe, made.run, tensors, torch.Tensor.to)
+    return made.run(*tensors)
+
+
+# --- what is kept, and what is traced
+
+
+def _made(request: Request, held: Held) -> BoundRecipe:
+    """The operation for tensors of which this is known."""
+    is_local = isinstance(held[0], torch.Size)
+    shapes = tuple([tuple(each if is_local else each.shape) for each in held])
+    extents = extents_of(_recipe(request, held, shapes, request.sizes))
+    return bind(extents, None if is_local else held[0].mesh, request.comm_dtype, request.async_op)
+
+
+_bound = of_world(8192)(_made)
+_bound_alone = functools.lru_cache(maxsize=8192)(_made)
+"""The same for meshes that belong to no world."""
+
+
+def _recipe(request: Request, held: Held, shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
+    """The recipe at these shapes and sizes, where they stand for those of the tensors."""
+    _, kind, text, op, mesh, given, *_ = request
+    if isinstance(held[0], torch.Size):
+        if mesh is None or mesh.coordinate is None:
+            rank = mesh and mesh.rank
+            raise MeshError(f"rank {rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {text}")
+        return recipe(kind, text, op, (None,) * len(shapes), shapes, mesh, sizes)
+    own = Mesh.from_device_mesh(held[0].mesh)
+    where = mesh if mesh is not None and (given or mesh.universe == own.universe) else own
+    return recipe(kind, text, op, tuple(map(sharding_of_spec, held)), shapes, where, sizes)
+
+
+def without_sizes(request: Request) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What a graph keeps of a request, with the names of sizes; and these, may be symbols, for the node."""
+    names, sizes = [tuple([each[at] for each in request.sizes]) for at in (0, 1)]
+    return tuple(request._replace(sizes=names, async_op=False)), sizes
+
+
+def with_sizes(what: Sequence[Any], sizes: Sequence[Any]) -> Request:
+    """The request of which a graph has kept this."""
+    request = Request(*what)
+    return request._replace(sizes=tuple(zip(request.sizes, sizes, strict=True)))
+
+
+def _in_graph(function: Function, *what: Any) -> Any:
+    """The operation on tensors that are traced."""
+    *kept, sizes, tensors = what
+    request = with_sizes(kept, sizes)
+    is_local = not isinstance(tensors[0], DTensor)
+    shapes = [tuple(x.shape) for x in tensors]
+    # Strides may be symbols where no size is one.
+    held = tuple([x.shape if is_local else spec_at(torch_private.spec_of(x), tuple(x.shape)) for x in tensors])
+    if any(map(is_symbolic, (*shapes, sizes))):
+        numbers = tuple([(name, hint(size)) for name, size in request.sizes])
+        extents = traced_extents(_recipe(request, held, tuple(map(hints, shapes)), numbers), shapes, request.sizes)
+        made = bind(extents, None if is_local else held[0].mesh, request.comm_dtype)
+    else:
+        made = (_bound_alone if is_local and request.mesh.binding is None else _bound)(request, held)  # type: ignore[union-attr]
+    made = made if function is None else made.calling(function)
+    return _on_shards(made, tensors) if is_local else on_dtensors(made, tensors, "pending")
