@@ -69,7 +69,8 @@ def test_operations_send_what_is_said_forward_and_backward(pool):
         said["of shards"] = facts["backward_of_shards"]
         for phase, rows in said.items():
             if rows is None:
-                assert (phase, each.op) == ("of shards", "max")
+                assert phase != "forward"
+                assert each.op == "max"
                 continue
             wanted = [
                 (steps.BY_EXCHANGE.get(row["kind"], row["kind"]), row["bytes_in"])

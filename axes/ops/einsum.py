@@ -17,25 +17,20 @@ says what becomes of it: summed everywhere (`b s d`), summed and scattered (`b s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError
-from axes.algebra.flow.reading import read
-from axes.algebra.flow.rules import units_of
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import written_sizes
 from axes.ops.autocast import of_factor
-from axes.ops.contraction import equation
-from axes.ops.einops_ops import lacks_axes
 from axes.ops.global_view import Grad
 from axes.ops.request import apply, check_options, requested
 from axes.ops.typed import T
 from axes.runtime import torch_private
-from axes.runtime.graphs import read_once
 from axes.runtime.redistribute import Dtypes
 from axes.runtime.transforms import check_dense, check_not_wrapped
 
@@ -85,36 +80,7 @@ def einsum(
             check_not_wrapped("axes.einsum", x)
     _check_plain(tensors, distributed)
     _check_dtypes(tensors)
-    if lacks_axes(expression) and not given:
-        shapes = [x.shape for x in tensors]
-        units = tuple(units_of("einsum", expression, shapes)) if "..." in expression else ()
-        terms, letters = _in_letters(expression, tuple(map(len, shapes)), units)
-        if letters and len(tensors) > 1 and _agree(terms, shapes):  # of one, a leaf gets memory of its own below
-            return torch.einsum(letters, *tensors)
     return apply(requested("einsum", expression, "sum", mesh, given, comm_dtype, async_op), tensors, grad)
-
-
-@read_once
-def _in_letters(text: str, ranks: tuple[int, ...], units: tuple[tuple[int, int], ...]) -> tuple[Any, str]:
-    """The names of the operands' dims, and the einsum in letters, as torch takes it; no letters if torch has none.
-
-    torch has no groups and no diagonals in the result. units: as in `read`.
-    """
-    reading = read("einsum", text, ranks, frozenset(units))
-    slots = [slot for term in reading.terms for slot in term.slots]
-    terms, result = tuple([term.atoms for term in reading.operands]), reading.result.atoms
-    fits = all(len(slot.atoms) == 1 for slot in slots) and len({*result}) == len(result)
-    return terms, equation(terms, result) if fits else ""
-
-
-def _agree(terms: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether every name has one size: torch repeats a dim of size 1."""
-    sizes: dict[str, int] = {}
-    for term, shape in zip(terms, shapes, strict=True):
-        for name, size in zip(term, shape, strict=True):
-            if sizes.setdefault(name, size) != size:
-                return False
-    return True
 
 
 def _wrong_arguments(found: tuple[object, ...]) -> ExpressionError:

@@ -16,6 +16,7 @@ A spec (torch's `DTensorSpec`) is one object per kind of result, so that the nex
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -156,17 +157,22 @@ def _gradients(
     made: BoundRecipe, needed: tuple[bool, ...], cotangent: DTensor, operands: Sequence[DTensor | None]
 ) -> tuple[DTensor | None, ...]:
     """The gradients of all operands that need one."""
-    source = _source_of_cotangent(made, _arriving(cotangent))
-    if source is not None:
-        cotangent = resharded(cotangent, source, both(made.comm_dtype)[1])
-    target = _wanted(made, needed, _arriving(cotangent))
+    target = _brought(made, needed, _arriving(cotangent))
     if target is not None:
         cotangent = resharded(cotangent, target, both(made.comm_dtype)[1])
-    found: list[DTensor | None] = []
-    for index, wanted in enumerate(needed):
-        others = [x for at, x in enumerate(operands) if at != index and x is not None]
-        found.append(_pulled(made, index, cotangent, others) if wanted else None)
+    spec, found = _arriving(cotangent), list[DTensor | None]()
+    # Nobody changes a gradient before a leaf has it.
+    run = _apply_linear if torch.is_grad_enabled() else functools.partial(_run, owned=False)
+    # Operands have been cast; backward runs inside of the block of autocast that the forward ran in, or outside.
+    state = torch.autocast(cotangent.device.type, enabled=False) if torch_private.autocast_may_be_on() else _AS_IT_IS
+    with state:
+        for index, wanted in enumerate(needed):
+            others = [x for at, x in enumerate(operands) if at != index and x is not None]
+            found.append(run(_gradient(made, index, spec), cotangent, *others) if wanted else None)
     return tuple(found)
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def _arriving(cotangent: DTensor) -> Spec:
@@ -178,19 +184,15 @@ def _arriving(cotangent: DTensor) -> Spec:
 
 
 @_per_program
-def _source_of_cotangent(made: BoundRecipe, spec: Spec) -> Sharding | None:
-    """Where a cotangent is gathered to first, of which a split doesn't fall on the names of the expression."""
+def _brought(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> Sharding | None:
+    """Where the cotangent is brought first: to what several gradients need, or to splits that fall on the names of the
+    expression. None where it stays as it is.
+    """
     arrived = _arrived(made.recipe, spec)
-    first = gradient(made.recipe, 0, arrived).inputs[0]
-    return None if unmoved(arrived, first.source, first.shape) else first.source
-
-
-@_per_program
-def _wanted(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> Sharding | None:
-    """Where the cotangent is brought once for the gradients of several operands, if these agree."""
-    if sum(needed) < 2:
-        return None
-    return shared_cotangent([_gradient(made, index, spec).recipe for index, wanted in enumerate(needed) if wanted])
+    gradients = [gradient(made.recipe, index, arrived) for index, wanted in enumerate(needed) if wanted]
+    first = gradients[0].inputs[0]
+    shared = shared_cotangent(gradients) if len(gradients) > 1 else None
+    return shared or (None if unmoved(arrived, first.source, first.shape) else first.source)
 
 
 def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
@@ -203,22 +205,6 @@ def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
     if any(len(group) != 1 for i in inputs for group in i.groups) or any(i.prepared != first.prepared for i in inputs):
         return None
     return None if unmoved(first.source, first.prepared, first.shape) else first.prepared
-
-
-def _pulled(made: BoundRecipe, index: int, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
-    """The gradient of one operand."""
-    back = _gradient(made, index, _arriving(cotangent))
-    if torch_private.autocast_may_be_on():
-        # Operands have been cast; backward runs inside of the block that the forward ran in, or outside.
-        with torch.autocast(cotangent.device.type, enabled=False):
-            return _applied_back(back, cotangent, others)
-    return _applied_back(back, cotangent, others)
-
-
-def _applied_back(back: BoundRecipe, cotangent: DTensor, others: Sequence[DTensor]) -> DTensor:
-    if torch.is_grad_enabled():
-        return _apply_linear(back, cotangent, *others)
-    return _run(back, cotangent, *others, owned=False)  # nobody changes a gradient before a leaf has it
 
 
 @_per_program

@@ -108,10 +108,10 @@ def check_options(text: object, mesh: Mesh | None, comm_dtype: Dtypes, async_op:
 
 def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", function: Function = None) -> Any:
     """The operation, on DTensors or on this rank's shards."""
-    if torch_private.transforms_are_on():
-        check_transforms(request.where, tensors)
     if type(tensors[0]) in PLAIN or not isinstance(tensors[0], DTensor):
         return _apply_local(request, tensors, grad, function)
+    if torch_private.transforms_are_on():
+        check_transforms(request.where, tensors)
     if torch.compiler.is_compiling():
         what, sizes = without_sizes(request)
         return traced(_in_graph, (function, *what), tensors, grad, device_mesh_input(request.mesh, *tensors), sizes)
@@ -128,10 +128,12 @@ def _apply_local(request: Request, tensors: Sequence[Any], grad: Grad, function:
             f"axes.{request.called}: grad={grad!r} is about the leaves of DTensors; found a plain tensor, whose "
             "gradient is this rank's. Leave grad out, or pass a DTensor, as axes.from_local makes one"
         )
+    if "@" not in request.text or (request.mesh is None and "@" not in request.text.replace("@*", "")):
+        request = request._replace(mesh=ALONE)
+    elif torch_private.transforms_are_on():
+        check_transforms(request.where, tensors)
     if request.mesh is None:
-        names_axes = "@" in request.text.replace("@*", "")
-        mesh = required_mesh(None, f"axes.{request.called} of plain tensors") if names_axes else ALONE
-        request = request._replace(mesh=mesh)
+        request = request._replace(mesh=required_mesh(None, f"axes.{request.called} of plain tensors"))
     if torch.compiler.is_compiling():
         what, sizes = without_sizes(request)
         return traced(_in_graph, (function, *what), tensors, None, None, sizes)

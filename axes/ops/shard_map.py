@@ -407,7 +407,7 @@ def _check_input(x: torch.Tensor, place: int, expression: str, plain: bool) -> N
 def _results(result: Any, expression: str, passed: Sequence[object]) -> Tree:
     """What the function has returned. `passed`: the arguments that hold no tensors."""
     try:
-        found = taken_apart(result, functools.partial(check_result, passed))
+        found = taken_apart(result, functools.partial(check_result, passed), "the function returned a value that")
         for place, x in enumerate(found.tensors):
             if isinstance(x, DTensor):
                 raise ShardingError("the function returned a DTensor; inside a region tensors are plain")

@@ -36,12 +36,12 @@ class Tree(NamedTuple):
         return torch_private.put_together(leaves, self.structure)
 
 
-def taken_apart(tree: Any, check: Callable[[Any], None]) -> Tree:
+def taken_apart(tree: Any, check: Callable[[Any], None], what: str = "an argument of a region") -> Tree:
     """A tree by its leaves. `check` refuses what may be no part of it; `ShardingError` for a tree without an end."""
     try:
         leaves, structure = torch_private.take_apart(tree)
     except RecursionError:
-        raise ShardingError("a value holds itself, or is nested too deep") from None
+        raise ShardingError(f"{what} holds itself, or is nested too deep") from None
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
