@@ -164,7 +164,10 @@ def test_a_world_that_init_mesh_starts_is_told_as_well(world):
     for rank, told in enumerate(world(started_here, 3, "one errs")):
         assert told.startswith("MeshError: timeout" if rank == 1 else "DesyncError: rank 1 can't take part in"), told
     said = world(started_here, 1, "no store")[0]
-    assert "the job's store can't be reached in the start of torch.distributed: The client" in said
+    # torch refuses, or its answer is waited for no longer: whichever comes first.
+    assert re.search("the job's store (can't be reached|doesn't answer) in the start of torch.distributed: ", said), (
+        said
+    )
 
 
 def ranks_of_unlike_nodes() -> tuple[str, Any]:

@@ -39,12 +39,13 @@ def steps(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[at + 1 :]) for at in range(len(shape))]
 
 
-def copied(change: Any, sources: Arrays) -> Arrays:
-    """The targets of a change, each element written once."""
+def copied(change: Any, sources: Arrays, boxes: bool = False) -> Arrays:
+    """The targets of a change, each element written once; with `boxes`, read in boxes of the sources."""
     found = {}
     for name, parts in change.pieces.items():
         x, times = np.full(change.targets[name], -1), np.zeros(change.targets[name], int)
-        for piece in parts:
+        for piece in itertools.chain(*(p.with_boxes_of_source() for p in parts)) if boxes else parts:
+            assert not boxes or all(len(dim) == 1 for dim in piece.source_tile)
             source, seen = sources[piece.source], piece.target_view(steps(x.shape))
             view(x, seen)[...] = view(source, piece.source_view(steps(source.shape)))
             view(times, seen)[...] += 1
@@ -162,8 +163,9 @@ def test_pieces_are_the_expression_and_the_way_back_is_the_same_rule(drawn):
     rules = LayoutRules(table, sizes=used_sizes(table))
     change = rules.applied(shapes_of(sources))
     assert change.targets == shapes_of(targets)
-    same(copied(change, sources), targets)
-    same(copied(change.inverse, targets), sources)
+    for boxes in (False, True):
+        same(copied(change, sources, boxes), targets)
+        same(copied(change.inverse, targets, boxes), sources)
     same(copied(rules.inverse.applied(shapes_of(targets)), targets), sources)
     for name in targets:
         assert rules.pieces_of(name, change.sources) == (change.targets[name], change.pieces[name])

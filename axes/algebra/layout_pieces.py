@@ -111,6 +111,10 @@ class LayoutPiece:
             dims.append(replace(dim, size=stop - start))
         return LayoutPiece(self.source, self.target, tuple(dims), tuple(source), tuple(target))
 
+    def boxes_in_source(self, tile: Tile) -> Iterator[Region]:
+        """The boxes of the piece whose elements a tile of the source holds; they don't overlap."""
+        return _boxes([(d.source, d.size, d.source_stride) for d in self.dims], self.source_offset, tile)
+
     def boxes_in_target(self, tile: Tile) -> Iterator[Region]:
         """The boxes of the piece whose elements a tile of the target holds; they don't overlap.
 
@@ -119,6 +123,20 @@ class LayoutPiece:
         [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
         """
         return _boxes([(d.target, d.size, d.target_stride) for d in self.dims], self.target_offset, tile)
+
+    def with_boxes_of_source(self) -> Iterator[LayoutPiece]:
+        """The piece cut so that each part is one box of the source, as few as that takes: what a file is read by."""
+        whole = [(0, dim.size) for dim in self.dims]
+        cut = [index for index, dim in enumerate(self.dims) if not self._is_dense(dim)]
+        for where in itertools.product(*[range(self.dims[index].size) for index in cut]):
+            for index, at in zip(cut, where, strict=True):
+                whole[index] = (at, at + 1)
+            yield self.within(tuple(whole))
+
+    def _is_dense(self, dim: PieceDim) -> bool:
+        """Whether the steps of a dim leave no gap in the source."""
+        inner = [d for d in self.dims if d.source == dim.source and d.source_stride < dim.source_stride]
+        return dim.size == 1 or dim.source_stride == math.prod([d.size for d in inner])
 
 
 def _runs(steps: Iterable[tuple[int, int, int]], dim: int, offset: int) -> Runs:
