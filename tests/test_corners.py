@@ -248,6 +248,7 @@ CORNERS: dict[str, Corner] = {
     **{f"a mean of {n}, summed": reduction("b@dp s", "b@dp s -> s | sum@dp", "mean", n, 3) for n in (1, 3)},
     "a complex product": Corner((of("n@tp d", 8, 4, dtype=C128), of("d@tp k", 4, 6, dtype=C128, seed=2)), lambda x, w: axes.einsum(x, axes.reshard(w, "d k@()"), "n@tp d, d k -> n@tp k"), lambda x, w: x @ w, order=3),
     "a complex product of three": Corner((of("n@tp", 8, dtype=C128), of("n@tp", 8, dtype=C128, seed=2), of("n@tp", 8, dtype=C128, seed=3)), lambda x, y, z: axes.einsum(x, y, z, "n@tp, n@tp, n@tp -> n@tp"), lambda x, y, z: x * y * z, order=3),
+    "a mean of complex numbers": Corner((of("b@dp s", 5, 3, dtype=C128),), lambda x: axes.reduce(x, "b@dp s -> s", "mean"), lambda x: x.mean(0), "s", 0),
     "a mean over a group": Corner((of("(b t)@(dp cp) s", 6, 3),), lambda x: axes.reduce(x, "(b t)@(dp cp) s -> s", "mean"), lambda x: x.mean(0), "s"),
     "a mean over two axes": reduction("b@dp s@cp", "b@dp s@cp -> ", "mean", 3, 5),
     **{f"{op} of {n}": reduction("b@(cp tp) s", "b@(cp tp) s -> s", op, n, 3) for op in ("max", "min") for n in (1, 3, 5)},
