@@ -452,7 +452,7 @@ def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: 
 
     def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
         """The sum of the gradients, to the ranks that have the maximum (minimum), divided among them."""
-        mine = (kept[0] == kept[1]).to(x.dtype)
+        mine = (kept[0] == kept[1]).to(g.dtype)
         return _total(g, "sum", line) * (mine / lines.all_reduce(mine, "sum", line))
 
     return around(partial(lines.all_reduce, op=op, line=line), back, x, keep=(True, True))
