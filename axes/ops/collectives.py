@@ -52,6 +52,7 @@ from axes.runtime import lines, torch_private
 from axes.runtime.linear import Kept, Map, around, both_ways
 from axes.runtime.lines import AxisName, Line, axis_layout, check_axis, line_of
 from axes.runtime.transforms import check_dense, check_transforms
+from axes.runtime.writes import writable
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""
@@ -455,4 +456,4 @@ def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: 
         mine = (kept[0] == kept[1]).to(g.dtype)
         return _total(g, "sum", line) * (mine / lines.all_reduce(mine, "sum", line))
 
-    return around(partial(lines.all_reduce, op=op, line=line), back, x, keep=(True, True))
+    return around(lambda x: writable(lines.all_reduce(x, op, line), x), back, x, keep=(True, True))
