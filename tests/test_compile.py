@@ -258,6 +258,7 @@ PROGRAMS: dict[str, Program] = {
     "sum": on_ax(axes.shard_map(lambda x: axes.psum(x.sum(0), "ax"), "m@ax n -> n")),
     "a builtin": on_ax(lambda x: axes.shard_map(torch.tanh, "m@ax n -> m@ax n")(x), (4, 8), (1, 2)),
     "asked": on_ax(kept_as_it_was, (4, 8, 16), (1, 2, 2)),
+    "a column each": Program("ax=2", lambda x: axes.rearrange(axes.shard_map(torch.tanh, "m n -> m n")(x), "m@ax n -> m n@ax") * 2, lambda n: {"m@ax n": numbers(3, n)}, (2, 4, 6), (1, 2, 2), True),
     "shards": on_ax(lambda x, m: axes.reshard(x, "m@ax n -> m n@ax", m=m), (8, 7, 8), (1, 2, 2), local=True),
     "shards to a DTensor": on_ax(lambda x, m: axes.from_local(x, "m@ax n", shape=(m, 12)), (8, 7, 8), (1, 2, 2), local=True),
     "norm of shards": on_ax(lambda x, m: axes.rms_norm(x, "m@ax n", over="m", m=m), (8, 7, 8), (1, 2, 2), local=True),

@@ -263,7 +263,7 @@ def cuts_between_names(grid: Grid, one: str, other: str, forms: Sequence[Sequenc
         for name in _axes(_closed(whole)[2]):
             while sizes[at] == 1 and at + 1 < len(sizes):
                 at += 1
-            if len(sizes) > 1 and 0 not in sizes and sizes[at] % grid.sizes[name]:
+            if len(sizes) > 1 and sizes[at] % grid.sizes[name]:
                 return True
             sizes[at] //= grid.sizes[name]
     return False
@@ -699,6 +699,8 @@ TORCH_REFUSES = (
     "is unable to be interpreted into a corresponding shard_order",
     # autograd's sum of two gradients that are pending, one as a sum and one as a mean
     r"Redistribution from one partial type \(P\(\w+\)\) to another \(P\(\w+\)\) is unsupported\.",
+    # the same of a split gradient and one that is pending as a mean
+    r"redistribute from \S+ to P\(avg\) not supported yet",
 )
 """What torch before 2.13 refuses by itself."""
 
@@ -719,7 +721,7 @@ class Program:
         _running[0] = self
         try:
             exec(_compiled(line), self.names)
-        except (ValueError, AssertionError) as error:
+        except (ValueError, AssertionError, RuntimeError) as error:
             if not BEFORE_2_13 or not any(re.fullmatch(refusal, str(error)) for refusal in TORCH_REFUSES):
                 raise
             raise TorchRefuses(str(error)) from error

@@ -1439,7 +1439,11 @@ def inplace_of_shards(d: Draw, grid: Grid, g: str, shape: Sequence[int]) -> None
     kind = d.random.choice(("reshard", "rearrange", "einsum", "repeat"))
     if kind in ("repeat", "einsum") and re.search(r"\)@", f"{spec} {target}"):
         kind = "reshard"
-    p.do(f"y = axes.{kind}(x, {f'{spec} -> {target}'!r}, mesh={m}, sizes={sizes})")
+    line = f"y = axes.{kind}(x, {f'{spec} -> {target}'!r}, mesh={m}, sizes={sizes})"
+    if cuts_between_names(grid, spec, target, forms):
+        p.refuse(line, "don't fall on its names")
+        return
+    p.do(line)
     p.do("keep = x.detach().clone()")
     change = d.random.choice(("y.mul_(2)", "y.add_(1)", "y.zero_()", "y[...] = 7"))
     p.do(f"def write(y): {change}")

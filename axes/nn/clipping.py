@@ -81,7 +81,7 @@ def total_norm(
     `stages` that the mesh doesn't have.
 
     >>> import axes
-    >>> with axes.simulate(1), axes.init_mesh("dp=1") as mesh:
+    >>> with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu") as mesh:
     ...     total_norm([axes.shard(torch.tensor([3.0, 4.0]), "n@dp"), torch.full((3,), -4.0)], norm_type=1)
     tensor(19.)
     """
@@ -132,7 +132,7 @@ def clip_grad_norm_(
     have, or that the mesh of a parameter has in part.
 
     >>> import axes
-    >>> with axes.simulate(1), axes.init_mesh("dp=1") as mesh:
+    >>> with axes.simulate(1), axes.init_mesh("dp=1", device_type="cpu") as mesh:
     ...     weight = axes.shard(torch.zeros(2), "n@dp").requires_grad_()
     ...     weight.grad = axes.shard(torch.tensor([3.0, 4.0]), "n@dp")
     ...     print(clip_grad_norm_([weight], max_norm=1.0), axes.to_local(weight.grad))

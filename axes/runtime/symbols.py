@@ -111,12 +111,15 @@ def pieces(stages: Sequence[Sharding], dim: int) -> int | None:
 
 
 def uneven(stages: Sequence[Sharding], shape: Sequence[int]) -> list[int]:
-    """The dims of symbolic size that can't vary: the graph is guarded on the others being multiples."""
+    """The dims of symbolic size that can't vary: the graph is guarded on the others being multiples.
+
+    Neither can one of which shards have a single element: torch takes a size of 1 for a number.
+    """
     found = []
     for dim, size in enumerate(shape):
         if type(size) is not int:
             count = pieces(stages, dim)
-            if count is None or size % count:
+            if count is None or size % count or hint(size) == count:
                 found.append(dim)
     return found
 

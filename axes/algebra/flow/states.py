@@ -158,7 +158,7 @@ def _sized_factors(state: ShardedDim, extent: int) -> tuple[ShardedFactor, ...]:
 
 
 def _check_even(factors: Sequence[ShardedFactor], opened: Sequence[ShardedFactor]) -> None:
-    if len(factors) == 1:
+    if sum(factor.size != 1 or factor.pieces != 1 for factor in factors) <= 1:
         return
     for factor in factors:
         if factor.size is not None and factor.size % factor.pieces:

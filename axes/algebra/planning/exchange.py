@@ -349,8 +349,8 @@ class GroupExchange:
 
     @cached_property
     def _largest(self) -> int:
-        """Elements of the largest tile that a rank has before."""
-        return math.prod([max([volume((runs,)) for runs in each.runs]) for each in self.before.pieces])
+        """Elements of the largest tile that a rank has before; 1 where no rank has any."""
+        return max(1, math.prod([max([volume((runs,)) for runs in each.runs]) for each in self.before.pieces]))
 
 
 @lru_cache(maxsize=64)
