@@ -234,7 +234,7 @@ def around(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_ax(
-    call: Callable[..., Any], sizes: Sequence[int] = (8, 7, 6), graphs: Sequence[int] = (1, 2, 3), **how: Any
+    call: Callable[..., Any], sizes: Sequence[int] = (8, 7), graphs: Sequence[int] = (1, 2), **how: Any
 ) -> Program:
     return Program("ax=2", around(call), rows("m@ax n", 12), sizes, graphs, None, **how)
 
@@ -248,11 +248,11 @@ def on_two(
 PROGRAMS: dict[str, Program] = {
     # On two ranks. An uneven size, with the same shard on some ranks, has a graph of its own; so has a size of one.
     "gather": on_ax(lambda x: axes.reshard(x, "m n"), (8, 7, 8, 6), (1, 2, 2, 3)),
-    "gather of one": on_ax(lambda x: axes.reshard(x, "m n"), (1, 2, 3)),
+    "gather of one": on_ax(lambda x: axes.reshard(x, "m n"), (1, 2, 3), (1, 2, 3)),
     "nothing": on_ax(lambda x: axes.reshard(x, "m@* n"), (7, 8, 10, 3), (1, 2, 2, 3)),
-    "mean": on_ax(lambda x: axes.reduce(x, "m@ax n -> n", "mean")),
+    "mean": on_ax(lambda x: axes.reduce(x, "m@ax n -> n", "mean"), (8, 7, 6), (1, 2, 3)),
     "scatter": on_ax(lambda x: axes.einsum(x, x, "m@ax n, m@ax k -> n@ax k")),
-    "unshard": on_ax(axes.unshard),
+    "unshard": on_ax(axes.unshard, (8, 7, 6), (1, 2, 3)),
     "border": on_ax(lambda x: axes.from_local(axes.to_local(x) * 2, "m@ax n", shape=tuple(x.shape))),
     "flow": on_ax(axes.shard_map(lambda x: x * 2, "m n -> m n")),
     "sum": on_ax(axes.shard_map(lambda x: axes.psum(x.sum(0), "ax"), "m@ax n -> n")),
