@@ -33,9 +33,9 @@ from axes.ops.request import ALONE
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
-from axes.runtime.check import patience_of, waited
+from axes.runtime.check import waited
 from axes.runtime.factories import draw_into, kept_at
-from axes.runtime.groups import current_world, of_world
+from axes.runtime.groups import current_world, of_world, time_limit
 from axes.runtime.leaves import used
 from axes.runtime.linear import linear
 from axes.runtime.sharded import strides_like
@@ -215,7 +215,7 @@ def _compare_generators(mesh: Mesh) -> None:
     advice = "seed all ranks alike before it, torch.manual_seed(0); or pass seed=, one number on all ranks"
     barrier = world.barrier("dropout", ranks, f"the first axes.nn.dropout over {ranks_text(ranks)}", advice)
     said = f"a default CPU generator (seed {torch.initial_seed()}) in the state {state}"
-    agree(world.member, barrier, said, patience_of(mesh))
+    agree(world.member, barrier, said, time_limit(mesh.binding.device_type))
 
 
 def _kept(x: torch.Tensor, sharding: Sharding | None, whole: tuple[int, ...], seed: int, p: float) -> torch.Tensor:

@@ -131,7 +131,7 @@ class _Entered(NamedTuple):
     wholes: list[list[torch.Tensor]]
     state: defaultdict[torch.Tensor, State]
     gradients: list[torch.Tensor | None]
-    versions: list[tuple[int, list[int | None]]]
+    versions: list[tuple[int, list[int]]]
     dressed: Dress | None
 
 
@@ -225,7 +225,7 @@ class LocalSteps(torch.optim.Optimizer):
                 view.undress(dressed)
             raise
         idle = [at for at, gradient in enumerate(gradients) if gradient is None]
-        versions = [(at, torch_private.versions(view.memory_of[at])) for at in idle]
+        versions = [(at, [*map(torch_private.version_of, view.memory_of[at])]) for at in idle]
         groups = list(self.param_groups)
         wholes = [group["params"] for group in groups]
         self.view, self.entered = view, _Entered(view, groups, wholes, self.state, gradients, versions, dressed)
@@ -328,7 +328,7 @@ class LocalSteps(torch.optim.Optimizer):
         kept = self.state[parameter]
         for key in [key for key in kept if key not in state]:
             del kept[key]
-        locals_ = torch_private.local_values(kept)
+        locals_ = _local_values(kept)
         for key, value in state.items():
             if key not in locals_ or value is not locals_[key]:
                 kept[key] = self._kept(key, value, parameter)
@@ -426,7 +426,7 @@ class _View:
         wholes: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
         local: dict[torch.Tensor, torch.Tensor] = {each: local_tensor(each) for every in wholes for each in every}
         there = {each: state[each] for each in local if each in state}
-        made = [(local[p], torch_private.local_values(of) if isinstance(p, DTensor) else of) for p, of in there.items()]
+        made = [(local[p], _local_values(of) if isinstance(p, DTensor) else of) for p, of in there.items()]
         local_state = defaultdict[torch.Tensor, State](dict, made)
         sharded = [each for each in local if isinstance(each, DTensor)]
         plain = [each for each in local if not isinstance(each, DTensor)]
@@ -443,7 +443,7 @@ class _View:
             _Values.of(local_state),
             state_of,
             state_tensors,
-            torch_private.locals_of(state_tensors),
+            [*map(torch_private.local_of, state_tensors)],
         )
 
     def with_state(self, state: Mapping[torch.Tensor, State], local_state: defaultdict[torch.Tensor, State]) -> _View:
@@ -457,7 +457,7 @@ class _View:
             local=_Values.of(local_state),
             state_of=state_of,
             state_tensors=state_tensors,
-            state_shards=torch_private.locals_of(state_tensors),
+            state_shards=[*map(torch_private.local_of, state_tensors)],
         )
 
     @cached_property
@@ -468,13 +468,13 @@ class _View:
     @cached_property
     def memory_of(self) -> list[list[torch.Tensor]]:
         """The local tensors of each parameter and its state."""
-        return [[x, *torch_private.locals_of(state)] for x, state in zip(self.shards, self.state_of, strict=True)]
+        return [[x, *map(torch_private.local_of, state)] for x, state in zip(self.shards, self.state_of, strict=True)]
 
-    def changed(self, versions: Sequence[tuple[int, list[int | None]]]) -> list[DTensor]:
+    def changed(self, versions: Sequence[tuple[int, list[int]]]) -> list[DTensor]:
         """What a step has changed: all that had a gradient, and of the others what is of another version now."""
         if not versions:
             return self.written
-        same = {at for at, before in versions if torch_private.versions(self.memory_of[at]) == before}
+        same = {at for at, before in versions if [*map(torch_private.version_of, self.memory_of[at])] == before}
         found = [[self.sharded[at], *state] for at, state in enumerate(self.state_of) if at not in same]
         return list(chain.from_iterable(found))
 
@@ -483,14 +483,14 @@ class _View:
         return (
             len(groups) == len(self.wholes)
             and all(_are_same(group["params"], every) for group, every in zip(groups, self.wholes, strict=True))
-            and _are_same(torch_private.locals_of(self.sharded), self.shards)
-            and _are_same(torch_private.locals_of(self.state_tensors), self.state_shards)
+            and _are_same([*map(torch_private.local_of, self.sharded)], self.shards)
+            and _are_same([*map(torch_private.local_of, self.state_tensors)], self.state_shards)
             and self.kept.is_still(state)
         )
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Give the local tensors of parameters the local gradients, which are the result."""
-        found = torch_private.local_gradients(self.sharded)
+        found = [*map(_local_gradient, self.sharded)]
         for at, (parameter, local) in enumerate(zip(self.sharded, self.shards, strict=True)):
             gradient = found[at]
             if gradient is None:
@@ -541,6 +541,21 @@ class _View:
 def _dtensors(parameters: Sequence[DTensor], state: Mapping[torch.Tensor, State]) -> list[list[DTensor]]:
     """The DTensors in the state of each parameter."""
     return [[x for x in state.get(each, {}).values() if isinstance(x, DTensor)] for each in parameters]
+
+
+def _local_values(named: State) -> State:
+    """The same with the local tensor in the place of each DTensor."""
+    return {
+        name: torch_private.local_of(value) if isinstance(value, DTensor) else value for name, value in named.items()
+    }
+
+
+def _local_gradient(parameter: DTensor) -> torch.Tensor | None:
+    """The local tensor of a parameter's gradient; None where there is none, or one that lies otherwise."""
+    x = parameter.grad
+    there = type(x) is DTensor and torch_private.lie_alike(x, parameter)
+    local = torch_private.local_of(x) if there else None  # type: ignore[arg-type]
+    return local if type(local) is torch.Tensor else None
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -28,12 +28,9 @@ from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.sizes import tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import local_tensor
-from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text, refuse
-from axes.runtime.check import patience_of
 from axes.runtime.checkpoint import parts_of
-from axes.runtime.device_mesh import mesh_known_for
-from axes.runtime.groups import current_world
+from axes.runtime.groups import current_world, time_limit
 from axes.runtime.writes import count_writes
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -340,9 +337,8 @@ def _meshes(slots: Sequence[_Slot]) -> list[tuple[Sequence[int], timedelta]]:
     found: dict[tuple[str, Sequence[int]], timedelta] = {}
     for mesh in meshes:
         if mesh.get_coordinate() is not None:
-            known = mesh_known_for(mesh)
-            patience = patience_of(known) if known else torch_private.default_timeout(mesh.device_type)
-            found.setdefault((mesh.device_type, Universe.of(sorted(mesh.mesh.flatten().tolist())).ranks), patience)
+            ranks = Universe.of(sorted(mesh.mesh.flatten().tolist())).ranks
+            found.setdefault((mesh.device_type, ranks), time_limit(mesh.device_type))
     return [(ranks, patience) for (_, ranks), patience in found.items()]
 
 

@@ -42,11 +42,12 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import DesyncError
@@ -54,9 +55,11 @@ from axes.algebra.universe import Universe
 
 T = TypeVar("T")
 
+LINGER_SECONDS = 5.0
+"""Seconds that the host of a store stays for others, and that connecting may take longer than torch says."""
+
 _HOST = 0
 _JOBS = "the job's store"
-_LINGER_SECONDS = 5.0
 _SILENCE_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.0005
@@ -160,7 +163,7 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, 
         return [every.get(rank) for rank in barrier.members]
     with contextlib.suppress(DesyncError):  # what is wrong matters more
         present = len(barrier.members) - len(missing)
-        asked(barrier.subject, _LINGER_SECONDS, lambda: _leave(member, barrier, present), member.store_name)
+        asked(barrier.subject, LINGER_SECONDS, lambda: _leave(member, barrier, present), member.store_name)
     shown = _indented(barrier.doing or statement)
     own = error.startswith(_DISAGREE) and shown not in error
     kind = MissedError if member.rank in missing else DesyncError
@@ -178,13 +181,13 @@ def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
 
     if len(barrier.members) > 1:
         with contextlib.suppress(DesyncError):  # the caller raises `error`, which matters more
-            asked(barrier.subject, _LINGER_SECONDS, end, member.store_name)
+            asked(barrier.subject, LINGER_SECONDS, end, member.store_name)
 
 
 def leave_word(member: Member, text: str) -> None:
     """Note why this rank doesn't come, for members that expect it: they read it behind "rank 3"."""
     with contextlib.suppress(DesyncError):
-        asked("a note of where a rank is", _LINGER_SECONDS, lambda: _leave_note(member, text), member.store_name)
+        asked("a note of where a rank is", LINGER_SECONDS, lambda: _leave_note(member, text), member.store_name)
 
 
 def without_report(member: Member, barrier: Barrier) -> str:
@@ -203,18 +206,9 @@ def without_report(member: Member, barrier: Barrier) -> str:
 
 
 def asked(subject: str, seconds: float, question: Callable[[], T], store_name: str = _JOBS) -> T:
-    """`question()`, which asks a store, and ends by itself within `seconds` as long as that answers.
-
-    It runs on another thread, since a question waits for ever where the host is silent. Then that thread stays behind,
-    and this raises `DesyncError`, as it does where the store can't be reached.
-    """
-    outcome = _on_a_thread(subject, question)
-    if not wait([outcome], seconds + _SILENCE_SECONDS).done:
-        raise DesyncError(
-            f"{store_name} doesn't answer in {subject}: its host is stopped, or can't be reached from here"
-        )
+    """`question()`, which asks a store, `in_time`; `DesyncError` where the store can't be reached, too."""
     try:
-        return outcome.result()
+        return in_time(subject, seconds, question, store_name)
     except dist.DistError as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         host = f": the launcher where it has an agent, as torchrun has, else rank {_HOST}"
@@ -224,20 +218,11 @@ def asked(subject: str, seconds: float, question: Callable[[], T], store_name: s
         ) from error
 
 
-def in_time(member: Member, subject: str, seconds: float, connect: Callable[[], T]) -> T:
-    """`connect()`, in which torch connects this rank to others, and which it ends by itself within `seconds`.
+def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str = _JOBS) -> T:
+    """`call()`, which ends by itself within `seconds`, but for a store or a host that says nothing: then `DesyncError`.
 
-    It doesn't where the store, or a host behind a link that is cut, says nothing: then this raises `DesyncError`.
+    It runs on another thread, which stays behind where a host is silent.
     """
-    outcome = _on_a_thread(subject, connect)
-    if not wait([outcome], seconds + _SILENCE_SECONDS).done:
-        asked(subject, 0, lambda: member.store.check(["axes"]), member.store_name)
-        if not wait([outcome], _LINGER_SECONDS).done:
-            raise DesyncError(f"no answer in {subject} from a host that is stopped, or can't be reached from here")
-    return outcome.result()
-
-
-def _on_a_thread(subject: str, call: Callable[[], T]) -> Future[T]:
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -247,7 +232,38 @@ def _on_a_thread(subject: str, call: Callable[[], T]) -> Future[T]:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=f"axes: {subject}", daemon=True).start()
-    return outcome
+    if not wait([outcome], seconds + _SILENCE_SECONDS).done:
+        raise DesyncError(
+            f"{store_name} doesn't answer in {subject}, or a rank doesn't: its host is stopped, or can't be reached "
+            "from here"
+        )
+    return outcome.result()
+
+
+def connected(member: Member, barrier: Barrier, seconds: float, connect: Callable[[], T]) -> T:
+    """`connect()`, in which torch connects the members of a barrier, at which they have agreed, within `seconds`.
+
+    Where that fails each of them says so to the others, and the error names those that report nothing.
+    """
+    try:
+        return in_time(barrier.subject, seconds + LINGER_SECONDS, connect, member.store_name)
+    except RuntimeError as error:
+        if isinstance(error, OF_ONE_RANK):
+            raise
+        report = replace(barrier, kind=f"{barrier.kind}-failure", subject=failure(barrier.subject), advice="")
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DesyncError(
+            f"{barrier.subject} failed on rank {member.rank}, in connecting: {first}{without_report(member, report)}"
+        ) from error
+
+
+OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
+"""Runtime errors of this rank alone, which no backend has for others."""
+
+
+def failure(what: str) -> str:
+    """The barrier to which ranks come where `what` they do together fails."""
+    return f"the report that {what} failed"
 
 
 # A barrier
@@ -332,7 +348,7 @@ def _missing(member: Member, barrier: Barrier, how_long: str) -> tuple[list[int]
 
 def _leave(member: Member, barrier: Barrier, present: int) -> None:
     """Says that this rank has read the end. Of `present` ranks the host of the store goes last, or after a while."""
-    store, left, patience = member.store, f"{barrier.key}/left", time.monotonic() + _LINGER_SECONDS
+    store, left, patience = member.store, f"{barrier.key}/left", time.monotonic() + LINGER_SECONDS
     with contextlib.suppress(dist.DistError):  # the error that is being reported matters more than a store that is gone
         while member.rank == _HOST and store.add(left, 0) < present - 1 and time.monotonic() < patience:
             time.sleep(0.005)

@@ -31,10 +31,9 @@ import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, DesyncError, shown
-from axes.algebra.mesh import Mesh
 from axes.runtime import flags, torch_private, trace
-from axes.runtime.agreement import Barrier, agree, leave_word, ranks_text
-from axes.runtime.groups import OF_ONE_RANK, World, current_world, who_else_failed
+from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree, leave_word, ranks_text
+from axes.runtime.groups import World, current_world, time_limit, who_else_failed
 from axes.runtime.places import user_place, whole_text
 from axes.runtime.trace import Listener, Operation
 
@@ -107,11 +106,6 @@ def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subj
     raise failed(describe(*subject), error) from error
 
 
-def patience_of(mesh: Mesh) -> timedelta:
-    """How long the ranks of a mesh wait for one another."""
-    return mesh.binding.timeout or torch_private.default_timeout(mesh.binding.device_type)
-
-
 # before
 
 
@@ -148,8 +142,7 @@ def _waits(world: World, operation: Operation) -> timedelta:
     options = [entry.options for entry in world.groups.values() if entry.group_name == operation.group]
     if options and isinstance(options[0].timeout, timedelta):
         return options[0].timeout
-    mesh = operation.mesh
-    return torch_private.default_timeout(operation.device) if mesh is None else patience_of(mesh)
+    return time_limit(operation.device)
 
 
 def _debug_calls(world: World) -> int:
@@ -220,10 +213,10 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     """
     if type(x) in (torch.Tensor, torch.nn.Parameter):
         return x
-    if not torch_private.is_under_way(x):
+    if not isinstance(x, torch_private.UnderWay):
         return x.as_subclass(torch.Tensor) if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else x
     try:
-        return torch_private.arrived(x)
+        return x.trigger_wait()
     except RuntimeError as error:
         if (found := getattr(x, _OPERATION, None)) is not None:
             raise_located(error, *found)
@@ -235,7 +228,7 @@ _OPERATION = "_operation_of_axes"
 
 def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
     """`x`, which knows by what its `Operation` is described, in case that it never comes."""
-    if torch_private.is_under_way(x):
+    if isinstance(x, torch_private.UnderWay):
         setattr(x, _OPERATION, described)
     return x
 
@@ -330,5 +323,4 @@ def _agree_on(check: bool) -> None:
             subject = "axes.debug, which all ranks of the job call"
             found = world.barrier(_DEBUG, range(world.size), subject, "Ask for the same on all ranks")
             barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
-            waits = torch_private.default_timeout("cpu")
-            agree(world.member, barrier, f"check={check}", waits)
+            agree(world.member, barrier, f"check={check}", time_limit("cpu"))

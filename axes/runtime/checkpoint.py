@@ -60,7 +60,8 @@ def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
     Raises `ShardingError` for strided placements that no spec says.
     """
     spec = torch_private.spec_of(x)
-    if not torch_private.is_strided(spec) or 0 in spec.shape or any(p.is_partial() for p in spec.placements):
+    strided = any(isinstance(p, torch_private.StridedShard) for p in spec.placements)
+    if not strided or 0 in spec.shape or any(p.is_partial() for p in spec.placements):
         return None
     sharding, shape = sharding_of_spec(spec), tuple(x.shape)
     found = _boxes(sharding, shape, sharding.mesh.rank)
@@ -77,7 +78,7 @@ def parts_of(x: torch.Tensor) -> tuple[Box, ...]:
     found = boxes_of(x)
     if found is not None:
         return found
-    chunks = torch_private.chunks_of(x)
+    chunks = x.__create_chunk_list__()
     return tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes), (0,) * x.ndim) for chunk in chunks)
 
 

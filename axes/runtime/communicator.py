@@ -30,8 +30,6 @@ Shape = tuple[int, ...]
 Counts = Sequence[int] | None
 """Elements for or from each rank of a group; None where all are equal."""
 
-OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -64,6 +62,12 @@ def reduced_bytes(dtype: torch.dtype, op: str) -> int:
     return max(4, wide) if dtype.is_floating_point and op in ("max", "min") else wide
 
 
+def moved(by: str, x: int, each: int, size: int, rank: int, receives: Counts = None, sends: Counts = None) -> list[int]:
+    """How many bytes a rank of a group of `size` receives and sends at least by a collective of `x` elements."""
+    even = x * each * {"all_gather": size, "all_reduce": 2}.get(by, 1) * (size - 1) // size
+    return [even if of is None else (sum(of) - of[rank]) * each for of in (receives, sends)]
+
+
 class _Eager:
     """The methods of a `ProcessGroup`, waited for."""
 
@@ -94,15 +98,15 @@ class _Eager:
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
         out = x if owned else x.clone()
-        self._reduce(out, OPS[op])
+        self._reduce(out, op)
         return out
 
     def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
         out = _new(x, shape)
         if x.dim() == len(shape) > 0 and x.shape[0] == shape[0] * self.size:
-            self._scatter(out, x, OPS[op])
+            self._scatter(out, x, op)
         else:
-            self._scatter(out.ravel(), x.ravel(), OPS[op])
+            self._scatter(out.ravel(), x.ravel(), op)
         return out
 
 
@@ -120,18 +124,18 @@ class _Functional:
         self.name, self.size = name, size
 
     def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        return torch_private.functional_gather(x.view(-1), self.size, self.name).view(shape)
+        return torch_private.functional("all_gather_into_tensor", x.view(-1), self.size, self.name).view(shape)
 
     def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
         each = [x.numel() // self.size] * self.size
         got, given = each if receives is None else receives, each if sends is None else sends
-        return torch_private.functional_exchange(x.view(-1), got, given, self.name).view(shape)
+        return torch_private.functional("all_to_all_single", x.view(-1), [*got], [*given], self.name).view(shape)
 
     def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
-        return torch_private.functional_reduce(x, op, self.name)
+        return torch_private.functional("all_reduce", x, op, self.name)
 
     def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
-        return torch_private.functional_scatter(x.view(-1), op, self.size, self.name).view(shape)
+        return torch_private.functional("reduce_scatter_tensor", x.view(-1), op, self.size, self.name).view(shape)
 
 
 class _Recorded:
@@ -143,20 +147,16 @@ class _Recorded:
     def __init__(self, raw: Any, rank: int, about: Operation):
         self.size, self._rank, self._about = raw.size, rank, about
         self._known: dict[tuple[str, int], Operation] = {}
-        # How many times the tensor is moved in equal parts, if it is, one of them the rank's own.
-        self.all_gather = self._recorded("all_gather", raw.all_gather, self.size)
-        self.all_to_all = self._recorded("all_to_all", raw.all_to_all, 1)
-        self.all_reduce = self._recorded("all_reduce", raw.all_reduce, 2)
-        self.reduce_scatter = self._recorded("reduce_scatter", raw.reduce_scatter, 1)
+        for by in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter"):
+            setattr(self, by, self._recorded(by, getattr(raw, by)))
 
-    def _recorded(self, by: str, run: Callable[..., torch.Tensor], times: int) -> Callable[..., torch.Tensor]:
+    def _recorded(self, by: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def recorded(x: torch.Tensor, *how: Any) -> torch.Tensor:
             found = self._known.get((by, x.numel()))
             if found is None:
-                even = x.numel() * times * (self.size - 1) // self.size
-                sides = how[:2] if by == "all_to_all" else (None, None)
-                moved = [(even if of is None else sum(of) - of[self._rank]) * x.element_size() for of in sides]
-                found = replace(self._about, by=by, bytes_in=moved[0], bytes_out=moved[1])
+                counts = how[:2] if by == "all_to_all" else ()
+                sides = moved(by, x.numel(), x.element_size(), self.size, self._rank, *counts)
+                found = replace(self._about, by=by, bytes_in=sides[0], bytes_out=sides[1])
                 self._known[by, x.numel()] = found
             return heard(found, run, x, *how)
 

@@ -20,6 +20,7 @@ has dims of the `DeviceMesh` alone, in its order: for others write `mesh["fsdp"]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -87,6 +88,7 @@ def mesh_known_for(device_mesh: DeviceMesh) -> Mesh | None:
     return mesh if known is device_mesh or (known is not None and _same_groups(known, device_mesh)) else None
 
 
+@functools.lru_cache(maxsize=1)
 def _teach_torch() -> None:
     """What torch has to do otherwise for the meshes of axes; each once for a process."""
     torch_private.look_for_flattened_dims()
@@ -105,6 +107,8 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
     root = _root(world, mesh.universe, mesh.binding.device_type)
     made = torch_private.device_mesh_over(
         root,
+        mesh.binding.device_type,
+        (),
         [layout.modes for layout in mesh.layouts],
         mesh.axis_names,
         [groups[name] for name in mesh.axis_names if groups],
@@ -136,7 +140,9 @@ def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     root = world.roots.get((universe, device_type))
     if root is None:
-        root = world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
+        ranks = universe.ranks
+        root = torch_private.device_mesh_over(None, device_type, ranks, [[(len(ranks), 1)]], ["universe"], ())
+        world.roots[universe, device_type] = root
     return root
 
 

@@ -32,10 +32,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import DesyncError, MeshError, shortened, shown
+from axes.algebra.errors import MeshError, shortened, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
@@ -45,8 +44,9 @@ from axes.runtime.agreement import (
     Member,
     MissedError,
     agree,
+    connected,
     digest,
-    in_time,
+    failure,
     ranks_text,
     refuse,
     without_report,
@@ -172,8 +172,8 @@ class World:
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
-        self.waits: dict[Mesh, Any] = {}
-        """How long the ranks of a mesh wait: what meshes that are declared equal share."""
+        self.timeout: timedelta | None = None
+        """How long ranks wait for one another, as `init_mesh` has said last; None where it hasn't."""
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}
         whole = range(self.size)
         self.groups[whole, self.backend, _NO_OPTIONS] = ProcessGroupInfo(
@@ -214,6 +214,11 @@ def current_world() -> World:
 
 
 NOT_RUNNING = "torch.distributed isn't running (any more); axes.init_mesh(...) starts it"
+
+
+def time_limit(device_type: str) -> timedelta:
+    """How long ranks wait for one another on a type of device: as `init_mesh` has said, else as the default group."""
+    return current_world().timeout or torch_private.default_timeout(device_type)
 
 
 class OfWorld(Protocol[P, R]):
@@ -262,14 +267,6 @@ def wrong_with_groups(device_mesh: Any) -> str:
     )
 
 
-def _note_end(function: str) -> None:
-    """Notes that a function ends groups."""
-    global times_destroyed, _ended_by
-    times_destroyed += 1
-    if function not in _ended_by:
-        _ended_by = f"{_ended_by} or {function}" if _ended_by else function
-
-
 def forget_groups() -> None:
     """Forgets the world without touching its groups: for who ends a world by other means."""
     global _current
@@ -308,33 +305,23 @@ def _asked_for(entry: ProcessGroupInfo, layout: Layout, name: str) -> ProcessGro
 def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
     """Makes the groups of these names now, in an order that doesn't depend on that of the names.
 
-    Every rank of the mesh calls it; a rank outside the mesh has nothing to make. Where a name isn't one of the mesh,
-    the other members of the first group hear so at once.
+    Every rank of the mesh calls it; a rank outside the mesh has nothing to make. Ranks compare the names before: one
+    that has others, or one that the mesh hasn't, is an error on all of them.
     """
-    named: list[tuple[Layout, str]] = []
-    wrong: MeshError | None = None
-    for name in names:
-        try:
-            named.append((mesh.layout(name), name))
-        except MeshError as error:
-            wrong = wrong or error
-    if wrong is not None:
-        _refuse(mesh, named, wrong)
-        raise wrong
-    groups_of(mesh, named)
-
-
-def _refuse(mesh: Mesh, named: Iterable[tuple[Layout, str]], error: MeshError) -> None:
-    """Tells the other members of the first of these groups that is still to be made that this rank can't come."""
-    world = current_world()
-    if world.fake or mesh.universe.position(world.rank) is None:
+    world, asked = current_world(), list(names)
+    ranks = mesh.ranks_of(mesh.layout_of_all, world.rank)
+    if world.fake or ranks is None:
+        groups_of(mesh, [(mesh.layout(name), name) for name in asked])
         return
-    with world.lock:
-        for layout, name in _in_order(mesh, named):
-            key = _key_of(world, mesh, layout, name)
-            if key not in world.groups and len(key[0]) > 1:
-                refuse(world.member, _barrier(world, key[0], name), error)
-                return
+    subject = f"mesh.create_groups over {ranks_text(ranks)}"
+    barrier = world.barrier("groups", ranks, subject, "All ranks of the mesh call it with the same names")
+    try:
+        named = [(mesh.layout(name), name) for name in asked]
+    except MeshError as error:
+        refuse(world.member, barrier, error)
+        raise
+    agree(world.member, barrier, f"the groups of {' '.join(sorted(asked))}", time_limit(mesh.binding.device_type))
+    groups_of(mesh, named)
 
 
 def groups_of(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> dict[str, dist.ProcessGroup]:
@@ -367,19 +354,13 @@ def destroy_process_groups() -> None:
     """
     if dist.group.WORLD is None:
         return
-    _note_end("axes.destroy_process_groups()")
-    trace.forget_groups_of_traces()
     world = current_world()
-    made = [entry.group for entry in world.groups.values() if entry.origin == "made"]
-    for group in sorted(made, key=lambda group: group.group_name):
-        if torch_private.registered(group):
-            dist.destroy_process_group(group)
-    torch_private.forget_dtensor_world()
+    _end(world, "axes.destroy_process_groups()", dist.destroy_process_group, lambda each: True)
     if world.started_here:
         dist.destroy_process_group()
         forget_groups()
-        return
-    _keep(world, lambda entry: entry.origin == "default")
+    else:
+        world.groups = {key: each for key, each in world.groups.items() if each.origin == "default"}
 
 
 def abort_groups(mesh: Mesh) -> None:
@@ -388,18 +369,11 @@ def abort_groups(mesh: Mesh) -> None:
     here = mesh.ranks_of(mesh.layout_of_all, world.rank)
     if here is None:
         return
-    _note_end("mesh.abort()")
-    torch_private.forget_dtensor_world()
+    members = frozenset(here)
+    _end(world, "mesh.abort()", torch_private.abort_group, lambda each: members.issuperset(each.ranks))
     if world.started_here and len(here) == world.size:
         torch_private.abort_group(None)
         forget_groups()
-        return
-    members = frozenset(here)
-    ended = [each for each in world.groups.values() if each.origin == "made" and members.issuperset(each.ranks)]
-    for entry in sorted(ended, key=lambda entry: entry.group.group_name):
-        if torch_private.registered(entry.group):
-            torch_private.abort_group(entry.group)
-    _keep(world, lambda entry: entry not in ended)
 
 
 def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
@@ -415,10 +389,21 @@ def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
         world.caches.clear()
 
 
-def _keep(world: World, wanted: Callable[[ProcessGroupInfo], bool]) -> None:
-    """Forgets the other groups, and what was made of groups."""
-    world.groups = {key: entry for key, entry in world.groups.items() if wanted(entry)}
-    for known in (world.waits, world.device_meshes, world.meshes, world.roots, world.caches):
+def _end(
+    world: World, by: str, end: Callable[[dist.ProcessGroup], None], wanted: Callable[[ProcessGroupInfo], bool]
+) -> None:
+    """Ends the groups that axes made and that are wanted, by a public function; forgets what was made of groups."""
+    global times_destroyed, _ended_by
+    times_destroyed += 1
+    if by not in _ended_by:
+        _ended_by = f"{_ended_by} or {by}" if _ended_by else by
+    trace.forget_groups_of_traces()
+    torch_private.forget_dtensor_world()
+    ended = [key for key, each in world.groups.items() if each.origin == "made" and wanted(each)]
+    for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group_name):
+        with contextlib.suppress(ValueError):  # it has been ended
+            end(entry.group)
+    for known in (world.device_meshes, world.meshes, world.roots, world.caches):
         known.clear()
 
 
@@ -538,11 +523,11 @@ def _barrier(world: World, ranks: Sequence[int], name: str) -> Barrier:
 
 
 def _made(world: World, mesh: Mesh, key: _Key, mark: str, name: str) -> ProcessGroupInfo:
-    (ranks, backend, options), usual = key, _default_timeout(world, mesh.binding.device_type)
+    (ranks, backend, options), usual = key, torch_private.default_timeout(mesh.binding.device_type)
     barrier = _barrier(world, ranks, name)
     if not world.fake:
         said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
-        agree(world.member, barrier, " ".join(filter(None, said)), mesh.binding.timeout or usual)
+        agree(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
     content = torch_private.marked(mark) if mark else _digest(backend, options)
     again = f"_{barrier.attempt}" if barrier.attempt else ""
     pg_options = None if world.fake else copy.deepcopy(options.pg_options)
@@ -560,22 +545,9 @@ def _made(world: World, mesh: Mesh, key: _Key, mark: str, name: str) -> ProcessG
             f"axes {name}",
         )
 
-    try:
-        group = connect() if world.fake else in_time(world.member, barrier.subject, timeout.total_seconds(), connect)
-    except RuntimeError as error:
-        if isinstance(error, OF_ONE_RANK):
-            raise
-        others = who_else_failed(ranks, barrier.subject)
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DesyncError(
-            f"the members of {barrier.subject} agreed on it, then connecting failed on rank {world.rank}: "
-            f"{first}{others}"
-        ) from error
+    seconds = timeout.total_seconds()
+    group = connect() if world.fake else connected(world.member, barrier, seconds, connect)
     return ProcessGroupInfo(group, *key, "made")
-
-
-OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
-"""Runtime errors of this rank alone, which no backend has for others."""
 
 
 def who_else_failed(ranks: Sequence[int], what: str) -> str:
@@ -586,15 +558,6 @@ def who_else_failed(ranks: Sequence[int], what: str) -> str:
     while True:
         with contextlib.suppress(MissedError):  # of a failure that others had without this rank
             return without_report(world.member, world.barrier("failure", ranks, failure(what), ""))
-
-
-def failure(what: str) -> str:
-    """The barrier to which ranks come where `what` they do together fails."""
-    return f"the report that {what} failed"
-
-
-def _default_timeout(world: World, device_type: str) -> timedelta:
-    return timedelta(minutes=1) if world.fake else torch_private.default_timeout(device_type)
 
 
 def _check_backend_options(name: str, pg_options: Any, backends: set[str]) -> None:

@@ -149,7 +149,7 @@ class JobLink:
             raise MeshError(f"rank {self.job_rank} isn't one of the ranks of {mesh!r}, which are those that connect")
         self.rank = position
         if timeout is None:
-            bound = None if mesh.binding is None else mesh.binding.timeout
+            bound = None if mesh.binding is None else current_world().timeout
             timeout = bound or torch_private.usual_timeout("gloo")
         self.store, self.timeout, self.calls, self.closed = store, timeout, 0, False
         self.meeting = Rendezvous(store, name, position, timeout)

@@ -32,7 +32,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime.check import collective, waited
-from axes.runtime.communicator import communicators, functional_communicator, reduced_bytes
+from axes.runtime.communicator import communicators, functional_communicator, moved, reduced_bytes
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.trace import Operation
@@ -390,17 +390,13 @@ def _bytes_moved(
     line: Line,
     sends: Sequence[int],
     receives: Sequence[int],
-) -> tuple[int, int]:
+) -> list[int]:
     """What this rank receives and sends at least, in bytes as they travel."""
-    if sends:
-        row = math.prod(size for dim, size in enumerate(x.shape) if dim != dims) if isinstance(dims, int) else 1
-        sides = [(sum(counts) - counts[line.coordinate]) * row * x.element_size() for counts in (receives, sends)]
-        return sides[0], sides[1]
-    by, times = _METHODS[what], {"all_gather": line.size, "all_reduce": 2}
-    reduces = by in ("all_reduce", "reduce_scatter")
+    row = math.prod(size for dim, size in enumerate(x.shape) if dim != dims) if isinstance(dims, int) and sends else 1
+    counts = [[count * row for count in of] for of in (receives, sends)] if sends else ()
+    reduces = _METHODS[what] in ("all_reduce", "reduce_scatter")
     each = reduced_bytes(x.dtype, what.removeprefix("p")) if reduces else x.element_size()
-    found = x.numel() * each * (line.size - 1) * times.get(by, 1) // line.size
-    return found, found
+    return moved(_METHODS[what], x.numel(), each, line.size, line.coordinate, *counts)
 
 
 def _tensor_text(x: torch.Tensor, varies: int | None = None) -> str:

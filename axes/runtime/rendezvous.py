@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, DesyncError
-from axes.runtime.agreement import Barrier, Member, agree, asked, forget, in_time, note_key, refuse
+from axes.runtime.agreement import LINGER_SECONDS, Barrier, Member, agree, asked, forget, in_time, note_key, refuse
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ class Rendezvous:
 
     def connect(self, make: Callable[[], T], subject: str) -> T:
         """`make()`, which connects ranks through the store, within the limit."""
-        return in_time(Member(self.store, self.rank, _STORE), subject, self.seconds, make)
+        return in_time(subject, self.seconds + LINGER_SECONDS, make, _STORE)
 
     # who is there
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from axes.algebra.errors import AxesError, SizeError
 from axes.algebra.plan import Plan
 from axes.algebra.sharding import Sharding
-from axes.runtime import torch_private
+from axes.runtime import torch_private, torch_traced
 from axes.runtime.packing import strides_of
 
 Shape = tuple[int, ...]
@@ -39,7 +39,7 @@ def hints(shape: Sequence[int]) -> Shape:
 
 def hint(size: Any) -> int:
     """The size that a symbol has in the call that is being traced."""
-    found = torch_private.hint_of(size)
+    found = torch_traced.hint_of(size)
     return int(size) if found is None else found
 
 

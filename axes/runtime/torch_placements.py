@@ -36,7 +36,7 @@ def torch_placements(sharding: Sharding) -> tuple[Placement, ...]:
         elif spec.split_factor == 1:
             found.append(Shard(spec.dim))
         else:
-            found.append(torch_private.strided_shard(spec.dim, spec.split_factor))
+            found.append(torch_private.StridedShard(spec.dim, split_factor=spec.split_factor))
     return tuple(found)
 
 

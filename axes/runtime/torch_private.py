@@ -1,8 +1,50 @@
-"""Every use of torch's private API, one thin function for each.
+"""torch's private API, but what compiled graphs (`torch_traced`) and observing a step (`torch_observed`) need.
 
-Each function says what it needs, on which torch it was read and tried, and which public API would
-replace it. Read on 2.11.0 and 2.13.0, tried on 2.13.0, unless it says otherwise. What differs
-between versions is decided here, by looking at what torch offers and never by its version number.
+Read and tried on 2.11.0 and 2.13.0. What differs between versions is decided here, by looking at what torch offers and
+never by its version number.
+
+| here | private API of torch | what public API would replace it |
+| --- | --- | --- |
+| `served_devices` | `BackendConfig`, which isn't documented | `torch.distributed.BackendConfig` |
+| `default_timeout`, `options_timeout` | `options._timeout` | `ProcessGroup.timeout` |
+| `usual_timeout` | `_get_default_timeout` | `torch.distributed.default_pg_timeout` by backend |
+| `make_group` | `_new_process_group_helper`, `_world.pg_group_ranks` | `new_group(group_name=, sort_ranks=)` |
+| `backend_over` | constructors of backends, which aren't documented | a group over a store alone |
+| `default_group`, `groups_are_gone` | `_world` | `dist.group.WORLD` at a fifth of its price |
+| `abort_group` | `_abort_process_group` | `ProcessGroup.abort` that forgets the group |
+| `device_mesh_over`, `register_groups` | `_rank_map`, `_pg_registry` | a constructor that takes a root and groups |
+| `dims_of`, `root_of`, `root_ranks` | `_layout`, `_root_mesh`, `_flatten_rank_map` | properties of a DeviceMesh |
+| `group_names` | `_dim_group_names` | the same |
+| `replace_flattening` | `_create_flatten_mesh` | `DeviceMesh.flatten` that takes a group |
+| `flattened_modes`, `forget_flattened` | `_flatten_mapping` | the same |
+| `look_for_flattened_dims` | `_get_flattened_mesh_by_layout` | its finding nothing in dims that don't descend |
+| `tell_groups_apart` | `DeviceMesh._thread_id` | a DeviceMesh that compares groups |
+| `gather_by_communicator` | `resolve_shard_placement` of FSDP2 | its keys being meshes |
+| `keep_uneven_gradients` | DTensor's `new_empty_strided`, on 2.11 | 2.13 |
+| `StridedShard`, `has_default_order` | `_StridedShard`, `shard_order` | an order of axes in `Shard` |
+| `replace_distribution_of_state_dicts` | `_distribute_tensors` | the use of DTensor's protocol for checkpoints |
+| `reduced_by_fsdp` | the state of FSDP2's modules | a way from a parameter to its `FSDPModule` |
+| `fake_store` | `FakeStore` | a simulated world outside of `torch.testing._internal` |
+| `forget_dtensor_world` | the caches of DTensor | `destroy_process_group` doing so |
+| `pass_all`, `collectives_of` | methods of a `ProcessGroup` | `torch.distributed` at a third of its price |
+| `functional` | `torch.ops._c10d_functional` | functional collectives |
+| `dtensor`, `dtensor_spec`, `resized_spec` | `DTensorSpec` | `DTensor.from_local` at a tenth of its price |
+| `spec_of`, `local_of`, `lie_alike` | `DTensor._spec`, `_local_tensor` | the same |
+| `hooks_of`, `add_hook`, `remove_hooks` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
+| `UnderWay` | `AsyncCollectiveTensor` | a name for it |
+| `owns_its_memory` | `_storage_Use_Count` | a count of a storage; without it a tensor counts as sharing |
+| `memory_of`, `share_memory` | `_cdata` | `Tensor.shares_memory_with` |
+| `version_of`, `counter_of` | `Tensor._version` | a counter that a DTensor shares with its shard |
+| `has_base`, `untied` | `_is_view`, `_unsafe_view` | none |
+| `node_of`, `apply_of`, `TO_LOCAL`, `says_its_gradient` | `_backward_cls`, `_ToTorchTensor` | none |
+| `backward_pass`, `backward_runs` | `_current_graph_task_id` | a question of the autograd engine |
+| `copy_all`, `scale_all`, `norms_of` | `_foreach_copy_`, `_foreach_mul_`, `_foreach_norm` | names for them |
+| `mapped`, `children_of`, `take_apart`, `put_together` | `torch.utils._pytree` | `torch.utils.pytree` |
+| `is_view` | `OpOverload._schema` | a question of `OpOverload` |
+| `transforms_are_on` | `forward_ad._current_level`, `_are_functorch_transforms_active` | none |
+| `is_wrapped`, `is_batch`, `is_wrapped_dtensor` | `torch._C._functorch` | none |
+| `autocast_may_be_on` | `_is_any_autocast_enabled` | `torch.is_autocast_enabled()` for any device |
+| `DispatchMode` | `torch.utils._python_dispatch` | its module, as its documentation is public |
 
 >>> served_devices("gloo")["cpu"]
 'gloo'
@@ -10,29 +52,26 @@ between versions is decided here, by looking at what torch offers and never by i
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _functorch as functorch
-from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
-from torch.distributed import _composable_state, _state_dict_utils, device_mesh
+from torch.distributed import _composable_state, _state_dict_utils
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
@@ -53,7 +92,7 @@ except ImportError:  # 2.11: one nested layout
     _FlatLayout = None  # type: ignore[assignment,misc]
 
 DispatchMode = TorchDispatchMode
-"""Sees every ATen operation of a block. Its module is private, though its documentation is public."""
+"""Sees every ATen operation of a block."""
 
 Mode = tuple[int, int]
 """`(size, stride)`, as in `axes.algebra.layout`."""
@@ -65,8 +104,7 @@ Mode = tuple[int, int]
 def served_devices(backend: str) -> dict[str, str]:
     """The backend that serves each device type, for `"gloo"` as well as `"cpu:gloo,cuda:nccl"`.
 
-    Raises what torch raises for text that names no backend. Would be replaced by a public
-    `torch.distributed.BackendConfig`.
+    Raises what torch raises for text that names no backend.
     """
     return {
         str(device): str(name)
@@ -75,9 +113,7 @@ def served_devices(backend: str) -> dict[str, str]:
 
 
 def default_timeout(device_type: str) -> timedelta:
-    """How long the default group waits, read from its backend for a device.
-
-    Would be replaced by a public `ProcessGroup.timeout`. Backends without options (plugins) have
+    """How long the default group waits, read from its backend for a device. Backends without options (plugins) have
     the timeout of their store.
     """
     default = dist.group.WORLD
@@ -88,13 +124,12 @@ def default_timeout(device_type: str) -> timedelta:
         return default.get_group_store().timeout
 
 
-def usual_timeout(backend: str) -> timedelta:
-    """How long a group of a backend waits if nobody says it. Public API: none planned."""
-    return c10d._get_default_timeout(c10d.Backend(backend))
+usual_timeout: Callable[[str], timedelta] = c10d._get_default_timeout
+"""How long a group of a backend waits if nobody says it."""
 
 
 def options_timeout(pg_options: Any) -> timedelta | None:
-    """The timeout in an options object, which `new_group` ignores. Public API: none planned."""
+    """The timeout in an options object, which `new_group` ignores."""
     return getattr(pg_options, "_timeout", None)
 
 
@@ -111,8 +146,7 @@ def make_group(
 
     Registered under the name as torch's own groups are, so that functional collectives find it.
     `new_group` can't do this: it takes part in a count of groups that must be the same on all
-    ranks, and up to 2.11 it sorts the ranks. A public `new_group(group_name=, sort_ranks=)` would
-    replace it.
+    ranks, and up to 2.11 it sorts the ranks.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -140,11 +174,7 @@ def make_group(
 
 
 def backend_over(store: dist.Store, rank: int, size: int, device_type: str, timeout: timedelta) -> Any:
-    """A communicator of ranks that share nothing but a store: it needs no default group, and is in no table of torch.
-
-    The constructors are public for gloo and NCCL, and undocumented. A public `init_process_group` that gives a group
-    in place of setting the default one would replace this.
-    """
+    """A communicator of ranks that share a store alone: it needs no default group, and is in no table of torch."""
     if device_type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -160,65 +190,33 @@ default_group: Callable[[], dist.ProcessGroup | None] = functools.partial(
 """`dist.group.WORLD`, or None, for a fifth of its price, which every call pays."""
 
 
-def registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows a group: false once it has been destroyed."""
-    return group in c10d._world.pg_map
-
-
-def abort_group(group: dist.ProcessGroup | None) -> None:
-    """Ends a group without its other members; None: all groups of torch, the default group last.
-
-    `ProcessGroup.abort` is public, but leaves the group in torch's tables.
-    """
-    c10d._abort_process_group(group)
+abort_group: Callable[[dist.ProcessGroup | None], None] = c10d._abort_process_group
+"""Ends a group without its other members; None: all groups of torch, the default group last. `ValueError` where it has
+been ended. `ProcessGroup.abort`, which is public, leaves the group in torch's tables."""
 
 
 # Device meshes
 
 
-def root_device_mesh(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
-    """A one-dimensional `DeviceMesh` over `ranks` without groups, which others share as their root.
-
-    `_init_backend=False` would be replaced by a public way to give the constructor existing groups
-    in their own order (`from_group` takes no root).
-    """
-    with _real_tensors():
-        root = DeviceMesh(
-            device_type,
-            _layout=_mesh_layout([[(len(ranks), 1)]]),
-            _rank_map=_rank_map(ranks),
-            mesh_dim_names=("universe",),
-            _init_backend=False,
-        )
-    root._dim_group_names = []
-    return root
-
-
-def _rank_map(ranks: Sequence[int]) -> torch.Tensor:
-    if isinstance(ranks, range):
-        return torch.arange(ranks.start, ranks.stop, ranks.step, dtype=torch.int, device="cpu")
-    return torch.tensor(ranks, dtype=torch.int, device="cpu")
-
-
 def device_mesh_over(
-    root: DeviceMesh,
+    root: DeviceMesh | None,
+    device_type: str,
+    ranks: Sequence[int],
     dims: Sequence[Sequence[Mode]],
     names: Sequence[str],
     groups: Sequence[dist.ProcessGroup],
-    marks: Sequence[str],
+    marks: Sequence[str] = (),
 ) -> DeviceMesh:
-    """A `DeviceMesh` whose dims step through the ranks of `root` by the modes in `dims`.
+    """A `DeviceMesh` whose dims step through `ranks`, those of its root, by the modes in `dims`; its own root without.
 
-    Dim `i` communicates over `groups[i]`, whose ranks stand in the order of its coordinates; a
-    rank outside the root has no coordinate and no groups, so `marks` tell it which groups these would
-    be (see `tell_groups_apart`). Would be replaced by a public constructor that takes a root, layouts
-    and groups.
+    Dim `i` communicates over `groups[i]`, whose ranks stand in the order of its coordinates; a rank outside the root
+    has no coordinate and no groups, so `marks` tell it which groups these would be (see `tell_groups_apart`).
     """
-    with _real_tensors():
+    with unset_fake_temporarily():
         mesh = DeviceMesh(
-            root.device_type,
+            device_type,
             _layout=_mesh_layout(dims),
-            _rank_map=root._rank_map,
+            _rank_map=root._rank_map if root else torch.tensor(ranks, dtype=torch.int, device="cpu"),
             mesh_dim_names=tuple(names),
             _root_mesh=root,
             _init_backend=False,
@@ -226,7 +224,7 @@ def device_mesh_over(
     mesh._dim_group_names = [group.group_name for group in groups]
     if any(marks) and not groups:
         mesh._thread_id = (None, *marks)  # type: ignore[assignment]
-    register_groups(root, groups)
+    register_groups(mesh._get_root_mesh(), groups)
     return mesh
 
 
@@ -237,12 +235,12 @@ def look_for_flattened_dims() -> None:
     `KeyError` (2.11 also `NotImplementedError`) where a later dim has the larger stride: in
     `mesh["tp", "dp"]`, and in what FSDP2 concatenates where `tp` is the slower axis. Nothing of
     that order can have been flattened, so the answer is none. And so it is where the dims were flattened for groups
-    with other options. A torch that answers so itself replaces this.
+    with other options.
     """
     # 2.13 looks in a function of its own, which 2.11 doesn't have.
     names = ("_get_flattened_mesh_by_layout_impl", "_get_flattened_mesh_by_layout")
     name = next((name for name in names if hasattr(_redistribute, name)), None)
-    if name is None or getattr(getattr(_redistribute, name), "any_axis_order", False):
+    if name is None:
         return
     look = getattr(_redistribute, name)
 
@@ -256,7 +254,6 @@ def look_for_flattened_dims() -> None:
         marks = {_mark_in(names[dim]) for dim in mesh_dims if names}
         return found if found is not None and marks == set(map(_mark_in, group_names(found))) else None
 
-    found_or_none.any_axis_order = True  # type: ignore[attr-defined]
     setattr(_redistribute, name, found_or_none)
 
 
@@ -265,7 +262,7 @@ def keep_uneven_gradients() -> None:
 
     Of a gradient that others hold as well, or that is differentiated itself, autograd makes a copy for the leaf:
     `new_empty_strided` and `copy_`. 2.11 makes the first of these replicated where the gradient is split unevenly or
-    pending. 2.13 has it like the gradient, and replaces this.
+    pending, and 2.13 like the gradient.
     """
     if hasattr(_tensor_ops, "is_tensor_evenly_shardable"):  # by which 2.11 decides
         DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.new_empty_strided.default] = _new_empty_strided
@@ -289,11 +286,8 @@ def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) 
     """Has torch ask first what `dm._flatten(name)` is; None for a DeviceMesh that `flatten` doesn't serve.
 
     torch makes a second communicator for the ranks that are flattened, and of ascending order. What was flattened
-    stands in torch's table of the root, where DTensor looks for it, too. A public `DeviceMesh.flatten` that takes a
-    group would replace this.
+    stands in torch's table of the root, where DTensor looks for it, too.
     """
-    if hasattr(DeviceMesh._create_flatten_mesh, "by_axes"):
-        return
     own_flatten = DeviceMesh._create_flatten_mesh
 
     @functools.wraps(own_flatten)
@@ -304,10 +298,13 @@ def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) 
         found = flatten(mesh, name) if by_default else None
         if found is None:
             return own_flatten(mesh, name, backend_override)
-        mesh._get_root_mesh()._flatten_mapping[name] = _as_looked_for(found)
+        kept = found
+        if _FlatLayout is None and len(dims_of(found)[0]) < 2:  # DTensor looks there: 2.11 for numbers, of one mode
+            kept = copy.copy(found)
+            kept._layout = found._layout.coalesce()  # type: ignore[assignment]
+        mesh._get_root_mesh()._flatten_mapping[name] = kept
         return found
 
-    created.by_axes = True  # type: ignore[attr-defined]
     DeviceMesh._create_flatten_mesh = created  # type: ignore[method-assign]
 
 
@@ -315,16 +312,6 @@ def flattened_modes(root: DeviceMesh, name: str) -> list[Mode] | None:
     """The modes that a name stands for among what was flattened under a root; None for a name that doesn't."""
     found = root._flatten_mapping.get(name)
     return None if found is None else dims_of(found)[0]
-
-
-def _as_looked_for(flat: DeviceMesh) -> DeviceMesh:
-    """A flattened mesh whose layout is written as DTensor looks for it: 2.11 has numbers for a layout of one mode."""
-    if _FlatLayout is not None:
-        return flat
-    layout: Any = flat._layout.coalesce()
-    found = copy.copy(flat)
-    found._layout = layout if len(layout) == 1 else layout.nest()
-    return found
 
 
 def forget_flattened(root: DeviceMesh, name: str) -> None:
@@ -350,12 +337,7 @@ def tell_groups_apart() -> None:
     axes does. Of two meshes that differ in their groups alone the first one's would so serve both.
     Here the thread becomes a property that also says which dims have a group with a mark in its name.
     So slices of a DeviceMesh say it as well, what FSDP2 concatenates, and what was pickled.
-
-    On 2.11 to 2.13; a torch that compares something else finds such meshes equal, which
-    `axes.runtime.device_mesh` refuses then. Would be replaced by a DeviceMesh that compares groups.
     """
-    if isinstance(getattr(DeviceMesh, "_thread_id", None), property):
-        return
 
     def read(mesh: DeviceMesh) -> Any:
         thread, names = vars(mesh).get("_thread_id"), vars(mesh).get("_dim_group_names", ())
@@ -373,10 +355,10 @@ def gather_by_communicator() -> None:
 
     It keys what it gathers together by process group, and raises where two meshes have the same. Torch makes a group
     for each mesh, as for fsdp and efsdp, and axes one for the same ranks. Each parameter keeps its own mesh: here
-    only the key is that of the first argument. Would be replaced by a key of meshes.
+    only the key is that of the first argument.
     """
     own = getattr(_fsdp_common, "resolve_shard_placement", None)
-    if own is None or hasattr(own, "by_axes"):
+    if own is None:
         return
 
     @functools.wraps(own)
@@ -388,7 +370,6 @@ def gather_by_communicator() -> None:
         ]
         return dataclasses.replace(found, mesh_info=default_mesh_info) if groups[0] == groups[1] else found
 
-    resolved.by_axes = True  # type: ignore[attr-defined]
     _fsdp_common.resolve_shard_placement = resolved
 
 
@@ -398,9 +379,8 @@ def register_groups(root: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> No
         root._pg_registry[group.group_name] = group
 
 
-def root_of(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The `DeviceMesh` that this one was sliced or flattened from, or itself."""
-    return device_mesh._get_root_mesh()
+root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
+"""The `DeviceMesh` that one was sliced or flattened from, or itself."""
 
 
 def root_ranks(device_mesh: DeviceMesh) -> tuple[int, ...]:
@@ -429,62 +409,31 @@ def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
 
 def _mesh_layout(dims: Sequence[Sequence[Mode]]) -> Any:
     """torch's layout of the dims; a dim without modes has size one."""
-    filled = [_filled(modes) for modes in dims]
-    sizes = [tuple(size for size, _ in modes) for modes in filled]
-    strides = [tuple(stride for _, stride in modes) for modes in filled]
+    flat: list[Any] = [tuple(zip(*(modes or ((1, 1),)), strict=True)) for modes in dims]
     if _FlatLayout is not None:
-        return _MeshLayout([_FlatLayout(size, stride) for size, stride in zip(sizes, strides, strict=True)])
-
-    def unnested(values: list[tuple[int, ...]]) -> tuple[Any, ...]:
-        return tuple(value[0] if len(value) == 1 else value for value in values)
-
-    return _MeshLayout(unnested(sizes), unnested(strides))
+        return _MeshLayout([_FlatLayout(sizes, strides) for sizes, strides in flat])
+    return _MeshLayout(
+        *(tuple(each[0] if len(each) == 1 else each for each in side) for side in zip(*flat, strict=True))
+    )
 
 
-def _filled(modes: Sequence[Mode]) -> tuple[Mode, ...]:
-    return tuple(modes) or ((1, 1),)
+# Strided shards, checkpoints, FSDP2
 
 
-def _real_tensors() -> Any:
-    """Makes real tensors even under a `FakeTensorMode`. A public equivalent would replace it."""
-    return unset_fake_temporarily()
-
-
-# --- strided shards: 2.11 to 2.13 --------------------------------------------------------------
-
-
-def is_strided(spec: DTensorSpec) -> bool:
-    """Whether a shard of a spec is strided: for a factor of a dim, or for an order of axes, as FSDP2 over tensor
-    parallelism makes it. Would be replaced by a public order of axes in DTensor.
-    """
-    return any(isinstance(placement, _StridedShard) for placement in spec.placements)
-
-
-def chunks_of(x: DTensor) -> list[Any]:
-    """What torch's distributed checkpoint takes this rank's shard for: `ChunkStorageMetadata`, one in general.
-
-    DTensor's protocol for checkpoints (2.11 to 2.13). Would be replaced by a public name for it.
-    """
-    return x.__create_chunk_list__()
+StridedShard = _StridedShard
+"""A shard of a dim with `split_factor` unsplit pieces in front: of a factor of it, or by axes in another order, as
+FSDP2 over tensor parallelism makes it."""
 
 
 def replace_distribution_of_state_dicts(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
     """Puts `make(torch's own)` in the place of what cuts a broadcast state dict into shards.
 
     `_distribute_tensors(local_state_dict, keys, device, group)`: at a key is `(DTensor, whole tensor)`, or what
-    needs nothing. Would be replaced by its use of the protocol that DTensor has for checkpoints.
+    needs nothing.
     """
     own = getattr(_state_dict_utils, "_distribute_tensors", None)
     if own is not None:
         _state_dict_utils._distribute_tensors = make(own)
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """A shard of `dim` with `split_factor` unsplit pieces in front of it.
-
-    Public API would be `Shard` with an order of its own; none is planned.
-    """
-    return _StridedShard(dim, split_factor=split_factor)
 
 
 def reduced_by_fsdp(parameter: torch.Tensor) -> Any | None:
@@ -493,7 +442,7 @@ def reduced_by_fsdp(parameter: torch.Tensor) -> Any | None:
     `.mesh` are the axes over which it reduces, the copies of HSDP among them. `.is_spmd_mesh` (2.13): they are axes of
     the parameter's own mesh, as `dp_mesh_dims` says, and it takes what a gradient is along them for this rank's
     summand. Otherwise it brings a gradient to the sharding of the parameter before. A gathered parameter stays one
-    object, so each is looked for once. Would be replaced by a public way from a parameter to its `FSDPModule`.
+    object, so each is looked for once.
     """
     if not _composable_state._module_state_mapping:
         return None
@@ -515,10 +464,7 @@ _reductions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def fake_store() -> dist.Store:
-    """The store for the "fake" backend, which the import registers.
-
-    Would be replaced by a public fake backend outside `torch.testing._internal`.
-    """
+    """The store for the "fake" backend, which the import registers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -529,148 +475,93 @@ def forget_dtensor_world() -> None:
 
     Its caches are keyed by meshes, which compare equal though another rank made them: in the next
     world of this process an operation would answer with the mesh, the coordinate and the local
-    shape of the last one (tried: `x + 1` of 20 rows over 8 ranks, as rank 0, then as rank 7). Would
-    be replaced by `destroy_process_group` doing so.
+    shape of the last one (tried: `x + 1` of 20 rows over 8 ranks, as rank 0, then as rank 7).
     """
     # What torch.distributed.tensor.debug's functions do; to import that package takes numpy (2.11, 2.13).
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    for module, name in (
-        (_redistribute, "clear_redistribute_planner_cache"),  # 2.13
-        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
-    ):
-        getattr(module, name, lambda: None)()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     _random._rng_tracker = None
 
 
 # Redistribution: a group's methods, functional collectives, DTensors without their constructor's price
 
-Collective = Callable[..., None]
 
-
-def copy_all(to: list[torch.Tensor], origin: list[torch.Tensor]) -> None:
-    """`a.copy_(b)` of each pair, by one call of torch; each may have another dtype. Public nowhere."""
-    torch._foreach_copy_(to, origin)
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""`a.copy_(b)` of each pair, by one call of torch; each may have another dtype."""
 
 
 def pass_all(
-    group: dist.ProcessGroup,
+    group: Any,
     sends: Sequence[tuple[int, torch.Tensor]],
     receives: Sequence[tuple[int, torch.Tensor]],
     pack: Callable[[int], None],
 ) -> list[Any]:
     """Begins to send and to receive `(rank of the group, contiguous tensor)`; gives what to wait for.
 
-    `pack(i)` fills the i-th tensor to send, over gloo just before it is sent, while it is in the processor's cache.
-    Messages between two ranks meet in their order. For gloo at a third of the Python of `batch_isend_irecv`, which
-    serves the others, whose messages have to be issued together.
+    `group` may be the communicator of `backend_over`. `pack(i)` fills the i-th tensor to send: over gloo just before it
+    is sent, while it is in the processor's cache; over others before the messages, which have to be issued together.
+    Messages between two ranks meet in their order. This takes a third of the Python of `batch_isend_irecv`.
     """
-    alone = not isinstance(group, dist.ProcessGroup)  # of `backend_over`: torch's tables don't have it
-    if (group.name() if alone else dist.get_backend(group)) == "gloo":
-        works = [group.recv([x], peer, _TAG) for peer, x in receives]
-        for number, (peer, x) in enumerate(sends):
-            pack(number)
-            works.append(group.send([x], peer, _TAG))
-        return works
-    for number in range(len(sends)):
-        pack(number)
-    if alone:
-        return _passed_by(group, sends, receives)
-    ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
-    ops += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
-    return dist.batch_isend_irecv(ops) if ops else []
-
-
-def _passed_by(
-    backend: Any, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-) -> list[Any]:
-    """`batch_isend_irecv` by a backend that belongs to no group."""
-    if not sends and not receives:
+    messages = [*receives, *sends]
+    if not messages:
         return []
-    backend._start_coalescing()
-    for peer, x in receives:
-        backend.recv([x], peer, _TAG)
-    for peer, x in sends:
-        backend.send([x], peer, _TAG)
-    return [backend._end_coalescing()]
+    alone, device = not isinstance(group, dist.ProcessGroup), messages[0][1].device
+    together = (group if alone else group._get_backend(device)).supports_coalescing
+    on = () if alone else (device,)
+    if together:
+        for number in range(len(sends)):
+            pack(number)
+        group._start_coalescing(*on)
+    works = [group.recv([x], peer, _TAG) for peer, x in receives]
+    for number, (peer, x) in enumerate(sends):
+        if not together:
+            pack(number)
+        works.append(group.send([x], peer, _TAG))
+    return [group._end_coalescing(*on)] if together else works
 
 
 _TAG = 0x61786573
 """Of what is sent from one rank to another, so that it meets nothing that a user sends."""
 
 
-def collectives_of(group: dist.ProcessGroup) -> tuple[Collective, Collective, Collective, Collective]:
-    """`gather(out, x)`, `exchange(out, x, receives, sends)`, `reduce(x, op)`, `scatter(out, x, op)`.
+def collectives_of(group: dist.ProcessGroup) -> tuple[Callable[..., None], ...]:
+    """`gather(out, x)`, `exchange(out, x, receives, sends)`, `reduce(x, op)`, `scatter(out, x, op)`; an op is "sum".
 
-    Each waits, on an accelerator the current stream does. What `torch.distributed` offers in public
-    costs two to three times as much Python, and would replace this.
+    Each waits, on an accelerator the current stream does. The functions of `torch.distributed` cost two to three times
+    as much Python.
     """
+    reducing = {op: (c10d.AllreduceOptions(), c10d.ReduceScatterOptions()) for op in ("sum", "max", "min")}
     gathering, exchanging = c10d.AllgatherOptions(), c10d.AllToAllOptions()
-    gathering.asyncOp = exchanging.asyncOp = False
-    gather_method = getattr(group, "all_gather_single", None) or group._allgather_base
-    scatter_method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    exchange_method = getattr(group, "all_to_all_single", None) or group.alltoall_base
-
-    def gather(out: torch.Tensor, x: torch.Tensor) -> None:
-        gather_method(out, x, gathering).wait()
-
-    def exchange(out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        exchange_method(out, x, receives, sends, exchanging).wait()
+    for op, options in reducing.items():
+        for each in options:
+            each.reduceOp = getattr(dist.ReduceOp, op.upper())
+    for option in (gathering, exchanging, *chain.from_iterable(reducing.values())):
+        option.asyncOp = False
 
     def pretend(out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        # The fake backend makes up what arrives from what is sent, and can't from nothing. Equal parts are both.
-        if not sends or len(x) or not len(out):
-            exchange(out, x, receives, sends)
-        else:
-            exchange(out, torch.zeros_like(out), receives, receives)
-        if _FlatLayout is None:  # 2.11 leaves what arrives as it was; this is what 2.13 makes of it
-            out.zero_()
-            for part in out.split(list(receives)) if receives else (out,):
-                found = x[: len(part)]
-                part[: len(found)].copy_(found)
+        # torch's fake backend makes up what arrives from what is sent, and can't from nothing; 2.11 makes up nothing.
+        nothing = bool(sends) and not len(x)
+        exchange(out, torch.zeros_like(out) if nothing else x, receives, receives if nothing else sends)
+        for part in out.split(list(receives) or len(out)) if _FlatLayout is None else ():
+            part.zero_()[: len(x)].copy_(x[: len(part)])
 
-    @functools.lru_cache(maxsize=8)
-    def reducing(op: Any) -> tuple[Any, Any]:
-        found = c10d.AllreduceOptions(), c10d.ReduceScatterOptions()
-        for option in found:
-            option.reduceOp, option.asyncOp = op, False
-        return found
+    def exchange(out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        group.alltoall_base(out, x, receives, sends, exchanging).wait()
 
-    def reduce(x: torch.Tensor, op: Any) -> None:
-        group.allreduce([x], reducing(op)[0]).wait()
-
-    def scatter(out: torch.Tensor, x: torch.Tensor, op: Any) -> None:
-        scatter_method(out, x, reducing(op)[1]).wait()
-
-    return gather, pretend if dist.get_backend(group) == "fake" else exchange, reduce, scatter
+    return (
+        lambda out, x: group._allgather_base(out, x, gathering).wait(),
+        pretend if dist.get_backend(group) == "fake" else exchange,
+        lambda x, op: group.allreduce([x], reducing[op][0]).wait(),
+        lambda out, x, op: group._reduce_scatter_base(out, x, reducing[op][1]).wait(),
+    )
 
 
-def functional_gather(x: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """The flat `x` of every rank, end to end: a node of a graph, else waited for at its first use.
-
-    This and the three below would be replaced by public functional collectives.
-    """
-    return funcol._maybe_wrap_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group_name))
-
-
-def functional_exchange(
-    x: torch.Tensor, receives: Sequence[int], sends: Sequence[int], group_name: str
-) -> torch.Tensor:
-    """Elements of the flat `x` exchanged by counts per rank."""
-    made = torch.ops._c10d_functional.all_to_all_single(x, list(receives), list(sends), group_name)
-    return funcol._maybe_wrap_tensor(made)
-
-
-def functional_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
-    """`op` ("sum", "max", "min") of every rank's `x`."""
-    return funcol._maybe_wrap_tensor(torch.ops._c10d_functional.all_reduce(x, op, group_name))
-
-
-def functional_scatter(x: torch.Tensor, op: str, size: int, group_name: str) -> torch.Tensor:
-    """This rank's part of `op` of every rank's `x`, cut along the first dim."""
-    made = torch.ops._c10d_functional.reduce_scatter_tensor(x, op, size, group_name)
-    return funcol._maybe_wrap_tensor(made)
+def functional(name: str, x: torch.Tensor, *how: Any) -> torch.Tensor:
+    """A functional collective by torch's name for it: a node of a graph, else waited for at its first use."""
+    return funcol._maybe_wrap_tensor(getattr(torch.ops._c10d_functional, name)(x, *how))
 
 
 def dtensor_spec(
@@ -684,8 +575,6 @@ def dtensor_spec(
 
     AOTAutograd puts something else for a mesh, equal to it, which must not stay in a spec that is kept: 2.13
     gives it to DTensors of eager mode then. The mesh itself serves there as well.
-
-    Would be replaced by `DTensor.from_local` at a tenth of its price (16 us).
     """
     mesh = getattr(device_mesh, "real_obj", device_mesh)
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
@@ -694,7 +583,7 @@ def dtensor_spec(
 def resized_spec(spec: DTensorSpec, shape: Sequence[int], stride: tuple[int, ...]) -> DTensorSpec:
     """The spec of a tensor of another shape, otherwise the same, at a fifth of what `dtensor_spec` costs.
 
-    It derives nothing from the placements again, and the hash at its first use. Would be replaced as that would be.
+    It derives nothing from the placements again, and the hash at its first use.
     """
     found, meta = DTensorSpec.__new__(DTensorSpec), TensorMeta(torch.Size(shape), stride, spec.tensor_meta.dtype)
     vars(found).update(vars(spec), tensor_meta=meta, _hash=None)
@@ -705,7 +594,7 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False)
     """The DTensor of a local tensor, outside of autograd.
 
     `__new__` does all of it (2.11 to 2.13); `__init__` only tells `torch.compile` to stay away, and
-    costs three times as much. Would be replaced by `DTensor.from_local`.
+    costs three times as much.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
@@ -728,39 +617,10 @@ def local_of(x: DTensor) -> torch.Tensor:
     return x._local_tensor
 
 
-def locals_of(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
-    """The same of many, in less time."""
-    return [x._local_tensor for x in tensors]
-
-
-def local_values(named: dict[str, Any]) -> dict[str, Any]:
-    """The same with the local tensor in the place of each DTensor; a step of an optimizer asks for each parameter."""
-    return {name: value._local_tensor if isinstance(value, DTensor) else value for name, value in named.items()}
-
-
-def local_gradients(parameters: Sequence[DTensor]) -> list[torch.Tensor | None]:
-    """The local tensor of each parameter's gradient; None where there is none, or one that lies otherwise."""
-    found: list[torch.Tensor | None] = []
-    for parameter in parameters:
-        x = parameter.grad
-        there = type(x) is DTensor and (x._spec is parameter._spec or lie_alike(x, parameter))
-        local = x._local_tensor if there else None  # type: ignore[union-attr]
-        found.append(local if type(local) is torch.Tensor else None)
-    return found
-
-
-def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """How often each tensor was changed in place, as autograd counts it; None for one of inference mode."""
-    return [None if x.is_inference() else x._version for x in tensors]
-
-
 def lie_alike(one: DTensor, other: DTensor) -> bool:
     """Whether two DTensors have the same placements on the same mesh."""
     spec, wanted = one._spec, other._spec
-    if spec is wanted:
-        return True
-    same_placements = spec.placements is wanted.placements or spec.placements == wanted.placements
-    return same_placements and (spec.mesh is wanted.mesh or spec.mesh == wanted.mesh)
+    return spec is wanted or (spec.placements == wanted.placements and spec.mesh == wanted.mesh)
 
 
 def has_default_order(spec: DTensorSpec) -> bool:
@@ -776,7 +636,7 @@ def has_default_order(spec: DTensorSpec) -> bool:
 
 
 def hooks_of(leaf: torch.Tensor) -> list[Any]:
-    """The gradient hooks of a leaf. Would be replaced by a public list of them."""
+    """The gradient hooks of a leaf."""
     return list((leaf._backward_hooks or {}).values())
 
 
@@ -794,31 +654,21 @@ def add_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
 
 
 def remove_hooks(leaf: torch.Tensor, kind: type) -> None:
-    """Remove the gradient hooks of one type. Would be replaced by a public list of them."""
+    """Remove the gradient hooks of one type."""
     hooks = leaf._backward_hooks or {}
     for number in [number for number, hook in hooks.items() if type(hook) is kind]:
         del hooks[number]
 
 
-def is_under_way(x: torch.Tensor) -> bool:
-    """Whether a tensor is the result of a collective that isn't waited for yet.
-
-    This and the next would be replaced by a public name for `AsyncCollectiveTensor`.
-    """
-    return isinstance(x, funcol.AsyncCollectiveTensor)
-
-
-def arrived(x: Any) -> torch.Tensor:
-    """What a tensor under way stands for, once it has come."""
-    return x.trigger_wait()
+UnderWay = funcol.AsyncCollectiveTensor
+"""The result of a collective that isn't waited for yet."""
 
 
 def owns_its_memory(x: DTensor) -> bool:
     """Whether the shard of a DTensor is as large as its storage, and nobody else has the shard or the storage.
 
     Two things refer to the storage then, the shard and what Python calls its storage; and two to the shard, the DTensor
-    and the call that asks. Would be replaced by public counts; without that of storages (2.11 to 2.15 have it) a tensor
-    counts as sharing.
+    and the call that asks.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or sys.getrefcount(x._local_tensor) != 2:
@@ -829,19 +679,12 @@ def owns_its_memory(x: DTensor) -> bool:
 
 
 def version_of(x: torch.Tensor) -> int:
-    """How often a tensor's memory was written to, as autograd counts; inference tensors don't.
-
-    Would be replaced by a public name for `Tensor._version`.
-    """
+    """How often a tensor's memory was written to, as autograd counts; inference tensors don't."""
     return 0 if x.is_inference() else x._version
 
 
 def counter_of(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory whose version is that of `x`, also when `x` is changed later and when it is gone.
-
-    Would be replaced by a version counter that a DTensor shares with its shard: torch's in-place operations on
-    a DTensor count for it alone.
-    """
+    """A tensor without memory whose version is that of `x`, also when `x` is changed later and when it is gone."""
     if not isinstance(x, DTensor):
         found = x.detach()
         found.data = _NOTHING
@@ -854,11 +697,12 @@ _NOTHING = torch.empty(0)
 
 
 def memory_of(x: torch.Tensor) -> int:
-    """The number of the storage in which a tensor lies: fake ones have one, too, but no address.
-
-    Would be replaced by a public `torch.Tensor.shares_memory_with`.
-    """
+    """The number of the storage in which a tensor lies: fake ones have one, too, but no address."""
     return x.untyped_storage()._cdata
+
+
+has_base: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+"""Whether autograd takes a tensor for a view of another."""
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -866,25 +710,19 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def has_base(x: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another. Public API: none."""
-    return x._is_view()  # type: ignore[no-any-return]
-
-
 def untied(x: torch.Tensor) -> torch.Tensor:
-    """The same memory, which autograd doesn't take for a view; as a node of a graph. Public API: none."""
+    """The same memory, which autograd doesn't take for a view; as a node of a graph."""
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
 
-def node_of(function: type[torch.autograd.Function]) -> type:
-    """The type of the nodes that an autograd function leaves in the graph. Public API: none planned."""
-    return function._backward_cls  # type: ignore[attr-defined]
+node_of: Callable[[type[torch.autograd.Function]], type] = operator.attrgetter("_backward_cls")
+"""The type of the nodes that an autograd function leaves in the graph."""
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without what it does for transforms of `torch.func`, which are refused before: 2 of its 10 us.
 
-    Dynamo can't follow it. Public API: none.
+    Dynamo can't follow it.
     """
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -910,16 +748,14 @@ TO_LOCAL = node_of(_ToTorchTensor)
 def norms_of(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
     """The norm of each tensor; those of 16 bits and less are added up in float32.
 
-    The tensors have one dtype and device, and no tensor is empty. Would be replaced by a public name for
-    `_foreach_norm`, which `torch.nn.utils.get_total_norm` uses too.
+    The tensors have one dtype and device, and no tensor is empty.
     """
     narrow = tensors[0].is_floating_point() and tensors[0].dtype.itemsize < 4
     return torch._foreach_norm(list(tensors), order, dtype=torch.float32 if narrow else None)
 
 
-def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors of one dtype and device in place. As `norms_of`."""
-    torch._foreach_mul_(list(tensors), factor)
+scale_all: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
+"""Multiply tensors of one dtype and device in place."""
 
 
 # Trees: `torch.utils._pytree`, of which only registering is public (`torch.export.register_dataclass`)
@@ -932,79 +768,14 @@ def children_of(tree: object) -> list[Any] | None:
     return pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)[0]
 
 
-def next_node_number() -> int:
-    """The number that the next autograd node of this thread gets; nodes are numbered in the order of their making.
-
-    Would be replaced by a public `torch.autograd.graph.get_sequence_nr`.
-    """
-    return torch._C._autograd._get_sequence_nr()
-
-
-def running_node_number() -> int | None:
-    """The number of the node whose gradient this thread computes just now; None where it computes none.
-
-    This and the next would be replaced by a public way to the running node.
-    """
-    node = torch._C._current_autograd_node()
-    return None if node is None or hasattr(node, "variable") else node._sequence_nr()
-
-
-def running_leaf() -> torch.Tensor | None:
-    """The leaf whose gradient is accumulated just now, hooks of the leaf included."""
-    return getattr(torch._C._current_autograd_node(), "variable", None)
-
-
-def group_handed_over(given: Any) -> dist.ProcessGroup:
-    """The process group that an operator of torch is called with: boxed, by its name, or itself.
-
-    Would be replaced by operators that take what `torch.distributed` gives out.
-    """
-    if isinstance(given, str):
-        return c10d._resolve_process_group(c10d.GroupName(given))
-    return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
-
-
-def class_before_fsdp(module: torch.nn.Module) -> type:
-    """The class that a module had before `fully_shard` gave it one of its own making. Public API: none planned."""
-    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
-
-
-def module_of_fsdp(holder: object) -> torch.nn.Module | None:
-    """The first module of a group of parameters that FSDP2 gathers together; None where `holder` is no such group.
-
-    Would be replaced by hooks of FSDP2 around what it sends.
-    """
-    modules = getattr(holder, "modules", None) if type(holder).__name__ == "FSDPParamGroup" else None
-    return modules[0] if isinstance(modules, tuple) and modules else None
-
-
-def name_of_operator(func: Any) -> str:
-    """`allreduce_` of `c10d::allreduce_`.
-
-    This and the next would be replaced by a public schema of `OpOverload`.
-    """
-    return func._schema.name.partition("::")[2]
-
-
-def arguments_of(func: Any) -> list[str]:
-    """The names of what an operator takes, in order."""
-    return [argument.name for argument in func._schema.arguments]
-
-
 def is_view(func: Any) -> bool:
-    """Whether an ATen operation gives a view of what it takes.
-
-    Would be replaced by a public question of `OpOverload`.
-    """
+    """Whether an ATen operation gives a view of what it takes."""
     unsafe = func is torch.ops.aten._unsafe_view.default  # a view of what nobody else has
     return unsafe or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def backward_runs() -> bool:
-    """Whether this thread is in a backward pass, as when a checkpoint computes once more.
-
-    Would be replaced by a public question of the autograd engine.
-    """
+    """Whether this thread is in a backward pass, as when a checkpoint computes once more."""
     return backward_pass() != NO_BACKWARD
 
 
@@ -1015,56 +786,23 @@ NO_BACKWARD = -1
 """What that says where there is none."""
 
 
-def mapped(fn: Callable[[Any], Any], tree: object) -> Any:
-    """The tree with `fn` of each of its leaves."""
-    return pytree.tree_map(fn, tree)
+mapped: Callable[[Callable[[Any], Any], object], Any] = pytree.tree_map
+"""The tree with a function of each of its leaves."""
 
 
-def take_apart(tree: object) -> tuple[list[Any], Any]:
-    """The leaves of a nested value, in order, and what puts them together."""
-    return pytree.tree_flatten(tree)
+take_apart: Callable[[object], tuple[list[Any], Any]] = pytree.tree_flatten
+"""The leaves of a nested value, in order, and what puts them together."""
 
 
-def put_together(leaves: list[Any], structure: Any) -> Any:
-    """The nested value of these leaves."""
-    return pytree.tree_unflatten(leaves, structure)
-
-
-def hint_of(size: Any) -> int | None:
-    """The size that a symbolic one has in the call that is being traced; None where it may be any.
-
-    Would be replaced by a public `SymInt.hint`.
-    """
-    return size if isinstance(size, int) else size.node.hint
-
-
-def constant_in_graphs(kind: type) -> None:
-    """Makes what is of an immutable, hashable type a constant of compiled graphs, guarded by equality.
-
-    2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only
-    these, and would put together a frozen dataclass from its fields, which it can't. There a dataclass doesn't
-    say that it is frozen. Would be replaced by a public name for it.
-    """
-    pytree.register_constant(kind)
-    if dataclasses.is_dataclass(kind) and not DEVICE_MESHES_ARE_INPUTS:
-        parameters: Any = copy.copy(kind.__dataclass_params__)  # type: ignore[attr-defined]
-        parameters.frozen = False
-        kind.__dataclass_params__ = parameters  # type: ignore[attr-defined]
+put_together: Callable[[list[Any], Any], Any] = pytree.tree_unflatten
+"""The nested value of these leaves."""
 
 
 # What goes around autograd, and autocast: questions that every call asks, so their price counts
 
 
-def may_have_tangents() -> bool:
-    """Whether a level of forward-mode differentiation is open.
-
-    Would be replaced by a public `torch.autograd.forward_ad.current_level()`.
-    """
-    return forward_ad._current_level >= 0
-
-
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` is running: `torch.autograd.Function.apply` asks this, too. Public API: none."""
+"""Whether a transform of `torch.func` is running: `torch.autograd.Function.apply` asks this, too."""
 
 
 def transforms_are_on() -> bool:
@@ -1075,7 +813,7 @@ def transforms_are_on() -> bool:
 def is_wrapped(x: torch.Tensor) -> bool:
     """Whether a transform of `torch.func` has wrapped a tensor, or a gradient is one of a batch.
 
-    The second is how `torch.autograd.grad(is_grads_batched=True)` calls backward. Public API: none.
+    The second is how `torch.autograd.grad(is_grads_batched=True)` calls backward.
     """
     return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
 
@@ -1091,7 +829,7 @@ is_batch: Callable[[torch.Tensor], bool] = functorch.is_legacy_batchedtensor
 
 
 def is_wrapped_dtensor(x: torch.Tensor) -> bool:
-    """Whether there is a DTensor in what a transform of `torch.func` has wrapped. Public API: none."""
+    """Whether there is a DTensor in what a transform of `torch.func` has wrapped."""
     inside = x
     while functorch.is_functorch_wrapped_tensor(inside):
         inside = functorch.get_unwrapped(inside)
@@ -1100,126 +838,3 @@ def is_wrapped_dtensor(x: torch.Tensor) -> bool:
 
 autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device type: a third of the price of `torch.is_autocast_enabled(device_type)`."""
-
-
-def current_trace() -> object:
-    """What stands for this attempt of dynamo's to trace a function; the next attempt has another.
-
-    Would be replaced by a public way to keep something for the time of a trace.
-    """
-    return TracingContext.get()
-
-
-def keep_with_graph(kept: Callable[[], None]) -> bool:
-    """Has the graph that dynamo traces keep something alive, with its code and with itself. False outside of a trace.
-
-    A backend may keep the graph and not the code. dynamo calls what it keeps with the code when that goes
-    (2.11 to 2.13). Would be replaced by a public way to give a graph something of one's own.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:
-        return False
-    output.cleanups.append(kept)  # type: ignore[arg-type]
-    tracer = output.current_tracer
-    while tracer is not None:
-        tracer.graph.__dict__.setdefault("_kept_by_axes", []).append(kept)
-        tracer = tracer.parent
-    return True
-
-
-def inputs_with_guarded_sizes() -> list[tuple[DTensor, DTensor]]:
-    """The DTensors that have become inputs of the graph that dynamo traces since the last call: `(traced, real)`.
-
-    The graph is guarded here on those of their whole sizes that are numbers in it. dynamo guards these
-    of every other tensor, and of a DTensor the shard and the placements alone (2.11 and 2.13): a graph for
-    eight rows would serve seven, on the ranks whose shard is the same. Would be replaced by dynamo's doing so.
-    """
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    graph = InstructionTranslator.current_tx().output.root_tracer.graph
-    seen = _seen_inputs.setdefault(TracingContext.get(), set())
-    arguments = {node.name: node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder")}
-    found = []
-    for name, argument in arguments.items():
-        # A second guard of one tensor would be taken for a second tensor.
-        if name not in seen and argument is not None and isinstance(argument.fake_tensor, DTensor):
-            install_guard(argument.source.make_guard(GuardBuilder.TENSOR_MATCH))
-            found.append((argument.fake_tensor, argument.example))
-    seen.update(arguments)
-    return found
-
-
-_seen_inputs: WeakKeyDictionary[TracingContext, set[str]] = WeakKeyDictionary()
-
-
-def trace_again_with_symbols(x: torch.Tensor, dims: Collection[int]) -> NoReturn:
-    """Has dynamo trace the function again, with symbols for these sizes of `x`, which is an input or its shard.
-
-    The mark is the one that AOTAutograd leaves for the next graph: 2.13 has one that isn't guarded; 2.11
-    guards none. Would be replaced by a public way to ask for a symbol during a trace.
-    """
-    from torch._dynamo.exc import RestartAnalysis
-    from torch._functorch._aot_autograd import runtime_wrappers
-
-    is_new = hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")
-    mark = "_dynamo_propagated_dynamic_indices" if is_new else "_dynamo_weak_dynamic_indices"
-    setattr(x, mark, {*getattr(x, mark, ()), *dims})
-    raise RestartAnalysis(restart_reason="axes: the sizes of a shard vary wherever those of the whole do")
-
-
-DEVICE_MESHES_ARE_INPUTS = hasattr(device_mesh, "_register_distributed_opaque_types")
-"""Whether a compiled graph takes a `DeviceMesh` for an input (2.13), or has it for a constant (2.11)."""
-
-
-def passing(error: Exception) -> Exception:
-    """The error as one of its kind that the compiler lets through while it traces a graph, where it else wraps errors.
-
-    What `ShortenTraceback` is, it raises as it is. No public means would replace this.
-    """
-    from torch._dynamo.exc import ShortenTraceback
-
-    kind = type(error)
-    own = {"__module__": kind.__module__, "first_useful_frame": None, "__reduce__": lambda self: (kind, self.args)}
-    found = type(kind.__name__, (kind, ShortenTraceback), own)
-    return found.__new__(found, *error.args)
-
-
-@contextlib.contextmanager
-def stages_know_their_shapes() -> Iterator[None]:
-    """In this block no stage of a pipeline asks the others whether they know their shapes: it takes it that all do.
-
-    Since 2.13 stages vote before their first step, and one that was made without `input_args` and `output_args` has all
-    ask one another for shapes; before, only that one asks. In a simulated world nobody votes. Would be replaced by an
-    argument of the stage.
-    """
-    from torch.distributed.pipelining.stage import PipelineStage
-
-    kept = {name: vars(PipelineStage)[name] for name in _VOTES if name in vars(PipelineStage)}
-    for name, method in _VOTES.items() if kept else ():
-        setattr(PipelineStage, name, method)
-    try:
-        yield
-    finally:
-        for name, found in kept.items():
-            setattr(PipelineStage, name, found)
-
-
-def _own_vote(stage: Any, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
-    """1 where the stage knows its shapes; of stages on one rank, where all do."""
-    from torch.distributed.pipelining.stage import InferenceMode
-
-    own = torch.tensor([int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))], dtype=torch.int32)
-    stage._vote_of_axes = own if received_acc is None else own * received_acc
-    return stage._vote_of_axes
-
-
-def _own_result(stage: Any, received_result: torch.Tensor | None = None) -> torch.Tensor:
-    """The result of the vote on this rank alone."""
-    return stage._vote_of_axes if received_result is None else received_result
-
-
-_VOTES = {"_warmup_forward_vote": _own_vote, "_warmup_backward_result": _own_result}

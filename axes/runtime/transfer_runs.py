@@ -139,8 +139,8 @@ class TransferRun:
     def group(self) -> dist.ProcessGroup | None:
         """The group of all ranks of the transfer; None where nobody sends anything.
 
-        Where the mesh has a time limit, that is the group's: a rank that never comes is an error on the others then.
-        A rank that has missed some of their attempts to connect takes part in the next one.
+        Where `init_mesh` has set a time limit, that is the group's: a rank that never comes is an error on the
+        others then. A rank that has missed some of their attempts to connect takes part in the next one.
         """
         if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
             return None
@@ -156,8 +156,8 @@ class TransferRun:
                 continue
 
     def keep_to_limit(self) -> None:
-        """Connect anew where ranks of the mesh wait for another time by now."""
-        limit = None if self.mesh is None else self.mesh.binding.timeout
+        """Connect anew where ranks wait for one another for another time by now."""
+        limit = None if self.mesh is None else current_world().timeout
         if limit != self.limit:
             vars(self).pop("group", None)
         self.limit = limit

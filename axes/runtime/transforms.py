@@ -37,7 +37,7 @@ def check_transforms(what: str, tensors: Iterable[Any]) -> None:
             continue
         if torch_private.is_wrapped(x) or (torch_private.functorch_is_active() and _needs_gradient(x)):
             refuse_transform(what)
-        if torch_private.may_have_tangents() and _has_tangent(x):
+        if _has_tangent(x):
             raise ShardingError(
                 f"{what}: the tensor has a tangent, and a collective sends only its numbers. Write "
                 "torch.autograd.functional.jvp, which goes by backward"

@@ -17,14 +17,14 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, DesyncError, MeshError, SizeError, shown
+from axes.algebra.errors import AxesError, MeshError, SizeError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import tuple_of
@@ -35,14 +35,12 @@ from axes.runtime.agreement import (
     Member,
     agree,
     asked,
-    in_time,
+    connected,
     leave_word,
     ranks_text,
     refuse,
-    without_report,
 )
 from axes.runtime.groups import (
-    OF_ONE_RANK,
     GroupOptions,
     World,
     as_timeout,
@@ -50,9 +48,9 @@ from axes.runtime.groups import (
     checked_options,
     current_world,
     destroy_process_groups,
-    failure,
     own_backend,
     serves,
+    time_limit,
 )
 
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -65,33 +63,16 @@ _starts = itertools.count()
 """Numbers the worlds that this process starts: the same number on all ranks of one."""
 
 
-@dataclass
-class Waits:
-    """How long the ranks of a mesh wait for one another; None for as long as the default group does.
-
-    Meshes that are declared equal share it, and the last declaration says it: what was made for one of them, such as
-    a plan, serves the others.
-    """
-
-    timeout: timedelta | None = None
-
-
 @dataclass(frozen=True)
 class Binding:
     """What binds a mesh to a job: its device, and the axes whose groups aren't like the default.
 
-    `options` are those of all names of a layout, `lanes` those of one name alone. `waits` doesn't make meshes differ.
+    `options` are those of all names of a layout, `lanes` those of one name alone.
     """
 
     device_type: str
     options: tuple[tuple[Layout, GroupOptions], ...] = ()
-    waits: Waits = field(default_factory=Waits, compare=False)
     lanes: tuple[tuple[str, GroupOptions], ...] = ()
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """How long ranks wait for one another, if that was said."""
-        return self.waits.timeout
 
 
 def init_mesh(
@@ -132,56 +113,56 @@ def init_mesh(
     if starts:
         _start(device_type, timeout)
     world = current_world()
-    named: Iterable[int] = range(world.size)
 
     def on(ranks: Sequence[int] | None) -> Mesh:
         per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
         return Mesh(declaration, *equations, ranks=ranks, ranks_per_node=per_node, sizes=sizes, **keywords)
 
-    try:
-        named = named if ranks is None else ranks if isinstance(ranks, range) else _listed(ranks)
-        waits, device = _device(device_type, timeout, world.rank)
-        universe = _checked_universe(named, world)
+    def made(universe: Universe) -> Mesh:
         try:
-            algebra = on(universe.ranks)
+            return on(universe.ranks)
         except SizeError as error:
             raise _of_another_size(on, universe, world) or error from None
-        mesh = algebra._with(binding=_bound(world, algebra, device, options, waits))
-        if flags.trace:
-            trace.recorder()  # a file that can't be written is found here
-    except Exception as error:
-        _refuse(world, named, error)
+
+    try:
+        return _declared(world, ranks, made, device_type, timeout, options)
+    except Exception:
         if starts and world.size == 1:
             destroy_process_groups()  # so that what the error advises can be done in this process
         raise
-    _agree(world, mesh)
-    mesh = _known(world, mesh)
-    mesh.binding.waits.timeout = waits
-    if waits is not None and not world.fake and (default := dist.group.WORLD) is not None:
-        with contextlib.suppress(RuntimeError):  # a backend without limits, as mpi
-            default.set_timeout(waits)
-    return mesh
-
-
-def _known(world: World, mesh: Mesh) -> Mesh:
-    """The mesh, which shares how long its ranks wait with those that were declared equal before."""
-    shared = world.waits.setdefault(mesh, mesh.binding.waits)
-    return mesh if shared is mesh.binding.waits else mesh._with(binding=replace(mesh.binding, waits=shared))
 
 
 def bound_to_job(mesh: Mesh, device_type: str | None = None) -> Mesh:
     """A mesh of the algebra on the running job; every rank of the mesh calls it with the same one, as `init_mesh`."""
-    world = current_world()
-    ranks = mesh.universe.ranks
+    return _declared(current_world(), mesh.universe.ranks, lambda _: mesh, device_type, None, None)
+
+
+def _declared(
+    world: World,
+    ranks: Iterable[int] | None,
+    made: Callable[[Universe], Mesh],
+    device_type: str | None,
+    timeout: timedelta | float | None,
+    options: Mapping[str, GroupOptions] | None,
+) -> Mesh:
+    """The mesh that is `made` over the ranks, bound to the job, the same on all of them."""
+    named: Iterable[int] = range(world.size)
     try:
-        waits, device = _device(device_type, None, world.rank)
-        _checked_universe(ranks, world)
-        bound = mesh._with(binding=_bound(world, mesh, device, None, waits), view=None)
+        named = named if ranks is None else ranks if isinstance(ranks, range) else _listed(ranks)
+        waits, device = _device(device_type, timeout, world.rank)
+        algebra = made(_checked_universe(named, world))
+        mesh = algebra._with(binding=_bound(world, algebra, device, options), view=None)
+        if flags.trace:
+            trace.recorder()  # a file that can't be written is found here
     except Exception as error:
-        _refuse(world, ranks, error)
+        _refuse(world, named, error)
         raise
-    _agree(world, bound)
-    return _known(world, bound)
+    _agree(world, mesh, waits)
+    world.timeout = waits or world.timeout
+    if waits is not None and not world.fake and (default := dist.group.WORLD) is not None:
+        with contextlib.suppress(RuntimeError):  # a backend without limits, as mpi
+            default.set_timeout(waits)
+    return mesh
 
 
 def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: World) -> SizeError | None:
@@ -253,14 +234,7 @@ def _start(device_type: str | None, timeout: object) -> None:
         member.store.set_timeout(limit)
         dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
 
-    try:
-        in_time(member, subject, limit.total_seconds(), connect)
-    except RuntimeError as error:
-        if isinstance(error, OF_ONE_RANK):
-            raise
-        others = without_report(member, replace(barrier, kind="start-failure", subject=failure(subject)))
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DesyncError(f"{subject} failed on rank {rank}, in connecting: {said}{others}") from error
+    connected(member, barrier, limit.total_seconds(), connect)
     _own_world()
 
 
@@ -330,7 +304,6 @@ def _bound(
     mesh: Mesh,
     device_type: str,
     options: Mapping[str, GroupOptions] | None,
-    timeout: timedelta | None,
 ) -> Binding:
     """The binding of a mesh, its options by layout: names of one layout share one group, unless one has a lane."""
     if options is not None and not isinstance(options, Mapping):
@@ -352,7 +325,7 @@ def _bound(
             )
     kept = [(layout, given) for layout, (_, given) in found.items() if layout.size > 1 and given.text]
     in_order = tuple(sorted(kept, key=lambda pair: pair[0].modes))
-    return Binding(device_type, in_order, Waits(timeout), tuple(sorted(lanes.items(), key=lambda pair: pair[0])))
+    return Binding(device_type, in_order, tuple(sorted(lanes.items(), key=lambda pair: pair[0])))
 
 
 def _barrier(world: World, universe: Universe) -> Barrier:
@@ -363,7 +336,7 @@ def _subject(universe: Universe) -> str:
     return f"init_mesh over {ranks_text(universe.ranks)}"
 
 
-def _agree(world: World, mesh: Mesh) -> None:
+def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
     universe, binding = mesh.universe, mesh.binding
     if world.fake:
         return
@@ -377,8 +350,7 @@ def _agree(world: World, mesh: Mesh) -> None:
     order = ranks_text(universe.ranks)
     parts = [mesh.declaration, order, binding.device_type, *nodes, *options, flags.flags_text()]
     statement = " | ".join(filter(None, parts))
-    timeout = binding.timeout or torch_private.default_timeout(binding.device_type)
-    agree(world.member, _barrier(world, universe), statement, timeout)
+    agree(world.member, _barrier(world, universe), statement, waits or time_limit(binding.device_type))
 
 
 def _refuse(world: World, ranks: Iterable[int], error: Exception) -> None:

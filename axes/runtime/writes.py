@@ -39,7 +39,7 @@ def writable(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
     torch refuses to write to a view that a function has made, though nobody else has the buffer of which it is one.
     """
-    if torch.compiler.is_compiling() or (type(result) not in PLAIN and not torch_private.is_under_way(result)):
+    if torch.compiler.is_compiling() or (type(result) not in PLAIN and not isinstance(result, torch_private.UnderWay)):
         return torch_private.untied(result)
     if type(result) in PLAIN and torch_private.has_base(result) and not torch_private.share_memory(result, x):
         return result.data
