@@ -150,7 +150,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("without_mesh(axes.rearrange, L(4, 4), 'b@tp s -> b s')", "MeshError", "axes.rearrange of plain tensors needs a mesh; pass mesh=... or write it inside `with mesh:`"),
     ("axes.shard_map(axes.shard_map(L, 'a@tp -> a@tp'), 'a@tp -> a@tp')(D('a@tp', 4))", "ShardingError", "tensor 0 among the arguments is a plain one; what goes into a region is a DTensor", "Inside a region tensors are shards already: there, call the function itself"),
     ("a = []; a.append(a); axes.shard_map(lambda x: a, 'a@tp -> a@tp')(D('a@tp', 4))", "ShardingError", "the function returned a value that holds itself, or is nested too deep\n  in  shard_map 'a@tp -> a@tp'"),
-    ("import numpy; axes.GroupOptions(pg_options=numpy.zeros(2))", "MeshError", "GroupOptions.pg_options is the options object of a backend, such as dist.ProcessGroupNCCL.Options(); found array([0., 0.])"),
     ("import numpy; axes.explain('b d -> b', (8, 8), op=numpy.zeros(3))", "ShardingError", "explain knows the reductions sum, mean, max, min, prod, any, all; found array([0., 0., 0.])"),
     ("from torch.distributed.tensor import Shard; axes.shard(L(8), [Shard(0)])", "ExpressionError", "an expression is text; found list. Where placements are meant, axes.Sharding.from_placements(mesh, placements, ndim).spec is their text"),
     ("axes.Sharding.from_placements(mesh, [raising('__repr__')] * 3, 2)", "ShardingError", "axis 'dp' has "),

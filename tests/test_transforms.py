@@ -161,7 +161,7 @@ def test_forward_mode_of_plain_shards_is_refused_before_anything_is_sent(pool, n
 
 # refusals
 
-TANGENT = "has a tangent, and a collective sends only its numbers. Write torch.autograd.functional.jvp"
+TANGENT = "was called in forward-mode differentiation"
 TRANSFORM = "inside a transform of torch.func"
 BATCH = "found a batch of gradients"
 

@@ -94,11 +94,6 @@ class GroupOptions:
             raise MeshError(f"GroupOptions.backend is a name such as 'nccl'; found {shown(self.backend)}")
         if self.lane is not None and not (isinstance(self.lane, str) and self.lane.isidentifier()):
             raise MeshError(f"GroupOptions.lane is a word such as 'gradients'; found {shown(self.lane)}")
-        if hasattr(type(self.pg_options), "__array__"):
-            raise MeshError(
-                "GroupOptions.pg_options is the options object of a backend, such as dist.ProcessGroupNCCL.Options(); "
-                f"found {shown(self.pg_options)}"
-            )
         object.__setattr__(self, "timeout", as_timeout(self.timeout, "GroupOptions.timeout"))
 
     @property
@@ -458,10 +453,8 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
         raise MeshError(f"options['{name}'] is a GroupOptions(backend=, pg_options=, timeout=); found {shown(options)}")
     backend = options.backend or backend_for(world, device_type)
     used = {part.rpartition(":")[2].lower() for part in backend.split(",")}
-    absent = [part for part in sorted(used) if part not in dist.Backend.backend_list]
-    if not world.fake and options.backend is not None:
-        absent += [part for part in sorted(used) if part not in absent and not dist.is_backend_available(part)]
-    if absent:
+    known = dist.Backend.backend_list if world.fake else filter(dist.is_backend_available, dist.Backend.backend_list)
+    if absent := sorted(used.difference(known)):
         raise MeshError(f"options['{name}']: this torch has no backend {', '.join(map(shortened, absent))}")
     if device_type not in torch_private.served_devices(backend):
         raise MeshError(f"options['{name}']: backend {shortened(backend)} doesn't serve '{device_type}'")

@@ -27,27 +27,18 @@ _STRIDED = torch.strided
 
 def check_transforms(what: str, tensors: Iterable[Any]) -> None:
     """`ShardingError` for tensors that have a tangent, or that a transform of `torch.func` has wrapped."""
-    if torch.compiler.is_compiling():
-        raise ShardingError(
-            f"{what} is in a compiled graph, which has neither forward-mode differentiation nor transforms of "
-            "torch.func; call it without torch.compile there"
-        )
-    for x in tensors:
-        if not isinstance(x, torch.Tensor):
-            continue
-        if torch_private.is_wrapped(x) or (torch_private.functorch_is_active() and _needs_gradient(x)):
-            refuse_transform(what)
-        if _has_tangent(x):
-            raise ShardingError(
-                f"{what}: the tensor has a tangent, and a collective sends only its numbers. Write "
-                "torch.autograd.functional.jvp, which goes by backward"
-            )
+    if torch.compiler.is_compiling() or any(isinstance(x, torch.Tensor) and _is_transformed(x) for x in tensors):
+        refuse_transform(what)
+
+
+def _is_transformed(x: torch.Tensor) -> bool:
+    closed_over = torch_private.functorch_is_active() and x.requires_grad and torch.is_grad_enabled()
+    return closed_over or torch_private.is_wrapped(x) or _has_tangent(x)
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
-    if isinstance(x, DTensor) and _has_tangent(torch_private.local_of(x)):
-        return True
-    return forward_ad.unpack_dual(x).tangent is not None
+    inside = isinstance(x, DTensor) and _has_tangent(torch_private.local_of(x))
+    return inside or forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_dense(x: torch.Tensor, function: str) -> None:
@@ -87,13 +78,10 @@ def check_one(gradient: torch.Tensor) -> None:
 
 
 def refuse_transform(what: str) -> NoReturn:
-    """The error of what is called inside a transform of `torch.func`."""
+    """The error of what is called in forward mode, or inside a transform of `torch.func`."""
     raise ShardingError(
-        f"{what} was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev, jacfwd, hessian), which "
-        "wraps tensors, and a collective sends only numbers. Write torch.autograd.grad, with create_graph=True where "
-        "it is differentiated again, or torch.autograd.functional; instead of vmap, write a dim of its own"
+        f"{what} was called in forward-mode differentiation, or inside a transform of torch.func (grad, vjp, jvp, "
+        "vmap, jacrev, jacfwd, hessian), where a tensor is more than its numbers, and a collective sends only these. "
+        "Write torch.autograd.grad, with create_graph=True where it is differentiated again, or "
+        "torch.autograd.functional, whose jvp goes by backward; instead of vmap, write a dim of its own"
     )
-
-
-def _needs_gradient(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()

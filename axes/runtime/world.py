@@ -16,7 +16,7 @@ import atexit
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, MeshError, SizeError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import tuple_of
 from axes.algebra.universe import Universe
 from axes.runtime import flags, torch_private, trace
 from axes.runtime.agreement import (
@@ -148,7 +147,8 @@ def _declared(
     """The mesh that is `made` over the ranks, bound to the job, the same on all of them."""
     named: Iterable[int] = range(world.size)
     try:
-        named = named if ranks is None else ranks if isinstance(ranks, range) else _listed(ranks)
+        if ranks is not None:
+            named = tuple(ranks) if isinstance(ranks, Iterator) else ranks
         waits, device = _device(device_type, timeout, world.rank)
         algebra = made(_checked_universe(named, world))
         mesh = algebra._with(binding=_bound(world, algebra, device, options), view=None)
@@ -180,11 +180,6 @@ def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: Worl
         f"start as many: torchrun --nproc-per-node {mesh.size} ..., axes.launch(fn, {mesh.size}), or try it in one "
         f"process with axes.simulate({mesh.size}); one size that is left out follows from the ranks"
     )
-
-
-def _listed(ranks: Iterable[int]) -> Iterable[int]:
-    found = tuple_of(ranks)
-    return ranks if found is None else found
 
 
 def _device(device_type: str | None, timeout: object, rank: int) -> tuple[timedelta | None, str]:
