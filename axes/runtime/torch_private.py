@@ -549,13 +549,15 @@ def collectives_of(group: dist.ProcessGroup) -> tuple[Callable[..., None], ...]:
             part.zero_()[: len(x)].copy_(x[: len(part)])
 
     def exchange(out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        group.alltoall_base(out, x, receives, sends, exchanging).wait()
+        exchanged(out, x, receives, sends, exchanging).wait()
 
+    gathered, exchanged = group._allgather_base, group.alltoall_base
+    reduced, scattered = group.allreduce, group._reduce_scatter_base
     return (
-        lambda out, x: group._allgather_base(out, x, gathering).wait(),
+        lambda out, x: gathered(out, x, gathering).wait(),
         pretend if dist.get_backend(group) == "fake" else exchange,
-        lambda x, op: group.allreduce([x], reducing[op][0]).wait(),
-        lambda out, x, op: group._reduce_scatter_base(out, x, reducing[op][1]).wait(),
+        lambda x, op: reduced([x], reducing[op][0]).wait(),
+        lambda out, x, op: scattered(out, x, reducing[op][1]).wait(),
     )
 
 
