@@ -32,7 +32,7 @@ from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, enter_global, leave_global
-from axes.runtime.leaves import leave_pending, resolve_at_leaf
+from axes.runtime.leaves import used
 from axes.runtime.linear import Kept, around, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
@@ -122,8 +122,7 @@ def on_dtensors(made: BoundRecipe, operands: Sequence[DTensor], grad: Grad) -> D
     has_gradient = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands))
     if has_gradient:
         for x in operands:
-            if x.is_leaf and x.requires_grad:
-                (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
+            used(x, grad)
     run = functools.partial(_function(made) if has_gradient else _run, made)
     return autocast.applied(made.recipe, run, operands, _cast) if torch_private.autocast_may_be_on() else run(*operands)
 

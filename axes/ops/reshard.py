@@ -29,7 +29,7 @@ from axes.ops.reshard_many import check_named, reshard_many
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import device_mesh_input, read_once
-from axes.runtime.leaves import leave_pending, resolve_at_leaf, traced
+from axes.runtime.leaves import traced, used
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
 from axes.runtime.routes import Route, of_sizes, route, routed, same_axes
@@ -126,9 +126,7 @@ def reshard(
         home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else request.mesh, x)
         what, numbers = without_sizes(request)
         return traced(_in_graph, what, (x,), grad, home, numbers)
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
-    found = routed(x, _route, request._replace(async_op=False))
+    found = routed(used(x, grad), _route, request._replace(async_op=False))
     if flags.watched:
         return within("axes.reshard to", spec, found.take, x, async_op)
     return found.take(x, async_op)

@@ -83,15 +83,16 @@ from axes.ops.regions import (
 )
 from axes.ops.trees import Tree, check_argument, check_result, taken_apart
 from axes.runtime import flags, torch_private
-from axes.runtime.border import Changes, contiguous_strides, counted_whole, enter_global, leave_global
+from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import current_world, of_world
-from axes.runtime.leaves import resolve_at_leaf, traced
+from axes.runtime.leaves import traced, used
 from axes.runtime.linear import border_of
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.sharded import strides_like
 from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
+from axes.runtime.torch_placements import contiguous_strides
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
 
 P = ParamSpec("P")
@@ -426,10 +427,7 @@ def _in_region(error: ShardingError, expression: str) -> ShardingError:
 
 def _left(region: Region, tensors: Sequence[DTensor], changes: Changes | None) -> list[torch.Tensor]:
     """The tensors' shards on this rank; the gradients of leaves are resolved when they have come."""
-    for x in tensors:
-        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-            resolve_at_leaf(x)
-    return [leave_global(x, each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
+    return [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
 
 
 def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes | None) -> list[DTensor]:

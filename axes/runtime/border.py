@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,20 +47,7 @@ from axes.runtime.packing import strides_of
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
-from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
-
-__all__ = [
-    "Changes",
-    "check_grad",
-    "contiguous_strides",
-    "counted_alone",
-    "counted_as_same",
-    "counted_whole",
-    "enter_global",
-    "gradient_of_local",
-    "leave_global",
-    "leave_together",
-]
+from axes.runtime.torch_placements import sharding_of_placements, sharding_of_spec, torch_placements
 
 Placements = tuple[Placement, ...]
 Axes = tuple[NamedLayout, ...]
@@ -111,12 +98,19 @@ def leave_together(
     xs: Sequence[DTensor], counted: Sequence[Placements | None], changes: Changes | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The same of several that need gradients, by one node of the graph: it runs when all gradients have come."""
-    leaving = []
-    for x, each in zip(xs, counted, strict=True):
-        spec = torch_private.spec_of(x)
-        find = _leaving.__wrapped__ if is_symbolic(spec.shape) else _leaving
-        leaving.append(find(spec, each))
-    return _leave(leaving, changes, *xs)
+    specs = [torch_private.spec_of(x) for x in xs]
+    values = [(spec, by or spec.placements) for spec, by in zip(specs, counted, strict=True)]
+    for spec, by in values:
+        _check_differentiable(spec.mesh, by)
+
+    def shards(*xs: DTensor) -> tuple[torch.Tensor, ...]:
+        return tuple([local.view_as(local) for local in map(torch_private.local_of, xs)])
+
+    def back(*gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(values, gradients, strict=True)
+        return tuple([None if each is None else _left(*value, each, changes) for value, each in pairs])
+
+    return linear(shards, back, *xs, border="argument")
 
 
 def enter_global(
@@ -132,12 +126,12 @@ def enter_global(
 
     `counted` and `changes` are as for `leave_global`.
     """
-    spec = _spec_of(device_mesh, placements, tuple(shape), stride, local.dtype)
+    spec = _kept(_spec, shape)(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not local.requires_grad:
         return torch_private.dtensor(local, spec)
     if not torch.is_grad_enabled():
         return torch_private.dtensor(local.detach(), spec)
-    found = _enter(local, spec, _counted(spec, counted), changes)
+    found = _enter(local, spec, counted or placements, changes)
     if changes is not None:
         changes.watch(found, local)
     return found
@@ -194,14 +188,12 @@ Write which it is. For some of the axes alone, same@ in the spec says that the g
       '{spec} {"" if "|" in spec else "| "}same@{place}'"""
 
 
-# --- the rule
+# --- the rule: of a value with this spec, by the placements that are `counted`
 
 
-def _counted(spec: Spec, counted: Placements | None) -> Spec:
-    if counted is None or counted == spec.placements:
-        return spec
-    meta = spec.tensor_meta
-    return _spec_of(spec.mesh, counted, tuple(spec.shape), tuple(meta.stride), meta.dtype)
+def _kept(find: Any, shape: Sequence[int]) -> Any:
+    """What keeps its results, or, for a symbolic shape, what doesn't."""
+    return find.__wrapped__ if is_symbolic(shape) else find
 
 
 @of_world(4096)
@@ -211,98 +203,51 @@ def _spec(
     return torch_private.dtensor_spec(device_mesh, placements, shape, stride, dtype)
 
 
-def _spec_of(
-    device_mesh: Any, placements: Placements, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-) -> Spec:
-    made = torch_private.dtensor_spec if is_symbolic(shape) else _spec
-    return made(device_mesh, placements, shape, stride, dtype)
-
-
-def _pending_size(spec: Spec, *ops: str) -> int:
+def _pending_size(device_mesh: Any, placements: Placements, *ops: str) -> int:
     """The product of the sizes of the axes over which one of `ops` is pending."""
-    pairs = zip(spec.placements, spec.mesh.shape, strict=True)
+    pairs = zip(placements, device_mesh.shape, strict=True)
     return math.prod(size for p, size in pairs if isinstance(p, Partial) and p.reduce_op in ops)
 
 
-def _check_differentiable(spec: Spec) -> None:
-    (_check_pending.__wrapped__ if is_symbolic(spec.shape) else _check_pending)(spec)
-
-
 @of_world(4096)
-def _check_pending(spec: Spec) -> None:
-    if _pending_size(spec, "max", "min") > 1:
+def _check_differentiable(device_mesh: Any, placements: Placements) -> None:
+    if _pending_size(device_mesh, placements, "max", "min") > 1:
         raise ShardingError(
-            f"a pending max or min has no gradient across the border; resolve it first. Found {spec.placements}"
+            f"a pending max or min has no gradient across the border; resolve it first. Found {placements}"
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Leaving:
-    """How a DTensor becomes this rank's shard, and a gradient of the shard one of the DTensor.
-
-    `spec` is the DTensor's, `counted` the same with the placements that the rule goes by. `means` is a factor of
-    gradients, of what is pending as a mean.
-    """
-
-    spec: Spec
-    counted: Spec
-    means: int
-
-    @functools.cached_property
-    def gradient(self) -> tuple[Spec, Spec]:
-        """What local gradients of the DTensor's dtype are together, and the same as their own gradient counts it."""
-        return self.gradient_of(self.spec.tensor_meta.dtype)
-
-    def gradient_of(self, dtype: torch.dtype) -> tuple[Spec, Spec]:
-        """The same for gradients of another dtype."""
-        shape = tuple(self.spec.shape)
-        strides = strides_of(shape) if is_symbolic(shape) else contiguous_strides(shape)
-        placements = gradient_of_local(self.counted.placements)
-        found = _spec_of(self.spec.mesh, placements, shape, strides, dtype)
-        # They cross the border themselves: by the same table, where what is same stays so.
-        return found, _counted(found, _still_same(self.spec.placements, self.counted.placements, placements))
-
-
-@of_world(4096)
-def _leaving(spec: Spec, counted: Placements | None) -> _Leaving:
-    by = _counted(spec, counted)
-    _check_differentiable(by)
-    return _Leaving(spec, by, _pending_size(by, "avg", "mean"))
-
-
-def _leave(leaving: Sequence[_Leaving], changes: Changes | None, *xs: DTensor) -> tuple[torch.Tensor, ...]:
-    """The shards of DTensors; the gradient of each is that of one value, each rank's as the table says."""
-
-    def shards(*xs: DTensor) -> tuple[torch.Tensor, ...]:
-        return tuple([local.view_as(local) for local in map(torch_private.local_of, xs)])
-
-    def back(*gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        pairs = zip(leaving, gradients, strict=True)
-        return tuple([None if each is None else _left(one, each, changes) for one, each in pairs])
-
-    return linear(shards, back, *xs, border="argument")
-
-
-def _left(leaving: _Leaving, gradient: torch.Tensor, changes: Changes | None) -> DTensor:
+def _left(spec: Spec, counted: Placements, gradient: torch.Tensor, changes: Changes | None) -> DTensor:
     """The gradient of a DTensor, of which this is the one of the shard."""
-    is_own = gradient.dtype == leaving.spec.tensor_meta.dtype
-    found, counted = leaving.gradient if is_own else leaving.gradient_of(gradient.dtype)
-    scaled = (gradient * leaving.means if leaving.means > 1 else gradient).contiguous()
+    found, by, means = _kept(_gradient, spec.shape)(spec, counted, gradient.dtype)
+    scaled = (gradient * means if means > 1 else gradient).contiguous()
     if torch.is_grad_enabled():
-        return _enter(scaled, found, counted, changes)
+        return _enter(scaled, found, by, changes)
     return torch_private.dtensor(scaled.detach(), found)
 
 
-def _enter(local: torch.Tensor, spec: Spec, counted: Spec, changes: Changes | None) -> DTensor:
+@of_world(4096)
+def _gradient(spec: Spec, counted: Placements, dtype: torch.dtype) -> tuple[Spec, Placements, int]:
+    """What gradients of this dtype of the shards are as one value; the placements by which its own gradient goes, by
+    the same table; and a factor, of what is pending as a mean.
+    """
+    placements = gradient_of_local(counted)
+    shape = tuple(spec.shape)
+    found = torch_private.dtensor_spec(spec.mesh, placements, shape, strides_of(shape), dtype)
+    by = _still_same(spec.placements, counted, placements)
+    return found, by, _pending_size(spec.mesh, counted, "avg", "mean")
+
+
+def _enter(local: torch.Tensor, spec: Spec, counted: Placements, changes: Changes | None) -> DTensor:
     """The DTensor of a shard; this rank's gradient is its part of the one gradient, as the table says."""
-    _check_differentiable(spec)
+    _check_differentiable(spec.mesh, spec.placements)
 
     def back(cotangent: DTensor) -> torch.Tensor:
         if changes is not None:
             changes.tell()
-        found = _entered(counted, cotangent)
+        found = _entered(spec, counted, cotangent)
         moved = found.route.take(cotangent)
-        local = leave_global(moved, _still_same(spec.placements, counted.placements, moved.placements), changes)
+        local = leave_global(moved, _still_same(spec.placements, counted, moved.placements), changes)
         local = local if found.frame is None else found.frame.around(local)
         return local if found.share == 1 else local / found.share
 
@@ -311,15 +256,13 @@ def _enter(local: torch.Tensor, spec: Spec, counted: Spec, changes: Changes | No
     return linear(lambda x: torch_private.dtensor(x.detach(), spec), back, local, border=border)
 
 
-def _still_same(placements: Placements, counted: Placements, other: Placements) -> Placements | None:
+def _still_same(placements: Placements, counted: Placements, other: Placements) -> Placements:
     """The placements to apply the rule by to a gradient with the placements `other`, of a value with these.
 
     What is `same` stays so: replicated, with gradients that are whole on every rank.
     """
-    if placements == counted:
-        return None
     triples = zip(placements, counted, other, strict=True)
-    return tuple(by if mine.is_replicate() and by.is_partial() else found for mine, by, found in triples)
+    return tuple([by if mine.is_replicate() and by.is_partial() else found for mine, by, found in triples])
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,33 +278,28 @@ class _Entering:
     framed: tuple[Sharding, Sharding]
 
 
-def _entered(value: Spec, cotangent: DTensor) -> _Entering:
+def _entered(value: Spec, counted: Placements, cotangent: DTensor) -> _Entering:
     spec = torch_private.spec_of(cotangent)
     if type(torch_private.local_of(cotangent)) is torch.Tensor:
-        return _entering(value, spec)
+        return _entering(value, counted, spec)
     return settled_sizes(
         spec.shape,
         spec.mesh.size(),
-        lambda shape: _entering(spec_at(value, shape), spec_at(spec, shape)),
+        lambda shape: _entering(spec_at(value, shape), counted, spec_at(spec, shape)),
         lambda found: [*stages_of(found.route.program.plan), *found.framed],
     )
 
 
 @of_world(4096)
-def _entering(value: Spec, cotangent: Spec) -> _Entering:
+def _entering(value: Spec, counted: Placements, cotangent: Spec) -> _Entering:
     shape = tuple(value.shape)
-    whole, arrived = sharding_of_spec(value), sharding_of_spec(cotangent)
-    middle = gradient_sharding(whole, arrived, shape)
+    whole = sharding_of_placements(value.mesh, counted, len(shape))
+    middle = gradient_sharding(whole, sharding_of_spec(cotangent), shape)
     there = route(cotangent, middle, (None, None))
-    framed = middle.at(shape), _plain(whole).at(shape)
-    frame = frame_of(*framed, shape)
+    framed = middle.at(shape), replace(whole, pending=()).at(shape)
     # What is whole on every rank of an axis over which the value is replicated counts n times.
-    pairs = zip(value.placements, there.spec.placements, value.mesh.shape, strict=True)
+    pairs = zip(counted, there.spec.placements, value.mesh.shape, strict=True)
     copies = math.prod(size for mine, theirs, size in pairs if mine.is_replicate() and theirs.is_replicate())
     # And what is pending as a mean, of each rank: summands of it are smaller.
-    means = _pending_size(value, "avg", "mean") * _pending_size(there.spec, "avg", "mean")
-    return _Entering(there, frame, copies * means, framed)
-
-
-def _plain(sharding: Sharding) -> Sharding:
-    return Sharding(sharding.mesh, sharding.dims)
+    means = [_pending_size(value.mesh, each, "avg", "mean") for each in (counted, there.spec.placements)]
+    return _Entering(there, frame_of(*framed, shape), copies * math.prod(means), framed)

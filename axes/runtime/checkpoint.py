@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,8 +33,7 @@ Shape = tuple[int, ...]
 _INSTALLED = "axes_saves_factors"
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A part of a shard that is contiguous in the whole tensor.
 
     offsets: where it starts in the whole. start: where it starts in the shard.
@@ -48,10 +46,6 @@ class Box:
     def within(self, shard: torch.Tensor) -> torch.Tensor:
         """The part of a shard, as a view."""
         return _narrowed(shard, self.start, self.sizes)
-
-    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of the whole tensor, as a view."""
-        return _narrowed(whole, self.offsets, self.sizes)
 
 
 def boxes_of(x: DTensor) -> tuple[Box, ...] | None:
@@ -117,75 +111,60 @@ def install() -> None:
     if hasattr(DTensor, _INSTALLED):
         return
     setattr(DTensor, _INSTALLED, True)
-    for name, make in _PROTOCOL.items():
-        own = getattr(DTensor, name, None)
-        if own is not None:
-            setattr(DTensor, name, make(own))
+    for name, ours in _PROTOCOL.items():
+        if hasattr(DTensor, name):
+            setattr(DTensor, name, _asking(getattr(DTensor, name), ours))
     torch_private.replace_distribution_of_state_dicts(_distributing)
 
 
-def _writing(own: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _asking(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
-    def write_items(self: DTensor, fqn: str, tensor: Any) -> list[Any]:
+    def method(self: DTensor, *args: Any) -> Any:
         boxes = boxes_of(self)
-        if boxes is None:
-            return own(self, fqn, tensor)
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        return own(self, *args) if boxes is None else ours(self, boxes, *args)
 
-        _refuse_files_with_one_part_of_a_tensor()
-        properties = TensorProperties.create_from_tensor(torch_private.local_of(self))
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in map(_chunk, boxes)
-        ]
-
-    return write_items
+    return method
 
 
-def _listing(own: Callable[[DTensor], list[Any]]) -> Callable[[DTensor], list[Any]]:
-    @functools.wraps(own)
-    def chunk_list(self: DTensor) -> list[Any]:
-        boxes = boxes_of(self)
-        return own(self) if boxes is None else list(map(_chunk, boxes))
+def _write_items(x: DTensor, boxes: Sequence[Box], fqn: str, _: Any) -> list[Any]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    return chunk_list
-
-
-def _finding(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(own)
-    def tensor_shard(self: DTensor, index: Any) -> torch.Tensor:
-        boxes = boxes_of(self)
-        if boxes is None:
-            return own(self, index)
-        offsets = None if index.offset is None else tuple(index.offset)
-        box = next((box for box in boxes if box.offsets == offsets), None)
-        if box is None:
-            raise ShardingError(
-                f"'{index.fqn}' is {sharding_of_spec(torch_private.spec_of(self))}, of which this rank has parts at "
-                f"{[list(box.offsets) for box in boxes]}; a checkpoint asks for the one at {offsets}"
-            )
-        return box.within(self.to_local())
-
-    return tensor_shard
+    _refuse_files_with_one_part_of_a_tensor()
+    properties = TensorProperties.create_from_tensor(torch_private.local_of(x))
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.size()),
+        )
+        for chunk in _chunks(x, boxes)
+    ]
 
 
-_PROTOCOL = {
-    "__create_write_items__": _writing,
-    "__create_chunk_list__": _listing,
-    "__get_tensor_shard__": _finding,
-}
-"""DTensor's protocol for checkpoints (2.11 to 2.13), and what takes the place of each of its methods."""
-
-
-def _chunk(box: Box) -> Any:
+def _chunks(_: DTensor, boxes: Sequence[Box]) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+    return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in boxes]
+
+
+def _part(x: DTensor, boxes: Sequence[Box], index: Any) -> torch.Tensor:
+    offsets = None if index.offset is None else tuple(index.offset)
+    for box in boxes:
+        if box.offsets == offsets:
+            return box.within(x.to_local())
+    raise ShardingError(
+        f"'{index.fqn}' is {sharding_of_spec(torch_private.spec_of(x))}, of which this rank has parts at "
+        f"{[list(box.offsets) for box in boxes]}; a checkpoint asks for the one at {offsets}"
+    )
+
+
+_PROTOCOL: dict[str, Callable[..., Any]] = {
+    "__create_write_items__": _write_items,
+    "__create_chunk_list__": _chunks,
+    "__get_tensor_shard__": _part,
+}
+"""DTensor's protocol for checkpoints (2.11 to 2.13), and what answers it for a shard of these boxes."""
 
 
 def _distributing(own: Callable[..., None]) -> Callable[..., None]:
@@ -194,11 +173,11 @@ def _distributing(own: Callable[..., None]) -> Callable[..., None]:
         others = []
         for key in keys:
             x, whole = found if isinstance(found := state.get(key), tuple) else (None, None)
-            if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:
+            if not isinstance(x, DTensor):
+                others.append(key)
+            elif x.device_mesh.get_coordinate() is None:
                 state[key] = x  # this rank isn't of its mesh, and has nothing to fill
-                continue
-            boxes = boxes_of(x) if isinstance(x, DTensor) else None
-            if boxes is None or x is None or whole is None:
+            elif whole is None or (boxes := boxes_of(x)) is None:
                 others.append(key)
             else:
                 state[key] = _filled(x, whole, boxes)
@@ -217,7 +196,7 @@ def _filled(x: DTensor, whole: torch.Tensor, boxes: Sequence[Box]) -> DTensor:
     else:
         local, filled = torch_private.local_of(x).detach(), x
     for box in boxes:
-        box.within(local).copy_(box.of_whole(whole.detach()))
+        box.within(local).copy_(_narrowed(whole.detach(), box.offsets, box.sizes))
     count_writes([filled])
     return filled
 
@@ -251,6 +230,3 @@ def _refuse_files_with_one_part_of_a_tensor() -> None:
         return own(self, plan)
 
     Writer.prepare_local_plan = prepare_local_plan
-
-
-__all__ = ["Box", "boxes_of", "install", "parts_of"]

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra import seam
 from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -25,8 +25,7 @@ from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_flag, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.runtime.leaves import resolving
-from axes.runtime.lines import broadcast
-from axes.runtime.sharded import Sizes, dtensor_of
+from axes.runtime.sharded import Sizes, broadcast_on, dtensor_of
 
 _BLOCK = {"cpu": 1 << 16}
 _LARGE_BLOCK = 1 << 20
@@ -38,7 +37,8 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 Draw = Callable[[torch.Tensor, int, torch.dtype], torch.Tensor]
 """Random values from places in the whole tensor, a seed and a dtype."""
 
-Fill = Callable[[tuple[int, ...], Sharding, tuple[int, ...]], torch.Tensor]
+Fill = Callable[[torch.Tensor, Sharding, tuple[int, ...]], object]
+"""What writes the values into a rank's shard of a tensor of this sharding and shape."""
 
 
 def zeros(
@@ -55,9 +55,7 @@ def zeros(
 
     axes.zeros("b@dp d", mesh=mesh, b=8, d=16)
     """
-    _check_dtype("axes.zeros", dtype, requires_grad)
-    own = torch.get_default_dtype() if dtype is None else dtype
-    return _filled("axes.zeros", spec, 0, mesh, own, requires_grad, sizes, keywords)
+    return _made("axes.zeros", lambda local, *_: local.zero_(), spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def ones(
@@ -74,9 +72,7 @@ def ones(
 
     axes.ones("b@dp d=16", mesh=mesh, b=8)
     """
-    _check_dtype("axes.ones", dtype, requires_grad)
-    own = torch.get_default_dtype() if dtype is None else dtype
-    return _filled("axes.ones", spec, 1, mesh, own, requires_grad, sizes, keywords)
+    return _made("axes.ones", lambda local, *_: local.fill_(1), spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def full(
@@ -94,31 +90,14 @@ def full(
 
     axes.full("b@dp d", -1.0, mesh=mesh, b=8, d=16)
     """
-    _check_dtype("axes.full", dtype, requires_grad)
     if not isinstance(value, numbers.Number):
         raise ShardingError(f"axes.full takes a number; found {shown(value)}")
+    _check_dtype("axes.full", dtype, requires_grad)
     try:
-        one = torch.full((), value, dtype=dtype, device="cpu")
+        dtype = torch.full((), value, dtype=dtype, device="cpu").dtype
     except Exception as error:  # the many kinds in which torch says that a number doesn't fit its dtype
         raise ShardingError(f"axes.full: {shown(value)} is no value of {dtype or 'a tensor'}; {error}") from None
-    _check_dtype("axes.full", one.dtype, requires_grad)
-    return _filled("axes.full", spec, value, mesh, dtype, requires_grad, sizes, keywords)
-
-
-def _filled(
-    function: str,
-    spec: str,
-    value: float,
-    mesh: Mesh | None,
-    dtype: torch.dtype | None,
-    requires_grad: bool,
-    sizes: Sizes | None,
-    keywords: Mapping[str, int],
-) -> DTensor:
-    def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.full(local, value, dtype=dtype, device=_device(sharding))
-
-    return _made(function, spec, mesh, fill, requires_grad, sizes, keywords)
+    return _made("axes.full", lambda local, *_: local.fill_(value), spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def empty(
@@ -135,13 +114,7 @@ def empty(
 
     axes.empty("b@dp d", mesh=mesh, b=8, d=16)
     """
-
-    _check_dtype("axes.empty", dtype, requires_grad)
-
-    def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(local, dtype=dtype, device=_device(sharding))
-
-    return _made("axes.empty", spec, mesh, fill, requires_grad, sizes, keywords)
+    return _made("axes.empty", lambda *_: None, spec, mesh, dtype, requires_grad, sizes, keywords)
 
 
 def rand(
@@ -184,53 +157,7 @@ def randn(
 
 def _made(
     function: str,
-    spec: str,
-    mesh: Mesh | None,
     fill: Fill,
-    requires_grad: bool,
-    sizes: Sizes | None,
-    keywords: Mapping[str, int],
-) -> DTensor:
-    mesh = required_mesh(mesh, function)
-    sharding = parsed_sharding(mesh, spec, written_sizes(keywords, sizes))
-    if sharding.pending:
-        raise ShardingError(f"{function} makes whole values; found '{spec}' with something pending")
-    shape = _shape(sharding)
-    check_torch_can(sharding, shape)
-    device_mesh = mesh.device_mesh
-    local_shape = sharding.local_shape(shape) if mesh.coordinate is not None else (0,)
-    local = fill(local_shape, sharding, shape)
-    return resolving(dtensor_of(local, sharding, shape, device_mesh)).requires_grad_(bool(requires_grad))
-
-
-def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:
-    checked_flag(f"{function}: requires_grad", requires_grad)
-    if dtype is None:
-        return
-    if not isinstance(dtype, torch.dtype):
-        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {shown(dtype)}")
-    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-        raise ShardingError(f"{function}: {dtype} has no gradient; found requires_grad=True")
-
-
-def _shape(sharding: Sharding) -> tuple[int, ...]:
-    found = []
-    for dim in sharding.dims:
-        missing = [factor.name for factor in dim.factors if factor.size is None]
-        if missing:
-            names = " and ".join(f"'{name}'" for name in missing)
-            raise SizeError(f"{names} needs a size in '{sharding}', like {missing[0]}=8")
-        found.append(math.prod(factor.size or 1 for factor in dim.factors))
-    return tuple(found)
-
-
-def _device(sharding: Sharding) -> str:
-    return sharding.mesh.binding.device_type
-
-
-def _random(
-    function: str,
-    draw: Draw,
     spec: str,
     mesh: Mesh | None,
     dtype: torch.dtype | None,
@@ -239,19 +166,45 @@ def _random(
     keywords: Mapping[str, int],
 ) -> DTensor:
     _check_dtype(function, dtype, requires_grad)
-    wanted = torch.get_default_dtype() if dtype is None else dtype
-    if wanted not in _BITS:
-        raise ShardingError(f"{function} makes floating point values; found {wanted}")
     mesh = required_mesh(mesh, function)
+    sharding = parsed_sharding(mesh, spec, written_sizes(keywords, sizes))
+    if sharding.pending:
+        raise ShardingError(f"{function} makes whole values; found '{spec}' with something pending")
+    shape = _shape(sharding)
+    check_torch_can(sharding, shape)
+    device_mesh, is_member = mesh.device_mesh, mesh.coordinate is not None
+    mine = sharding.local_shape(shape) if is_member else (0,)
+    local = torch.empty(mine, dtype=dtype, device=mesh.binding.device_type)
+    if is_member:
+        fill(local, sharding, shape)
+    return resolving(dtensor_of(local, sharding, shape, device_mesh)).requires_grad_(bool(requires_grad))
 
-    def fill(local: tuple[int, ...], sharding: Sharding, shape: tuple[int, ...]) -> torch.Tensor:
-        made = torch.empty(local, dtype=wanted, device=_device(sharding))
-        if sharding.mesh.coordinate is None:
-            return made
-        draw_into(made, sharding, shape, draw, agreed_seed(sharding.mesh))
-        return made
 
-    return _made(function, spec, mesh, fill, requires_grad, sizes, keywords)
+def _random(function: str, draw: Draw, spec: str, mesh: Mesh | None, dtype: torch.dtype | None, *how: Any) -> DTensor:
+    if isinstance(dtype, torch.dtype | None) and (dtype or torch.get_default_dtype()) not in _BITS:
+        raise ShardingError(f"{function} makes floating point values; found {dtype or torch.get_default_dtype()}")
+
+    def fill(local: torch.Tensor, sharding: Sharding, shape: tuple[int, ...]) -> None:
+        draw_into(local, sharding, shape, draw, agreed_seeds([sharding.mesh])[sharding.mesh])
+
+    return _made(function, fill, spec, mesh, dtype, *how)
+
+
+def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:
+    checked_flag(f"{function}: requires_grad", requires_grad)
+    if not isinstance(dtype, torch.dtype | None):
+        raise ShardingError(f"{function}: dtype is a torch.dtype, like torch.float32; found {shown(dtype)}")
+    kind = dtype or torch.get_default_dtype()
+    if requires_grad and not (kind.is_floating_point or kind.is_complex):
+        raise ShardingError(f"{function}: {dtype} has no gradient; found requires_grad=True")
+
+
+def _shape(sharding: Sharding) -> tuple[int, ...]:
+    missing = [factor.name for dim in sharding.dims for factor in dim.factors if factor.size is None]
+    if missing:
+        names = " and ".join(f"'{name}'" for name in missing)
+        raise SizeError(f"{names} needs a size in '{sharding}', like {missing[0]}=8")
+    return tuple(math.prod(factor.size or 1 for factor in dim.factors) for dim in sharding.dims)
 
 
 def draw_into(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], draw: Draw, seed: int) -> None:
@@ -261,29 +214,11 @@ def draw_into(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], dra
         block.copy_(draw(places, seed, local.dtype))
 
 
-def agreed_seed(mesh: Mesh) -> int:
-    """A seed from the default generator of the mesh's first rank, on all its ranks."""
-    return agreed_seeds([mesh])[mesh]
-
-
 def agreed_seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
-    """For each mesh the seed of its first rank. A rank draws one number for all meshes."""
+    """For each mesh a seed, from the default generator of its first rank. A rank draws one number for all meshes."""
     # By the generator of the CPU, whatever torch.set_default_device says.
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
-    return {mesh: _seed_of_first_rank(mesh, seed) for mesh in dict.fromkeys(meshes)}
-
-
-def _seed_of_first_rank(mesh: Mesh, seed: torch.Tensor) -> int:
-    """What the mesh's first rank has as seed."""
-    if mesh.size > 1:
-        layout = mesh.layout_of_all
-        ranks = mesh.ranks_of(layout)
-        if ranks is None:
-            return int(seed)
-        group = seam.runtime("axes.rand").group(mesh, layout, "seed")
-        seed = seed.to(mesh.binding.device_type, copy=True)
-        broadcast(seed, ranks[0], group, mesh, "a seed")
-    return int(seed)
+    return {mesh: int(broadcast_on(mesh, seed, "axes.rand", "a seed")) for mesh in dict.fromkeys(meshes)}
 
 
 def positions(indices: Indices, device: torch.device) -> torch.Tensor:

@@ -47,10 +47,10 @@ def resolving(made: DTensor) -> DTensor:
     return made
 
 
-def used(x: DTensor) -> DTensor:
-    """The operand of an operation; the gradient of a leaf is resolved from here on."""
+def used(x: DTensor, grad: str = "resolved") -> DTensor:
+    """The operand of an operation; the gradient of a leaf is resolved from here on, or left "pending"."""
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-        resolve_at_leaf(x)
+        (resolve_at_leaf if grad == "resolved" else leave_pending)(x)
     return x
 
 
@@ -58,13 +58,8 @@ def leave_pending(leaf: DTensor) -> None:
     """Have the gradient of a leaf left as it comes."""
     if not torch.compiler.is_compiling():
         torch_private.remove_hooks(leaf, _Resolve)
-    elif _has_hook_outside(leaf):
+    elif _has_hook(leaf):
         _leave_pending_outside(leaf)
-
-
-def settles(x: DTensor) -> bool:
-    """Whether a graph, which reaches no hooks, resolves the gradient of one of its inputs: as `resolve_at_leaf`."""
-    return x.is_leaf and x.requires_grad and not _is_left_to_fsdp_outside(x)
 
 
 def traced(
@@ -83,32 +78,25 @@ def traced(
     for x in tensors if grad == "pending" else ():
         if x.is_leaf and x.requires_grad:
             leave_pending(x)
-    leaves = tuple([grad == "resolved" and isinstance(x, DTensor) and settles(x) for x in tensors])
-    return _node(number_of(run, *what), home, leaves, tuple(numbers), *tensors)
+    leaves = [grad == "resolved" and isinstance(x, DTensor) and x.is_leaf and x.requires_grad for x in tensors]
+    settle = tuple([leaf and not _is_left_to_fsdp(x) for x, leaf in zip(tensors, leaves, strict=True)])
+    return _node(number_of(run, *what), home, settle, tuple(numbers), *tensors)
 
 
 @node_of_graph
-def _node(number: int, _: Any, leaves: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
+def _node(number: int, _: Any, settle: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
     run, *what = known(number)
-    return run(*what, numbers, [settled(x) if leaf else x for x, leaf in zip(tensors, leaves, strict=True)])
+    return run(*what, numbers, [settled(x) if leaf else x for x, leaf in zip(tensors, settle, strict=True)])
 
 
+@torch.compiler.assume_constant_result
 def _is_left_to_fsdp(leaf: DTensor) -> bool:
     return getattr(torch_private.reduced_by_fsdp(leaf), "is_spmd_mesh", False)
 
 
 @torch.compiler.assume_constant_result
-def _is_left_to_fsdp_outside(leaf: DTensor) -> bool:
-    return _is_left_to_fsdp(leaf)
-
-
 def _has_hook(leaf: DTensor) -> bool:
-    return any(type(hook) is _Resolve for hook in torch_private.hooks_of(leaf))
-
-
-@torch.compiler.assume_constant_result
-def _has_hook_outside(leaf: DTensor) -> bool:
-    return _has_hook(leaf)
+    return _Resolve in map(type, torch_private.hooks_of(leaf))
 
 
 @torch.compiler.disable(reason="grad='pending' takes a hook of a leaf away, outside of the graph")
@@ -124,7 +112,8 @@ def _resolve(leaf: DTensor) -> _Resolve:
 @of_world(4096)
 def _resolve_at(spec: Spec) -> _Resolve:
     """The hook of leaves with this `DTensorSpec`."""
-    return _Resolve(replace(sharding_of_spec(spec), pending=()))
+    sharding = sharding_of_spec(spec)
+    return _Resolve(replace(sharding, pending=()), sharding.mesh.coordinate is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +125,12 @@ class _Resolve:
     """
 
     target: Sharding
+    is_member: bool
 
     __torch_unserializable__: ClassVar[bool] = True  # torch.save leaves it out without a warning
 
     def __call__(self, found: torch.Tensor) -> DTensor | None:
-        if not isinstance(found, DTensor) or self.target.mesh.coordinate is None:
+        if not isinstance(found, DTensor) or not self.is_member:
             return None  # a rank outside the mesh has no part of the leaf
         x = resharded(found, self.target)
         if torch.is_grad_enabled():

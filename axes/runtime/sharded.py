@@ -35,31 +35,22 @@ from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape
 from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.border import (
-    Placements,
-    check_grad,
-    contiguous_strides,
-    counted_alone,
-    enter_global,
-    leave_global,
-)
-from axes.runtime.graphs import device_mesh_input, kept, known, node_of_graph, number_of
+from axes.runtime.border import Placements, check_grad, counted_alone, enter_global, leave_global
+from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import resolving, settles, used
+from axes.runtime.leaves import resolving, traced, used
 from axes.runtime.linear import linear
 from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
-from axes.runtime.routes import route, routed, settled, unsharded
-from axes.runtime.shards import (
-    Given,
-    placements_of,
-    read_shard,
-    told_even,
-    told_shape,
-    traced_placements_of,
-)
+from axes.runtime.routes import route, routed, unsharded
+from axes.runtime.shards import Given, read_shard, whole_of
 from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
-from axes.runtime.torch_placements import sharding_of_spec, torch_placements
+from axes.runtime.torch_placements import (
+    contiguous_strides,
+    sharding_of_placements,
+    sharding_of_spec,
+    torch_placements,
+)
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, refuse_transform
 
 Sizes = Mapping[str, int]
@@ -104,7 +95,11 @@ def shard(
             "axes.shard takes a tensor on every rank; found None. With source_rank= the values of the others don't "
             "matter, their shape and dtype do: pass torch.empty(shape, dtype=...) there"
         )
-    _plain(tensor, "axes.shard", "axes.reshard")
+    _check_plain("axes.shard", tensor)
+    if tensor.is_meta:
+        raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
+    if torch_private.functorch_is_active():
+        refuse_transform("axes.shard")  # torch makes a DTensor by an autograd function, which transforms don't take
     given = written_sizes(keywords, sizes)
     rules = ambient_rules()
     if rules is not None and "@" not in checked_spec(spec):
@@ -125,8 +120,8 @@ def shard_on_mesh(
     if torch.compiler.is_compiling():
         if source_rank is not None or (tensor.is_leaf and tensor.requires_grad):
             return _shard_outside(tensor, spec, mesh, source_rank, given)
-        number = number_of(mesh, spec, tuple([name for name, _ in given]))
-        return _shard_node(tensor, device_mesh_input(mesh), number, tuple([size for _, size in given]))
+        names, numbers = _apart(given)
+        return traced(_cut_in_graph, (mesh, spec, names), (tensor,), None, device_mesh_input(mesh), numbers)
     return _sharded(tensor, spec, mesh, source_rank, given)
 
 
@@ -144,7 +139,7 @@ def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | Non
         return _cut(tensor.to(device_type), sharding)
     value = tensor.detach()
     if source is not None:
-        value = _broadcast(value, mesh, source)
+        value = broadcast_on(mesh, value, "axes.shard", "axes.shard(source_rank=...)", source)
     local = take_shard(value, sharding).to(device_type)
     made = resolving(dtensor_of(local, sharding, tensor.shape, device_mesh))
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -192,25 +187,43 @@ def from_local(
         h = axes.from_local(h.to_local().tanh(), "batch@dp embed", mesh=mesh, grad="whole")
     """
     mesh = required_mesh(mesh, "axes.from_local")
-    _plain(local, "axes.from_local", "axes.reshard")
+    _check_plain("axes.from_local", local)
     check_grad("axes.from_local", grad)
-    given = written_sizes(keywords, sizes)
-    shape = None if shape is None else checked_shape(shape)
+    names, numbers = _apart(written_sizes(keywords, sizes))
+    shape = () if (is_open := shape is None) else checked_shape(shape)
+    what = mesh, spec, names, is_open, grad
     if torch.compiler.is_compiling():
-        number = number_of(mesh, spec, tuple([name for name, _ in given]), shape is not None, grad)
-        return _from_local_node(local, device_mesh_input(mesh), number, shape or (), tuple([size for _, size in given]))
-    part, same = read_shard(
-        mesh, spec, tuple(local.shape), given, None if shape is None else checked_tensor_shape(shape)
-    )
+        return traced(_from_local, what, (local,), None, device_mesh_input(mesh), (*numbers, *shape))
+    if not is_open:
+        shape = checked_tensor_shape(shape)
+    return _from_local(*what, (*numbers, *shape), (local,))
+
+
+def _from_local(
+    mesh: Mesh,
+    spec: str,
+    names: tuple[str, ...],
+    is_open: bool,
+    grad: Use | None,
+    numbers: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+) -> DTensor:
+    """`numbers`: the sizes of these names, and the whole shape where it isn't open."""
+    (local,), count = tensors, len(names)
+    given = tuple([(name, n if type(n) is int else fixed(n)) for name, n in zip(names, numbers, strict=False)])
+    part, same = read_shard(mesh, spec, tuple(local.shape), given, None if is_open else numbers[count:])
     if part.open:  # a gradient of which nothing is said is refused before anything is sent
         plain = tuple([ShardedDim((ShardedFactor("_", None, dim.axes),)) for dim in part.sharding.dims])
         _counted(local, mesh, spec, torch_placements(replace(part.sharding, dims=plain)), same, grad)
-    whole = told_shape(f"axes.from_local '{spec}'", part, local.device)
-    placements = placements_of(part, spec, whole)
+    local, placements, whole = whole_of(f"axes.from_local '{spec}'", part, spec, local)
     counted = _counted(local, mesh, spec, placements, same, grad)
-    strides = strides_like(local, whole)
-    made = enter_global(local, mesh.device_mesh, placements, torch.Size(whole), strides, counted)
-    return made if made.requires_grad else resolving(made)
+    made = enter_global(local, mesh.device_mesh, placements, whole, strides_like(local, whole), counted)
+    return made if made.requires_grad or torch.compiler.is_compiling() else resolving(made)
+
+
+def _apart(sizes: Given) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names, and their sizes: to a graph these may be symbols."""
+    return tuple([name for name, _ in sizes]), tuple([size for _, size in sizes])
 
 
 def _counted(
@@ -229,10 +242,8 @@ def unshard(x: DTensor) -> torch.Tensor:
 
         axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
     """
-    _distributed(x, "axes.unshard")
-    if torch_private.transforms_are_on():
-        check_transforms("axes.unshard", (x,))
-    return _unshard_node(x) if torch.compiler.is_compiling() else unsharded(used(x))
+    _check_distributed("axes.unshard", x)
+    return traced(_whole, ("unshard",), (x,), None) if torch.compiler.is_compiling() else unsharded(used(x))
 
 
 def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> torch.Tensor:
@@ -255,19 +266,20 @@ def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> to
         rows = axes.to_local(x, grad="whole") @ weight
         rows = axes.to_local(x, "batch@dp embed | same@tp") @ weight
     """
-    _distributed(x, "axes.to_local")
-    if torch_private.transforms_are_on():
-        check_transforms("axes.to_local", (x,))
+    _check_distributed("axes.to_local", x)
     check_grad("axes.to_local", grad)
     where = ambient_mesh() if spec is not None else None
     if spec is not None:
         checked_spec(spec)
     if torch.compiler.is_compiling():
-        return _to_local_node(x, number_of(spec, where, grad), settles(x))
-    return _left(used(x), spec, where, grad)
+        return traced(_left, (spec, where, grad), (x,), "resolved")
+    return _left(spec, where, grad, (), (used(x),))
 
 
-def _left(x: DTensor, spec: str | None, where: Mesh | None, grad: str | None) -> torch.Tensor:
+def _left(
+    spec: str | None, where: Mesh | None, grad: str | None, _: object, tensors: Sequence[DTensor]
+) -> torch.Tensor:
+    (x,) = tensors
     needed = x.requires_grad and torch.is_grad_enabled()
     if spec is None and not needed:
         return torch_private.local_of(x)
@@ -314,10 +326,8 @@ def _leaving(
 
 def spec_of(x: DTensor) -> str:
     """The sharding of a DTensor as text; its dims have no names: `'_@dp _@(cp tp) _ | sum@ep'`."""
-    _distributed(x, "axes.spec_of")
-    if torch.compiler.is_compiling():
-        return _text(x.device_mesh, x.placements, x.ndim)
-    return sharding_of(x).spec
+    _check_distributed("axes.spec_of", x)
+    return _text(x.device_mesh, x.placements, x.ndim) if torch.compiler.is_compiling() else sharding_of(x).spec
 
 
 def sharding_of(x: DTensor) -> Sharding:
@@ -325,30 +335,23 @@ def sharding_of(x: DTensor) -> Sharding:
 
     Raises `ShardingError` for placements that no spec can say.
     """
-    _distributed(x, "axes.sharding_of")
+    _check_distributed("axes.sharding_of", x)
     if torch.compiler.is_compiling():
         return getattr(kept, _keep_sharding(x.device_mesh, x.placements, x.ndim))
     return sharding_of_spec(torch_private.spec_of(x))
 
 
-# in torch.compile: nodes of the graph, and constants
+# in torch.compile: what runs in a graph, and constants
 
 
-@node_of_graph
-def _unshard_node(x: DTensor) -> torch.Tensor:
-    return unsharded(x)
+def _whole(_: str, __: object, tensors: Sequence[DTensor]) -> torch.Tensor:
+    return unsharded(*tensors)
 
 
-@node_of_graph
-def _to_local_node(x: DTensor, number: int, leaf: bool) -> torch.Tensor:
-    """The shard; what is a leaf outside of the graph is resolved here, where it is none."""
-    return _left(settled(x) if leaf else x, *known(number))
-
-
-@node_of_graph
-def _shard_node(tensor: torch.Tensor, _: Any, number: int, sizes: tuple[int, ...]) -> DTensor:
-    mesh, spec, names = known(number)
-    given = tuple(zip(names, map(fixed, sizes), strict=True))
+def _cut_in_graph(
+    mesh: Mesh, spec: str, names: tuple[str, ...], sizes: tuple[int, ...], tensors: Sequence[torch.Tensor]
+) -> DTensor:
+    (tensor,), given = tensors, tuple(zip(names, map(fixed, sizes), strict=True))
     return _cut(tensor.to(mesh.binding.device_type), parsed_sharding(mesh, spec, given, tensor.ndim))
 
 
@@ -357,29 +360,14 @@ def _shard_outside(*how: Any) -> DTensor:
     return _sharded(*how)
 
 
-@node_of_graph
-def _from_local_node(
-    local: torch.Tensor, _: Any, number: int, shape: tuple[int, ...], sizes: tuple[int, ...]
-) -> DTensor:
-    mesh, spec, names, is_given, grad = known(number)
-    given = tuple([(name, fixed(size)) for name, size in zip(names, sizes, strict=True)])
-    part, same = read_shard(mesh, spec, tuple(local.shape), given, shape if is_given else None)
-    whole = part.even
-    placements = traced_placements_of(part, spec, whole)
-    if part.open:
-        local = told_even(local, f"axes.from_local '{spec}'", mesh, (part,))
-    counted = _counted(local, mesh, spec, placements, same, grad)
-    return enter_global(local.contiguous(), mesh.device_mesh, placements, whole, strides_of(whole), counted)
-
-
 @torch.compiler.assume_constant_result
 def _text(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> str:
-    return Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, ndim).spec
+    return sharding_of_placements(device_mesh, placements, ndim).spec
 
 
 @torch.compiler.assume_constant_result
 def _keep_sharding(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> str:
-    return kept.keep(Sharding.from_placements(Mesh.from_device_mesh(device_mesh), placements, ndim))
+    return kept.keep(sharding_of_placements(device_mesh, placements, ndim))
 
 
 # what the rest of the runtime uses
@@ -414,7 +402,7 @@ def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
 def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
     if local.is_contiguous():
-        return contiguous_strides(tuple(shape))
+        return (strides_of if is_symbolic(shape) else contiguous_strides)(tuple(shape))
     order = sorted(range(local.ndim), key=lambda dim: (-local.stride(dim), dim))
     packed = contiguous_strides(tuple(shape[dim] for dim in order))
     by_dim = dict(zip(order, packed, strict=True))
@@ -456,33 +444,31 @@ def _source(mesh: Mesh, source_rank: int) -> int:
     return source
 
 
-def _broadcast(tensor: torch.Tensor, mesh: Mesh, source: int) -> torch.Tensor:
-    """The tensor of the rank `source`, on the ranks of the mesh through this one."""
+def broadcast_on(mesh: Mesh, tensor: torch.Tensor, who: str, what: str, source: int | None = None) -> torch.Tensor:
+    """The tensor of a rank, the first if no `source` is named, on the ranks of the mesh through this one."""
     layout = mesh.layout_of_all
-    if layout.size == 1 or mesh.coordinate is None:
+    ranks = mesh.ranks_of(layout)
+    if layout.size == 1 or ranks is None:
         return tensor
-    group = seam.runtime("axes.shard").group(mesh, layout, "source_rank")
+    group = seam.runtime(who).group(mesh, layout, what)
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
-    broadcast(tensor, source, group, mesh, "axes.shard(source_rank=...)")
+    broadcast(tensor, ranks[0] if source is None else source, group, mesh, what)
     return tensor
 
 
-def _plain(tensor: Any, function: str, instead: str) -> None:
+def _check_plain(function: str, tensor: Any) -> None:
     if isinstance(tensor, DTensor):
-        raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use {instead}")
+        raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use axes.reshard")
     if not isinstance(tensor, torch.Tensor):
         raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
     check_dense(tensor, function)
-    if function == "axes.shard" and tensor.is_meta:
-        raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
     if torch_private.transforms_are_on():
         check_transforms(function, (tensor,))
-        if function == "axes.shard" and torch_private.functorch_is_active():
-            # torch makes a DTensor by an autograd function, which transforms don't take.
-            refuse_transform(function)
 
 
-def _distributed(x: Any, function: str) -> None:
+def _check_distributed(function: str, x: Any) -> None:
     if not isinstance(x, DTensor):
         check_not_wrapped(function, x)
         raise ShardingError(f"{function} takes a DTensor; found {type(x).__name__}")
+    if torch_private.transforms_are_on():
+        check_transforms(function, (x,))

@@ -100,6 +100,19 @@ def check_share(part: LocalPart, spec: str, whole: Shape) -> None:
         )
 
 
+def whole_of(what: str, part: LocalPart, spec: str, local: torch.Tensor) -> tuple[torch.Tensor, Any, Shape]:
+    """A part, its placements, and the whole shape, which the ranks tell each other where it isn't known.
+
+    `what` says in errors and traces who asks. A part of a graph is contiguous.
+    """
+    if not torch.compiler.is_compiling():
+        whole = told_shape(what, part, local.device)
+        return local, placements_of(part, spec, whole), whole
+    placements = traced_placements_of(part, spec, part.even)
+    told = told_even(local, what, part.sharding.mesh, (part,)) if part.open else local
+    return told.contiguous(), placements, part.even
+
+
 # --- sizes that ranks tell each other
 
 

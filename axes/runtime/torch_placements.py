@@ -40,11 +40,6 @@ def torch_placements(sharding: Sharding) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def adopted(device_mesh: Any) -> Mesh:
-    """The mesh of a torch DeviceMesh."""
-    return Mesh.from_device_mesh(device_mesh)
-
-
 def sharding_of_spec(spec: Any) -> Sharding:
     """The sharding of a DTensor with this `DTensorSpec`, on the mesh that it was made on.
 
@@ -55,12 +50,13 @@ def sharding_of_spec(spec: Any) -> Sharding:
         raise ShardingError(
             f"{spec.placements} with a shard_order of its own isn't supported; redistribute to the mesh's order first"
         )
-    return _sharding_of(spec.mesh, spec.placements, len(spec.shape))
+    return sharding_of_placements(spec.mesh, spec.placements, len(spec.shape))
 
 
 @of_world(4096)
-def _sharding_of(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> Sharding:
-    return sharding_from(adopted(device_mesh), placements, ndim)
+def sharding_of_placements(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> Sharding:
+    """The sharding of a tensor with these placements; `ShardingError` for such as no spec can say."""
+    return sharding_from(Mesh.from_device_mesh(device_mesh), placements, ndim)
 
 
 @functools.lru_cache(maxsize=4096)
