@@ -37,21 +37,19 @@ what its rank doesn't use, so every rank uses what it gets. The names are those 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
-from axes.runtime import lines, torch_private
+from axes.runtime import lines
 from axes.runtime.linear import Kept, Map, around, both_ways
 from axes.runtime.lines import AxisName, Line, axis_layout, check_axis, line_of
-from axes.runtime.transforms import check_dense, check_transforms
+from axes.runtime.transforms import check_plain
 from axes.runtime.writes import writable
 
 Pairs = Sequence[tuple[int, int]]
@@ -312,16 +310,12 @@ def _mesh(what: str, axis: AxisName, mesh: Mesh | None) -> Mesh:
 
 def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line:
     """The line of the axis, once it is clear that `x` can travel along it."""
-    if isinstance(x, DTensor):
-        raise ShardingError(
-            f"{what} takes this rank's plain tensor; found a DTensor. Call it in a function that axes.shard_map "
-            "runs, or on axes.to_local(x); to move a DTensor, write axes.reshard or axes.rearrange"
-        )
-    if not isinstance(x, torch.Tensor):
-        raise ShardingError(f"{what} takes a tensor; found {type(x).__name__}")
-    check_dense(x, what)
-    if torch_private.transforms_are_on():
-        check_transforms(what, (x,))
+    check_plain(
+        what,
+        x,
+        "Call it in a function that axes.shard_map runs, or on axes.to_local(x); to move a DTensor, write axes.reshard "
+        "or axes.rearrange",
+    )
     return line_of(_mesh(what, axis, mesh), axis)
 
 
@@ -398,33 +392,27 @@ def _neighbours(shift: int, line: Line) -> tuple[int, int]:
 
 def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
     """The coordinates to which this rank sends and from which it receives, None where there is none."""
-    # Of one pair more than there are ranks one is wrong: what comes after needn't be looked at.
-    given = list(itertools.islice(perm, line.size + 1)) if isinstance(perm, Sequence) else [perm]
-    pairs = [pair for pair in map(_pair, given) if pair is not None]
-    if len(pairs) != len(given):
+    if not isinstance(perm, Sequence) or not all(map(_is_pair, perm)):
         raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shown(perm)}")
     for place, role in enumerate(("source", "target")):
-        seen = [pair[place] for pair in pairs]
-        wrong = [i for i in seen if not 0 <= i < line.size]
-        if wrong:
-            raise ShardingError(
-                f"ppermute over '{line.name}': coordinates are 0 to {line.size - 1}; found the {role} {wrong[0]}"
-            )
-        twice = [i for i in seen if seen.count(i) > 1]
-        if twice:
-            raise ShardingError(
-                f"ppermute over '{line.name}': coordinate {twice[0]} is the {role} of several pairs; a rank sends "
-                "to one and receives from one. To send to several, all_gather and slice"
-            )
-    targets = [target for source, target in pairs if source == line.coordinate]
-    sources = [source for source, target in pairs if target == line.coordinate]
-    return (targets[0] if targets else None), (sources[0] if sources else None)
+        seen = set()
+        for at in (pair[place] for pair in perm):
+            if not 0 <= at < line.size:
+                raise ShardingError(
+                    f"ppermute over '{line.name}': coordinates are 0 to {line.size - 1}; found the {role} {at}"
+                )
+            if at in seen:
+                raise ShardingError(
+                    f"ppermute over '{line.name}': coordinate {at} is the {role} of several pairs; a rank sends to one "
+                    "and receives from one. To send to several, all_gather and slice"
+                )
+            seen.add(at)
+    here = line.coordinate
+    return dict(perm).get(here), {target: source for source, target in perm}.get(here)
 
 
-def _pair(given: object) -> tuple[int, int] | None:
-    """Two coordinates; None for anything else."""
-    found = whole_numbers(given) if isinstance(given, tuple | list) else None
-    return None if found is None or len(found) != 2 else (found[0], found[1])
+def _is_pair(given: object) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2 and None not in map(whole_number, given)
 
 
 # forward and backward: a linear collective is a pair of maps, each the transpose of the other

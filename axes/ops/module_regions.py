@@ -44,50 +44,73 @@ from axes.ops.trees import taken_apart
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global, leave_together
 from axes.runtime.groups import of_world
-from axes.runtime.leaves import resolve_at_leaf
-from axes.runtime.sharded import sharding_of, to_local
+from axes.runtime.leaves import resolve_at_leaf, used
+from axes.runtime.sharded import sharding_of
 from axes.runtime.transforms import check_transforms
 
 M = TypeVar("M", bound=torch.nn.Module)
 
 
 class RegionCall(NamedTuple):
-    """What `shard_map` is told; of a module, `run` is `run_region`."""
+    """What `shard_map` is told."""
 
     expression: str
     mesh: Mesh | None = None
     check: bool | float = False
     named: NamedSpecs = NamedSpecs()
-    run: Callable[..., Any] | None = None
 
 
-@dataclass
-class Running:
-    """A region that runs, and what it uses that isn't an argument, noted as it is met.
+@dataclass(eq=False)
+class ModuleFunction:
+    """What a region runs of a module: its `forward`, with shards in the places of its parameters.
 
-    same: the axes that are `same`. tensors_mesh: where the region's tensors lie; each of its ranks has a summand of a
-    gradient. own: leaves that are plain, as `fully_shard` puts parameters in. shards: DTensors, each with its shard.
+    same: the axes that are `same`. home: the mesh of the region's tensors, each of whose ranks has a summand of a
+    gradient. What it uses that isn't an argument is noted as it is met. own: leaves that are plain, as `fully_shard`
+    puts parameters in. shards: DTensors, each with its shard.
     """
 
+    module: torch.nn.Module
+    forward: Callable[..., Any]
+    call: RegionCall
     same: tuple[NamedLayout, ...] = ()
-    tensors_mesh: Mesh | None = None
+    home: Mesh | None = None
     own: list[torch.Tensor] = field(default_factory=list)
     shards: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's results for these shards."""
+        state: _State = self.module.__dict__[_STATE]
+        shared = state.shared
+        with shared.lock:
+            shared.mesh = ambient_mesh()
+            self.same = _same_on_the_left(self.call.expression, shared.mesh)
+            shared.ran = self.call, self.same, self.home
+            if torch.is_grad_enabled() and not state.hooked:
+                _hook(self.module)
+            _stack.regions.append(self)
+            places: _Places = []
+            try:
+                places = _enter(self.module, self)
+                return self.forward(*args, **kwargs)
+            finally:
+                _stack.regions.pop()
+                _restore(places)
 
-class _Regions(threading.local):
-    def __init__(self) -> None:
-        self.regions: list[Running] = []
+    def tensors(self) -> list[torch.Tensor]:
+        """This rank's shards of the module's parameters and buffers, as they are now."""
+        places = [there for each in self.module.modules() for there in (each._parameters, each._buffers)]
+        found = [x for there in places for x in there.values() if x is not None]
+        return [torch_private.local_of(x) if isinstance(x, DTensor) else x for x in found]
 
 
 class _Shared:
-    """What the modules of a region share: how it ran last, in which ambient mesh; and a lock, since one thread at a
+    """What the modules of a region share: in which ambient mesh it ran last, and how; and a lock, since one thread at a
     time has its shards in the parameters' places. A copy of the modules has one of its own.
     """
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
-        self.running = Running()
+        self.ran: tuple[RegionCall, tuple[NamedLayout, ...], Mesh | None] = RegionCall(""), (), None
         self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
@@ -101,17 +124,22 @@ class _Shared:
 class _State:
     """What a module in a region keeps.
 
-    call: what `shard_map` was told, of the region's own module. places: what was in its parameters' places before each
-    call that runs. asks: for its shards when it is called. Of the region's own module, hooked: those inside ask; made:
-    all parameters have values.
+    call: what `shard_map` was told, of the region's own module, and `run` what runs it. places: what was in its
+    parameters' places before each call that runs. asks: for its shards when it is called. hooked: of the region's own
+    module, those inside ask.
     """
 
     shared: _Shared
     call: RegionCall | None = None
+    run: Callable[..., Any] | None = None
     places: list[tuple[_Places, Mesh | None, bool]] = field(default_factory=list)
     asks: bool = False
     hooked: bool = False
-    made: bool = False
+
+
+class _Regions(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[ModuleFunction] = []
 
 
 _stack = _Regions()
@@ -125,8 +153,8 @@ def _state(module: torch.nn.Module) -> _State | None:
     return module.__dict__.get(_STATE)
 
 
-def region_of_module(module: M, call: RegionCall) -> M:
-    """Make `forward` of a module a region; returns the module.
+def region_of_module(module: M, call: RegionCall, run: Callable[..., Any]) -> M:
+    """Make `forward` of a module a region, which `run` runs; returns the module.
 
     Its class becomes a subclass of what it was, so that hooks, `fully_shard`, copies and `state_dict` find the module
     that they know. Raises `ShardingError` for a module that is the region of another expression.
@@ -142,7 +170,7 @@ def region_of_module(module: M, call: RegionCall) -> M:
     shared = _Shared()
     for inner in module.modules():
         inner.__dict__.setdefault(_STATE, _State(shared)).shared = shared
-    module.__dict__[_STATE].call = call
+    module.__dict__[_STATE].call, module.__dict__[_STATE].run = call, run
     return module
 
 
@@ -182,8 +210,11 @@ _NUMBERING, _HOOK_NUMBER = threading.Lock(), 2**48  # more than any other hook's
 def _region_class(kind: Any) -> type:
     """The class of a module of this kind whose `forward` is a region."""
 
+    @torch.compiler.disable(
+        reason="a module region puts shards in its parameters' places; compile the modules inside it"
+    )
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _Region.forward(self, *args, **kwargs)
+        return _forward(self, functools.partial(kind.forward, self), args, kwargs)
 
     # Who asks for the signature, as transformers does before it generates, finds that of the module's own.
     functools.update_wrapper(forward, kind.forward, updated=())
@@ -196,6 +227,13 @@ def _unpickled(kind: type) -> torch.nn.Module:
     return made.__new__(made)
 
 
+class _Region(torch.nn.Module):
+    """A module whose `forward` runs in a region."""
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (getattr(type(self), _KIND),), self.__dict__
+
+
 def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
     """Make the regions in a module, itself among them, plain modules again; returns what they were told, by name."""
     found = {}
@@ -203,7 +241,7 @@ def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
         state: _State | None = each.__dict__.pop(_STATE, None)
         if state is not None and state.call is not None:
             found[name] = state.call.expression, state.call.named
-            each.__class__ = next(kind for kind in type(each).__mro__ if not issubclass(kind, _Region))
+            each.__class__ = getattr(type(each), _KIND)
         for hooks, own in ((each._forward_pre_hooks, _enter_inner), (each._forward_hooks, _leave_inner)):
             for number in [number for number, hook in hooks.items() if hook is own]:
                 del hooks[number]
@@ -212,90 +250,28 @@ def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
     return found
 
 
-class _Region(torch.nn.Module):
-    """A module whose `forward` runs in a region."""
-
-    @torch.compiler.disable(
-        reason="a module region puts shards in its parameters' places; compile the modules inside it"
-    )
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own `forward` on this rank's shards."""
-        call: RegionCall = self.__dict__[_STATE].call
-        if torch_private.functorch_is_active():
-            check_transforms(f"shard_map '{call.expression}'", self.parameters())
-        plain = _plain_tensors(args, kwargs)
-        if plain and _stack.regions:
-            return _within(call, ModuleFunction(self, super().forward, call, _stack.regions[-1]), args, kwargs)
-        running = Running()
-        inside = ModuleFunction(self, super().forward, call, running)
-        assert call.run is not None
-        return call.run(inside, call, args, kwargs, running, plain)
-
-    def __reduce__(self) -> Any:
-        return _unpickled, (getattr(type(self), _KIND),), self.__dict__
-
-
-def _within(call: RegionCall, inside: ModuleFunction, args: Any, kwargs: Any) -> Any:
-    """A region inside a region: its shards are those of the region around it, and so is what a gradient means."""
-    outer = inside.running.same
-    same = _same_on_the_left(call.expression, call.mesh or ambient_mesh())
-    if {axis.layout for axis in same} != {axis.layout for axis in outer}:
-        mine, theirs = (" ".join(map(str, axes)) or "no axis" for axes in (same, outer))
+def _forward(module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The module's `own` forward on this rank's shards."""
+    state: _State = module.__dict__[_STATE]
+    assert state.call is not None
+    assert state.run is not None
+    expression, mesh, *_ = state.call
+    if torch_private.functorch_is_active():
+        check_transforms(f"shard_map '{expression}'", module.parameters())
+    plain = _plain_tensors(args, kwargs)
+    if not (plain and _stack.regions):
+        return state.run(ModuleFunction(module, own, state.call), state.call, args, kwargs, plain)
+    # A region inside a region: its shards are those of the region around it, and so is what a gradient means.
+    outer = _stack.regions[-1]
+    same = _same_on_the_left(expression, mesh or ambient_mesh())
+    if {axis.layout for axis in same} != {axis.layout for axis in outer.same}:
+        mine, theirs = (" ".join(map(str, axes)) or "no axis" for axes in (same, outer.same))
         raise ShardingError(
             f"a region inside a region: its inputs are the same over {mine}, those of the region around it over "
-            f"{theirs}; write same@ in both or in neither\n  in  shard_map '{call.expression}'"
+            f"{theirs}; write same@ in both or in neither\n  in  shard_map '{expression}'"
         )
-    with use_mesh(required_mesh(call.mesh, f"shard_map '{call.expression}'")):
-        return inside(*args, **kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleFunction:
-    """What a region runs of a module: its `forward`, with shards in the places of its parameters."""
-
-    module: torch.nn.Module
-    forward: Callable[..., Any]
-    call: RegionCall
-    running: Running
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's results for these shards."""
-        state: _State = self.module.__dict__[_STATE]
-        shared, running = state.shared, self.running
-        with shared.lock:
-            shared.mesh = ambient_mesh()
-            _check_made(self.module, state, self.call.expression)
-            if torch.is_grad_enabled() and not state.hooked:
-                _hook(self.module)
-            running.same = _same_on_the_left(self.call.expression, shared.mesh)
-            shared.running = Running(running.same, running.tensors_mesh)
-            _stack.regions.append(running)
-            places: _Places = []
-            try:
-                places = _enter(self.module, running)
-                return self.forward(*args, **kwargs)
-            finally:
-                _stack.regions.pop()
-                _restore(places)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """This rank's shards of the module's parameters and buffers, as they are now."""
-        places = [there for each in self.module.modules() for there in (each._parameters, each._buffers)]
-        found = [x for there in places for x in there.values() if x is not None]
-        return [torch_private.local_of(x) if isinstance(x, DTensor) else x for x in found]
-
-
-def _check_made(module: torch.nn.Module, state: _State, expression: str) -> None:
-    """Refuses parameters that nobody has made, once for each region."""
-    if state.made:
-        return
-    for name, x in (*module.named_parameters(), *module.named_buffers()):
-        if x.is_meta:
-            raise ShardingError(
-                f"'{name}' has no values, it is on the device meta; axes.shard_module(module, ...) makes what was made "
-                f"there, each rank its shards\n  in  shard_map '{expression}'"
-            )
-    state.made = True
+    with use_mesh(required_mesh(mesh, f"shard_map '{expression}'")):
+        return replace(outer, module=module, forward=own, call=state.call)(*args, **kwargs)
 
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
@@ -310,16 +286,14 @@ def without_same(spec: Spec) -> str:
     return str(replace(spec, pending=pending or None))
 
 
+@functools.lru_cache(maxsize=1024)
 def _same_on_the_left(expression: str, mesh: Mesh | None) -> tuple[NamedLayout, ...]:
     """The axes that every input of the expression declares `same`."""
-    inputs = read_region(expression).inputs
-    if mesh is None or not inputs:
-        return ()
     said = [
         {name for p in spec.pending or () if p.op == "same" and p.place is not None for name in p.place.names}
-        for spec in inputs
+        for spec in read_region(expression).inputs
     ]
-    return mesh.named(sorted(set.intersection(*said)))
+    return mesh.named(sorted(set.intersection(*said))) if mesh is not None and said else ()
 
 
 # --- parameters
@@ -329,52 +303,59 @@ _Places = list[tuple[dict[str, Any], str, DTensor, torch.Tensor]]
 """Where a shard was put: the module's parameters or buffers, the name, what was there, and the shard."""
 
 
-def _enter(module: torch.nn.Module, running: Running) -> _Places:
+def _enter(module: torch.nn.Module, region: ModuleFunction) -> _Places:
     """Put shards in the places of DTensors; returns what was there. A tied parameter has one shard."""
     found: list[tuple[dict[str, Any], str, DTensor]] = []
+    has_gradients = torch.is_grad_enabled()
     for holder in _held(module):
         for there in (holder._parameters, holder._buffers):
             for name, x in there.items():
+                if x is None:
+                    continue
+                if x.is_meta:
+                    raise ShardingError(
+                        f"'{_path(module, x)}' has no values, it is on the device meta; axes.shard_module(module, ...) "
+                        f"makes what was made there, each rank its shards\n  in  shard_map '{region.call.expression}'"
+                    )
                 if isinstance(x, DTensor):
                     found.append((there, name, x))
-                elif x is None:
-                    continue
                 elif torch_private.reduced_by_fsdp(x):
                     if not (x.requires_grad and x.is_leaf):
                         continue
-                    running.own.append(x)
+                    region.own.append(x)
                 elif name in holder.__dict__.get(_SHARDED, ()) and len(_stack.regions) == 1:
                     raise _replaced(module, holder, name, x)
                 elif _stack.regions or not (x.requires_grad and x.is_leaf):
                     continue  # check_closed refuses it; but a checkpoint's second run isn't in the graph that it sees
-                if x.requires_grad and torch.is_grad_enabled():
-                    _check_summed(module, x, running)
-    shards = _shards({id(x): x for _, _, x in found}.values(), running)
+                if x.requires_grad and has_gradients:
+                    _check_summed(module, x, region)
+    shards = _shards({id(x): x for _, _, x in found}.values(), region)
     places = [(there, name, x, shards[id(x)]) for there, name, x in found]
     for there, name, _, shard in places:
         there[name] = shard
     return places
 
 
-def _check_summed(module: torch.nn.Module, x: torch.Tensor, running: Running) -> None:
+def _path(module: torch.nn.Module, x: torch.Tensor) -> str:
+    """The name of a module's parameter or buffer."""
+    return next(name for name, each in (*module.named_parameters(), *module.named_buffers()) if each is x)
+
+
+def _check_summed(module: torch.nn.Module, x: torch.Tensor, region: ModuleFunction) -> None:
     """Refuses a parameter of which nobody adds up the gradients along an axis of the region: copies would drift apart.
 
     They are added up along the axes of the parameter's own mesh, and of that which `fully_shard` reduces over.
     """
     by_fsdp, own = torch_private.reduced_by_fsdp(x), x.device_mesh if isinstance(x, DTensor) else None
-    over = tuple([each for each in (own, by_fsdp and by_fsdp.mesh) if each is not None])
-    mesh = running.tensors_mesh
-    missing = mesh and _not_summed(mesh, running.same, over)
-    if not missing:
-        return
-    name = next(name for name, each in (*module.named_parameters(), *module.named_buffers()) if each is x)
-    lies = "is a plain tensor" if own is None else f"lies on {_axes_of(own)}"
-    reduced = f", and fully_shard adds up over {_axes_of(by_fsdp.mesh)}" if by_fsdp else ""
-    raise ShardingError(
-        f"each rank of {' '.join(missing)} has a summand of the gradient of '{name}', and nobody adds them up: it "
-        f"{lies}{reduced}\nput it on a mesh that has these axes, axes.shard_module(module, specs, mesh=...), or have "
-        "fully_shard reduce over them as well"
-    )
+    missing = region.home and _not_summed(region.home, region.same, own, by_fsdp and by_fsdp.mesh)
+    if missing:
+        lies = "is a plain tensor" if own is None else f"lies on {_axes_of(own)}"
+        reduced = f", and fully_shard adds up over {_axes_of(by_fsdp.mesh)}" if by_fsdp else ""
+        raise ShardingError(
+            f"each rank of {' '.join(missing)} has a summand of the gradient of '{_path(module, x)}', and nobody adds "
+            f"them up: it {lies}{reduced}\nput it on a mesh that has these axes, axes.shard_module(module, specs, "
+            "mesh=...), or have fully_shard reduce over them as well"
+        )
 
 
 def _axes_of(device_mesh: Any) -> str:
@@ -382,8 +363,9 @@ def _axes_of(device_mesh: Any) -> str:
 
 
 @of_world(1024)
-def _not_summed(mesh: Mesh, same: tuple[NamedLayout, ...], over: tuple[Any, ...]) -> tuple[str, ...]:
+def _not_summed(mesh: Mesh, same: tuple[NamedLayout, ...], *device_meshes: Any) -> tuple[str, ...]:
     """The axes of a mesh that are neither `same` nor in one of these device meshes."""
+    over = [each for each in device_meshes if each is not None]
     if any(Universe.of(torch_private.root_ranks(each)) != mesh.universe for each in over):
         return ()  # one of other ranks, of whose axes nothing is known here
     there = [Layout.of(modes) for each in over for modes in torch_private.dims_of(each)]
@@ -425,7 +407,7 @@ def _restore(places: _Places) -> None:
     for there, name, x, shard in places:
         found, there[name] = there.get(name), x
         if found is not None and found is shard:
-            if type(shard) is torch.Tensor and not _is_part_of(shard, x):
+            if type(shard) is torch.Tensor and not torch_private.share_memory(shard, torch_private.local_of(x)):
                 wrong = f"forward assigned to the data of '{name}', which is a shard here and not the parameter"
             continue
         if isinstance(found, torch.nn.Parameter) or found is None or found.shape != shard.shape or x.requires_grad:
@@ -434,12 +416,6 @@ def _restore(places: _Places) -> None:
             there[name] = torch_private.dtensor(found.detach(), torch_private.spec_of(x))
     if wrong:
         raise ShardingError(f"{wrong}; change a parameter in place, or outside of the region")
-
-
-def _is_part_of(shard: torch.Tensor, x: DTensor) -> bool:
-    """Whether a shard still lies in the memory of its parameter, or has none."""
-    local = torch_private.local_of(x)
-    return shard.data_ptr() == local.data_ptr() or not shard.numel() or torch_private.share_memory(shard, local)
 
 
 def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -457,33 +433,27 @@ def _held(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _shards(xs: Iterable[DTensor], running: Running) -> dict[int, torch.Tensor]:
+def _shards(xs: Iterable[DTensor], region: ModuleFunction) -> dict[int, torch.Tensor]:
     """This rank's shards of parameters, by their ids; a gradient is a summand, or whole along axes that are `same`.
 
     Gradients of what `fully_shard` has gathered go on together, as it reduces them; others one by one, so that one is
     sent while the next is computed.
     """
-    if not torch.is_grad_enabled():
-        return {id(x): torch_private.local_of(x) for x in xs}
-    if torch.compiler.is_compiling():
-        return {id(x): to_local(x, grad="summed") if x.requires_grad else torch_private.local_of(x) for x in xs}
     shards: dict[int, torch.Tensor] = {}
     gathered: list[DTensor] = []
     for x in xs:
-        if not x.requires_grad:
+        if not (x.requires_grad and torch.is_grad_enabled()):
             shards[id(x)] = torch_private.local_of(x)
         elif torch_private.reduced_by_fsdp(x) is None:
-            if x.is_leaf:
-                resolve_at_leaf(x)
-            shards[id(x)] = leave_global(x, _counted_same(x, running.same))
-            running.shards.append((x, shards[id(x)]))
+            shards[id(x)] = leave_global(used(x), _counted_same(x, region.same))
+            region.shards.append((x, shards[id(x)]))
         else:
             gathered.append(x)
             # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
             if any(placement.is_replicate() for placement in torch_private.spec_of(x).placements):
                 resolve_at_leaf(x)
     if gathered:
-        left = leave_together(gathered, [_counted_same(x, running.same) for x in gathered])
+        left = leave_together(gathered, [_counted_same(x, region.same) for x in gathered])
         shards.update(zip(map(id, gathered), left, strict=True))
     return shards
 
@@ -520,9 +490,8 @@ def _enter_inner(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 @_OUTSIDE
 def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a module of a region: what the region's start didn't find, or what a checkpoint runs once more."""
-    running = _stack.regions[-1] if _stack.regions else None
-    again = running is None and torch_private.backward_runs() and _plain_tensors(args, kwargs)
     state: _State = module.__dict__[_STATE]
+    again = not _stack.regions and torch_private.backward_runs() and _plain_tensors(args, kwargs)
     if again:
         state.shared.lock.acquire()
     mesh = state.shared.mesh if again else None
@@ -531,7 +500,8 @@ def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     places: _Places = []
     state.places.append((places, mesh, again))  # before errors: _leave_called follows them
     if again or isinstance(module, FSDPModule):
-        places += _enter(module, running or Running(state.shared.running.same, state.shared.running.tensors_mesh))
+        ran = ModuleFunction(module, module.forward, *state.shared.ran)
+        places += _enter(module, _stack.regions[-1] if _stack.regions else ran)
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:

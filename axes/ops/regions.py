@@ -11,11 +11,12 @@ All of it is found from a few values that can be hashed, and remembered. Nothing
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Placement
@@ -26,7 +27,6 @@ from axes.algebra.grammar import Dim, Factor, Spec, check_different, parse_tenso
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_axes_are_whole, check_torch_can
-from axes.algebra.scopes import checked_mesh
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.specs import parsed_sharding
 from axes.runtime.border import counted_as_same as _counted
@@ -117,14 +117,22 @@ def _is_dots(dim: Dim) -> bool:
 
 def check_count(who: str, count: int, specs: Sequence[Spec], side: str) -> None:
     """One spec for each tensor; none, which is one of a scalar, for no tensors."""
-    nothing = count == 0 and specs == (Spec(()),)
-    if count != len(specs) and not nothing:
+    if count != len(specs) and (count or specs != (Spec(()),)):
         raise ShardingError(f"{who} {count} tensors, and the {side} side has {len(specs)} specs; one for each")
 
 
-def located(error: AxesError, reading: RegionExpression) -> AxesError:
+@contextlib.contextmanager
+def about(text: str) -> Iterator[None]:
+    """Errors in the block say which expression they are about."""
+    try:
+        yield
+    except (ShardingError, SizeError, MeshError) as error:
+        raise located(error, text) from None
+
+
+def located(error: AxesError, text: str) -> AxesError:
     """The same error with the expression that it is about."""
-    return type(error)(f"{error}\n  in  shard_map '{reading.text}'")
+    return type(error)(f"{error}\n  in  shard_map '{text}'")
 
 
 # going in
@@ -157,17 +165,8 @@ class RegionInput:
     dims: list[Dim]
     sharding: Sharding
     shape: Shape
-    device_mesh: Any
-    placements: Placements
     counted: Placements
     same: Axes
-
-
-def _input(place: int, spec: Spec, held: Held) -> RegionInput:
-    dims = expanded(spec, len(held.shape), f"tensor {place}")
-    return RegionInput(
-        spec, dims, sharding_of_spec(held), tuple(held.shape), held.mesh, held.placements, held.placements, ()
-    )
 
 
 @of_world(1024)
@@ -178,17 +177,20 @@ def region_of(
 
     `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one. `alone` is as in `Region`.
     """
-    reading = read_region(expression)
-    if is_given and mesh is not None:
-        checked_mesh(mesh)
-    try:
-        check_count("the function is called with", len(specs), reading.inputs, "left")
-        inputs = [_input(place, *each) for place, each in enumerate(zip(reading.inputs, specs, strict=False))]
-        region = _made(reading, mesh, is_given, inputs)
-    except (ShardingError, SizeError, MeshError) as error:
-        raise located(error, reading) from None
-    sizes = _own_sizes(region) if alone else region.sizes
-    return replace(region, device_mesh=region.device_mesh or region.home.device_mesh, sizes=sizes, alone=alone)
+    with about(expression):
+        ends = [(sharding_of_spec(each), tuple(each.shape), each.placements) for each in specs]
+        found = _made(expression, mesh, is_given, ends)
+    own = [each.mesh for each, (sharding, *_) in zip(specs, ends, strict=True) if sharding.mesh == found.home]
+    sizes = _own_sizes(found) if alone else found.sizes
+    return replace(found, device_mesh=own[0] if own else found.home.device_mesh, sizes=sizes, alone=alone)
+
+
+def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> Region:
+    """The region of tensors that lie so, without a running job: nothing can run in it."""
+    with about(expression):
+        return _made(
+            expression, mesh, True, list(zip(shardings, shapes, map(torch_placements, shardings), strict=True))
+        )
 
 
 def _own_sizes(region: Region) -> dict[Any, int]:
@@ -201,40 +203,24 @@ def _own_sizes(region: Region) -> dict[Any, int]:
     return found
 
 
-def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> Region:
-    """The region of tensors that lie so, without a running job: nothing can run in it."""
-    reading = read_region(expression)
-    try:
-        check_count("the function is called with", len(shapes), reading.inputs, "left")
-        inputs = []
-        for place, (spec, sharding, shape) in enumerate(zip(reading.inputs, shardings, shapes, strict=False)):
-            placements = torch_placements(sharding)
-            dims = expanded(spec, len(shape), f"tensor {place}")
-            inputs.append(RegionInput(spec, dims, sharding, shape, None, placements, placements, ()))
-        return _made(reading, mesh, True, inputs)
-    except (ShardingError, SizeError, MeshError) as error:
-        raise located(error, reading) from None
-
-
-def _made(reading: RegionExpression, mesh: Mesh | None, is_given: bool, inputs: list[RegionInput]) -> Region:
-    home = _home([each.sharding.mesh for each in inputs])
+def _made(text: str, mesh: Mesh | None, is_given: bool, ends: Sequence[tuple[Sharding, Shape, Placements]]) -> Region:
+    reading = read_region(text)
+    check_count("the function is called with", len(ends), reading.inputs, "left")
+    home = _home([sharding.mesh for sharding, *_ in ends])
     names = _mesh_of_names(mesh, is_given, home)
-    _check_names(reading, names)
     home = names if home is None else home
     if home.coordinate is None:
         raise MeshError(f"rank {home.rank} isn't one of the ranks of {home!r}; only they run a region on it")
+    inputs: list[RegionInput] = []
+    for place, (spec, (sharding, shape, placements)) in enumerate(zip(reading.inputs, ends, strict=False)):
+        dims, same = expanded(spec, len(shape), f"tensor {place}"), _same(names, spec)
+        inputs.append(RegionInput(spec, dims, sharding, shape, _counted(sharding.mesh, placements, same), same))
     sizes = _sizes(reading, inputs)
     splits: dict[str, ShardedDim] = {}
     for place, each in enumerate(inputs):
-        same = _same(names, each.spec)
-        _check_can_be(reading, names, each, sizes, same)
-        if not _is_replicated(each.sharding, same) or not _is_as_written(reading, names, each, sizes):
-            _mismatch(reading, place, each)
-        inputs[place] = replace(each, counted=_counted(each.sharding.mesh, each.placements, same), same=same)
+        _check_lies(reading, names, place, each, sizes)
         _take_over(splits, reading, each)
-    device_meshes = [each.device_mesh for each in inputs if each.sharding.mesh == home]
-    device_mesh = device_meshes[0] if device_meshes else None
-    region = Region(reading, names, home, device_mesh, splits, sizes, tuple(inputs))
+    region = Region(reading, names, home, None, splits, sizes, tuple(inputs))
     for spec in reading.outputs:
         # What can't be is an error before the function runs and sends anything.
         result_sharding(region, spec, [dim for dim in spec.dims if not _is_dots(dim)])
@@ -272,14 +258,6 @@ def _mesh_of_names(mesh: Mesh | None, is_given: bool, home: Mesh | None) -> Mesh
     return home
 
 
-def _check_names(reading: RegionExpression, names: Mesh) -> None:
-    for dim in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
-        for place in (dim.place, *(factor.place for factor in dim.factors)):
-            for axis in place.names if place is not None else ():
-                if axis != "*":
-                    names.layout(axis)
-
-
 def _sizes(reading: RegionExpression, inputs: Sequence[RegionInput]) -> dict[str, int]:
     """The global size of every name that is a dim of a tensor, or whose size is written."""
     seen = _written(reading)
@@ -301,26 +279,32 @@ def _written(reading: RegionExpression) -> list[tuple[str | None, int]]:
     return [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
 
 
-def _is_as_written(reading: RegionExpression, names: Mesh, each: RegionInput, sizes: Mapping[str, int]) -> bool:
-    """Whether explicit dims are split as the spec says, and what is pending is what it says."""
-    actual, spec = each.sharding, each.spec
-    for dim, split, extent in zip(each.dims, actual.dims, each.shape, strict=True):
-        if not flows(reading, dim) and not _is_relative(dim):
-            written = Sharding(names, (_explicit(names, dim, sizes),))
-            if not written.is_equivalent(Sharding(actual.mesh, (split,)), (extent,)):
-                return False
-    if any(pending.op == "*" for pending in spec.pending or ()):
-        return True
-    return _pending(names, spec).is_equivalent(Sharding(actual.mesh, (), actual.pending))
-
-
-def _check_can_be(
-    reading: RegionExpression, names: Mesh, each: RegionInput, sizes: Mapping[str, int], same: Axes
+def _check_lies(
+    reading: RegionExpression, names: Mesh, place: int, each: RegionInput, sizes: Mapping[str, int]
 ) -> None:
-    """`ShardingError` for a spec that no tensor can have, since an axis is used twice."""
-    dims = [_explicit(names, d, sizes) for d in each.dims if not flows(reading, d) and not _is_relative(d)]
-    pending = () if any(p.op == "*" for p in each.spec.pending or ()) else _pending(names, each.spec).pending
-    _with_same(Sharding(names, tuple(dims), pending), same)
+    """Refuses a tensor that isn't sharded as the left side says, and a spec that none can have."""
+    spec, actual = each.spec, each.sharding
+    told = [None if flows(reading, d) or _is_relative(d) else _explicit(names, d, sizes) for d in each.dims]
+    is_open = any(pending.op == "*" for pending in spec.pending or ())
+    pending = () if is_open else _pending(names, spec).pending
+    _with_same(Sharding(names, tuple([d for d in told if d is not None]), pending), each.same)
+    held = Sharding(actual.mesh, (), actual.pending)
+    fits = _is_replicated(actual, each.same) and (is_open or Sharding(names, (), pending).is_equivalent(held))
+    if fits and all(
+        d is None or Sharding(names, (d,)).is_equivalent(Sharding(actual.mesh, (split,)), (extent,))
+        for d, split, extent in zip(told, actual.dims, each.shape, strict=True)
+    ):
+        return
+    pendings = [str(p) for p in spec.pending or () if p.op != "same"]
+    dims = [f"{'_' if _is_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in each.dims]
+    target = " ".join([*dims, *(["|"] if pendings else []), *pendings])
+    shown = actual.named([key_of(dim) or "_" for dim in each.dims])
+    raise ShardingError(
+        f"tensor {place} isn't sharded as the left side says\n"
+        f"  left side  {spec}\n"
+        f"  tensor     {shown}    {list(each.shape)}, {actual.mesh!r}\n"
+        f"write how it is sharded, or move it first: axes.reshard(x, '{target}')"
+    )
 
 
 def _explicit(names: Mesh, dim: Dim, sizes: Mapping[str, int]) -> ShardedDim:
@@ -350,20 +334,6 @@ def _is_replicated(sharding: Sharding, axes: Axes) -> bool:
 def _with_same(sharding: Sharding, axes: Axes) -> Sharding:
     """The sharding that is also `same` over axes; `ShardingError` where these split it or are pending."""
     return replace(sharding, pending=(*sharding.pending, PendingReduction("same", axes))) if axes else sharding
-
-
-def _mismatch(reading: RegionExpression, place: int, each: RegionInput) -> NoReturn:
-    spec, actual = each.spec, each.sharding
-    pending = tuple(p for p in spec.pending or () if p.op != "same")
-    dims = [f"{'_' if _is_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in each.dims]
-    target = " ".join([*dims, *(["|"] if pending else []), *map(str, pending)])
-    shown = actual.named([key_of(dim) or "_" for dim in each.dims])
-    raise ShardingError(
-        f"tensor {place} isn't sharded as the left side says\n"
-        f"  left side  {spec}\n"
-        f"  tensor     {shown}    {list(each.shape)}, {actual.mesh!r}\n"
-        f"write how it is sharded, or move it first: axes.reshard(x, '{target}')"
-    )
 
 
 def _take_over(splits: dict[str, ShardedDim], reading: RegionExpression, each: RegionInput) -> None:
@@ -397,50 +367,38 @@ def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPa
     """The results that have these shapes on this rank, and what they are outside; None where their whole shapes have to
     be told by the ranks.
     """
-    parts = _parts(region, shapes)
-    is_open = not region.alone and any(part.open for part in parts)
-    return parts, None if is_open else placed(region, parts, tuple([part.even for part in parts]))
-
-
-def _parts(region: Region, shapes: tuple[Shape, ...]) -> tuple[LocalPart, ...]:
-    """The results that have these shapes on this rank."""
-    reading = region.reading
-    try:
-        check_count("the function returned", len(shapes), reading.outputs, "right")
-        found = []
-        for place, (spec, local) in enumerate(zip(reading.outputs, shapes, strict=False)):
+    outputs, found = region.reading.outputs, []
+    with about(region.reading.text):
+        check_count("the function returned", len(shapes), outputs, "right")
+        for place, (spec, local) in enumerate(zip(outputs, shapes, strict=False)):
             dims = expanded(spec, len(local), f"result {place}")
             sharding = result_sharding(region, spec, dims)
             known = tuple([whole_size(region, *each) for each in zip(dims, sharding.dims, local, strict=True)])
             found.append(LocalPart(sharding, local, known))
-    except (ShardingError, SizeError, MeshError) as error:
-        raise located(error, reading) from None
-    return tuple(found)
+    parts = tuple(found)
+    is_open = not region.alone and any(part.open for part in parts)
+    return parts, None if is_open else placed(region, parts, tuple([part.even for part in parts]))
 
 
 @of_world(1024)
 def placed(region: Region, parts: tuple[LocalPart, ...], wholes: tuple[Shape, ...]) -> tuple[Placed, ...]:
     """What the results are outside, of these whole shapes."""
-    try:
-        return tuple([_placed(region, place, *each) for place, each in enumerate(zip(parts, wholes, strict=True))])
-    except (ShardingError, SizeError, MeshError) as error:
-        raise located(error, region.reading) from None
-
-
-def _placed(region: Region, place: int, part: LocalPart, whole: Shape) -> Placed:
-    spec, sharding = region.reading.outputs[place], part.sharding
-    expected = sharding.local_shape(whole)
-    if expected != part.local:
-        known = "" if region.alone else f"{list(whole)} in whole and so "
-        raise ShardingError(
-            f"result {place}, '{spec}', is {known}{list(expected)} on this rank; the function returned "
-            f"{list(part.local)}"
-        )
-    sharding = sharding.sized(whole)
-    check_torch_can(sharding, whole)
-    placements = torch_placements(sharding)
-    same = _same(region.mesh, spec)
-    return Placed(region.device_mesh, placements, _counted(region.home, placements, same), torch.Size(whole))
+    found = []
+    with about(region.reading.text):
+        for place, (part, whole) in enumerate(zip(parts, wholes, strict=True)):
+            spec, expected = region.reading.outputs[place], part.sharding.local_shape(whole)
+            if expected != part.local:
+                known = "" if region.alone else f"{list(whole)} in whole and so "
+                raise ShardingError(
+                    f"result {place}, '{spec}', is {known}{list(expected)} on this rank; the function returned "
+                    f"{list(part.local)}"
+                )
+            sharding = part.sharding.sized(whole)
+            check_torch_can(sharding, whole)
+            placements = torch_placements(sharding)
+            counted = _counted(region.home, placements, _same(region.mesh, spec))
+            found.append(Placed(region.device_mesh, placements, counted, torch.Size(whole)))
+    return tuple(found)
 
 
 def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding:

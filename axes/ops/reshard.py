@@ -8,13 +8,14 @@ y = axes.reshard(shard, "b s d | sum@tp -> b s@tp d")      # a plain tensor: wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened, shown
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.flow.reading import check_no_blocks, read
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
@@ -23,18 +24,21 @@ from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import unknown_size, written_sizes
 from axes.algebra.transfer_ends import names_in_spec
+from axes.algebra.transfers import Like, Transfer, transfer
 from axes.ops.global_view import Grad
 from axes.ops.request import Request, apply, check_options, requested, with_sizes, without_sizes
-from axes.ops.reshard_many import check_named, reshard_many
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import device_mesh_input, read_once
 from axes.runtime.leaves import traced, used
 from axes.runtime.places import within
-from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.routes import Route, of_sizes, route, routed, same_axes
+from axes.runtime.programs import name_of
+from axes.runtime.redistribute import Dtypes, both, check_takes_part
+from axes.runtime.routes import Route, of_sizes, resharded, route, routed, same_axes
+from axes.runtime.sharded import dtensor_of
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
+from axes.runtime.transfer_runs import carry_out
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -114,7 +118,11 @@ def reshard(
     given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     plain = type(x) in PLAIN
     if not plain and isinstance(x, Mapping):
-        return _many(x, spec, mesh, comm_dtype, async_op, grad, given)
+        if comm_dtype is not None or async_op or grad != "resolved":
+            raise ShardingError(
+                "axes.reshard of many takes no comm_dtype, async_op or grad; reshard such tensors one by one"
+            )
+        return _many(x, spec, mesh, given)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if plain or not isinstance(x, DTensor):
@@ -130,43 +138,6 @@ def reshard(
     if flags.watched:
         return within("axes.reshard to", spec, found.take, x, async_op)
     return found.take(x, async_op)
-
-
-def _many(
-    tensors: Mapping[str, Any],
-    specs: Any,
-    mesh: Mesh | None,
-    comm_dtype: Dtypes,
-    async_op: bool,
-    grad: str,
-    sizes: Sizes,
-) -> dict[str, DTensor]:
-    if comm_dtype is not None or async_op or grad != "resolved":
-        raise ShardingError(
-            "axes.reshard of many takes no comm_dtype, async_op or grad; reshard such tensors one by one"
-        )
-    check_named(tensors, specs)
-    names = {name: names_in_spec(spec) if sizes and isinstance(spec, str) else () for name, spec in specs.items()}
-    for name, _ in sizes:
-        if not any(name in own for own in names.values()):
-            known = {each for own in names.values() for each in own}
-            raise unknown_size(name, 1, sorted(known), "the specs")
-    given = {name: tuple([each for each in sizes if each[0] in own]) for name, own in names.items()}
-    if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
-        return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}
-    if torch_private.transforms_are_on():
-        check_transforms("axes.reshard", tuple(tensors.values()))
-    targets = {}
-    for name, x in tensors.items():
-        spec = specs[name]
-        if not isinstance(spec, (str, Sharding)):
-            raise ExpressionError(f"reshard takes a spec or a Sharding; found {shown(spec)}")
-        try:
-            targets[name] = _meant(torch_private.spec_of(x), requested("reshard", spec, "", mesh, given[name]))
-            check_torch_can(targets[name], tuple(x.shape))
-        except ShardingError as error:
-            raise ShardingError(f"{error}\n  of the tensor {shortened(name)}") from None
-    return reshard_many(tensors, targets, reshard)
 
 
 def _in_graph(*what: Any) -> DTensor:
@@ -232,3 +203,82 @@ def _check_dims(text: str, ndim: int) -> None:
             "reshard has the same dims on both sides of '->'; to rearrange them use axes.rearrange", text, 0, len(text)
         )
     read("reshard", text, (ndim,))
+
+
+# --- many tensors at once: one exchange for a bucket of them, in place of collectives for each
+
+Kind = tuple[str, Sharding, Sharding, tuple[int, ...], str]
+"""A tensor that a transfer moves: its name, how it lies and will lie, its shape and its dtype."""
+
+
+def _many(tensors: Mapping[str, Any], specs: Any, mesh: Mesh | None, sizes: Sizes) -> dict[str, DTensor]:
+    """DTensors by name, in shardings by the same names.
+
+    One transfer moves those with nothing pending, on whole meshes. What is pending is reduced, and a sub-mesh is
+    another one on each rank: such tensors go one by one.
+    """
+    _check_named(tensors, specs)
+    names = {name: names_in_spec(spec) if sizes and isinstance(spec, str) else () for name, spec in specs.items()}
+    for name, _ in sizes:
+        if not any(name in own for own in names.values()):
+            known = {each for own in names.values() for each in own}
+            raise unknown_size(name, 1, sorted(known), "the specs")
+    given = {name: tuple([each for each in sizes if each[0] in own]) for name, own in names.items()}
+    if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
+        return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}
+    if torch_private.transforms_are_on():
+        check_transforms("axes.reshard", tuple(tensors.values()))
+    ends = {}
+    for name, x in tensors.items():
+        spec = torch_private.spec_of(x)
+        try:
+            target = _meant(spec, requested("reshard", specs[name], "", mesh, given[name]))
+            check_torch_can(target, tuple(x.shape))
+        except ShardingError as error:
+            raise ShardingError(f"{error}\n  of the tensor {shortened(name)}") from None
+        ends[name] = sharding_of_spec(spec), target
+    for pair in ends.values():
+        check_takes_part(*pair)
+    kinds = tuple(
+        [
+            (name, *pair, tuple(tensors[name].shape), name_of(tensors[name].dtype))
+            for name, pair in ends.items()
+            if pair[0] != pair[1] and all(not s.pending and s.mesh.size == s.mesh.universe.size for s in pair)
+        ]
+    )
+    found = carry_out(_transfer(kinds), {name: tensors[name] for name, *_ in kinds}, None) if kinds else {}
+    for name, _, target, shape, _ in kinds:
+        if name not in found:  # this rank isn't one of the target's, and has nothing of it
+            nothing = torch_private.local_of(tensors[name]).new_empty((0,))
+            found[name] = dtensor_of(nothing, target, shape, target.mesh.device_mesh)
+    return {name: found[name] if name in found else resharded(x, ends[name][1]) for name, x in tensors.items()}
+
+
+def _check_named(tensors: Mapping[str, Any], specs: Any) -> None:
+    """`ShardingError` where these aren't DTensors by name, with specs of the same names."""
+    if not isinstance(specs, Mapping):
+        raise ShardingError(f"axes.reshard of tensors by name takes specs by name; found {shown(specs)}")
+    for here, there, what in ((tensors, specs, "specs"), (specs, tensors, "tensors")):
+        for name in here:
+            if name not in there:
+                raise ShardingError(f"{shortened(name)} isn't in the {what}{suggestion(str(name), map(str, there))}")
+    for name, x in tensors.items():
+        if not isinstance(name, str) or not isinstance(x, DTensor):
+            raise ShardingError(
+                f"axes.reshard of many takes DTensors by name, as axes.shard and axes.from_local make them; "
+                f"{shortened(name)} is {shown(type(x))}"
+            )
+        if not isinstance(specs[name], (str, Sharding)):
+            raise ExpressionError(f"reshard takes a spec or a Sharding; found {shown(specs[name])}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ShardingError(
+                f"axes.reshard of many has no gradient, and {shortened(name)} needs one; reshard it by itself, or use "
+                "torch.no_grad()"
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _transfer(kinds: tuple[Kind, ...]) -> Transfer:
+    sources = {name: source for name, source, *_ in kinds}
+    targets = {name: target for name, _, target, *_ in kinds}
+    return transfer(sources, targets, shapes={name: Like(shape, dtype) for name, _, _, shape, dtype in kinds})

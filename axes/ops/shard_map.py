@@ -64,15 +64,14 @@ from axes.algebra.errors import ExpressionError, ShardingError, shown
 from axes.algebra.grammar import Spec, checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
-from axes.ops.closures import Function, check_closed
-from axes.ops.module_regions import ModuleFunction, RegionCall, Running, region_of_module, without_same
+from axes.ops.module_regions import ModuleFunction, RegionCall, region_of_module, without_same
 from axes.ops.named_specs import NamedSpecs, named_specs, names_of_tensors
-from axes.ops.region_checks import Check, check_gradients, check_outputs
+from axes.ops.region_checks import Check, Function, check_closed, check_gradients, check_outputs
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
     Placed,
     Region,
-    RegionExpression,
+    about,
     check_count,
     located,
     mesh_of_names,
@@ -87,8 +86,7 @@ from axes.runtime.border import Changes, counted_whole, enter_global, leave_glob
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import traced, used
-from axes.runtime.linear import border_of
-from axes.runtime.packing import strides_of
+from axes.runtime.linear import NODE
 from axes.runtime.places import within
 from axes.runtime.sharded import strides_like
 from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
@@ -215,7 +213,7 @@ def shard_map(
     if isinstance(fn, torch.nn.Module) and expression is not None:
         read_region(checked_text(expression))
         named = named_specs(fn.forward, expression, specs, results)
-        return region_of_module(fn, RegionCall(expression, mesh, check, named, run_region))
+        return region_of_module(fn, RegionCall(expression, mesh, check, named), run_region)
     if expression is None or not callable(fn):
         raise ExpressionError(
             "shard_map takes a function and an expression, shard_map(fn, 'b@dp -> b@dp'), or the expression alone as "
@@ -245,28 +243,20 @@ def _region_of(
 
 
 def run_region(
-    fn: Function,
-    call: RegionCall,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    running: Running | None = None,
-    plain: bool = False,
+    fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: bool = False
 ) -> Any:
     """`fn(*args, **kwargs)` in a region.
 
-    `running`: what the function may use though it isn't an argument; it adds to that as it runs.
     `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
     every rank does the same with what is replicated: gradients are whole there.
     """
     if not torch.compiler.is_compiling() and flags.watched:
-        return within("shard_map", call.expression, _run_region, fn, call, args, kwargs, running, plain)
-    return _run_region(fn, call, args, kwargs, running, plain)
+        return within("shard_map", call.expression, _run_region, fn, call, args, kwargs, plain)
+    return _run_region(fn, call, args, kwargs, plain)
 
 
-def _run_region(
-    fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any], running: Running | None, plain: bool
-) -> Any:
-    expression, mesh, check, named, _ = call
+def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any], plain: bool) -> Any:
+    expression, mesh, check, named = call
     if mesh is not None:
         checked_mesh(mesh)
     passed: list[object] = []
@@ -274,14 +264,9 @@ def _run_region(
         tree = taken_apart((args, kwargs), functools.partial(check_argument, passed))
         expression = named.of_call(expression, args, kwargs)
     except ShardingError as error:
-        raise _in_region(error, expression) from None
+        raise located(error, expression) from None
     tensors: Sequence[Any] = tree.tensors
-    if not torch.compiler.is_compiling():
-        _check_number(read_region(expression), tensors, args, kwargs)
-    for place, x in enumerate(tensors):
-        _check_input(x, place, expression, plain)
-    if torch_private.transforms_are_on():
-        check_transforms(f"shard_map '{expression}'", tensors)
+    _check_inputs(expression, tensors, args, kwargs, plain)
     asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
         return _run_in_graph(fn, asked, tree, check, passed, named)
@@ -289,12 +274,14 @@ def _run_region(
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
         asked, tensors = (expression, home, True), _declared(tensors, expression, home)
     held = tuple([torch_private.spec_of(x) for x in tensors])
-    region, running = region_of(*asked, held, plain), running or Running()
+    region = region_of(*asked, held, plain)
     changes = Changes() if torch.is_grad_enabled() else None
-    running.tensors_mesh = region.home
-    shards = _left(region, tensors, changes)
+    shards = [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
     if check:
         check_gradients(region, shards, check)
+    of_module = fn if isinstance(fn, ModuleFunction) else None
+    if of_module is not None:
+        of_module.home = region.home
     versions = [torch_private.version_of(x) for x in shards]
     try:
         result = _inside(fn, region.mesh, tree, shards)
@@ -306,11 +293,17 @@ def _run_region(
     if named.results is not None:
         expression = named.of_results(expression, result)
         region = region_of(expression, *asked[1:], held, plain)
-    check_closed(found.tensors, expression, fn, running.own)
-    if changes is not None and any(x.requires_grad for x in found.tensors):
-        for x, shard in (*zip(tensors, shards, strict=True), *running.shards):
+    entering: Sequence[torch.Tensor] = found.tensors
+    if of_module is None:
+        check_closed(entering, expression)
+        entering = _unshared(entering, shards)
+    else:
+        check_closed(entering, expression, of_module.module, of_module.own)
+        entering = _unshared(entering, (*shards, *of_module.tensors()))
+    if changes is not None and any(x.requires_grad for x in entering):
+        for x, shard in (*zip(tensors, shards, strict=True), *(of_module.shards if of_module else ())):
             changes.watch(x, shard)
-    outputs = _entered(region, _unshared(fn, found.tensors, shards), changes)
+    outputs = _entered(region, entering, changes)
     if check:
         check_outputs(region, outputs, check)
     return found.holding([_undeclared(y) for y in outputs] if plain else outputs)
@@ -323,25 +316,37 @@ def _seen_here(mesh: Mesh | None) -> Mesh | None:
     return mesh.at(current_world().rank)
 
 
-def _check_number(
-    reading: RegionExpression, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def _check_inputs(
+    expression: str, tensors: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: bool
 ) -> None:
-    """Refuses another number of tensors than the left side has specs; says where they are, if some are keywords."""
-    try:
-        check_count("the function is called with", len(tensors), reading.inputs, "left")
-    except ShardingError as error:
-        names = names_of_tensors([*((f"argument {at}", x) for at, x in enumerate(args)), *kwargs.items()])
-        listed = f"; found {', '.join(names)}" if kwargs else ""
-        if len(tensors) > len(reading.inputs):
-            listed += "; one that may be absent has its spec by name, shard_map(..., mask='b s')"
-        raise located(ShardingError(f"{error}{listed}"), reading) from None
+    """Refuses other tensors than the left side has specs for; says where they are, if some are keywords."""
+    if not torch.compiler.is_compiling():
+        specs = read_region(expression).inputs
+        try:
+            check_count("the function is called with", len(tensors), specs, "left")
+        except ShardingError as error:
+            names = names_of_tensors([*((f"argument {at}", x) for at, x in enumerate(args)), *kwargs.items()])
+            listed = f"; found {', '.join(names)}" if kwargs else ""
+            if len(tensors) > len(specs):
+                listed += "; one that may be absent has its spec by name, shard_map(..., mask='b s')"
+            raise located(ShardingError(f"{error}{listed}"), expression) from None
+    for place, x in enumerate(tensors):
+        if plain:
+            check_dense(x, f"shard_map '{expression}', as tensor {place},")
+        elif not isinstance(x, DTensor):
+            check_not_wrapped(f"shard_map '{expression}'", x)
+            raise ShardingError(
+                f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
+                "axes.shard or axes.from_local. Inside a region tensors are shards already: there, call the function "
+                f"itself\n  in  shard_map '{expression}'"
+            )
+    if torch_private.transforms_are_on():
+        check_transforms(f"shard_map '{expression}'", tensors)
 
 
-def _unshared(
-    fn: Function | None, results: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The results, copied where their memory is an argument's, another result's, or a module's."""
-    taken = {torch_private.memory_of(x) for x in (*shards, *(fn.tensors() if isinstance(fn, ModuleFunction) else ()))}
+def _unshared(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, copied where their memory is that of one of the others, or of another result."""
+    taken = {torch_private.memory_of(x) for x in others}
     found = []
     for x in results:
         memory = torch_private.memory_of(x)
@@ -357,7 +362,7 @@ def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> li
         try:
             placements, whole = _declaration(spec, mesh, tuple(x.shape))
         except ShardingError as error:
-            raise _in_region(error, expression) from None
+            raise located(error, expression) from None
         found.append(
             enter_global(x, mesh.device_mesh, placements, whole, contiguous_strides(whole), counted_whole(placements))
         )
@@ -392,19 +397,6 @@ def _inside(fn: Function, mesh: Mesh, tree: Tree, shards: Sequence[torch.Tensor]
         ambient.pop()
 
 
-def _check_input(x: torch.Tensor, place: int, expression: str, plain: bool) -> None:
-    if plain:
-        if not is_dense(x):
-            check_dense(x, f"shard_map '{expression}', as tensor {place},")
-    elif not isinstance(x, DTensor):
-        check_not_wrapped(f"shard_map '{expression}'", x)
-        raise ShardingError(
-            f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
-            "axes.shard or axes.from_local. Inside a region tensors are shards already: there, call the function itself"
-            f"\n  in  shard_map '{expression}'"
-        )
-
-
 def _results(result: Any, expression: str, passed: Sequence[object]) -> Tree:
     """What the function has returned. `passed`: the arguments that hold no tensors."""
     try:
@@ -415,19 +407,10 @@ def _results(result: Any, expression: str, passed: Sequence[object]) -> Tree:
             if not is_dense(x):
                 check_dense(x, f"as result {place} a region")
     except ShardingError as error:
-        raise _in_region(error, expression) from None
+        raise located(error, expression) from None
     if torch_private.transforms_are_on():
         check_transforms(f"the result of shard_map '{expression}'", found.tensors)
     return found
-
-
-def _in_region(error: ShardingError, expression: str) -> ShardingError:
-    return ShardingError(f"{error}\n  in  shard_map '{expression}'")
-
-
-def _left(region: Region, tensors: Sequence[DTensor], changes: Changes | None) -> list[torch.Tensor]:
-    """The tensors' shards on this rank; the gradients of leaves are resolved when they have come."""
-    return [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
 
 
 def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes | None) -> list[DTensor]:
@@ -489,18 +472,14 @@ def _entered_in_graph(
     (count,) = counts
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
-    if all(border_of(x.grad_fn) == "argument" for x in tensors[count : 2 * count] if x.requires_grad):
+    nodes: list[Any] = [x.grad_fn for x in tensors[count : 2 * count] if x.requires_grad]
+    if all(type(node) is NODE and node.border == "argument" for node in nodes):
         check_closed(results, expression)
-    results = _unshared(None, results, [torch_private.local_of(x) for x in tensors[:count]])
+    results = _unshared(results, [torch_private.local_of(x) for x in tensors[:count]])
     found, parts = traced_results((expression, mesh, is_given), specs, [tuple(x.shape) for x in results])
     if any(part.open for part in parts):
         results[0] = told_even(results[0], _results_text(expression), parts[0].sharding.mesh, parts)
-    return tuple(
-        [
-            enter_global(x.contiguous(), p.device_mesh, p.placements, p.shape, strides_of(p.shape), p.counted)
-            for x, p in zip(results, found, strict=True)
-        ]
-    )
+    return tuple([_entered_one(x.contiguous(), p, None) for x, p in zip(results, found, strict=True)])
 
 
 @torch.compiler.assume_constant_result
@@ -513,8 +492,5 @@ def _keep_mesh(asked: Asked, device_meshes: tuple[Any, ...]) -> str:
 
 @torch.compiler.assume_constant_result
 def _check_counts(expression: str, results: int) -> None:
-    reading = read_region(expression)
-    try:
-        check_count("the function returned", results, reading.outputs, "right")
-    except ShardingError as error:
-        raise located(error, reading) from None
+    with about(expression):
+        check_count("the function returned", results, read_region(expression).outputs, "right")

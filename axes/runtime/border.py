@@ -46,8 +46,9 @@ from axes.runtime.linear import Border, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
-from axes.runtime.symbols import is_symbolic, settled_sizes, spec_at, stages_of
+from axes.runtime.symbols import settled_sizes, spec_at, stages_of
 from axes.runtime.torch_placements import sharding_of_placements, sharding_of_spec, torch_placements
+from axes.runtime.transforms import PLAIN
 
 Placements = tuple[Placement, ...]
 Axes = tuple[NamedLayout, ...]
@@ -91,26 +92,28 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
-    return leave_together([x], [counted], changes)[0]
+    spec = torch_private.spec_of(x)
+    by = counted or spec.placements
+    _check_differentiable(spec.mesh, by)
+    return linear(_shard, lambda gradient: _left(spec, by, gradient, changes), x, border="argument")
 
 
-def leave_together(
-    xs: Sequence[DTensor], counted: Sequence[Placements | None], changes: Changes | None = None
-) -> tuple[torch.Tensor, ...]:
+def leave_together(xs: Sequence[DTensor], counted: Sequence[Placements | None]) -> tuple[torch.Tensor, ...]:
     """The same of several that need gradients, by one node of the graph: it runs when all gradients have come."""
     specs = [torch_private.spec_of(x) for x in xs]
     values = [(spec, by or spec.placements) for spec, by in zip(specs, counted, strict=True)]
     for spec, by in values:
         _check_differentiable(spec.mesh, by)
 
-    def shards(*xs: DTensor) -> tuple[torch.Tensor, ...]:
-        return tuple([local.view_as(local) for local in map(torch_private.local_of, xs)])
-
     def back(*gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        pairs = zip(values, gradients, strict=True)
-        return tuple([None if each is None else _left(*value, each, changes) for value, each in pairs])
+        return tuple([None if g is None else _left(*v, g) for v, g in zip(values, gradients, strict=True)])
 
-    return linear(shards, back, *xs, border="argument")
+    return linear(lambda *xs: tuple(map(_shard, xs)), back, *xs, border="argument")
+
+
+def _shard(x: DTensor) -> torch.Tensor:
+    local = torch_private.local_of(x)
+    return local.view_as(local)
 
 
 def enter_global(
@@ -126,7 +129,8 @@ def enter_global(
 
     `counted` and `changes` are as for `leave_global`.
     """
-    spec = _kept(_spec, shape)(device_mesh, placements, tuple(shape), stride, local.dtype)
+    find = _spec if type(local) in PLAIN else _spec.__wrapped__
+    spec = find(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not local.requires_grad:
         return torch_private.dtensor(local, spec)
     if not torch.is_grad_enabled():
@@ -188,12 +192,7 @@ Write which it is. For some of the axes alone, same@ in the spec says that the g
       '{spec} {"" if "|" in spec else "| "}same@{place}'"""
 
 
-# --- the rule: of a value with this spec, by the placements that are `counted`
-
-
-def _kept(find: Any, shape: Sequence[int]) -> Any:
-    """What keeps its results, or, for a symbolic shape, what doesn't."""
-    return find.__wrapped__ if is_symbolic(shape) else find
+# --- the rule, of a value with this spec, by the placements that are `counted`. What may be traced has symbolic sizes
 
 
 @of_world(4096)
@@ -217,9 +216,10 @@ def _check_differentiable(device_mesh: Any, placements: Placements) -> None:
         )
 
 
-def _left(spec: Spec, counted: Placements, gradient: torch.Tensor, changes: Changes | None) -> DTensor:
+def _left(spec: Spec, counted: Placements, gradient: torch.Tensor, changes: Changes | None = None) -> DTensor:
     """The gradient of a DTensor, of which this is the one of the shard."""
-    found, by, means = _kept(_gradient, spec.shape)(spec, counted, gradient.dtype)
+    find = _gradient if type(gradient) in PLAIN else _gradient.__wrapped__
+    found, by, means = find(spec, counted, gradient.dtype)
     scaled = (gradient * means if means > 1 else gradient).contiguous()
     if torch.is_grad_enabled():
         return _enter(scaled, found, by, changes)

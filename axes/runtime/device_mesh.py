@@ -72,10 +72,9 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(f"from_device_mesh takes a torch DeviceMesh; found {type(device_mesh).__name__}")
-    world = current_world()
-    known, mesh = world.meshes.get(device_mesh, (None, None))
-    # torch calls two device meshes equal whatever groups they have that axes didn't make.
-    if mesh is None or not (known is device_mesh or _same_groups(known, device_mesh)):
+    mesh = mesh_known_for(device_mesh)
+    if mesh is None:
+        world = current_world()
         with world.lock:
             mesh = _adopted(world, device_mesh)
             world.meshes[device_mesh] = device_mesh, mesh
@@ -85,7 +84,10 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
 def mesh_known_for(device_mesh: DeviceMesh) -> Mesh | None:
     """The mesh that a `DeviceMesh` was made for, or that has adopted it; None for one that axes hasn't met."""
     known, mesh = current_world().meshes.get(device_mesh, (None, None))
-    return mesh if known is device_mesh or (known is not None and _same_groups(known, device_mesh)) else None
+    if known is None or known is device_mesh:
+        return mesh
+    # torch calls two device meshes equal whatever groups they have that axes didn't make.
+    return mesh if torch_private.group_names(known) == torch_private.group_names(device_mesh) else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -131,10 +133,6 @@ def _content(mesh: Mesh) -> tuple[object, ...]:
     """What a DeviceMesh depends on: the axes without the further names."""
     options = [options_of(mesh, *axis) for axis in zip(mesh.layouts, mesh.axis_names, strict=True)]
     return mesh.universe, mesh.axis_names, mesh.layouts, mesh.binding.device_type, *options
-
-
-def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
-    return torch_private.group_names(one) == torch_private.group_names(other)
 
 
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:

@@ -135,9 +135,8 @@ class _Resolve:
         x = resharded(found, self.target)
         if torch.is_grad_enabled():
             return x
-        owned = torch_private.owns_its_memory(x)  # asked before anything here refers to the shard
-        local, spec = torch_private.local_of(x), torch_private.spec_of(x)
-        if owned and local.is_contiguous():
+        if torch_private.owns_its_memory(x):
             return x
-        copy = waited(local).clone(memory_format=torch.contiguous_format)
+        spec, local = torch_private.spec_of(x), waited(torch_private.local_of(x))
+        copy = local.clone(memory_format=torch.contiguous_format)
         return torch_private.dtensor(copy, spec_at(spec, tuple(spec.shape)))

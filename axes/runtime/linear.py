@@ -11,6 +11,7 @@ itself, since it is made of the same function; so are gradients of gradients.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -54,7 +55,11 @@ class _Linear(torch.autograd.Function):
         return (None, None, None, None, *found) if isinstance(found, tuple) else (None, None, None, None, found)
 
 
-_apply, _NODE = torch_private.apply_of(_Linear), torch_private.node_of(_Linear)
+_apply = torch_private.apply_of(_Linear)
+NODE: Any = torch_private.node_of(_Linear)
+"""The type of the nodes that maps leave in the graph; the `border` of each says where it stands."""
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 def linear(run: Callable[..., Any], back: Callable[..., Any], *xs: torch.Tensor, border: Border = None) -> Any:
@@ -81,14 +86,8 @@ def both_ways(run: Map, back: Map, x: torch.Tensor) -> torch.Tensor:
     return linear(lambda x: writable(run(x), x), lambda g: both_ways(back, run, g), x)
 
 
-def border_of(node: Any) -> Border:
-    """Where a node of the graph stands at the border of a region; None for all other nodes."""
-    kind: Any = type(node)
-    return node.border if kind is _NODE else None
-
-
 def _applied(run: Callable[..., Any], back: Callable[..., Any], border: Border, keep: Sequence[bool], *xs: Any) -> Any:
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in xs):
+    if not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, xs)):
         return run(*xs)
     apply = _Linear.apply if torch.compiler.is_compiling() else _apply
     return apply(run, back, border, keep, *xs)

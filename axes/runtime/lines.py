@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -212,82 +211,11 @@ def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any
     return collective(_operation, described, getattr(group.eager(x.dtype), by), x, *how)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """That `x` is the same on all ranks of an axis; `label` says what it is."""
-
-    label: str
-    x: torch.Tensor
-    mesh: Mesh
-    axis: str
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A claim that isn't true: which global ranks differ from the first of their line, by how much."""
-
-    label: str
-    axis: str
-    ranks: tuple[int, ...]
-    most: float
-    scale: float
-
-    def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
-        much = "in shape or dtype" if self.scale == math.inf else f"by up to {self.most:.3g}"
-        much = "in the sign of a zero" if self.most == 0 else much
-        scale = "" if self.scale == math.inf else f" (values up to {self.scale:.3g})"
-        return (
-            f"{self.label} claims to be the same on all ranks of '{self.axis}'; ranks {ranks} differ from the first "
-            f"of their line {much}{scale}"
-        )
-
-
-def disagreement(claims: Sequence[Claim], mesh: Mesh, tolerance: float = 0.0) -> list[Difference]:
-    """Which of the claims aren't true, the same answer on every rank of `mesh`.
-
-    Equal is equal bit by bit, where NaN is NaN; or up to `tolerance` times the largest value. All ranks
-    of the mesh call it with the same claims. In a simulated world, without values, all are true.
-    """
-    if current_world().fake or not claims or mesh.size == 1:
-        return []
-    everyone = line_of(mesh, mesh.axis_names)
-    ranks = dist.get_process_group_ranks(_group(everyone).group)
-    shapes = dict(zip(ranks, _of_every_rank([(tuple(c.x.shape), c.x.dtype) for c in claims], everyone), strict=True))
-    found: list[tuple[float, float] | None] = []
-    for i, claim in enumerate(claims):
-        lines = [claim.mesh.axis(claim.axis).ranks_of(rank) for rank in ranks]
-        if any(shapes[rank][i] != shapes[line[0]][i] for line in lines for rank in line):
-            line = claim.mesh.axis(claim.axis).ranks
-            found.append((math.inf, math.inf) if shapes[mesh.rank][i] != shapes[line[0]][i] else None)
-        else:
-            found.append(_deviation(claim.x, _of_first(claim.x, line_of(claim.mesh, claim.axis))))
-    every = _of_every_rank(found, everyone)
-    differences = []
-    for claim, each in zip(claims, zip(*every, strict=True), strict=True):
-        off = {rank: of for rank, of in zip(ranks, each, strict=True) if of and not _within(tolerance, *of)}
-        if off:
-            most, scale = (max(side) for side in zip(*off.values(), strict=True))
-            differences.append(Difference(claim.label, claim.axis, tuple(off), most, scale))
-    return differences
-
-
-def _within(tolerance: float, most: float, scale: float) -> bool:
-    return tolerance > 0 and most <= tolerance * min(scale, 1e300)
-
-
-def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:
-    """Coordinate 0's `x`, on every rank of the line."""
-    wire = _bytes(_resolved(x)).clone()
-    group = _group(line)
-    broadcast(wire, dist.get_process_group_ranks(group.group)[0], group.group, group.mesh, _COMPARISON)
-    return wire.view(x.dtype).view(x.shape)
-
-
-def _of_every_rank(value: Any, line: Line) -> list[Any]:
+def of_every_rank(value: Any, line: Line) -> list[Any]:
+    """What each rank of the line has as `value`, a Python object."""
     found: list[Any] = [None] * line.size
     group = _group(line)
-    described = _COMPARISON, "all_gather_object", 0, 0, group.group, group.mesh
+    described = COMPARISON, "all_gather_object", 0, 0, group.group, group.mesh
     collective(_on_group, described, dist.all_gather_object, found, value, group.group)
     return found
 
@@ -318,7 +246,7 @@ def traced_numbers(numbers: Sequence[Any], size: int, group: Methods, device: to
     return functional_communicator(group.name, size, mine.dtype).all_gather(mine, (size * len(numbers),))
 
 
-_COMPARISON = "a comparison of what is the same on all ranks"
+COMPARISON = "a comparison of what is the same on all ranks"
 
 
 def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup, mesh: Mesh, what: str) -> None:
@@ -405,28 +333,6 @@ def _tensor_text(x: torch.Tensor, varies: int | None = None) -> str:
     return f"[{sizes}] {str(x.dtype).removeprefix('torch.')}"
 
 
-def _deviation(x: torch.Tensor, other: torch.Tensor) -> tuple[float, float] | None:
-    """The largest distance between the two, and the largest value; None where they are the same bit by bit.
-
-    NaN is NaN, and as far as can be from a number.
-    """
-    x, other = (torch.view_as_real(each) if each.is_complex() else each for each in map(_resolved, (x, other)))
-    differ = (_bytes(x) != _bytes(other)).any(-1)
-    # Every float is one of 64 bits; of integers the difference is one.
-    x, other = (each.flatten().to(torch.float64 if each.is_floating_point() else torch.int64) for each in (x, other))
-    if x.is_floating_point():
-        differ &= ~(x.isnan() & other.isnan())
-    if not differ.any():
-        return None
-    distance = (x - other)[differ].abs().double().nan_to_num(nan=math.inf)
-    return float(distance.max()), float(other.abs().double().nan_to_num(nan=0.0, posinf=0.0).max())
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, in order."""
-    return x.contiguous().flatten().unsqueeze(-1).view(torch.uint8)
-
-
 def cut_evenly(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
     """`x` cut along `dim` into one piece for each coordinate: `[size, *piece]`, contiguous.
 
@@ -449,8 +355,3 @@ def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
 def _group(line: Line) -> Methods:
     assert line.group is not None, "a line of one rank has no group"
     return line.group
-
-
-def _resolved(x: torch.Tensor) -> torch.Tensor:
-    """The values themselves: what is still under way has come, nothing waits to be conjugated or negated."""
-    return waited(x).resolve_conj().resolve_neg()

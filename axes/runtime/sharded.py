@@ -51,7 +51,7 @@ from axes.runtime.torch_placements import (
     sharding_of_spec,
     torch_placements,
 )
-from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, refuse_transform
+from axes.runtime.transforms import check_not_wrapped, check_plain, check_transforms, refuse_transform
 
 Sizes = Mapping[str, int]
 Use: TypeAlias = Literal["whole", "summed"]
@@ -95,7 +95,7 @@ def shard(
             "axes.shard takes a tensor on every rank; found None. With source_rank= the values of the others don't "
             "matter, their shape and dtype do: pass torch.empty(shape, dtype=...) there"
         )
-    _check_plain("axes.shard", tensor)
+    check_plain("axes.shard", tensor, "To move one, use axes.reshard")
     if tensor.is_meta:
         raise ShardingError("axes.shard takes a tensor with values; found one on the device 'meta'")
     if torch_private.functorch_is_active():
@@ -187,7 +187,7 @@ def from_local(
         h = axes.from_local(h.to_local().tanh(), "batch@dp embed", mesh=mesh, grad="whole")
     """
     mesh = required_mesh(mesh, "axes.from_local")
-    _check_plain("axes.from_local", local)
+    check_plain("axes.from_local", local, "To move one, use axes.reshard")
     check_grad("axes.from_local", grad)
     names, numbers = _apart(written_sizes(keywords, sizes))
     shape = () if (is_open := shape is None) else checked_shape(shape)
@@ -454,16 +454,6 @@ def broadcast_on(mesh: Mesh, tensor: torch.Tensor, who: str, what: str, source: 
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
     broadcast(tensor, ranks[0] if source is None else source, group, mesh, what)
     return tensor
-
-
-def _check_plain(function: str, tensor: Any) -> None:
-    if isinstance(tensor, DTensor):
-        raise ShardingError(f"{function} takes a plain tensor; found a DTensor. To move one, use axes.reshard")
-    if not isinstance(tensor, torch.Tensor):
-        raise ShardingError(f"{function} takes a tensor; found {type(tensor).__name__}")
-    check_dense(tensor, function)
-    if torch_private.transforms_are_on():
-        check_transforms(function, (tensor,))
 
 
 def _check_distributed(function: str, x: Any) -> None:

@@ -667,7 +667,7 @@ UnderWay = funcol.AsyncCollectiveTensor
 
 
 def owns_its_memory(x: DTensor) -> bool:
-    """Whether the shard of a DTensor is as large as its storage, and nobody else has the shard or the storage.
+    """Whether the shard of a DTensor is contiguous and as large as its storage, and nobody else has one of the two.
 
     Two things refer to the storage then, the shard and what Python calls its storage; and two to the shard, the DTensor
     and the call that asks.
@@ -677,7 +677,7 @@ def owns_its_memory(x: DTensor) -> bool:
         return False
     storage = x._local_tensor.untyped_storage()
     exact = storage.nbytes() == x._local_tensor.numel() * x._local_tensor.element_size()
-    return exact and count(storage._cdata) == 2
+    return exact and count(storage._cdata) == 2 and x._local_tensor.is_contiguous()
 
 
 def version_of(x: torch.Tensor) -> int:

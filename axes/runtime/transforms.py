@@ -53,6 +53,18 @@ def check_dense(x: torch.Tensor, function: str) -> None:
         raise ShardingError(f"{function} takes a tensor; found a lazy parameter that has no shape yet")
 
 
+def check_plain(function: str, x: Any, instead: str) -> None:
+    """`ShardingError` for what isn't a plain tensor that a collective can send; `instead` is advice for a DTensor."""
+    if not is_dense(x):
+        if isinstance(x, DTensor):
+            raise ShardingError(f"{function} takes this rank's plain tensor; found a DTensor. {instead}")
+        if not isinstance(x, torch.Tensor):
+            raise ShardingError(f"{function} takes a tensor; found {type(x).__name__}")
+        check_dense(x, function)
+    if torch_private.transforms_are_on():
+        check_transforms(function, (x,))
+
+
 def is_dense(x: object) -> bool:
     """Whether `x` is a tensor of torch's own class that `check_dense` takes: at most calls there is nothing to ask."""
     return type(x) in PLAIN and x.layout is _STRIDED and not x.is_nested and not x.is_quantized  # type: ignore[attr-defined]
