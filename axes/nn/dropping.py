@@ -39,7 +39,7 @@ from axes.runtime.groups import current_world, of_world, time_limit
 from axes.runtime.leaves import used
 from axes.runtime.linear import linear
 from axes.runtime.sharded import strides_like
-from axes.runtime.shards import Given, LocalPart, check_share, read_shard, told_shape
+from axes.runtime.shards import Given, LocalPart, check_share, read_shard, told_shapes
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_dense, check_transforms
 
@@ -111,7 +111,7 @@ def dropout(
         return _dropped(used(x), bits, float(p))
     if part is None:
         return _without(x, _kept(x, None, tuple(x.shape), bits, p), p)
-    whole = told_shape(f"axes.nn.dropout '{part.sharding}'", part, x.device)
+    (whole,) = told_shapes(f"axes.nn.dropout '{part.sharding}'", part.sharding.mesh, (part,), x.device)
     return _without(x, _kept(x, part.sharding.sized(whole), whole, bits, p), p)
 
 

@@ -34,8 +34,8 @@ from axes.algebra.logical import Rules, use_rules
 from axes.algebra.mesh import Mesh
 from axes.nn.diagnosis import TRUTH, Piece, Runs, error_of, is_rounded
 from axes.nn.shard_module import shard_module
+from axes.ops.arguments import NamedSpecs
 from axes.ops.module_regions import without_same
-from axes.ops.named_specs import NamedSpecs
 from axes.ops.regions import read_region
 from axes.ops.shard_map import shard_map
 from axes.runtime import torch_private

@@ -34,8 +34,8 @@ from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
 from axes.nn.judgement import Limits, Mismatch, first_wrong, judged
 from axes.nn.observed import Job, Observed, moved_by, named_tensors, observe
+from axes.ops.arguments import NamedSpecs
 from axes.ops.module_regions import without_regions
-from axes.ops.named_specs import NamedSpecs
 from axes.runtime import torch_private
 from axes.runtime.launch import launch
 

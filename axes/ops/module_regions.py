@@ -38,9 +38,8 @@ from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh, use_mesh
 from axes.algebra.universe import Universe
-from axes.ops.named_specs import NamedSpecs
+from axes.ops.arguments import NamedSpecs, are_plain, taken_apart
 from axes.ops.regions import read_region
-from axes.ops.trees import taken_apart
 from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global, leave_together
 from axes.runtime.groups import of_world
@@ -258,9 +257,8 @@ def _forward(module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs
     expression, mesh, *_ = state.call
     if torch_private.functorch_is_active():
         check_transforms(f"shard_map '{expression}'", module.parameters())
-    plain = _plain_tensors(args, kwargs)
-    if not (plain and _stack.regions):
-        return state.run(ModuleFunction(module, own, state.call), state.call, args, kwargs, plain)
+    if not (_stack.regions and _plain_tensors(args, kwargs)):
+        return state.run(ModuleFunction(module, own, state.call), state.call, args, kwargs)
     # A region inside a region: its shards are those of the region around it, and so is what a gradient means.
     outer = _stack.regions[-1]
     same = _same_on_the_left(expression, mesh or ambient_mesh())
@@ -276,8 +274,7 @@ def _forward(module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
     """Whether there are tensors among the arguments, all of them plain."""
-    found = taken_apart((args, kwargs), lambda part: None).tensors
-    return bool(found) and not any(isinstance(x, DTensor) for x in found)
+    return are_plain(taken_apart((args, kwargs), lambda part: None).tensors)
 
 
 def without_same(spec: Spec) -> str:

@@ -64,8 +64,17 @@ from axes.algebra.errors import ExpressionError, ShardingError, shown
 from axes.algebra.grammar import Spec, checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
+from axes.ops.arguments import (
+    NamedSpecs,
+    Tree,
+    are_plain,
+    check_argument,
+    check_result,
+    named_specs,
+    names_of_tensors,
+    taken_apart,
+)
 from axes.ops.module_regions import ModuleFunction, RegionCall, region_of_module, without_same
-from axes.ops.named_specs import NamedSpecs, named_specs, names_of_tensors
 from axes.ops.region_checks import Check, Function, check_closed, check_gradients, check_outputs
 from axes.ops.region_sizes import Asked, traced_region, traced_results
 from axes.ops.regions import (
@@ -80,7 +89,6 @@ from axes.ops.regions import (
     region_of,
     results_of,
 )
-from axes.ops.trees import Tree, check_argument, check_result, taken_apart
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept
@@ -242,20 +250,18 @@ def _region_of(
     return functools.update_wrapper(inside, fn, updated=())
 
 
-def run_region(
-    fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: bool = False
-) -> Any:
+def run_region(fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`fn(*args, **kwargs)` in a region.
 
-    `plain`: the tensors are plain shards, which are what the left side declares; so are the results. Outside,
-    every rank does the same with what is replicated: gradients are whole there.
+    Plain tensors that a module is called with are shards, which are what the left side declares; so are the results.
+    Outside, every rank does the same with what is replicated: gradients are whole there.
     """
     if not torch.compiler.is_compiling() and flags.watched:
-        return within("shard_map", call.expression, _run_region, fn, call, args, kwargs, plain)
-    return _run_region(fn, call, args, kwargs, plain)
+        return within("shard_map", call.expression, _run_region, fn, call, args, kwargs)
+    return _run_region(fn, call, args, kwargs)
 
 
-def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any], plain: bool) -> Any:
+def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any]) -> Any:
     expression, mesh, check, named = call
     if mesh is not None:
         checked_mesh(mesh)
@@ -266,6 +272,8 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     except ShardingError as error:
         raise located(error, expression) from None
     tensors: Sequence[Any] = tree.tensors
+    of_module = fn if isinstance(fn, ModuleFunction) else None
+    plain = of_module is not None and are_plain(tensors)
     _check_inputs(expression, tensors, args, kwargs, plain)
     asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
     if torch.compiler.is_compiling():
@@ -279,7 +287,6 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     shards = [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
     if check:
         check_gradients(region, shards, check)
-    of_module = fn if isinstance(fn, ModuleFunction) else None
     if of_module is not None:
         of_module.home = region.home
     versions = [torch_private.version_of(x) for x in shards]

@@ -11,7 +11,6 @@ itself, since it is made of the same function; so are gradients of gradients.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -59,12 +58,23 @@ _apply = torch_private.apply_of(_Linear)
 NODE: Any = torch_private.node_of(_Linear)
 """The type of the nodes that maps leave in the graph; the `border` of each says where it stands."""
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
+def linear(
+    run: Callable[..., Any],
+    back: Callable[..., Any],
+    *xs: torch.Tensor,
+    border: Border = None,
+    keep: Sequence[bool] = (),
+) -> Any:
+    """`run(*xs)`, whose gradient is `back` of its gradient. Of several results that have none, `back` is given None.
 
-def linear(run: Callable[..., Any], back: Callable[..., Any], *xs: torch.Tensor, border: Border = None) -> Any:
-    """`run(*xs)`, whose gradient is `back` of its gradient. Of several results that have none, `back` is given None."""
-    return _applied(run, back, border, (), *xs)
+    With `keep` it is `back(gradient, needed, kept)`, as `around` says.
+    """
+    for x in xs if torch.is_grad_enabled() else ():
+        if x.requires_grad:
+            apply = _Linear.apply if torch.compiler.is_compiling() else _apply
+            return apply(run, back, border, keep, *xs)
+    return run(*xs)
 
 
 def around(
@@ -78,16 +88,9 @@ def around(
     keep: which of the operands and the result, in this order, `back(gradient, needed, kept)` is given.
     `needed` says which operands need a gradient.
     """
-    return _applied(run, back, None, tuple(keep), *xs)
+    return linear(run, back, *xs, keep=tuple(keep))
 
 
 def both_ways(run: Map, back: Map, x: torch.Tensor) -> torch.Tensor:
     """`run(x)` of a plain tensor, where each of the two maps is the gradient of the other."""
     return linear(lambda x: writable(run(x), x), lambda g: both_ways(back, run, g), x)
-
-
-def _applied(run: Callable[..., Any], back: Callable[..., Any], border: Border, keep: Sequence[bool], *xs: Any) -> Any:
-    if not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, xs)):
-        return run(*xs)
-    apply = _Linear.apply if torch.compiler.is_compiling() else _apply
-    return apply(run, back, border, keep, *xs)

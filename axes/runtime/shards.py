@@ -106,7 +106,7 @@ def whole_of(what: str, part: LocalPart, spec: str, local: torch.Tensor) -> tupl
     `what` says in errors and traces who asks. A part of a graph is contiguous.
     """
     if not torch.compiler.is_compiling():
-        whole = told_shape(what, part, local.device)
+        (whole,) = told_shapes(what, part.sharding.mesh, (part,), local.device)
         return local, placements_of(part, spec, whole), whole
     placements = traced_placements_of(part, spec, part.even)
     told = told_even(local, what, part.sharding.mesh, (part,)) if part.open else local
@@ -116,30 +116,25 @@ def whole_of(what: str, part: LocalPart, spec: str, local: torch.Tensor) -> tupl
 # --- sizes that ranks tell each other
 
 
-def told_shape(what: str, part: LocalPart, device: torch.device) -> Shape:
-    """The whole shape of one part; nothing is sent where all sizes are known."""
-    if not part.open:
-        return part.even
-    mesh = part.sharding.mesh
+def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch.device) -> list[Shape]:
+    """The whole shapes of tensors of which each rank has a part; nothing is sent where all sizes are known.
+
+    `what` says in errors and traces who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
+    the shards of whole tensors. The host waits for the answer.
+    """
+    told_dims = tuple([part.sharding.dims[dim] for part in parts for dim in part.open])
+    if not told_dims:
+        return [part.even for part in parts]
     if mesh.coordinate is None:
         raise MeshError(
             f"{what}: rank {mesh.rank} isn't one of the ranks of {mesh!r}, which tell each other the whole shape; give "
             "it as shape=..."
         )
-    return told_shapes(what, mesh, (part,), device)[0]
-
-
-def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch.device) -> list[Shape]:
-    """The whole shapes of tensors of which each rank has a part, some of them of unknown size.
-
-    `what` says in errors and traces who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
-    the shards of whole tensors. The host waits for the answer.
-    """
-    tellers = _tellers(mesh, tuple([part.sharding.dims[dim] for part in parts for dim in part.open]))
-    if tellers.group.fake:
+    group, ranks = _tellers(mesh, told_dims)
+    if group.fake:
         return [part.even for part in parts]
     mine = [size for part in parts for size in part.local]
-    rows = gathered_numbers(mine, f"the sizes of {what}", tellers.group, device)
+    rows = gathered_numbers(mine, f"the sizes of {what}", group, device)
     totals = list(map(sum, zip(*rows, strict=True)))
     found, at = [], 0
     for part in parts:
@@ -147,29 +142,21 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch
         sizes = zip(part.known, totals[at:stop], part.sharding.dims, strict=True)
         whole = tuple([total * dim.pieces // len(rows) if size is None else size for size, total, dim in sizes])
         told = [tuple(row[at:stop]) for row in rows]
-        if told != _shares(part.sharding, whole, tellers.ranks):
-            raise SizeError(_unequal(what, part, whole, told, tellers.ranks))
+        if told != _shares(part.sharding, whole, ranks):
+            raise SizeError(_unequal(what, part, whole, told, ranks))
         found.append(whole)
         at = stop
     return found
 
 
-class _Tellers(NamedTuple):
-    """The ranks that tell each other sizes, this one among them, and their group."""
-
-    ranks: tuple[int, ...]
-    group: Methods
-
-
 @of_world(1024)
-def _tellers(mesh: Mesh, dims: tuple[ShardedDim, ...]) -> _Tellers:
-    """The ranks along all axes that split one of these dims."""
+def _tellers(mesh: Mesh, dims: tuple[ShardedDim, ...]) -> tuple[Methods, tuple[int, ...]]:
+    """The group of the ranks along all axes that split one of these dims, this one among them; and the ranks."""
     axes = [axis for dim in dims for axis in dim.axes]
     modes = {mode for each in digits(*(axis.layout for axis in axes)) for mode in each}
     layout = Layout.of(sorted(modes, key=lambda mode: mode[1], reverse=True))
-    ranks = mesh.ranks_of(layout, current_world().rank)
     name = " ".join(dict.fromkeys(axis.name for axis in axes))
-    return _Tellers(tuple(ranks or ()), Methods(group_of(mesh, layout, name), mesh))
+    return Methods(group_of(mesh, layout, name), mesh), tuple(mesh.ranks_of(layout, current_world().rank) or ())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,11 +214,11 @@ def told_even(x: torch.Tensor, what: str, mesh: Mesh, parts: Sequence[LocalPart]
     The result depends on the answer: a graph drops what nobody uses.
     """
     dims = [(part.sharding.dims[dim], part.local[dim]) for part in parts for dim in part.open]
-    tellers = _tellers(mesh, tuple([dim for dim, _ in dims]))
-    if tellers.group.fake:
+    group, ranks = _tellers(mesh, tuple([dim for dim, _ in dims]))
+    if group.fake:
         return x
-    every = traced_numbers([size for _, size in dims], len(tellers.ranks), tellers.group, x.device)
-    zero = _check_even(every, len(tellers.ranks), f"{what} on {ranks_text(tellers.ranks)}")
+    every = traced_numbers([size for _, size in dims], len(ranks), group, x.device)
+    zero = _check_even(every, len(ranks), f"{what} on {ranks_text(ranks)}")
     if x.dtype.itemsize == 1:  # torch subtracts neither booleans nor floats of 8 bits
         return (x.view(torch.uint8) - zero.to(torch.uint8)).view(x.dtype)
     return x - zero.to(x.dtype)

@@ -592,13 +592,14 @@ def resized_spec(spec: DTensorSpec, shape: Sequence[int], stride: tuple[int, ...
     return found
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    """The DTensor of a local tensor, outside of autograd.
+dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = functools.partial(
+    DTensor.__new__, DTensor, requires_grad=False
+)
+"""The DTensor of a local tensor, outside of autograd.
 
-    `__new__` does all of it (2.11 to 2.13); `__init__` only tells `torch.compile` to stay away, and
-    costs three times as much.
-    """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+`__new__` does all of it (2.11 to 2.13); `__init__` only tells `torch.compile` to stay away, and
+costs three times as much.
+"""
 
 
 def spec_of(x: DTensor) -> DTensorSpec:
@@ -614,9 +615,8 @@ def spec_of(x: DTensor) -> DTensorSpec:
         raise
 
 
-def local_of(x: DTensor) -> torch.Tensor:
-    """The local tensor of a DTensor, outside of autograd. `to_local` is an autograd function."""
-    return x._local_tensor
+local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+"""The local tensor of a DTensor, outside of autograd. `to_local` is an autograd function."""
 
 
 def lie_alike(one: DTensor, other: DTensor) -> bool:
