@@ -17,10 +17,9 @@ checked all the same.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -180,30 +179,23 @@ def _hook(module: torch.nn.Module) -> None:
     module five microseconds. A hook stands before those of others, which see shards, but behind that of `fully_shard`.
     """
     own: _State = module.__dict__[_STATE]
-    for inner in module.modules():
-        state = inner.__dict__.setdefault(_STATE, _State(own.shared))  # of one put in since, as a checkpoint's wrapper
-        if inner is not module and not state.asks:
-            first = not isinstance(inner, FSDPModule)
-            with _one_number_for_all():
+    with _NUMBERING:
+        after = RemovableHandle.next_id
+        for inner in module.modules():
+            state = inner.__dict__.setdefault(_STATE, _State(own.shared))  # of one put in since, as by a checkpoint
+            if inner is not module and not state.asks:
+                state.asks, RemovableHandle.next_id = True, _HOOK_NUMBER
+                first = not isinstance(inner, FSDPModule)
                 inner.register_forward_pre_hook(_enter_inner, with_kwargs=True, prepend=first)
                 inner.register_forward_hook(_leave_inner, prepend=True, always_call=True)
-            state.asks = True
+        RemovableHandle.next_id = after
     own.hooked = True
 
 
-@contextlib.contextmanager
-def _one_number_for_all() -> Iterator[None]:
-    """Hooks of every module get the same numbers: dynamo guards on them, and equal layers are to share a graph."""
-    with _NUMBERING:
-        after = RemovableHandle.next_id
-        RemovableHandle.next_id = _HOOK_NUMBER
-        try:
-            yield
-        finally:
-            RemovableHandle.next_id = after
-
-
-_NUMBERING, _HOOK_NUMBER = threading.Lock(), 2**48  # more than any other hook's
+_NUMBERING, _HOOK_NUMBER = threading.Lock(), 2**48
+"""Hooks of every module get the same numbers, more than any other hook's: dynamo guards on them, and equal layers are
+to share a graph.
+"""
 
 
 def _region_class(kind: Any) -> type:

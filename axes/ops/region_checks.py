@@ -36,21 +36,21 @@ def check_closed(
     expression: str,
     module: torch.nn.Module | None = None,
     own: Sequence[torch.Tensor] = (),
-) -> None:
-    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument.
+) -> bool:
+    """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument; returns
+    whether there are gradients.
 
     Its gradient would be this rank's summand. The graph is walked back from the results to where the arguments came in,
     at each call, since what a function closes over may need a gradient from one call to the next; a node costs a third
     of a microsecond. `own` are leaves that may be used.
     """
-    if not torch.is_grad_enabled():
-        return
-    needing = [x for x in results if x.requires_grad]
-    for x in needing:
-        if x.grad_fn is None:
-            raise _closed_over(x, expression, module)
-    ahead: list[Any] = [x.grad_fn for x in needing]
-    seen = set(ahead)
+    ahead: list[Any] = []
+    for x in results if torch.is_grad_enabled() else ():
+        if x.requires_grad:
+            if x.grad_fn is None:
+                raise _closed_over(x, expression, module)
+            ahead.append(x.grad_fn)
+    needed, seen = bool(ahead), set(ahead)
     to_local = torch_private.TO_LOCAL
     while ahead:
         node = ahead.pop()
@@ -68,6 +68,7 @@ def check_closed(
             if below is not None and below not in seen:
                 seen.add(below)
                 ahead.append(below)
+    return needed
 
 
 def _closed_over(leaf: torch.Tensor | None, expression: str, module: torch.nn.Module | None) -> ShardingError:

@@ -263,7 +263,7 @@ def run_region(fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Ma
 
 def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any]) -> Any:
     expression, mesh, check, named = call
-    if mesh is not None:
+    if mesh is not None and type(mesh) is not Mesh:
         checked_mesh(mesh)
     passed: list[object] = []
     try:
@@ -275,9 +275,12 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     of_module = fn if isinstance(fn, ModuleFunction) else None
     plain = of_module is not None and are_plain(tensors)
     _check_inputs(expression, tensors, args, kwargs, plain)
-    asked = expression, _seen_here(mesh if mesh is not None else ambient.ambient_mesh()), mesh is not None
+    names = mesh if mesh is not None else ambient.ambient_mesh()
     if torch.compiler.is_compiling():
-        return _run_in_graph(fn, asked, tree, check, passed, named)
+        return _run_in_graph(fn, (expression, names, mesh is not None), tree, check, passed, named)
+    if names is not None and names._view is not None:
+        names = names.at(current_world().rank)  # meshes that ranks see differently are equal, and have one region
+    asked = expression, names, mesh is not None
     if plain:
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
         asked, tensors = (expression, home, True), _declared(tensors, expression, home)
@@ -300,27 +303,19 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     if named.results is not None:
         expression = named.of_results(expression, result)
         region = region_of(expression, *asked[1:], held, plain)
-    entering: Sequence[torch.Tensor] = found.tensors
+    pairs, held_by_module = [*zip(tensors, shards, strict=True)], list[torch.Tensor]()
     if of_module is None:
-        check_closed(entering, expression)
-        entering = _unshared(entering, shards)
+        has_gradients = check_closed(found.tensors, expression)
     else:
-        check_closed(entering, expression, of_module.module, of_module.own)
-        entering = _unshared(entering, (*shards, *of_module.tensors()))
-    if changes is not None and any(x.requires_grad for x in entering):
-        for x, shard in (*zip(tensors, shards, strict=True), *(of_module.shards if of_module else ())):
-            changes.watch(x, shard)
-    outputs = _entered(region, entering, changes)
+        has_gradients = check_closed(found.tensors, expression, of_module.module, of_module.own)
+        pairs, held_by_module = [*pairs, *of_module.shards], of_module.tensors()
+    if changes is not None and has_gradients:
+        for pair in pairs:
+            changes.watch(*pair)
+    outputs = _entered(region, _unshared(found.tensors, (*shards, *held_by_module)), changes)
     if check:
         check_outputs(region, outputs, check)
     return found.holding([_undeclared(y) for y in outputs] if plain else outputs)
-
-
-def _seen_here(mesh: Mesh | None) -> Mesh | None:
-    """The mesh as this rank sees it: meshes seen from different ranks are equal, and have one region."""
-    if mesh is None or mesh._view is None or torch.compiler.is_compiling():
-        return mesh
-    return mesh.at(current_world().rank)
 
 
 def _check_inputs(

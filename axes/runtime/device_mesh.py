@@ -149,13 +149,13 @@ def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
 
     Raises `MeshError` where the name stands for other ranks already.
     """
-    mesh = _of_known_root(made)
-    if mesh is None:
+    root = torch_private.root_of(made)
+    if dist.group.WORLD is None or not any(known is root for known in current_world().roots.values()):
         return None
-    world = current_world()
+    world, mesh = current_world(), from_device_mesh(made)
     with world.lock:
         layout = mesh.layout_of_all
-        modes = torch_private.flattened_modes(torch_private.root_of(made), name)
+        modes = torch_private.flattened_modes(root, name)
         known = [] if modes is None or Layout.of(modes) == layout else ["a name of other dims, flattened"]
         known += [
             f"an axis of {other!r}"
@@ -168,14 +168,6 @@ def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
                 "flatten under another name"
             )
         return device_mesh(mesh._with(namespace={**mesh.namespace, name: layout})[name])
-
-
-def _of_known_root(made: DeviceMesh) -> Mesh | None:
-    """The mesh of a `DeviceMesh` whose root axes builds on; None of another."""
-    root = torch_private.root_of(made)
-    if dist.group.WORLD is None or not any(known is root for known in current_world().roots.values()):
-        return None
-    return from_device_mesh(made)
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:

@@ -51,7 +51,7 @@ from axes.runtime.torch_placements import (
     sharding_of_spec,
     torch_placements,
 )
-from axes.runtime.transforms import check_not_wrapped, check_plain, check_transforms, refuse_transform
+from axes.runtime.transforms import PLAIN, check_not_wrapped, check_plain, check_transforms, refuse_transform
 
 Sizes = Mapping[str, int]
 Use: TypeAlias = Literal["whole", "summed"]
@@ -402,7 +402,7 @@ def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
 def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
     if local.is_contiguous():
-        return (strides_of if is_symbolic(shape) else contiguous_strides)(tuple(shape))
+        return (contiguous_strides if type(local) in PLAIN else strides_of)(tuple(shape))
     order = sorted(range(local.ndim), key=lambda dim: (-local.stride(dim), dim))
     packed = contiguous_strides(tuple(shape[dim] for dim in order))
     by_dim = dict(zip(order, packed, strict=True))
