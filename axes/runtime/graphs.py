@@ -7,12 +7,14 @@ takes tensors and numbers alone, so what else it needs goes by a number, which i
 
     def reshard(x, spec, mesh):
         if torch.compiler.is_compiling():
-            return node(x, number_of((spec, mesh)))       # to the graph, a constant
+            return node(x, number_of(spec, mesh))         # to the graph, a constant
         ...
 
-    @node_of_graph
+    @torch.compiler.allow_in_graph
     def node(x, number):
         spec, mesh = known(number)
+
+There is one such node, `traced` in `axes.runtime.leaves`.
 
 Ranks meet in a node, so all must run one of the same graph: its guards on the DTensors that come in are
 such that depend on whole sizes, which are the same on every rank.
@@ -47,7 +49,6 @@ for _kind in (Mesh, Sharding, Rules):
     torch_traced.constant_in_graphs(_kind)
 
 Read = TypeVar("Read")
-Node = TypeVar("Node", bound=Callable[..., Any])
 
 
 class Held:
@@ -80,10 +81,9 @@ _numbers = itertools.count()
 @torch.compiler.assume_constant_result
 def number_of(*thing: Hashable) -> int:
     """The number of a thing, equal things having the same; to `torch.compile` it is a constant."""
-    whole = thing[0] if len(thing) == 1 else thing
-    held = _by_thing.get(whole)
+    held = _by_thing.get(thing)
     if held is None:
-        held = _by_thing[whole] = Held(whole, next(_numbers))
+        held = _by_thing[thing] = Held(thing, next(_numbers))
         _by_number[held.key] = held
     return held.by_graph()
 
@@ -106,20 +106,6 @@ def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
     return reading
 
 
-def node_of_graph(run: Node) -> Node:
-    """A function of tensors and numbers as a node of compiled graphs, which are guarded on whole sizes."""
-    node = torch.compiler.allow_in_graph(run)
-
-    @functools.wraps(run)
-    def guarded(*args: Any) -> Any:
-        check_groups(*[x.device_mesh for x in args if isinstance(x, DTensor)])
-        found = node(*args)
-        _guard_whole_sizes()
-        return found
-
-    return guarded  # type: ignore[return-value]
-
-
 def check_groups(*device_meshes: Any) -> None:
     """`MeshError` where the groups of these have been ended; a graph is traced again when groups have."""
     _check_groups(groups.times_destroyed, *device_meshes)
@@ -134,7 +120,7 @@ def _check_groups(times: int, *device_meshes: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _guard_whole_sizes() -> bool:
+def guard_whole_sizes() -> bool:
     """Guards the graph on whole sizes, so that every rank has one, or none, for the same calls.
 
     A size that is a number is guarded as such, and so is one that its parts don't divide, since then

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.check import waited
-from axes.runtime.graphs import known, node_of_graph, number_of
+from axes.runtime.graphs import check_groups, guard_whole_sizes, known, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.routes import resharded, settled
 from axes.runtime.symbols import is_symbolic, spec_at
@@ -80,10 +80,13 @@ def traced(
             leave_pending(x)
     leaves = [grad == "resolved" and isinstance(x, DTensor) and x.is_leaf and x.requires_grad for x in tensors]
     settle = tuple([leaf and not _is_left_to_fsdp(x) for x, leaf in zip(tensors, leaves, strict=True)])
-    return _node(number_of(run, *what), home, settle, tuple(numbers), *tensors)
+    check_groups(*[x.device_mesh for x in tensors if isinstance(x, DTensor)])
+    found = _node(number_of(run, *what), home, settle, tuple(numbers), *tensors)
+    guard_whole_sizes()
+    return found
 
 
-@node_of_graph
+@torch.compiler.allow_in_graph
 def _node(number: int, _: Any, settle: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
     run, *what = known(number)
     return run(*what, numbers, [settled(x) if leaf else x for x, leaf in zip(tensors, settle, strict=True)])

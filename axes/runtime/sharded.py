@@ -119,7 +119,7 @@ def shard_on_mesh(
     """`shard` by a spec in axes of the mesh, whatever rules there are."""
     if torch.compiler.is_compiling():
         if source_rank is not None or (tensor.is_leaf and tensor.requires_grad):
-            return _shard_outside(tensor, spec, mesh, source_rank, given)
+            return _sharded_outside(tensor, spec, mesh, source_rank, given)
         names, numbers = _apart(given)
         return traced(_cut_in_graph, (mesh, spec, names), (tensor,), None, device_mesh_input(mesh), numbers)
     return _sharded(tensor, spec, mesh, source_rank, given)
@@ -143,6 +143,11 @@ def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | Non
     local = take_shard(value, sharding).to(device_type)
     made = resolving(dtensor_of(local, sharding, tensor.shape, device_mesh))
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+_sharded_outside = torch.compiler.disable(
+    _sharded, reason="axes.shard makes a new leaf, or broadcasts, outside of the graph"
+)
 
 
 def _check_whole(sharding: Sharding) -> None:
@@ -243,7 +248,7 @@ def unshard(x: DTensor) -> torch.Tensor:
         axes.unshard(axes.shard(torch.arange(8), "n@dp", mesh=mesh))     # tensor([0, 1, ..., 7])
     """
     _check_distributed("axes.unshard", x)
-    return traced(_whole, ("unshard",), (x,), None) if torch.compiler.is_compiling() else unsharded(used(x))
+    return traced(_whole, (), (x,), None) if torch.compiler.is_compiling() else unsharded(used(x))
 
 
 def to_local(x: DTensor, spec: str | None = None, grad: Use | None = None) -> torch.Tensor:
@@ -344,7 +349,7 @@ def sharding_of(x: DTensor) -> Sharding:
 # in torch.compile: what runs in a graph, and constants
 
 
-def _whole(_: str, __: object, tensors: Sequence[DTensor]) -> torch.Tensor:
+def _whole(_: object, tensors: Sequence[DTensor]) -> torch.Tensor:
     return unsharded(*tensors)
 
 
@@ -353,11 +358,6 @@ def _cut_in_graph(
 ) -> DTensor:
     (tensor,), given = tensors, tuple(zip(names, map(fixed, sizes), strict=True))
     return _cut(tensor.to(mesh.binding.device_type), parsed_sharding(mesh, spec, given, tensor.ndim))
-
-
-@torch.compiler.disable(reason="axes.shard makes a new leaf, or broadcasts, outside of the graph")
-def _shard_outside(*how: Any) -> DTensor:
-    return _sharded(*how)
 
 
 @torch.compiler.assume_constant_result
