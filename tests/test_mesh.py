@@ -170,13 +170,18 @@ def test_a_mesh_prints_its_names_with_what_they_are():
         (Mesh("dp=4 tp=2")["tp"], "Mesh('dp=4 tp=2')['tp']"),
         (Mesh("dp=4 tp=2", "(dp tp) = rows ep", ep=4, ranks_per_node=4)["ep"], "Mesh('dp=4 tp=2', '(dp tp) = rows=2 ep=4', ranks_per_node=4)['ep']"),
         (Mesh("dp=4 tp=2").rearrange("(a b) tp -> ab=(b a) tp", a=2), "Mesh('dp=4 tp=2', 'dp = a=2 b=2', 'ab = b a')['ab', 'tp']"),
-        (Mesh("dp=4 tp=2", "x = tp dp").rearrange("dp tp -> dp node=1 tp").define("one = node"), "Mesh('dp=4 tp=2', 'x = tp dp').rearrange('... -> ... node=1').define('one = node')['dp', 'node', 'tp']"),
         (Mesh("a=2 b=2", ranks=[3, 1, 0, 2]).at(1)["b"], "Mesh('a=2 b=2', ranks=[3, 1, 0, 2])['b']"),
     ],
 )  # fmt: skip
-def test_a_sub_mesh_prints_the_call_that_makes_it(mesh, text):
+def test_a_sub_mesh_prints_how_it_is_declared(mesh, text):
     assert repr(mesh) == text
     assert eval(text, {"Mesh": Mesh}) == mesh
+
+
+def test_axes_that_were_inserted_and_names_without_an_equation_are_printed_as_axes():
+    mesh = Mesh("dp=4 tp=2", "x = tp dp").rearrange("dp tp -> dp node=1 tp").define("one = node")
+    assert repr(mesh) == "Mesh('dp=4 tp=2 node=1', 'x = tp dp', 'one = node')['dp', 'node', 'tp']"
+    assert repr(mesh._with(derived=())["dp", "tp"]) == "Mesh('dp=4 tp=2')"
 
 
 # ---------------------------------------------------------------------------- mesh expressions

@@ -39,7 +39,7 @@ import functools
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -53,67 +53,10 @@ REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 Span = tuple[int, int]
 T = TypeVar("T")
-Named = TypeVar("Named", "Item", "Factor")
 
 _LONGEST_CACHED = 4096
 _LONGEST_TEXT = 50_000
 _LONGEST_NAME = 255
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A name, with its size where that is written: `dp=2`."""
-
-    name: str
-    size: int | None = None
-    span: Span = field(default=(0, 0), compare=False)
-
-    def __str__(self) -> str:
-        return self.name if self.size is None else f"{self.name}={self.size}"
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """`(dp cp)`, or `fsdp=(dp cp)` on the right of a mesh expression."""
-
-    items: tuple[Item, ...]
-    name: str | None = None
-    span: Span = field(default=(0, 0), compare=False)
-
-    def __str__(self) -> str:
-        inner = f"({' '.join(map(str, self.items))})"
-        return inner if self.name is None else f"{self.name}={inner}"
-
-
-@dataclass(frozen=True, slots=True)
-class Ellipsis_:
-    """`...`"""
-
-    span: Span = field(default=(0, 0), compare=False)
-
-    def __str__(self) -> str:
-        return "..."
-
-
-Side = tuple[Item | Group | Ellipsis_, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """`left = right`."""
-
-    text: str
-    left: tuple[Item, ...]
-    right: tuple[Item, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MeshExpression:
-    """`left -> right`."""
-
-    text: str
-    left: Side
-    right: Side
 
 
 def place_text(axes: Iterable[object]) -> str:
@@ -133,9 +76,17 @@ class Place:
         return place_text(self.names)
 
 
+class Item(NamedTuple):
+    """A name, with its size where that is written: `dp=2`."""
+
+    name: str
+    size: int | None = None
+    span: Span = (0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One name, number, `_` or `...` of a dim, with its own place where it has one.
+    """A name with its size where that is written, a number, `_` or `...`; and its own place where it has one.
 
     `name` is None for a number, whose `size` is given, and for `blocks`.
     """
@@ -149,24 +100,47 @@ class Factor:
     def __str__(self) -> str:
         if self.blocks:
             return f"({' + '.join(' '.join(map(str, block)) for block in self.blocks)})"
-        text = str(self.size) if self.name is None else str(Item(self.name, self.size))
+        text = "=".join([str(each) for each in (self.name, self.size) if each is not None])
         return text if self.place is None else f"{text}@{self.place}"
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dim: a single factor, or a group of factors with a place of its own."""
+    """One dim, or one axis of a mesh expression: a single factor, or a group of factors.
+
+    place: that of a group as a whole. name: of `fsdp=(dp cp)`, on the right of a mesh expression.
+    """
 
     factors: tuple[Factor, ...]
     grouped: bool = False
     place: Place | None = None
     span: Span = field(default=(0, 0), compare=False)
+    name: str | None = None
 
     def __str__(self) -> str:
         text = " ".join(map(str, self.factors))
         is_blocks = len(self.factors) == 1 and bool(self.factors[0].blocks)  # which has parentheses of its own
         text = f"({text})" if self.grouped and not is_blocks else text
+        text = text if self.name is None else f"{self.name}={text}"
         return text if self.place is None else f"{text}@{self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """`left = right`."""
+
+    text: str
+    left: tuple[Item, ...]
+    right: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshExpression:
+    """`left -> right`."""
+
+    text: str
+    left: tuple[Dim, ...]
+    right: tuple[Dim, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +272,29 @@ def checked_spec(spec: object) -> str:
     return checked_text(spec, "; a Sharding's text is its .spec" if type(spec).__name__ == "Sharding" else "")
 
 
-class _Parser:
-    """A cursor over the tokens of one text."""
+class _Language(NamedTuple):
+    """Which signs the names of a text stand between, and what an error expects outside of groups and in them."""
 
-    def __init__(self, text: object, hint: str = ""):
-        self.text = checked_text(text, hint)
+    signs: frozenset[str]
+    outside: str
+    inside: str = "an axis name in the group"
+
+
+_NAMES = _Language(frozenset(), "an axis name")
+_EQUATION = _Language(frozenset("("), "an axis name")
+_MESH = _Language(frozenset(("(", "dots")), "an axis name, '(' or '...'")
+_TENSOR = _Language(
+    frozenset(("(", "dots", "int", "_", "@", "+")),
+    "a dim name, a number, '_', '...' or '('",
+    "a dim name, a number or '...' in the group",
+)
+
+
+class _Parser:
+    """A cursor over the tokens of one text in one language."""
+
+    def __init__(self, text: object, language: _Language, hint: str = ""):
+        self.text, self.language = checked_text(text, hint), language
         self.tokens = _tokens(self.text)
         self.at = 0
 
@@ -322,6 +314,10 @@ class _Parser:
         self.at += 1
         return self.tokens[self.at - 1]
 
+    def sign(self, kind: str) -> bool:
+        """Take a sign that the language has."""
+        return kind in self.language.signs and self.take(kind) is not None
+
     def need(self, kind: str, expected: str) -> _Token:
         return self.take(kind) or self.fail(expected)
 
@@ -333,6 +329,10 @@ class _Parser:
     def wrong(self, message: str, span: Span) -> NoReturn:
         raise ExpressionError(message, self.text, *span)
 
+    def span(self, start: int) -> Span:
+        """From `start` to the end of the last token that was taken."""
+        return start, self.tokens[self.at - 1].stop
+
     def integer(self, token: _Token) -> int:
         digits = token.text.lstrip("-0")
         value = int(digits or "0") if len(digits) <= 18 else LARGEST_SIZE + 1
@@ -340,11 +340,10 @@ class _Parser:
             self.wrong(f"a size is a whole number from 1 to {LARGEST_SIZE}, found {shortened(token.text)}", token.span)
         return value
 
-    def name(self, expected: str) -> _Token:
-        token = self.need("name", expected)
-        if token.text == "_":
-            self.wrong(f"expected {expected}, found '_'", token.span)
-        return token
+    def name(self, expected: str) -> str:
+        if self.token.text == "_":
+            self.fail(expected)
+        return self.need("name", expected).text
 
     def size(self) -> int | None:
         """`= INT` where it follows; `=-1` says that the size is to be solved."""
@@ -354,162 +353,104 @@ class _Parser:
         token = self.tokens[self.at - 1]
         return None if token.text == "-1" else self.integer(token)
 
-    def item(self, expected: str) -> Item:
-        token = self.name(expected)
-        size = self.size()
-        return Item(token.text, size, (token.start, self.tokens[self.at - 1].stop))
-
-    def items(self, expected: str, stop: tuple[str, ...]) -> tuple[Item, ...]:
-        found = [self.item(expected)]
-        while self.token.kind not in stop:
-            found.append(self.item(f"{expected} or the end of the list"))
-        return tuple(found)
-
-    def group(self, name: str | None, start: int) -> Group:
-        self.need("(", "'('")
-        if self.token.kind == ")":
-            self.fail("an axis name in the group")
-        items = self.items("an axis name", (")", "end", "("))
-        self.closing()
-        return Group(items, name, (start, self.tokens[self.at - 1].stop))
-
-    def closing(self) -> None:
-        if self.token.kind == "(":
-            self.fail("')': groups don't nest")
-        self.need(")", "')'")
-
-    def end(self, expected: str) -> None:
-        if self.token.kind != "end":
-            self.fail(expected)
-
-    # declarations and equations
-
-    def product(self) -> tuple[Item, ...]:
-        if self.token.kind == "(":
-            return self.group(None, self.token.start).items
-        return self.items("an axis name", ("=", "end", "(", ")"))
-
-    # mesh expressions
-
-    def side(self, right: bool) -> Side:
-        found: list[Item | Group | Ellipsis_] = []
-        while self.token.kind not in ("arrow", "end"):
-            token = self.token
-            if token.kind == "dots":
-                self.at += 1
-                found.append(Ellipsis_(token.span))
-            elif token.kind == "(":
-                found.append(self.group(None, token.start))
-            elif self.ahead("name", "=", "("):
-                if not right:
-                    self.wrong("a group is named on the right of '->' only", token.span)
-                self.name("an axis name")
-                self.at += 1
-                found.append(self.group(token.text, token.start))
-            else:
-                found.append(self.item("an axis name, '(' or '...'"))
-        if sum(isinstance(entry, Ellipsis_) for entry in found) > 1:
-            last = next(entry for entry in reversed(found) if isinstance(entry, Ellipsis_))
-            self.wrong("'...' stands once on a side", last.span)
-        return tuple(found)
-
-    # tensor expressions
-
     def place(self) -> Place | None:
-        if not self.take("@"):
+        if not self.sign("@"):
             return None
-        token = self.token
+        start = self.token.start
         if self.take("*"):
-            return Place(("*",), token.span)
+            return Place(("*",), self.span(start))
         if not self.take("("):
-            return Place((self.name("an axis name, '*' or '(' after '@'").text,), token.span)
+            name = self.name("an axis name, '*' or '(' after '@'")
+            return Place((name,), self.span(start))
         names: list[str] = []
         while self.token.kind in ("name", "*"):
-            star = self.take("*")
-            names.append("*" if star else self.name("an axis name").text)
+            names.append("*" if self.take("*") else self.name("an axis name"))
         self.closing()
-        span = token.start, self.tokens[self.at - 1].stop
         if names.count("*") > 1:
-            self.wrong("'*' stands once in a place", span)
-        return Place(tuple(names), span)
+            self.wrong("'*' stands once in a place", self.span(start))
+        return Place(tuple(names), self.span(start))
+
+    def closing(self) -> None:
+        self.need(")", "')': groups don't nest" if self.token.kind == "(" else "')'")
 
     def factor(self, in_group: bool) -> Factor:
-        token = self.token
+        token, size = self.token, None
         name: str | None = token.text
-        size = None
-        if self.take("int"):
+        if self.sign("int"):
             name, size = None, self.integer(token)
-        elif self.take("dots"):
+        elif token.kind == "dots" and (not in_group or self.language is _TENSOR) and self.sign("dots"):
             pass
-        elif token.text == "_" and not in_group:
+        elif token.text == "_" and not in_group and "_" in self.language.signs:
             self.at += 1
-        elif in_group:
-            self.name("a dim name, a number or '...' in the group")
-            size = self.size()
         else:
-            self.name("a dim name, a number, '_', '...' or '('")
+            self.name(self.language.inside if in_group else self.language.outside)
             size = self.size()
         place = self.place()
-        return Factor(name, size, place, (token.start, self.tokens[self.at - 1].stop))
+        return Factor(name, size, place, self.span(token.start))
 
     def dim(self) -> Dim:
         start = self.token.start
-        if not self.take("("):
+        label = self.name("") if "dots" in self.language.signs and self.ahead("name", "=", "(") else None
+        if label is not None:
+            self.at += 1
+        if self.token.kind != "(" or "(" not in self.language.signs:
             factor = self.factor(in_group=False)
             return Dim((factor,), span=factor.span)
-        if self.has_blocks():
-            return self.closed_dim([self.blocks(start)], start)
-        factors: list[Factor] = []
-        while self.token.kind not in (")", "end"):
-            inner = self.token.start
-            if self.token.kind == "(" and self.has_blocks(ahead=1):
-                self.at += 1
-                factors.append(self.blocks(inner))
-            elif self.token.kind == "(":
-                break
-            else:
-                factors.append(self.factor(in_group=True))
-        self.closing()
-        return self.closed_dim(factors, start)
-
-    def closed_dim(self, factors: list[Factor], start: int) -> Dim:
-        """The group of these factors, behind whose ')' a place may stand."""
+        factors = self.group()
         place = self.place()
-        span = start, self.tokens[self.at - 1].stop
         inside = [each for factor in factors for each in (factor, *itertools.chain(*factor.blocks))]
         if place is not None and any(each.place is not None for each in inside):
-            self.wrong("a group has '@' inside or outside, not both", span)
-        return Dim(tuple(factors), grouped=True, place=place, span=span)
+            self.wrong("a group has '@' inside or outside, not both", self.span(start))
+        return Dim(factors, True, place, self.span(start), label)
 
-    def has_blocks(self, ahead: int = 0) -> bool:
-        """Whether a '+' stands in the group that is open here, or opens `ahead`."""
-        depth = 1
-        for token in self.tokens[self.at + ahead :]:
-            if token.kind == "+" and depth == 1:
-                return True
-            depth += (token.kind == "(") - (token.kind == ")")
-            if depth == 0:
-                return False
-        return False
-
-    def blocks(self, start: int) -> Factor:
-        """`q + k)`, behind the '(' at `start`."""
-        found: list[tuple[Factor, ...]] = []
-        while not found or self.take("+"):
-            block: list[Factor] = []
-            while self.token.kind not in ("+", ")", "end", "("):
-                block.append(self.factor(in_group=True))
-            if not block:
-                self.fail("a dim name or a number in each block")
-            for item, again in _repeated(tuple([Item(f.name, None, f.span) for f in block if f.name])):
-                self.wrong(f"{shortened(item.name)} stands twice in one block", again.span)
-            found.append(tuple(block))
+    def group(self, within: bool = False) -> tuple[Factor, ...]:
+        """`(dp cp)`, or blocks `(q + k)` as one factor, which may stand `within` another group."""
+        start = self.need("(", "'('").start
+        blocks: list[list[Factor]] = [[]]
+        while self.token.kind not in (")", "end"):
+            if self.token.kind == "(" and not within and "+" in self.language.signs:
+                at = self.at
+                inner = self.group(within=True)
+                if not inner or not inner[0].blocks:
+                    self.at = at
+                    self.closing()
+                blocks[-1].extend(inner)
+            elif self.token.kind == "(":
+                self.closing()
+            elif self.token.kind == "+" and blocks[-1] and self.sign("+"):
+                blocks.append([])
+            else:
+                blocks[-1].append(self.factor(in_group=True))
+        if not blocks[-1] and (len(blocks) > 1 or self.language is not _TENSOR):
+            self.fail("a dim name or a number in each block" if len(blocks) > 1 else self.language.inside)
         self.closing()
-        span = start, self.tokens[self.at - 1].stop
-        dots = [factor for block in found for factor in block if factor.name == "..."]
-        if dots:
-            self.wrong("'...' has no place in blocks; name their dims", dots[0].span)
-        return Factor(None, None, None, span, tuple(found))
+        if len(blocks) == 1:
+            return tuple(blocks[0])
+        for block in blocks:
+            _check_once(self.text, items_of(block), "{} stands twice in one block")
+            for factor in block:
+                if factor.name == "..." or factor.blocks:
+                    self.wrong("a block holds names and numbers: no '...', and no blocks", factor.span)
+        return (Factor(None, None, None, self.span(start), tuple(map(tuple, blocks))),)
+
+    def product(self) -> tuple[Item, ...]:
+        if self.token.kind == "(" and "(" in self.language.signs:
+            return items_of(self.group())
+        found = [self.factor(in_group=False)]
+        while self.token.kind in ("name", "int"):
+            found.append(self.factor(in_group=False))
+        return items_of(found)
+
+    def dims(self, *stop: str) -> tuple[Dim, ...]:
+        found: list[Dim] = []
+        while self.token.kind not in (*stop, "arrow", "end"):
+            found.append(self.dim())
+        dots = [factor for dim in found for factor in dim.factors if factor.name == "..."]
+        if len(dots) > 1:
+            self.wrong(f"'...' stands once {'on a side' if self.language is _MESH else 'in a spec'}", dots[1].span)
+        return tuple(found)
+
+    # what is of tensors alone
 
     def pending(self) -> Pending:
         token = self.token
@@ -527,23 +468,18 @@ class _Parser:
         return Pending(token.text, place, (token.start, self.tokens[self.at - 1].stop))
 
     def spec(self) -> Spec:
-        dims: list[Dim] = []
-        while self.token.kind not in ("|", ",", "arrow", "end"):
-            dims.append(self.dim())
-        dots = [f for d in dims for f in d.factors if f.name == "..."]
-        if len(dots) > 1:
-            self.wrong("'...' stands once in a spec", dots[1].span)
+        dims = self.dims("|", ",")
         blocks = [f for d in dims for f in d.factors if f.blocks]
         if len(blocks) > 1:
             self.wrong("one dim of a tensor holds blocks; take the first ones apart before", blocks[1].span)
         if not self.take("|"):
-            return Spec(tuple(dims))
+            return Spec(dims)
         pending: list[Pending] = []
         while self.token.kind not in (",", "arrow", "end"):
             pending.append(self.pending())
         if len(pending) > 1 and any(p.op == "*" for p in pending):
             self.wrong("'*' stands alone after '|'", pending[-1].span)
-        return Spec(tuple(dims), tuple(pending))
+        return Spec(dims, tuple(pending))
 
     def specs(self) -> tuple[Spec, ...]:
         found = [self.spec()]
@@ -567,20 +503,21 @@ def _cached_by_text(parse: Callable[[str], T]) -> Callable[[str], T]:
 def parse_declaration(text: str) -> tuple[Item, ...]:
     """The items of `"pp dp=2 cp tp"`, at least one, each name once.
 
-    >>> [str(item) for item in parse_declaration("pp dp=2")]
-    ['pp', 'dp=2']
+    >>> [(item.name, item.size) for item in parse_declaration("pp dp=2")]
+    [('pp', None), ('dp', 2)]
     >>> parse_declaration("dp dp")
     Traceback (most recent call last):
     axes.algebra.errors.ExpressionError: 'dp' is declared twice
       dp dp
          ^^
     """
-    parser = _Parser(text, ". A mesh is declared by names and sizes, like 'dp=2 tp=4'")
+    parser = _Parser(text, _NAMES, ". A mesh is declared by names and sizes, like 'dp=2 tp=4'")
     if parser.token.kind == "end":
         parser.fail("at least one axis")
-    items = parser.items("an axis name", ("end",))
-    for item, again in _repeated(items):
-        parser.wrong(f"{shortened(item.name)} is declared twice", again.span)
+    items = parser.product()
+    if parser.token.kind != "end":
+        parser.fail("an axis name or the end of the list")
+    _check_once(parser.text, items, "{} is declared twice")
     return items
 
 
@@ -591,14 +528,13 @@ def parse_equation(text: str) -> Equation:
     >>> [item.name for item in parse_equation("fsdp = dp cp").right]
     ['dp', 'cp']
     """
-    parser = _Parser(text)
+    parser = _Parser(text, _EQUATION)
     left = parser.product()
     parser.need("=", "'='")
     right = parser.product()
-    parser.end("the end of the equation")
+    parser.need("end", "the end of the equation")
     for side in (left, right):
-        for item, again in _repeated(side):
-            parser.wrong(f"{shortened(item.name)} stands twice in one product", again.span)
+        _check_once(parser.text, side, "{} stands twice in one product")
     return Equation(parser.text, left, right)
 
 
@@ -609,14 +545,16 @@ def parse_mesh(text: str) -> MeshExpression:
     >>> str(parse_mesh("dp cp tp -> fsdp=(dp cp) tp").right[0])
     'fsdp=(dp cp)'
     """
-    parser = _Parser(text)
-    left = parser.side(right=False)
+    parser = _Parser(text, _MESH)
+    left = parser.dims()
+    for dim in left:
+        if dim.name is not None:
+            parser.wrong("a group is named on the right of '->' only", (dim.span[0], dim.span[0] + len(dim.name)))
     parser.need("arrow", "'->'")
-    right = parser.side(right=True)
-    parser.end("the end of the mesh expression")
+    right = parser.dims()
+    parser.need("end", "the end of the mesh expression")
     for side in (left, right):
-        for item, again in _repeated(leaves(side)):
-            parser.wrong(f"{shortened(item.name)} stands twice on one side", again.span)
+        _check_once(parser.text, leaves(side), "{} stands twice on one side")
     return MeshExpression(parser.text, left, right)
 
 
@@ -668,10 +606,10 @@ def parse_blocks(text: str) -> TensorExpression:
     >>> [[str(factor) for factor in block] for block in dim.factors[0].blocks]
     [['h', 'k'], ['g@tp']]
     """
-    parser = _Parser(text)
+    parser = _Parser(text, _TENSOR)
     operands = parser.specs()
     results = parser.specs() if parser.take("arrow") else None
-    parser.end("the end of the expression")
+    parser.need("end", "the end of the expression")
     return TensorExpression(parser.text, operands, results)
 
 
@@ -698,27 +636,23 @@ def parse_spec(text: str) -> Spec:
 
 def check_different(text: str, spec: Spec) -> None:
     """`ExpressionError` where a spec names two dims alike, which only an operand of an einsum may: `i i -> i`."""
-    names = [f for dim in spec.dims for f in dim.factors if f.name not in (None, "_", "...")]
-    for _, again in _repeated(names):
-        raise ExpressionError(f"dim {shortened(again.name)} stands twice in one tensor", text, *again.span)
+    _check_once(text, leaves(spec.dims), "dim {} stands twice in one tensor")
 
 
-def leaves(side: Side) -> tuple[Item, ...]:
-    """The items of one side of a mesh expression, groups opened."""
-    found: list[Item] = []
-    for entry in side:
-        if isinstance(entry, Item):
-            found.append(entry)
-        elif isinstance(entry, Group):
-            found.extend(entry.items)
-    return tuple(found)
+def leaves(dims: Iterable[Dim]) -> tuple[Item, ...]:
+    """The names of some dims, those in groups included."""
+    return items_of(factor for dim in dims for factor in dim.factors)
 
 
-def _repeated(items: Sequence[Named]) -> list[tuple[Named, Named]]:
-    seen: dict[str | None, Named] = {}
-    found: list[tuple[Named, Named]] = []
+def items_of(factors: Iterable[Factor]) -> tuple[Item, ...]:
+    """The names among some factors: neither numbers nor `...`."""
+    return tuple([Item(f.name, f.size, f.span) for f in factors if f.name not in (None, "...")])  # type: ignore[arg-type]
+
+
+def _check_once(text: str, items: Iterable[Item], message: str) -> None:
+    """Each name stands once."""
+    seen: set[str] = set()
     for item in items:
-        if item.name in seen:
-            found.append((seen[item.name], item))
-        seen.setdefault(item.name, item)
-    return found
+        if item.name in seen and item.name != "_":
+            raise ExpressionError(message.format(shortened(item.name)), text, *item.span)
+        seen.add(item.name)

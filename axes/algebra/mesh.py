@@ -28,21 +28,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from axes.algebra import ambient, mesh_expression, mesh_text, seam
+from axes.algebra import ambient, seam
 from axes.algebra.equations import Namespace, declared, defined
-from axes.algebra.errors import (
-    MeshError,
-    shown,
-    unknown_axis,
-)
+from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
-from axes.algebra.grammar import (
-    LARGEST_SIZE,
-    checked_text,
-    parse_declaration,
-    parse_equation,
-)
+from axes.algebra.grammar import LARGEST_SIZE, Equation, Item, checked_text, parse_declaration, parse_equation
 from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout, digits
+from axes.algebra.mesh_expression import Rearrangement, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, tuple_of, whole_number, written_sizes
@@ -73,6 +65,7 @@ class Mesh:
         "_view",
         "axis_names",
         "binding",
+        "derived",
         "extent",
         "layout_of_all",
         "layouts",
@@ -88,6 +81,7 @@ class Mesh:
     namespace: Namespace
     ranks_per_node: int | None
     binding: Any
+    derived: Derived
     layout_of_all: Layout
     extent: Layout
     size: int
@@ -112,7 +106,7 @@ class Mesh:
         names = tuple(item.name for item in items)
         if universe is None:
             universe = Universe(range(math.prod(namespace[name].size for name in names)))
-        self._set(universe, names, namespace, _checked_node(ranks_per_node), None, None)
+        self._set(universe, names, namespace, _checked_node(ranks_per_node), None, None, _derived(names, parsed))
 
     def _set(
         self,
@@ -122,37 +116,40 @@ class Mesh:
         ranks_per_node: int | None,
         binding: Any,
         view: int | None,
+        derived: Derived,
     ) -> None:
-        put = functools.partial(object.__setattr__, self)
         layouts = tuple(namespace[name] for name in axis_names)
-        put("universe", universe)
-        put("axis_names", axis_names)
-        put("layouts", layouts)
-        put(
-            "namespace",
-            namespace if isinstance(namespace, MappingProxyType) else MappingProxyType(namespace),
-        )
-        put("ranks_per_node", ranks_per_node)
-        put("binding", binding)
         whole = _whole(axis_names, layouts)
-        put("layout_of_all", whole)
-        put("extent", Layout.of(sorted(whole.modes, key=lambda mode: -mode[1])))
-        put("size", whole.size)
-        put("_view", view)
-        put("_hash", hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding)))
+        values = {
+            "universe": universe,
+            "axis_names": axis_names,
+            "layouts": layouts,
+            "namespace": MappingProxyType(namespace),
+            "ranks_per_node": ranks_per_node,
+            "binding": binding,
+            "derived": derived,
+            "layout_of_all": whole,
+            "extent": Layout.of(sorted(whole.modes, key=lambda mode: -mode[1])),
+            "size": whole.size,
+            "_view": view,
+            "_hash": hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding)),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
-    def _with(self, **changed: Any) -> Mesh:
-        fields = {
+    def _fields(self) -> dict[str, Any]:
+        return {
             "universe": self.universe,
             "axis_names": self.axis_names,
-            "namespace": self.namespace,
+            "namespace": dict(self.namespace),
             "ranks_per_node": self.ranks_per_node,
             "binding": self.binding,
             "view": self._view,
+            "derived": self.derived,
         }
-        mesh = object.__new__(Mesh)
-        mesh._set(**{**fields, **changed})
-        return mesh
+
+    def _with(self, **changed: Any) -> Mesh:
+        return _of_fields({**self._fields(), **changed})
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Mesh is immutable")
@@ -346,8 +343,10 @@ class Mesh:
           split    dp 8:2  ->  a 2:8, b 4:2
           permute  tp a b
         """
-        found = mesh_expression.compile(self.axes, self.namespace, expression, dict(written_sizes(keywords, sizes)))
-        return found.explanation()
+        return self._carried_out(expression, written_sizes(keywords, sizes)).explanation()
+
+    def _carried_out(self, expression: str, sizes: tuple[tuple[str, int], ...]) -> Rearrangement:
+        return rearranged(self.axes, self.namespace, expression, dict(sizes))
 
     def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.
@@ -357,7 +356,7 @@ class Mesh:
         """
         parsed = [parse_equation(text) for text in equations]
         namespace = defined(self.namespace, parsed, keywords, sizes)
-        return self._with(namespace=namespace)
+        return self._with(namespace=namespace, derived=(*self.derived, *_derived(self.namespace, parsed)))
 
     def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
         """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
@@ -436,15 +435,19 @@ class Mesh:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        namespace = tuple(self.namespace.items())
-        return _unpickled, (
-            self.universe,
-            self.axis_names,
-            namespace,
-            self.ranks_per_node,
-            self.binding,
-            self._view,
-        )
+        return _of_fields, (self._fields(),)
+
+    @property
+    def declared(self) -> tuple[str, ...]:
+        """The names that the others are `derived` from, if they have all ranks; else the axes.
+
+        >>> Mesh("dp=2 tp=4", "all = dp tp")["tp",].declared
+        ('dp', 'tp')
+        """
+        made = {name for _, new in self.derived for name in new}
+        found = tuple(name for name in self.namespace if name not in made)
+        whole = math.prod(self.namespace[name].size for name in found) == self.universe.size
+        return found if whole else self.axis_names
 
     @property
     def declaration(self) -> str:
@@ -564,13 +567,24 @@ class Mesh:
         return [name for name in self.namespace if name not in self.axis_names]
 
     def __repr__(self) -> str:
-        """The call that makes an equal mesh; of one that is bound to a job, the call without the job.
+        """How the mesh is declared, with its equations.
 
-        >>> mesh = Mesh("dp=4 tp=2", "rows = dp")["tp", "rows"]
-        >>> mesh, eval(repr(mesh)) == mesh
-        (Mesh('dp=4 tp=2', 'rows = dp')['tp', 'rows'], True)
+        >>> Mesh("dp=4 tp=2", "(dp tp) = rows ep", ep=4)["ep", "rows"]
+        Mesh('dp=4 tp=2', '(dp tp) = rows=2 ep=4')['ep', 'rows']
         """
-        return mesh_text.call_of(self.universe, self.axis_names, self.namespace, self.ranks_per_node)
+        declared, sizes = self.declared, self.names
+        known, texts = {*declared}, [" ".join(f"{name}={sizes[name]}" for name in declared)]
+        for old, new in self.derived:
+            if known.issuperset(old) and sizes.keys() >= {*new}:
+                known.update(new)
+                texts.append(equation_text(old, {name: sizes[name] for name in new}))
+        arguments = list(map(repr, texts))
+        if self.universe.ranks != range(self.universe.size):
+            arguments.append(f"ranks={listed(self.universe.ranks)}")
+        if self.ranks_per_node is not None:
+            arguments.append(f"ranks_per_node={self.ranks_per_node}")
+        part = "" if declared == self.axis_names else f"[{', '.join(map(repr, self.axis_names))}]"
+        return f"Mesh({', '.join(arguments)}){part}"
 
     def _repr_html_(self) -> str | None:
         return seam.html_of(self)
@@ -578,7 +592,7 @@ class Mesh:
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
         universe = self.universe.ranks
-        where = "" if universe == range(self.size) else f", ranks={mesh_text.listed(universe, 8)}"
+        where = "" if universe == range(self.size) else f", ranks={listed(universe, 8)}"
         rows = [(name, self.namespace[name], "") for name in self.axis_names]
         rows += [(name, self.namespace[name], "= " + self.described(name)) for name in self._further()]
         width = max(len(name) for name, _, _ in rows)
@@ -663,21 +677,68 @@ class Axis:
 
 @functools.lru_cache(maxsize=4096)
 def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
-    axes, new = mesh_expression.compile(mesh.axes, mesh.namespace, expression, dict(sizes)).run()
-    return mesh._with(axis_names=tuple(axes), namespace={**mesh.namespace, **new})
+    found = mesh._carried_out(expression, sizes)
+    pairs = [(tuple(s.before), tuple(s.after)) for s in found.steps if s.kind in ("split", "flatten")]
+    return mesh._with(
+        axis_names=tuple(found.axes),
+        namespace={**mesh.namespace, **found.made},
+        derived=(*mesh.derived, *_follow(mesh.namespace, pairs)),
+    )
 
 
-def _unpickled(
-    universe: Universe,
-    axis_names: tuple[str, ...],
-    namespace: tuple[tuple[str, Layout], ...],
-    ranks_per_node: int | None,
-    binding: Any,
-    view: int | None,
-) -> Mesh:
+def _of_fields(fields: Mapping[str, Any]) -> Mesh:
     mesh = object.__new__(Mesh)
-    mesh._set(universe, axis_names, dict(namespace), ranks_per_node, binding, view)
+    mesh._set(**fields)
     return mesh
+
+
+Derived = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+"""How names follow: known ones, whose product is that of new ones."""
+
+
+def _derived(known: Iterable[str], equations: Iterable[Equation]) -> Derived:
+    sides = [(equation.left, equation.right) for equation in equations]
+    return _follow(known, [(_names_of(left), _names_of(right)) for left, right in sides])
+
+
+def _names_of(items: Iterable[Item]) -> tuple[str, ...]:
+    return tuple([item.name for item in items])
+
+
+def _follow(known: Iterable[str], pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> Derived:
+    """Which names follow from which, of pairs of names that have the same product."""
+    found, seen = [], {*known}
+    for left, right in pairs:
+        for old, new in ((left, right), (right, left)):
+            if seen.issuperset(old) and seen.isdisjoint(new):
+                found.append((old, new))
+                seen.update(new)
+    return tuple(found)
+
+
+def equation_text(old: Sequence[str], new: Mapping[str, int]) -> str:
+    """The equation by which new names, with their sizes, are a product of others, or split it.
+
+    >>> equation_text(["dp", "cp"], {"fsdp": 8}), equation_text(["dp", "cp"], {"sp": 2, "ep": 4})
+    ('fsdp = dp cp', '(dp cp) = sp=2 ep=4')
+    """
+    if len(new) == 1:
+        return f"{next(iter(new))} = {' '.join(old)}"
+    whole = old[0] if len(old) == 1 else f"({' '.join(old)})"
+    return f"{whole} = {' '.join(f'{name}={size}' for name, size in new.items())}"
+
+
+def listed(ranks: range | tuple[int, ...], most: int = 64) -> str:
+    """Ranks as Python writes them, or the first few.
+
+    >>> listed((3, 1)), listed(tuple(range(9, 0, -1)), most=8)
+    ('[3, 1]', '[9, 8, 7, 6, ... 9 in all]')
+    """
+    if isinstance(ranks, range):
+        return str(ranks)
+    if len(ranks) <= most:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:4]))}, ... {len(ranks)} in all]"
 
 
 def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:

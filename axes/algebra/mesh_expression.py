@@ -1,272 +1,212 @@
 """Mesh expressions, `"(dp cp) tp -> dp fsdp=(cp tp)"`: from text to layout operations.
 
-The left side is matched with the mesh's axes in order; its groups are splits. The right side is
-read as an order of what there is then, and its groups are flattened. So there are at most four
-kinds of operations: split, insert (axes of size one), permute, flatten.
+The left side is matched with the mesh's axes in order; its groups are splits. The right side is an order of the axes
+that there are then, and its groups are flattened. So there are at most four kinds of operations: split, insert (axes of
+size one), permute, flatten. They are carried out as they are found, and are what `explain` prints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from axes.algebra.equations import Namespace
 from axes.algebra.errors import ExpressionError, MeshError, pointed, shortened, suggestion
 from axes.algebra.explanation import Explanation, Section
-from axes.algebra.grammar import Ellipsis_, Group, Item, MeshExpression, Side, leaves, parse_mesh
+from axes.algebra.grammar import Dim, Factor, Item, MeshExpression, has_dots, leaves, parse_mesh
 from axes.algebra.layout import Layout
 from axes.algebra.sizes import Product, given_sizes, solve
 
 Axes = dict[str, Layout]
-Entries = tuple[Item | Group, ...]
+Dims = Sequence[Dim]
 
 
 @dataclass(frozen=True)
 class LayoutOperation:
-    """One operation on the axes of a mesh: the axes `before` are replaced by the axes `after`."""
+    """One operation on the axes of a mesh: the axes `before` were replaced by the axes `after`."""
 
     kind: str
-    before: tuple[tuple[str, Layout], ...]
-    after: tuple[tuple[str, Layout], ...]
+    before: Axes
+    after: Axes
 
     def __str__(self) -> str:
-        def listed(axes: Sequence[tuple[str, Layout]]) -> str:
-            return ", ".join(f"{name} {layout}" for name, layout in axes)
-
+        before, after = (
+            ", ".join([f"{name} {layout}" for name, layout in axes.items()]) for axes in (self.before, self.after)
+        )
         if self.kind == "permute":
-            return f"permute  {' '.join(name for name, _ in self.after)}"
-        before = f"{listed(self.before)}  ->  " if self.before else ""
-        return f"{self.kind:<8} {before}{listed(self.after)}"
+            return f"permute  {' '.join(self.after)}"
+        return f"{self.kind:<8} {before}  ->  {after}" if before else f"{self.kind:<8} {after}"
 
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """What an expression compiles to on one mesh: how it was read, and the operations."""
+    """What an expression did to the axes of one mesh: how it was read, the operations, and the axes of the result."""
 
-    axes: tuple[tuple[str, Layout], ...]
-    left: Entries
-    right: Entries
+    reading: str
     sizes: Mapping[str, int]
     steps: tuple[LayoutOperation, ...]
+    axes: Axes
 
-    def run(self) -> tuple[Axes, Axes]:
-        """The axes of the result in order, and every name that was made."""
-        axes: Axes = dict(self.axes)
-        made: Axes = {}
-        for step in self.steps:
-            if step.kind in ("permute", "insert"):
-                axes = dict(step.after) if step.kind == "permute" else {**axes, **dict(step.after)}
-            else:
-                axes = _replaced(axes, step)
-            made.update(step.after)
-        return axes, made
+    @property
+    def made(self) -> Axes:
+        """Every axis that an operation made."""
+        return {name: layout for step in self.steps for name, layout in step.after.items()}
 
     def explanation(self) -> Explanation:
         """The reading, and what is done step by step."""
         rows = tuple([(str(step),) for step in self.steps]) or (("nothing to do",),)
         facts = {
             "kind": "mesh",
-            "read": _reading(self),
+            "read": self.reading,
             "sizes": dict(self.sizes),
-            "steps": [
-                {"kind": step.kind, "before": _names(step.before), "after": _names(step.after)} for step in self.steps
-            ],
+            "steps": [{"kind": s.kind, "before": _texts(s.before), "after": _texts(s.after)} for s in self.steps],
         }
-        return Explanation(_reading(self), (Section("", rows),), facts)
+        return Explanation(self.reading, (Section("", rows),), facts)
 
 
-def _names(axes: Sequence[tuple[str, Layout]]) -> dict[str, str]:
-    return {name: str(layout) for name, layout in axes}
+def _texts(axes: Axes) -> dict[str, str]:
+    return {name: str(layout) for name, layout in axes.items()}
 
 
-def compile(axes: Axes, namespace: Namespace, expression: str, sizes: Mapping[str, int | None]) -> Rearrangement:
-    """The layout operations of a mesh expression on a mesh with these axes, in order, and these names.
+def rearranged(
+    axes: Axes, namespace: Mapping[str, Layout], expression: str, sizes: Mapping[str, int | None]
+) -> Rearrangement:
+    """Carry a mesh expression out on a mesh with these axes, in order, and these names.
 
     Raises `ExpressionError` with a caret where the expression isn't about this mesh, `SizeError`
     for sizes that don't follow, `MeshError` where a name already means other ranks.
     """
     tree = parse_mesh(expression)
-    left, hidden = _matched(tree, tree.left, axes)
-    right = _opened(tree, tree.right, hidden)
-    _distinct(tree, right)
+    left, right = _without_dots(tree, axes)
+    _check_labels(tree, right)
     solved = _solved(axes, namespace, tree, left, sizes)
-    steps: list[LayoutOperation] = []
-    state: Axes = {}
-    known: Axes = dict(namespace)
-    for entry, (name, layout) in zip(left, axes.items(), strict=True):
-        if isinstance(entry, Group):
-            parts = dict(zip((i.name for i in entry.items), _split(layout, entry, solved), strict=True))
-            _agree(known, tree, entry.items, parts)
-            steps.append(LayoutOperation("split", ((name, layout),), tuple(parts.items())))
-            state.update(parts)
-        else:
-            state[name] = layout
-    _insert(known, tree, right, state, solved, steps)
-    _same_names(tree, right, state)
-    ordered = {item.name: state[item.name] for item in leaves(right)}
+    known, state, steps = dict(namespace), Axes(), list[LayoutOperation]()
+
+    def done(kind: str, before: Axes, after: Axes, items: Iterable[Item]) -> Axes:
+        """Note an operation. One name has one layout, also among the names that the expression makes."""
+        for item, (name, layout) in zip(items, after.items(), strict=True):
+            if known.setdefault(name, layout) != layout:
+                raise MeshError(
+                    f"'{name}' already is the layout {known[name]}, not {layout}; "
+                    f"take another name\n{pointed(tree.text, *item.span)}"
+                )
+        steps.append(LayoutOperation(kind, before, after))
+        return after
+
+    for dim, (axis, layout) in zip(left, axes.items(), strict=True):
+        parts = {axis: layout}
+        if dim.grouped:
+            sized = {name: solved[name] for name in _names(dim)}
+            parts = dict(zip(sized, layout.split(list(sized.values())), strict=True))
+            done("split", {axis: layout}, parts, leaves([dim]))
+        state.update(parts)
+    fresh = [factor for factor in leaves(right) if factor.name not in state]
+    for factor in fresh:
+        if solved.get(factor.name) != 1:
+            hint = suggestion(factor.name, state) if factor.name not in solved else ""
+            why = f"{shortened(factor.name)} isn't on the left; a new axis has size one, like pp=1{hint}"
+            _wrong(tree, why, factor.span)
+    if fresh:
+        state.update(done("insert", {}, {factor.name: Layout() for factor in fresh}, fresh))
+    _check_all_named(tree, right, state)
+    ordered = {factor.name: state[factor.name] for factor in leaves(right)}
     if list(ordered) != list(state):
-        steps.append(LayoutOperation("permute", tuple(state.items()), tuple(ordered.items())))
-    for entry in right:
-        if isinstance(entry, Group):
-            names = [item.name for item in entry.items]
-            label = entry.name or "_".join(names)
-            flat = {label: Layout.product(*(ordered[name] for name in names))}
-            _agree(known, tree, [Item(label, None, entry.span)], flat)
-            steps.append(LayoutOperation("flatten", tuple((n, ordered[n]) for n in names), tuple(flat.items())))
-    return Rearrangement(tuple(axes.items()), left, right, solved, tuple(steps))
+        done("permute", state, ordered, leaves(right))
+    result: Axes = {}
+    for dim in right:
+        own = {name: ordered[name] for name in _names(dim)}
+        if dim.grouped:
+            own = done("flatten", own, {_label(dim): Layout.product(*own.values())}, [Item("", span=dim.span)])
+        result.update(own)
+    sides = "  ->  ".join(" ".join(str(_sized(dim, solved)) for dim in side) for side in (left, right))
+    return Rearrangement(f"({' '.join(axes)}) read as  {sides}", solved, tuple(steps), result)
 
 
-def _matched(tree: MeshExpression, side: Side, axes: Axes) -> tuple[Entries, tuple[Item, ...] | None]:
-    """The left side, an entry per axis of the mesh, names checked; and what its `...` stands for."""
+def _without_dots(tree: MeshExpression, axes: Axes) -> tuple[Dims, Dims]:
+    """Both sides with `...` as the axes that it stands for; the left one has an entry for each axis of the mesh."""
     names = list(axes)
-    dots = next((i for i, entry in enumerate(side) if isinstance(entry, Ellipsis_)), None)
-    spare = len(names) - len(side) + (dots is not None)
-    if (dots is None and spare) or spare < 0:
-        found = f"the mesh has {len(names)} axes ({' '.join(names)}), the left side describes "
-        _wrong(tree, f"{found}{len(side) - (dots is not None)}", (0, max(1, tree.text.find("->"))))
-    hidden: tuple[Item, ...] | None = None
-    if dots is not None:
-        hidden = tuple(Item(name, span=side[dots].span) for name in names[dots : dots + spare])
-        side = (*side[:dots], *hidden, *side[dots + 1 :])
-    found_entries: list[Item | Group] = []
-    for entry, name in zip(side, names, strict=True):
-        if isinstance(entry, Item) and entry.name != name:
-            hint = suggestion(entry.name, names) if entry.name not in names else ""
-            _wrong(tree, f"the axis in this place is '{name}', not {shortened(entry.name)}{hint}", entry.span)
-        if not isinstance(entry, Ellipsis_):
-            found_entries.append(entry)
-    return tuple(found_entries), hidden
-
-
-def _opened(tree: MeshExpression, side: Side, hidden: tuple[Item, ...] | None) -> Entries:
-    """The right side with `...` replaced by what the left side's stands for."""
-    found: list[Item | Group] = []
-    for entry in side:
-        if not isinstance(entry, Ellipsis_):
-            found.append(entry)
-        elif hidden is None:
-            _wrong(tree, "'...' stands on the right only where it stands on the left", entry.span)
-        else:
-            found.extend(Item(item.name, span=entry.span) for item in hidden)
-    if hidden is not None and not any(isinstance(entry, Ellipsis_) for entry in side):
-        dots = next(entry for entry in tree.left if isinstance(entry, Ellipsis_))
-        _wrong(tree, "'...' stands on the left, so it must stand on the right", dots.span)
-    return tuple(found)
+    here, there = (next(filter(has_dots, side), None) for side in (tree.left, tree.right))
+    if there is not None and here is None:
+        _wrong(tree, "'...' stands on the right only where it stands on the left", there.span)
+    if here is not None and there is None:
+        _wrong(tree, "'...' stands on the left, so it must stand on the right", here.span)
+    count = len(tree.left) - (here is not None)
+    if count > len(names) or (count < len(names) and here is None):
+        found = f"the mesh has {len(names)} axes ({' '.join(names)}), the left side describes {count}"
+        _wrong(tree, found, (0, max(1, tree.text.find("->"))))
+    first = 0 if here is None else tree.left.index(here)
+    hidden = names[first : first + len(names) - count]
+    left, right = (
+        [
+            each
+            for dim in side
+            for each in ([Dim((Factor(n, span=dim.span),), span=dim.span) for n in hidden] if has_dots(dim) else [dim])
+        ]
+        for side in (tree.left, tree.right)
+    )
+    for dim, name in zip(left, names, strict=True):
+        said = dim.factors[0].name
+        if not dim.grouped and said != name:
+            hint = suggestion(str(said), names) if said not in axes else ""
+            _wrong(tree, f"the axis in this place is '{name}', not {shortened(said)}{hint}", dim.span)
+    return left, right
 
 
 def _solved(
-    axes: Axes,
-    namespace: Namespace,
-    tree: MeshExpression,
-    left: Sequence[Item | Group],
-    sizes: Mapping[str, int | None],
+    axes: Axes, namespace: Mapping[str, Layout], tree: MeshExpression, left: Dims, sizes: Mapping[str, int | None]
 ) -> dict[str, int]:
-    items = (*leaves(tree.left), *leaves(tree.right))
-    labels = [entry.name for entry in tree.right if isinstance(entry, Group) and entry.name]
-    given = given_sizes(sizes, None, items, [*(item.name for item in items), *labels])
-    known = {name: namespace[name].size for name in (*given, *(i.name for i in items)) if name in namespace}
+    items = [*leaves(tree.left), *leaves(tree.right)]
+    names = [*(item.name for item in items), *(dim.name for dim in tree.right if dim.name)]
+    given = given_sizes(sizes, None, items, names)
+    known = {name: namespace[name].size for name in (*given, *names) if name in namespace}
     known.update((name, layout.size) for name, layout in axes.items())
-    products = [
-        Product(tuple(item.name for item in entry.items), (), layout.size, f"axis '{name}' has size {layout.size}")
-        for entry, (name, layout) in zip(left, axes.items(), strict=True)
-        if isinstance(entry, Group)
-    ]
     for name, size in given.items():
         if known.setdefault(name, size) != size:
             raise MeshError(f"'{name}' has size {known[name]} in the mesh; found {name}={size}\n  in  {tree.text}")
+    products = [
+        Product(_names(dim), (), layout.size, f"axis '{name}' has size {layout.size}")
+        for dim, (name, layout) in zip(left, axes.items(), strict=True)
+        if dim.grouped
+    ]
     # A flattened axis may be given its size; it is one more equation.
-    products.extend(
-        Product((entry.name,), tuple(item.name for item in entry.items), 1, str(entry))
-        for entry in tree.right
-        if isinstance(entry, Group) and entry.name in given
-    )
+    products += [Product((dim.name,), _names(dim), 1, str(dim)) for dim in tree.right if dim.name in given]
     return solve(products, known)
 
 
-def _split(layout: Layout, group: Group, sizes: Mapping[str, int]) -> tuple[Layout, ...]:
-    return layout.split([sizes[item.name] for item in group.items])
-
-
-def _insert(
-    names: Axes,
-    tree: MeshExpression,
-    right: Sequence[Item | Group],
-    state: Axes,
-    sizes: Mapping[str, int],
-    steps: list[LayoutOperation],
-) -> None:
-    """Axes of size one that the right side adds."""
-    fresh = [item for item in leaves(tuple(right)) if item.name not in state]
-    for item in fresh:
-        if sizes.get(item.name) != 1:
-            hint = suggestion(item.name, state) if item.name not in sizes else ""
-            _wrong(
-                tree, f"{shortened(item.name)} isn't on the left; a new axis has size one, like pp=1{hint}", item.span
-            )
-    new = {item.name: Layout() for item in fresh}
-    _agree(names, tree, fresh, new)
-    if new:
-        steps.append(LayoutOperation("insert", (), tuple(new.items())))
-        state.update(new)
-
-
-def _same_names(tree: MeshExpression, right: Sequence[Item | Group], state: Axes) -> None:
-    there = {item.name for item in leaves(tuple(right))}
+def _check_all_named(tree: MeshExpression, right: Dims, state: Axes) -> None:
+    there = {factor.name for factor in leaves(right)}
     missing = [name for name in state if name not in there]
     if missing:
         start = tree.text.find("->")
         names = " and ".join(f"'{name}'" for name in missing)
         keep = ", ".join(f'"{name}"' for name in sorted(there & set(state)))
-        _wrong(
-            tree, f"{names} must be on the right, too; for a sub-mesh write mesh[{keep or '...'}]", (start, start + 2)
-        )
+        message = f"{names} must be on the right, too; for a sub-mesh write mesh[{keep or '...'}]"
+        _wrong(tree, message, (start, start + 2))
 
 
-def _distinct(tree: MeshExpression, right: Sequence[Item | Group]) -> None:
+def _check_labels(tree: MeshExpression, right: Dims) -> None:
+    """The axes of the result have different names, and a flattened one no name of another axis."""
+    home = {factor.name: dim for dim in right for factor in dim.factors}
     seen: set[str] = set()
-    home = {item.name: entry for entry in right for item in leaves((entry,))}
-    for entry in right:
-        name = entry.name if isinstance(entry, Item) else entry.name or "_".join(i.name for i in entry.items)
+    for dim in right:
+        name = _label(dim)
         if name in seen:
-            _wrong(tree, f"the result would have two axes {shortened(name)}", entry.span)
-        if isinstance(entry, Group) and home.get(name, entry) is not entry:
-            _wrong(tree, f"{shortened(name)} is another axis of the expression; take another name", entry.span)
+            _wrong(tree, f"the result would have two axes {shortened(name)}", dim.span)
+        if dim.grouped and home.get(name, dim) is not dim:
+            _wrong(tree, f"{shortened(name)} is another axis of the expression; take another name", dim.span)
         seen.add(name)
 
 
-def _agree(names: Axes, tree: MeshExpression, items: Sequence[Item], layouts: Axes) -> None:
-    """One name, one layout: also among the `names` that the expression itself has made so far."""
-    for item in items:
-        known = names.setdefault(item.name, layouts[item.name])
-        if known != layouts[item.name]:
-            raise MeshError(
-                f"'{item.name}' already is the layout {known}, not {layouts[item.name]}; "
-                f"take another name\n{pointed(tree.text, *item.span)}"
-            )
+def _names(dim: Dim) -> tuple[str, ...]:
+    return tuple([str(factor.name) for factor in dim.factors])
 
 
-def _replaced(axes: Axes, step: LayoutOperation) -> Axes:
-    before = [name for name, _ in step.before]
-    found: Axes = {}
-    for name, layout in axes.items():
-        if name == before[0]:
-            found.update(step.after)
-        elif name not in before:
-            found[name] = layout
-    return found
+def _label(dim: Dim) -> str:
+    return dim.name or "_".join(_names(dim))
 
 
-def _reading(made: Rearrangement) -> str:
-    sizes = made.sizes
-
-    def text(entry: Item | Group) -> str:
-        if isinstance(entry, Item):
-            return f"{entry.name}={sizes.get(entry.name, 1)}"
-        return str(Group(tuple(Item(item.name, sizes[item.name]) for item in entry.items), entry.name))
-
-    sides = "  ->  ".join(" ".join(map(text, side)) for side in (made.left, made.right))
-    return f"({' '.join(name for name, _ in made.axes)}) read as  {sides}"
+def _sized(dim: Dim, sizes: Mapping[str, int]) -> Dim:
+    return replace(dim, factors=tuple([Factor(name, sizes.get(name, 1)) for name in _names(dim)]))
 
 
 def _wrong(tree: MeshExpression, message: str, span: tuple[int, int]) -> NoReturn:

@@ -27,8 +27,7 @@ from torch.nn.parameter import is_lazy
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
 from axes.algebra.logical import Rules, checked_rules
-from axes.algebra.mesh import Mesh
-from axes.algebra.mesh_text import derivations, equation_text
+from axes.algebra.mesh import Mesh, equation_text
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
@@ -300,18 +299,15 @@ def _small(size: int) -> int:
 
 def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
     """The declaration and equations that make the mesh with small axes."""
-    for declared, steps in derivations(mesh.universe.size, mesh.namespace):
-        axes = [*declared, *(new[0] for factors, new in steps if not factors)]
-        if set(small) <= set(axes) and all(name in small or mesh.names[name] == 1 for name in axes):
-            break
-    else:  # a sub-mesh, or one that no declaration makes: its axes alone
-        return (" ".join(f"{name}={size}" for name, size in small.items()),)
-    sizes = {name: small.get(name, 1) for name in axes}
+    declared = mesh.declared
+    if not set(small) <= set(declared) or any(name not in small and mesh.names[name] > 1 for name in declared):
+        return (" ".join(f"{name}={size}" for name, size in small.items()),)  # of a sub-mesh its axes alone
+    sizes = {name: small.get(name, 1) for name in declared}
     written = [" ".join(f"{name}={size}" for name, size in sizes.items())]
-    for factors, new in steps:
-        if factors:
-            found = _divided(math.prod(sizes[name] for name in factors), {name: mesh.names[name] for name in new})
-            written.append(equation_text(factors, found))
+    for old, new in mesh.derived:
+        if sizes.keys() >= {*old} and mesh.names.keys() >= {*new}:
+            found = _divided(math.prod(sizes[name] for name in old), {name: mesh.names[name] for name in new})
+            written.append(equation_text(old, found))
             sizes |= found
     return tuple(written)
 
