@@ -498,7 +498,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Layout.offset": Door(layout.offset, 5),
         "Layout.offsets": Door(layout.offsets),
         "Layout.overlaps": Door(layout.overlaps, axes.Layout((2,), (1,))),
-        "Layout.splice": Door(layout.splice, 0, 1, [axes.Layout((2,), (8,))]),
         "Layout.split": Door(layout.split, (2, 4)),
         "Layout.==": Door(lambda other: type(layout).__eq__(layout, other), layout),
         # shardings

@@ -37,7 +37,7 @@ def test_a_layout_is_nested_loops_over_its_digits_in_canonical_form(system, data
     chosen = data.draw(st.permutations(system))[: data.draw(st.integers(0, len(system)))]
     layout, offsets = Layout([size for size, _ in chosen], [stride for _, stride in chosen]), brute(chosen)
     assert list(layout.offsets()) == [layout.offset(i) for i in range(layout.size)] == offsets
-    assert (layout.size, layout.cosize) == (len(offsets), max(offsets) + 1)
+    assert layout.size == len(offsets)
     rest = layout.complement(span(system))
     for base in rest.offsets():
         assert [layout.coordinate(base + offset) for offset in offsets] == list(range(layout.size))
@@ -79,15 +79,6 @@ def test_split_and_product_undo_each_other(system, data):
     if refused is None:
         assert [part.size for part in whole.split(sizes)] == sizes
         assert Layout.product(*whole.split(sizes)) == whole
-
-
-@given(digit_systems(), st.data())
-def test_splice_replaces_digits_in_their_place(system, data):
-    layout, new = data.draw(parts_of(system, 2))
-    start = data.draw(st.integers(0, len(layout.modes)))
-    stop = data.draw(st.integers(start, len(layout.modes)))
-    expected = brute([*layout.modes[:start], *new.modes, *layout.modes[stop:]])
-    assert list(layout.splice(start, stop, [new]).offsets()) == expected
 
 
 @given(digit_systems(), st.data(), st.integers(1, 100))

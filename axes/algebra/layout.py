@@ -55,15 +55,13 @@ class Layout:
 
     def __init__(self, sizes: Iterable[int] = (), strides: Iterable[int] = ()):
         one, two = whole_numbers(sizes), whole_numbers(strides)
-        if one is None or two is None:
-            raise MeshError(f"sizes and strides of a layout are whole numbers; found {shown((sizes, strides))}")
-        if len(one) != len(two):
-            raise MeshError(f"a layout has as many strides as sizes; found {shown(one)} and {shown(two)}")
-        modes = tuple(zip(one, two, strict=True))
-        if any(size < 1 or stride < 1 for size, stride in modes):
-            raise MeshError(f"sizes and strides of a layout are at least 1; found {shown(one)} and {shown(two)}")
-        if any(size.bit_length() > _MOST_BITS or stride.bit_length() > _MOST_BITS for size, stride in modes):
-            raise MeshError(f"sizes and strides of a layout have 63 bits; found {shown(one)} and {shown(two)}")
+        numbers = [None] if one is None or two is None or len(one) != len(two) else [*one, *two]
+        if not all(number is not None and 1 <= number < 2**_MOST_BITS for number in numbers):
+            raise MeshError(
+                f"a layout has as many strides as sizes, whole numbers that are at least 1 and have {_MOST_BITS} bits; "
+                f"found {shown(sizes)} and {shown(strides)}"
+            )
+        modes = list(zip(one or (), two or (), strict=True))
         merged = _merged(modes)
         for (size, stride), (_, above) in pairwise(sorted(merged, key=_stride)):
             if above % (size * stride):
@@ -71,12 +69,9 @@ class Layout:
                     f"the digits of {_text(merged)} overlap or don't divide: "
                     f"stride {above} isn't a multiple of {size} * {stride}"
                 )
-        self._set(merged)
-
-    def _set(self, modes: tuple[Mode, ...]) -> None:
-        object.__setattr__(self, "modes", modes)
-        object.__setattr__(self, "size", math.prod(size for size, _ in modes))
-        object.__setattr__(self, "_hash", hash(modes))
+        object.__setattr__(self, "modes", merged)
+        object.__setattr__(self, "size", math.prod(size for size, _ in merged))
+        object.__setattr__(self, "_hash", hash(merged))
 
     @classmethod
     def of(cls, modes: Iterable[Mode]) -> Layout:
@@ -85,9 +80,8 @@ class Layout:
         >>> Layout.of([(2, 4), (2, 2)])
         4:2
         """
-        found = tuple_of(modes)
-        pairs = None if found is None else [mode for mode in found if isinstance(mode, tuple | list) and len(mode) == 2]
-        if found is None or pairs is None or len(pairs) < len(found):
+        pairs = tuple_of(modes)
+        if pairs is None or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise MeshError(f"the modes of a layout are pairs (size, stride); found {shown(modes)}")
         return cls([size for size, _ in pairs], [stride for _, stride in pairs])
 
@@ -115,11 +109,6 @@ class Layout:
     def strides(self) -> tuple[int, ...]:
         """Stride of each digit in positions, slowest first."""
         return tuple(stride for _, stride in self.modes)
-
-    @property
-    def cosize(self) -> int:
-        """One more than the largest offset."""
-        return 1 + sum((size - 1) * stride for size, stride in self.modes)
 
     def offset(self, index: int) -> int:
         """The offset of coordinate `index`, `0 <= index < size`.
@@ -172,27 +161,23 @@ class Layout:
         (2:4, 4:1)
         """
         found = whole_numbers(sizes)
-        if found is None:
-            raise SizeError(f"sizes to split a layout into are whole numbers; found {shown(sizes)}")
-        if any(size < 1 for size in found) or math.prod(found) != self.size:
-            raise SizeError(f"{self} has size {self.size}, not {' * '.join(map(shown, found))}")
-        sizes = found
+        if found is None or any(size < 1 for size in found) or math.prod(found) != self.size:
+            raise SizeError(f"{self} has size {self.size}, which isn't split into {shown(sizes)}")
         parts: list[Layout] = []
-        rest = list(reversed(self.modes))
-        for wanted in reversed(sizes):
+        rest = list(self.modes)
+        for wanted in reversed(found):
             taken: list[Mode] = []
-            left = wanted
-            while left > 1:
-                size, stride = rest.pop(0)
-                low = math.gcd(size, left)
-                if low != size and low != left:
-                    raise SizeError(f"{self} doesn't split into {tuple(sizes)}: it cuts {size}:{stride}")
-                taken.append((low, stride))
-                left //= low
-                if low != size:
-                    rest.insert(0, (size // low, stride * low))
-            parts.append(Layout.of(reversed(taken)))
-        return tuple(reversed(parts))
+            while wanted > 1:
+                size, stride = rest.pop()
+                low = math.gcd(size, wanted)
+                if low not in (size, wanted):
+                    raise SizeError(f"{self} doesn't split into {found}: it cuts {size}:{stride}")
+                taken.insert(0, (low, stride))
+                wanted //= low
+                if low < size:
+                    rest.append((size // low, stride * low))
+            parts.insert(0, Layout.of(taken))
+        return tuple(parts)
 
     @staticmethod
     def product(*layouts: Layout) -> Layout:
@@ -202,18 +187,6 @@ class Layout:
         8:1
         """
         return Layout.of([mode for layout in layouts for mode in checked_layout(layout).modes])
-
-    def splice(self, start: int, stop: int, layouts: Iterable[Layout]) -> Layout:
-        """This layout with the digits `start..stop` replaced by those of `layouts`.
-
-        >>> Layout((2, 2), (1, 4)).splice(0, 1, [Layout((2,), (2,))])
-        (2:2, 2:4)
-        """
-        found, first, last = tuple_of(layouts), whole_number(start), whole_number(stop)
-        if found is None or first is None or last is None:
-            raise MeshError(f"splice takes two whole numbers and layouts; found {shown((start, stop, layouts))}")
-        between = [mode for layout in found for mode in checked_layout(layout).modes]
-        return Layout.of((*self.modes[:first], *between, *self.modes[last:]))
 
     def complement(self, size: int) -> Layout:
         """The digits of a universe of `size` positions that this layout doesn't read.

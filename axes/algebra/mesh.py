@@ -33,11 +33,11 @@ from axes.algebra.equations import Namespace, declared, defined
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
 from axes.algebra.grammar import LARGEST_SIZE, Equation, Item, checked_text, parse_declaration, parse_equation
-from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout, digits
+from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout
 from axes.algebra.mesh_expression import Rearrangement, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, tuple_of, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, whole_number, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -208,7 +208,7 @@ class Mesh:
         """
         try:
             return self.namespace[name]
-        except Exception:  # a KeyError; or what a foreign object raises when it is hashed or compared
+        except (KeyError, TypeError):  # not hashable
             raise unknown_axis(name, self.namespace) from None
 
     def axis(self, name: str) -> Axis:
@@ -232,7 +232,6 @@ class Mesh:
             raise MeshError(f"a mesh is indexed by one or more axis names; found {shown(names)}")
         for name in wanted:
             self.layout(name)
-        for name in wanted:
             if wanted.count(name) > 1:
                 raise MeshError(f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]")
         return self._with(axis_names=wanted)
@@ -287,14 +286,8 @@ class Mesh:
 
         None where the rank isn't in the universe. A range where the ranks are evenly spaced.
         """
-        position = self.universe.position(self.rank if rank is None else checked_rank("a rank", rank))
-        if position is None:
-            return None
-        base = position - checked_layout(layout).offset(layout.coordinate(position))
-        offsets = layout.offsets()
-        if isinstance(offsets, range):
-            return self.universe.pick(range(base, base + offsets.stop, offsets.step))
-        return self.universe.pick([base + offset for offset in offsets])
+        rank = self.rank if rank is None else checked_rank("a rank", rank)
+        return None if self.universe.position(rank) is None else self.universe.line(checked_layout(layout), rank)
 
     def at(self, rank: int) -> Mesh:
         """The same mesh seen from another global rank, a member or not.
@@ -476,21 +469,8 @@ class Mesh:
         >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
         ['tp', 'dp']
         """
-        cut = self._cut_alike(checked_layout(layout))
-        if cut is None:
-            return None
-        mine, axes = cut
-        found, rest = [], list(mine)
-        while rest:
-            match = next(
-                (i for i, axis in enumerate(axes) if axis and tuple(rest[: len(axis)]) == axis),
-                None,
-            )
-            if match is None:
-                return None
-            found.append(self.axis_names[match])
-            del rest[: len(axes[match])]
-        return found
+        found = [axis.name for axis in self._called(checked_layout(layout).modes, self.axes)]
+        return found if {*self.axis_names}.issuperset(found) else None
 
     def calls(self, modes: Iterable[Mode]) -> tuple[NamedLayout, ...]:
         """Digits in order by the longest names that the mesh has for them; what has none is called by its digits.
@@ -499,11 +479,14 @@ class Mesh:
         >>> print(*mesh.calls([(2, 1), (4, 2)]), *mesh.calls([(8, 1)]), *mesh.calls([(4, 1)]))
         tp both both tp cp tp
         """
-        known = sorted(self.namespace.items(), key=lambda item: -item[1].size)
+        return self._called(modes, dict(sorted(self.namespace.items(), key=lambda item: -item[1].size)))
+
+    def _called(self, modes: Iterable[Mode], names: Mapping[str, Layout]) -> tuple[NamedLayout, ...]:
+        """Digits in order by the first of some names that they begin with."""
         rest = list(Layout.of(modes).modes)
         found: list[NamedLayout] = []
         while rest:
-            for name, layout in known:
+            for name, layout in names.items():
                 behind = _behind(rest, layout) if layout.size > 1 else None
                 if behind is not None:
                     found.append(NamedLayout(layout, name))
@@ -525,10 +508,7 @@ class Mesh:
 
     def named(self, names: Iterable[str]) -> tuple[NamedLayout, ...]:
         """Names as the layouts that they have here. Raises `MeshError` for a name that isn't one."""
-        found = tuple_of(names)
-        if found is None:
-            raise MeshError(f"names of axes are a sequence, like ('dp', 'tp'); found {shown(names)}")
-        return tuple([NamedLayout(self.layout(name), name) for name in found])
+        return tuple([NamedLayout(self.layout(name), name) for name in names])
 
     def along(self, layout: Layout) -> Mesh:
         """The mesh of this rank's line along a layout, as one axis: who is elsewhere isn't of it."""
@@ -543,25 +523,9 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
         ['tp']
         """
-        found = tuple_of(layouts)
-        if found is None:
-            raise MeshError(f"layouts are a sequence of axes.Layout; found {shown(layouts)}")
-        cut = self._cut_alike(*map(checked_layout, found))
-        if cut is None:
-            return None
-        *all_mine, axes = cut
-        mine = {digit for digits in all_mine for digit in digits}
-        made = [i for i, axis in enumerate(axes) if axis and mine.issuperset(axis)]
-        whole = len(mine) == sum(len(axes[i]) for i in made)
-        return [self.axis_names[i] for i in made] if whole else None
-
-    def _cut_alike(self, *layouts: Layout) -> list[Any] | None:
-        """The digits of layouts and, in a last list, those of the mesh's axes; None where they have none in common."""
-        try:
-            cut: list[Any] = list(digits(*layouts, *self.layouts))
-        except MeshError:
-            return None
-        return [*cut[: len(layouts)], cut[len(layouts) :]]
+        whole = Layout.product(*layouts)
+        made = [name for name, axis in self.axes.items() if axis.size > 1 and whole.contains(axis)]
+        return made if math.prod(self.namespace[name].size for name in made) == whole.size else None
 
     def _further(self) -> list[str]:
         return [name for name in self.namespace if name not in self.axis_names]

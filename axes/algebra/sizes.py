@@ -118,17 +118,10 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     ((4, -1), None, None)
     """
     found = values if type(values) is tuple else tuple_of(values)
-    if found is None:
-        return None
-    if _PLAIN.issuperset(map(type, found)):
+    if found is None or _PLAIN.issuperset(map(type, found)):
         return found
-    numbers = []
-    for value in found:
-        number = whole_number(value)
-        if number is None:
-            return None
-        numbers.append(number)
-    return tuple(numbers)
+    numbers = tuple(map(whole_number, found))
+    return None if None in numbers else numbers  # type: ignore[return-value]
 
 
 def checked_shape(shape: object) -> tuple[int, ...]:
@@ -184,23 +177,27 @@ def checked_texts(what: str, values: object, hint: str) -> Mapping[str, str]:
 
 
 def given_sizes(
-    keywords: Mapping[str, object], sizes: Mapping[str, object] | None, items: Iterable[Item], known: Iterable[str]
+    keywords: Mapping[str, object],
+    sizes: Mapping[str, object] | None,
+    items: Iterable[Item] = (),
+    known: Iterable[str] | None = None,
+    where: str = "the expression",
 ) -> dict[str, int]:
     """All sizes that the user wrote, by name: keywords, the `sizes` mapping and inline.
 
-    `known` are the names that may have one. Raises `SizeError` for an unknown name, for what isn't
-    a whole number from 1, and where two places disagree. -1 and None mean "to be solved".
+    `known` are the names that may have one, of the text that `where` says. Raises `SizeError` for an unknown name, for
+    what isn't a whole number from 1, and where two places disagree. -1 and None mean "to be solved".
     """
     check_mapping(sizes)
-    names = dict.fromkeys(known)
+    names = None if known is None else dict.fromkeys(known)
     found: dict[str, int] = {}
-    written = [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]
-    for name, value in written:
-        if name not in names:
-            raise unknown_size(name, value, names)
+    for name, value in [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]:
+        is_option = names is None and name in keywords and value is not None and whole_number(value) is None
+        if is_option or (names is not None and name not in names):
+            raise unknown_size(name, value, names or (), where)
         size = checked_size(str(name), value)
-        if size is not None and found.setdefault(name, size) != size:
-            raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
+        if size is not None and found.setdefault(str(name), size) != size:
+            raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {size}")
     return found
 
 
@@ -209,32 +206,16 @@ def written_sizes(
 ) -> tuple[tuple[str, int], ...]:
     """Keywords and the `sizes` mapping together, as plain `int`: a part of the caches' keys.
 
-    What is to be solved is -1. Raises `SizeError` for what isn't a whole number, and where both give one
-    name another size.
+    Raises `SizeError` for what isn't a whole number, and where both give one name another size.
 
-    >>> written_sizes({"tp": 2}, {"dp": None})
-    (('dp', -1), ('tp', 2))
+    >>> written_sizes({"tp": 2}, {"dp": 4, "pp": None})
+    (('dp', 4), ('tp', 2))
     """
     if not keywords and sizes is None:
         return ()
-    if sizes is None:
-        for size in keywords.values():
-            if type(size) is not int:
-                break
-        else:
-            if len(keywords) == 1:  # at most calls
-                return tuple(keywords.items())  # type: ignore[arg-type]
-            return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
-    check_mapping(sizes)
-    found: dict[str, int] = {}
-    for name, value in keywords.items():
-        if value is not None and whole_number(value) is None:
-            raise unknown_size(name, value, ())
-    for name, value in [*keywords.items(), *(sizes or {}).items()]:
-        size = checked_size(str(name), value)
-        number = -1 if size is None else size
-        if found.setdefault(str(name), number) != number:
-            raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {number}")
+    if sizes is None and _PLAIN.issuperset(map(type, keywords.values())):
+        return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
+    found = given_sizes(keywords, sizes)
     return tuple([(name, found[name]) for name in sorted(found)])
 
 

@@ -18,7 +18,7 @@ from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, sh
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
-from axes.algebra.sizes import checked_size, unknown_size
+from axes.algebra.sizes import given_sizes
 
 if TYPE_CHECKING:
     from axes.algebra.mesh import Mesh
@@ -34,7 +34,8 @@ def parsed_sharding(
 @functools.lru_cache(maxsize=4096)
 def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None) -> Sharding:
     tree = parse_spec(spec)
-    given = _given(tree, dict(sizes))
+    items = [item for item in grammar.leaves(tree.dims) if item.name != "_"]
+    given = given_sizes(dict(sizes), None, items, [item.name for item in items], "the spec")
     try:
         dims = [_dim(mesh, spec, dim, given) for dim in _opened(spec, tree, ndim).dims]
         pending = tuple(_pending(mesh, spec, p) for p in tree.pending or ())
@@ -101,18 +102,6 @@ def _marked(
     same = tuple(axis for p in marks for axis in _axes(mesh, spec, p.place))
     replace(found, pending=(*found.pending, PendingReduction("same", same)))  # refuses what is split or pending
     return found, same
-
-
-def _given(tree: grammar.Spec, sizes: Mapping[str, Any]) -> dict[str, int]:
-    names = {f.name: f for dim in tree.dims for f in dim.factors if f.name not in (None, "_", "...")}
-    found: dict[str, int] = {}
-    for name, value in [*sizes.items(), *((f.name, f.size) for f in names.values())]:
-        if name not in names:
-            raise unknown_size(name, value, filter(None, names), "the spec")
-        size = checked_size(str(name), value)
-        if size is not None and found.setdefault(name, size) != size:
-            raise SizeError(f"'{name}' is given two sizes: {found[name]} and {size}")
-    return found
 
 
 def _dim(mesh: Mesh, spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:

@@ -30,26 +30,21 @@ class Universe:
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Universe:
         """The universe of any sequence of distinct ranks, at least one; `MeshError` otherwise."""
-        if isinstance(ranks, str | bytes | Set | Mapping):
-            raise MeshError(f"ranks is a sequence of distinct integers; found a {type(ranks).__name__}")
-        if isinstance(ranks, range) and ranks and max(ranks[0], ranks[-1]) >= LARGEST_SIZE:
-            raise MeshError(f"ranks are below {LARGEST_SIZE}; found {shown(ranks)}")
-        if isinstance(ranks, range) and ranks.step > 0 and ranks.start >= 0 and len(ranks):
-            return cls(
-                range(ranks.start, ranks[-1] + 1, ranks.step) if len(ranks) > 1 else range(ranks[0], ranks[0] + 1)
-            )
-        listed = whole_numbers(ranks)
-        if listed is None:
+        listed = ranks if isinstance(ranks, range) else whole_numbers(ranks)
+        if listed is None or isinstance(ranks, Set | Mapping):
             raise MeshError(f"ranks is a sequence of distinct integers; found {shown(ranks)}")
-        if not listed or min(listed) < 0:
+        ends = [listed[0], listed[-1]] if isinstance(listed, range) and listed else listed
+        if not listed or min(ends) < 0:
             raise MeshError(f"ranks holds at least one rank, none of them negative; found {shown(ranks)}")
+        if max(ends) >= LARGEST_SIZE:
+            raise MeshError(f"ranks are below {LARGEST_SIZE}; found {shown(ranks)}")
+        step = listed[1] - listed[0] if len(listed) > 1 else 1
+        if step > 0 and (isinstance(listed, range) or all(b - a == step for a, b in pairwise(listed))):
+            return cls(range(listed[0], listed[-1] + 1, step))
         if len(set(listed)) != len(listed):
             twice, _ = Counter(listed).most_common(1)[0]
             raise MeshError(f"ranks are distinct; found {shown(twice)} more than once")
-        step = listed[1] - listed[0] if len(listed) > 1 else 1
-        if step > 0 and all(b - a == step for a, b in pairwise(listed)):
-            return cls(range(listed[0], listed[-1] + 1, step))
-        return cls(listed)
+        return cls(tuple(listed))
 
     def __hash__(self) -> int:
         return self._hash
