@@ -644,6 +644,18 @@ def leaves(dims: Iterable[Dim]) -> tuple[Item, ...]:
     return items_of(factor for dim in dims for factor in dim.factors)
 
 
+def places_of(dim: Dim) -> list[Place]:
+    """What stands right of an `@` in a dim."""
+    return [place for place in (dim.place, *(factor.place for factor in dim.factors)) if place is not None]
+
+
+def axes_of(tree: Spec) -> list[str]:
+    """The axes that a spec names."""
+    places = [place for dim in tree.dims for place in places_of(dim)]
+    places += [pending.place for pending in tree.pending or () if pending.place is not None]
+    return [name for place in places for name in place.names if name != "*"]
+
+
 def items_of(factors: Iterable[Factor]) -> tuple[Item, ...]:
     """The names among some factors: neither numbers nor `...`."""
     return tuple([Item(f.name, f.size, f.span) for f in factors if f.name not in (None, "...")])  # type: ignore[arg-type]

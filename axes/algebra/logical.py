@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from axes.algebra import ambient
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
-from axes.algebra.grammar import Dim, Place, Spec, checked_spec, parse_spec, place_text, without_dots
+from axes.algebra.grammar import Dim, Place, Spec, axes_of, checked_spec, parse_spec, place_text, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
@@ -199,7 +199,7 @@ def _choices(
     factors = [factor for dim in tree.dims if dim.place is None for factor in dim.factors]
     logical = [f.name for f in factors if f.place is None and f.name not in (None, "_", EVERYTHING)]
     extents = _extents(tree, spec, shape, dict(sizes))
-    used = [(name, mesh.layout(name)) for name in _placed_axes(tree)]
+    used = [(name, mesh.layout(name)) for name in axes_of(tree)]
     chosen: dict[str, Rule] = {}
     passed: dict[str, list[str]] = {str(name): [] for name in logical}
     errors: dict[str, str] = {}
@@ -249,13 +249,6 @@ def _check_axes(rule: Rule, mesh: Mesh) -> None:
     for one, other in itertools.combinations(rule.axes, 2):
         if mesh.layout(one).overlaps(mesh.layout(other)):
             raise MeshError(f"the rule {rule} names '{one}' and '{other}', which share ranks on {mesh!r}")
-
-
-def _placed_axes(tree: Spec) -> Iterator[str]:
-    """The axes that a spec names by itself."""
-    places = [place for dim in tree.dims for place in (dim.place, *(factor.place for factor in dim.factors))]
-    places += [pending.place for pending in tree.pending or ()]
-    return (name for place in places if place is not None for name in place.names if name != "*")
 
 
 def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[str, Any]) -> dict[str, int]:

@@ -13,33 +13,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from axes.algebra import plan as planning
 from axes.algebra.cost import CostModel
-from axes.algebra.errors import (
-    AxesError,
-    ExpressionError,
-    MeshError,
-    ShardingError,
-    shown,
-)
-from axes.algebra.grammar import Dim, Factor, Place, Spec, has_dots, parse_spec, without_dots
-from axes.algebra.layout import NamedLayout
+from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, shown
+from axes.algebra.grammar import axes_of, leaves, parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sharding import ShardedDim, Sharding, cached_with_names
+from axes.algebra.sharding import Sharding, cached_with_names
 from axes.algebra.sizes import checked_tensor_shape, unknown_size, written_sizes
-from axes.algebra.specs import check_same_dims, parsed_sharding
+from axes.algebra.specs import check_same_dims, parsed_sharding, sharding_of
 
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
 End = str | Sharding
-_Has = Callable[[Sequence[NamedLayout]], tuple[NamedLayout, ...]]
 
 
 def plan(
@@ -98,7 +89,7 @@ def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[st
 
 
 def _factors(spec: str) -> list[str]:
-    return [factor.name for dim in parse_spec(spec).dims for factor in dim.factors if factor.name]
+    return [item.name for item in leaves(parse_spec(spec).dims)]
 
 
 def _check_names(given: Mapping[str, int], *ends: End) -> None:
@@ -135,82 +126,9 @@ def retargeted(
 @cached_with_names(4096)
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: Sizes) -> Sharding:
     """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
-    _check_names(dict(sizes), spec)
-    tree = _expanded(spec, source.ndim)
     if mesh.universe == source.mesh.universe:
-        mesh = _with_names(mesh, where, _named(tree))
-    return _exact(source, tree, mesh, dict(sizes))
-
-
-_KEPT = Dim((Factor("_", place=Place(("*",))),))
-
-
-def _expanded(spec: str, ndim: int) -> Spec:
-    """The tree of a spec with `...` as the dims that it stands for, each split over what it has."""
-    tree = parse_spec(spec)
-    for dim in filter(has_dots, tree.dims):
-        place = dim.factors[0].place or dim.place
-        if len(dim.factors) > 1 or (place is not None and place.names != ("*",)):
-            raise ShardingError("'...' stands for whole dims that stay as they are; name the dim that is split")
-    tree = without_dots(tree, ndim, _KEPT)
-    if len(tree.dims) != ndim:
-        raise ShardingError(f"the spec has {len(tree.dims)} dims, the tensor {ndim}")
-    return tree
-
-
-def _places(dim: Dim) -> list[Place]:
-    return [place for place in (dim.place, *(factor.place for factor in dim.factors)) if place is not None]
-
-
-def _named(tree: Spec) -> list[str]:
-    """The axes that a spec names."""
-    places = [place for dim in tree.dims for place in _places(dim)]
-    places += [p.place for p in tree.pending or () if p.place]
-    return [axis for place in places for axis in place.names if axis != "*"]
-
-
-def _exact(source: Sharding, tree: Spec, mesh: Mesh, sizes: dict[str, int]) -> Sharding:
-    """The sharding that a spec asks for on a mesh, with what the source has for each `*`."""
-
-    def has(axes: Sequence[NamedLayout]) -> tuple[NamedLayout, ...]:
-        return tuple(found for axis in axes for found in _made_on(mesh, source.mesh, axis))
-
-    dims = tuple(_dim(dim, had, mesh, sizes, has) for dim, had in zip(tree.dims, source.dims, strict=True))
-    if [pending.op for pending in tree.pending or ()] == ["*"]:
-        pending = tuple(replace(p, axes=has(p.axes)) for p in source.pending)
-    else:
-        pending = parsed_sharding(mesh, f"_ | {' '.join(map(str, tree.pending or ()))}").pending
-    return Sharding(mesh, dims, pending)
-
-
-def _dim(dim: Dim, had: ShardedDim, mesh: Mesh, sizes: dict[str, int], has: _Has) -> ShardedDim:
-    stars = [place for place in _places(dim) if "*" in place.names]
-    if not stars:
-        given = {name: size for name, size in sizes.items() if name in {factor.name for factor in dim.factors}}
-        return parsed_sharding(mesh, str(dim), tuple(sorted(given.items()))).dims[0]
-    if stars[0].names == ("*",) and (dim.place is stars[0] or len(dim.factors) == 1):
-        return ShardedDim(tuple(replace(factor, axes=has(factor.axes)) for factor in had.factors))
-    if len(dim.factors) > 1 or len(had.factors) > 1:
-        raise ShardingError(f"'*' in {dim} would be what the dim has, {had}; in a group write the axes")
-    axes = tuple(axis for name in stars[0].names for axis in (has(had.axes) if name == "*" else mesh.named((name,))))
-    name = dim.factors[0].name or had.factors[0].name
-    return ShardedDim((replace(had.factors[0], name=name, axes=axes),))
-
-
-def _made_on(mesh: Mesh, home: Mesh, axis: NamedLayout) -> Sequence[NamedLayout]:
-    """An axis of `home` as axes of `mesh`."""
-    if mesh.universe != home.universe:
-        raise ShardingError(
-            f"'*' stands for '{axis}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
-        )
-    if mesh.namespace.get(axis.name) == axis.layout:
-        return (axis,)
-    if axis.layout in mesh.namespace.values():
-        return (mesh.called(axis.layout),)
-    names = mesh.factored(axis.layout)
-    if names is None:
-        raise ShardingError(f"'*' stands for '{axis}' ({axis.layout}), which isn't a product of axes of {mesh!r}")
-    return mesh.named(names)
+        mesh = _with_names(mesh, where, axes_of(parse_spec(spec)))
+    return sharding_of(mesh, spec, sizes, source.ndim, source)[0]
 
 
 def _with_names(mesh: Mesh, where: Mesh, names: Sequence[str]) -> Mesh:

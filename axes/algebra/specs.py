@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from axes.algebra import grammar
-from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, unknown_axis
+from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
 from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
@@ -28,22 +28,65 @@ def parsed_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
 ) -> Sharding:
     """The sharding of a spec on a mesh; `...` stands for what is missing to `ndim` dims. Cached."""
-    return _parsed(mesh, checked_spec(spec), sizes, ndim).on(mesh)
+    return _parsed(mesh, checked_spec(spec), sizes, ndim, False)[0].on(mesh)
+
+
+def marked_sharding(
+    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
+) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+    """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
+    found, same = _parsed(mesh, checked_spec(spec), sizes, ndim, True)
+    return found.on(mesh), same
 
 
 @functools.lru_cache(maxsize=4096)
-def _parsed(mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None) -> Sharding:
-    tree = parse_spec(spec)
-    items = [item for item in grammar.leaves(tree.dims) if item.name != "_"]
-    given = given_sizes(dict(sizes), None, items, [item.name for item in items], "the spec")
+def _parsed(
+    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None, marks: bool
+) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     try:
-        dims = [_dim(mesh, spec, dim, given) for dim in _opened(spec, tree, ndim).dims]
-        pending = tuple(_pending(mesh, spec, p) for p in tree.pending or ())
-        return Sharding(mesh, tuple(dims), pending)
+        return sharding_of(mesh, spec, sizes, ndim, marks=marks)
     except (ShardingError, MeshError) as error:
         if spec in str(error):
             raise
-        raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(tree)[:200]}") from None
+        raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(parse_spec(spec))[:200]}") from None
+
+
+def sharding_of(
+    mesh: Mesh,
+    spec: str,
+    sizes: tuple[tuple[str, Any], ...],
+    ndim: int | None,
+    source: Sharding | None = None,
+    marks: bool = False,
+) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+    """The sharding of a spec on a mesh, and the axes that are `same`, which it may say where there are `marks`.
+
+    source: how the tensor lies, where there is one: `*` stands for what it has, and `...` for dims that stay.
+    """
+    tree = parse_spec(spec)
+    items = [item for item in grammar.leaves(tree.dims) if item.name != "_"]
+    given = given_sizes(dict(sizes), None, items, [item.name for item in items], "the spec")
+    dims = _opened(spec, tree, ndim, source).dims
+    if source is not None and len(dims) != source.ndim:
+        raise ShardingError(f"the spec has {len(dims)} dims, the tensor {source.ndim}")
+    had: Iterable[ShardedDim | None] = [None] * len(dims) if source is None else source.dims
+    found = [_dim(mesh, spec, dim, given, source, has) for dim, has in zip(dims, had, strict=True)]
+    pending: list[PendingReduction] = []
+    same: tuple[NamedLayout, ...] = ()
+    for each in tree.pending or ():
+        if each.op == "*" and source is not None:
+            pending = [replace(p, axes=_kept(mesh, source.mesh, p.axes)) for p in source.pending]
+        elif each.op == "*":
+            _wrong("'| *' is whatever arises; a sharding says what is pending, like '| sum@tp'", spec, each.span)
+        elif each.op == "same" and not marks:
+            _wrong("'same' is about gradients of plain tensors; a sharding can't have it", spec, each.span)
+        elif each.op == "same":
+            same += _axes(mesh, spec, each.place)
+        else:
+            pending.append(PendingReduction(each.op, _axes(mesh, spec, each.place)))
+    if same:
+        Sharding(mesh, tuple(found), (*pending, PendingReduction("same", same)))  # refuses what is split or pending
+    return Sharding(mesh, tuple(found), tuple(pending)), same
 
 
 def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
@@ -81,82 +124,82 @@ def _factors_by_name(spec: str) -> dict[str, tuple[int, int | None]]:
     return {factor.name: (at, factor.size) for at, factor in factors if factor.name not in (None, "_")}
 
 
-def marked_sharding(
-    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
-) -> tuple[Sharding, tuple[NamedLayout, ...]]:
-    """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
-    found, same = _marked(mesh, checked_spec(spec), sizes, ndim)
-    return found.on(mesh), same
-
-
-@functools.lru_cache(maxsize=4096)
-def _marked(
-    mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None
-) -> tuple[Sharding, tuple[NamedLayout, ...]]:
-    tree = parse_spec(spec)
-    marks = [p for p in tree.pending or () if p.op == "same" and p.place is not None]
-    if not marks:
-        return parsed_sharding(mesh, spec, sizes, ndim), ()
-    rest = tuple(p for p in tree.pending or () if p not in marks)
-    found = parsed_sharding(mesh, str(replace(tree, pending=rest or None)), sizes, ndim)
-    same = tuple(axis for p in marks for axis in _axes(mesh, spec, p.place))
-    replace(found, pending=(*found.pending, PendingReduction("same", same)))  # refuses what is split or pending
-    return found, same
-
-
-def _dim(mesh: Mesh, spec: str, dim: grammar.Dim, sizes: Mapping[str, int]) -> ShardedDim:
-    factors = []
-    for factor in dim.factors:
-        size = factor.size if factor.name is None else sizes.get(factor.name)
-        factors.append(ShardedFactor(factor.name, size, _axes(mesh, spec, factor.place)))
-    if not dim.grouped:
-        return ShardedDim(tuple(factors))
-    if dim.place is not None or not any(factor.axes for factor in factors):
+def _dim(
+    mesh: Mesh,
+    spec: str,
+    dim: grammar.Dim,
+    sizes: Mapping[str, int],
+    source: Sharding | None = None,
+    had: ShardedDim | None = None,
+) -> ShardedDim:
+    """A dim of a spec. had: that of the source, which `*` stands for."""
+    stars = [place for place in grammar.places_of(dim) if "*" in place.names]
+    if stars and source is not None and had is not None:
+        if stars[0].names == ("*",) and (dim.place is not None or len(dim.factors) == 1):
+            return ShardedDim(tuple([replace(f, axes=_kept(mesh, source.mesh, f.axes)) for f in had.factors]))
+        if len(dim.factors) > 1 or len(had.factors) > 1:
+            _wrong(f"'*' in {dim} would be what the dim has, {had}; in a group write the axes", spec, dim.span)
+        axes = [
+            axis
+            for name in stars[0].names
+            for axis in (_kept(mesh, source.mesh, had.axes) if name == "*" else mesh.named((name,)))
+        ]
+        return ShardedDim((replace(had.factors[0], name=dim.factors[0].name or had.factors[0].name, axes=tuple(axes)),))
+    factors = [
+        ShardedFactor(f.name, f.size if f.name is None else sizes.get(f.name), _axes(mesh, spec, f.place))
+        for f in dim.factors
+    ]
+    if dim.grouped and (dim.place is not None or not any(factor.axes for factor in factors)):
         # Split as a whole, or not at all: to a sharding such a group is one name.
         known = [factor.size for factor in factors]
         multiple = math.prod(size for size in known if size is not None)
         name = f"({' '.join(str(ShardedFactor(f.name, f.size)) for f in factors)})"
-        axes = _axes(mesh, spec, dim.place)
-        return ShardedDim((ShardedFactor(name, None if None in known else multiple, axes, multiple),))
+        axes_of_all = _axes(mesh, spec, dim.place)
+        return ShardedDim((ShardedFactor(name, None if None in known else multiple, axes_of_all, multiple),))
     return ShardedDim(tuple(factors))
 
 
 def _axes(mesh: Mesh, spec: str, place: grammar.Place | None) -> tuple[NamedLayout, ...]:
-    if place is None:
-        return ()
-    if "*" in place.names:
+    if place is not None and "*" in place.names:
         _wrong("'*' is what a tensor has; a sharding names its axes", spec, place.span)
-    return tuple([_named(mesh, name) for name in place.names])
+    return () if place is None else mesh.named(place.names)
 
 
-def _named(mesh: Mesh, name: str) -> NamedLayout:
-    """Where names end: an axis of the text as its digits."""
-    layout = mesh.namespace.get(name)
-    if layout is None:
-        raise unknown_axis(name, mesh.namespace)
-    return NamedLayout(layout, name)
+def _kept(mesh: Mesh, home: Mesh, axes: Iterable[NamedLayout]) -> tuple[NamedLayout, ...]:
+    """Axes of `home` as axes of `mesh`, by their own names where these mean the same there."""
+    found: list[NamedLayout] = []
+    for axis in axes:
+        if mesh.universe != home.universe:
+            raise ShardingError(
+                f"'*' stands for '{axis}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
+            )
+        names = [axis.name] if mesh.namespace.get(axis.name) == axis.layout else None
+        if names is None and axis.layout in mesh.namespace.values():
+            names = [mesh.called(axis.layout).name]
+        names = mesh.factored(axis.layout) if names is None else names
+        if names is None:
+            raise ShardingError(f"'*' stands for '{axis}' ({axis.layout}), which isn't a product of axes of {mesh!r}")
+        found.extend(mesh.named(names))
+    return tuple(found)
 
 
-def _opened(spec: str, tree: grammar.Spec, ndim: int | None) -> grammar.Spec:
-    """The spec without `...`, which stands for whole dims."""
+_STAYS = grammar.Dim((grammar.Factor("_", place=grammar.Place(("*",))),))
+
+
+def _opened(spec: str, tree: grammar.Spec, ndim: int | None, source: Sharding | None) -> grammar.Spec:
+    """The spec without `...`, which stands for whole dims: those that stay as they are where there is a source."""
     dots = next(filter(has_dots, tree.dims), None)
     if dots is None:
         return tree
-    if dots.grouped or dots.factors[0].place is not None:
-        _wrong("'...' stands for whole dims that aren't split; name the dim that is", spec, dots.span)
+    places = [place.names for place in grammar.places_of(dots)]
+    if dots.grouped or places not in ([], [] if source is None else [("*",)]):
+        stay = "aren't split" if source is None else "stay as they are"
+        _wrong(f"'...' stands for whole dims that {stay}; name the dim that is split", spec, dots.span)
     if ndim is None:
         _wrong("'...' stands for dims of a tensor; without one, write every dim (or '_')", spec, dots.span)
     if ndim < len(tree.dims) - 1:
         _wrong(f"the spec has {len(tree.dims) - 1} dims beside '...', the tensor has {ndim}", spec, (0, len(spec)))
-    return without_dots(tree, ndim)
-
-
-def _pending(mesh: Mesh, spec: str, pending: grammar.Pending) -> PendingReduction:
-    if pending.op == "*":
-        _wrong("'| *' is whatever arises; a sharding says what is pending, like '| sum@tp'", spec, pending.span)
-    if pending.op == "same":
-        _wrong("'same' is about gradients of plain tensors; a sharding can't have it", spec, pending.span)
-    return PendingReduction(pending.op, _axes(mesh, spec, pending.place))
+    return without_dots(tree, ndim) if source is None else without_dots(tree, ndim, _STAYS)
 
 
 def _wrong(message: str, spec: str, span: tuple[int, int]) -> NoReturn:
