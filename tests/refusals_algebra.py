@@ -280,7 +280,7 @@ TABLES = (
     ("{('b', 'c'): 'a'}", "ShardingError", "several tensors on the left need an expression"),
     ("{('b', 'c'): ('a', 'x y -> x y')}", "ExpressionError", "the left side is 1 tensors for 2 names, of the rule b, c -> a"),
     ("{('b', 'c'): ('a', 'x d, y d -> x d')}", "ExpressionError", "the left side is 2 tensors, blocks counted"),
-    ("{'b': ('a', 'x@tp d -> x d')}", "ExpressionError", "write '@' in their specs"),
+    ("{'b': ('a', 'x@tp d -> x d')}", "ExpressionError", "write '@' and '|' in their specs"),
     ("{'b': ('a', 'x d | sum@tp -> x d')}", "ExpressionError", "write '@' and '|' in their specs"),
     ("{'b.{e}': ('a', 'x d -> x d')}", "ExpressionError", "'b.{e}' stands for one tensor with a dim 'e': 'x d' has no such"),
     ("{'b.{e}': ('a', '... e -> e ...')}", "ExpressionError", "write 'e', a number in the name, before '...'"),

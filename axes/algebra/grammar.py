@@ -341,9 +341,10 @@ class _Parser:
         return value
 
     def name(self, expected: str) -> str:
-        if self.token.text == "_":
-            self.fail(expected)
-        return self.need("name", expected).text
+        token = self.need("name", expected)
+        if token.text == "_":
+            self.wrong(f"expected {expected}, found '_'", token.span)
+        return token.text
 
     def size(self) -> int | None:
         """`= INT` where it follows; `=-1` says that the size is to be solved."""
@@ -363,8 +364,9 @@ class _Parser:
             name = self.name("an axis name, '*' or '(' after '@'")
             return Place((name,), self.span(start))
         names: list[str] = []
-        while self.token.kind in ("name", "*"):
-            names.append("*" if self.take("*") else self.name("an axis name"))
+        while (token := self.token).kind in ("name", "*"):
+            names.append(token.text)
+            self.at += 1
         self.closing()
         if names.count("*") > 1:
             self.wrong("'*' stands once in a place", self.span(start))
@@ -644,14 +646,14 @@ def leaves(dims: Iterable[Dim]) -> tuple[Item, ...]:
     return items_of(factor for dim in dims for factor in dim.factors)
 
 
-def places_of(dim: Dim) -> list[Place]:
+def dim_places(dim: Dim) -> list[Place]:
     """What stands right of an `@` in a dim."""
     return [place for place in (dim.place, *(factor.place for factor in dim.factors)) if place is not None]
 
 
 def axes_of(tree: Spec) -> list[str]:
     """The axes that a spec names."""
-    places = [place for dim in tree.dims for place in places_of(dim)]
+    places = [place for dim in tree.dims for place in dim_places(dim)]
     places += [pending.place for pending in tree.pending or () if pending.place is not None]
     return [name for place in places for name in place.names if name != "*"]
 

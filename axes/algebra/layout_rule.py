@@ -9,14 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from axes.algebra import grammar
 from axes.algebra.errors import ExpressionError, ShardingError, shortened, shown
-from axes.algebra.flow.blocks import Fused, read_blocks
-from axes.algebra.flow.reading import read
 from axes.algebra.grammar import Factor, Spec
 from axes.algebra.sizes import given_sizes, tuple_of
 
@@ -177,32 +175,27 @@ def _check_expression(rule: LayoutRule, text: str) -> None:
             )
         for pattern, spec in zip(patterns, trees, strict=True):
             _check_spec(pattern, spec, text)
-    for pair in pairs_of(text)[2]:
-        read("rearrange", pair.text, (len(grammar.parse_blocks(pair.text).operands[0].dims),))  # '...' may be one dim
+    for pair in pairs_of(text):
+        _check_pair(text, pair)
 
 
 def _check_spec(pattern: NamePattern, spec: Spec, text: str) -> None:
-    dots = False
-    for factor in factors_of_spec(spec):
-        if factor.place is not None:
-            raise ExpressionError("a layout rule is of whole tensors; write '@' in their specs", text, *factor.span)
-    for dim in spec.dims:
-        if dim.place is not None or spec.pending:
-            raise ExpressionError(
-                "a layout rule is of whole tensors; write '@' and '|' in their specs", text, *dim.span
-            )
-        if dots and str(dim.factors[0].name) in pattern.counters:
-            raise ExpressionError(f"write '{dim}', a number in the name, before '...'", text, *dim.span)
-        dots = dots or grammar.has_dots(dim)
-    alone = [dim.factors[0].name for dim in spec.dims if len(dim.factors) == 1]
+    placed = [factor for factor in factors_of_spec(spec) if factor.place is not None]
+    if placed or spec.pending or any(dim.place is not None for dim in spec.dims):
+        span = placed[0].span if placed else (0, len(text))
+        raise ExpressionError("a layout rule is of whole tensors; write '@' and '|' in their specs", text, *span)
+    names = [str(dim.factors[0].name) if len(dim.factors) == 1 else "" for dim in spec.dims]
     for name in pattern.counters:
-        if alone.count(name) != 1:
+        if names.count(name) != 1:
             raise ExpressionError(
                 f"'{pattern.text}' stands for one tensor with a dim '{name}': '{spec}' has no such dim of its own",
                 text,
                 0,
                 len(text),
             )
+        if any(map(grammar.has_dots, spec.dims[: names.index(name)])):
+            span = spec.dims[names.index(name)].span
+            raise ExpressionError(f"write '{name}', a number in the name, before '...'", text, *span)
 
 
 def factors_of_spec(spec: Spec) -> Iterator[Factor]:
@@ -222,54 +215,100 @@ def names_of_rule(text: str) -> dict[str, int | None]:
     if not text:
         return {}
     tree = grammar.parse_blocks(text)
-    leaves = [leaf for spec in (*tree.operands, *(tree.results or ())) for leaf in factors_of_spec(spec)]
     found: dict[str, int | None] = {}
-    for leaf in leaves:
-        if leaf.name not in (None, "..."):
-            found[str(leaf.name)] = leaf.size or found.get(str(leaf.name))
+    for spec in (*tree.operands, *(tree.results or ())):
+        for item in grammar.items_of(factors_of_spec(spec)):
+            found[item.name] = item.size or found.get(item.name)
     return found
 
 
 # --- what becomes what
 
 
-class BlockOf(NamedTuple):
-    """One side of a pair: the number of a tensor, and which of its blocks."""
+class Part(NamedTuple):
+    """A tensor of one side of a rule, or one of its blocks: the numbers of both, and its dims in segments.
+
+    A segment of a dim is the names of the block, or the names in front of the blocks or behind them.
+    """
 
     tensor: int
     block: int
+    spec: Spec
+
+    def dims(self, dots: int) -> list[list[tuple[bool, tuple[str, ...]]]]:
+        """For each dim its segments, with whether each is the block; `...` is so many names."""
+        hidden = tuple([f"...{at}" for at in range(dots)])
+
+        def names(factors: Iterable[Factor]) -> tuple[str, ...]:
+            each = [hidden if f.name == "..." else (f.name,) if f.name is not None else () for f in factors]
+            return tuple(itertools.chain(*each))
+
+        found: list[list[tuple[bool, tuple[str, ...]]]] = []
+        for dim in self.spec.dims:
+            if grammar.has_dots(dim) and not dim.grouped:
+                found.extend([[(False, (name,))] for name in hidden])
+                continue
+            segments = itertools.groupby(dim.factors, lambda factor: bool(factor.blocks))
+            chosen = [
+                (is_block, itertools.chain(*[f.blocks[self.block] if is_block else (f,) for f in factors]))
+                for is_block, factors in segments
+            ]
+            found.append([(is_block, names(factors)) for is_block, factors in chosen])
+        return found
+
+    @property
+    def factors(self) -> list[Factor]:
+        """The factors of its dims."""
+        every = itertools.chain(*[dim.factors for dim in self.spec.dims])
+        return [each for f in every for each in (f.blocks[self.block] if f.blocks else (f,))]
 
 
-class BlockPair(NamedTuple):
-    """A block of the left that becomes one of the right, as an expression of its own."""
-
-    text: str
-    left: BlockOf
-    right: BlockOf
-
-
-Side = tuple[Fused | str, ...]
+Pair = tuple[Part, Part]
 
 
 @functools.lru_cache(maxsize=4096)
-def pairs_of(text: str) -> tuple[Side, Side, tuple[BlockPair, ...]]:
-    """The tensors of both sides, and what becomes what. One may become several that are equal, and the reverse."""
+def pairs_of(text: str) -> tuple[Pair, ...]:
+    """What becomes what: one tensor may become several that are equal, and the reverse; else block by block."""
     tree = grammar.parse_blocks(text)
-    sides = tree.operands, tree.results or ()
-    names = [{leaf.name for leaf in factors_of_spec(spec)} for side in sides for spec in side]
-    if "+" not in text and 1 in map(len, sides) and all(each == names[0] for each in names):
-        left, right = ([str(spec) for spec in side] for side in sides)
-        joined = itertools.product(range(len(left)), range(len(right)))  # one of the two sides is one tensor
-        equal = [BlockPair(f"{left[i]} -> {right[j]}", BlockOf(i, 0), BlockOf(j, 0)) for i, j in joined]
-        return tuple(left), tuple(right), tuple(equal)
-    expression = read_blocks(text)
-    ends = [
+    left, right = (
         [
-            BlockOf(at, block)
-            for at, each in enumerate(side)
-            for block in range(len(each.parts) if isinstance(each, Fused) else 1)
+            Part(number, block, spec)
+            for number, spec in enumerate(side)
+            for block in range(max([len(f.blocks) for dim in spec.dims for f in dim.factors], default=0) or 1)
         ]
-        for side in (expression.left, expression.right)
-    ]
-    texts = [" -> ".join(pair) for pair in expression.pairs]
-    return expression.left, expression.right, tuple(map(BlockPair, texts, *ends))
+        for side in (tree.operands, tree.results or ())
+    )
+    names = [{factor.name for factor in part.factors} for part in (*left, *right)]
+    if "+" not in text and 1 in (len(left), len(right)) and all(each == names[0] for each in names):
+        return tuple(itertools.product(left, right))
+    if len(left) != len(right):
+        raise ExpressionError(
+            f"the left side is {len(left)} tensors, blocks counted, and the right side {len(right)}; "
+            "each block becomes one tensor or block, in their order",
+            text,
+            0,
+            len(text),
+        )
+    return tuple(zip(left, right, strict=True))
+
+
+def _check_pair(text: str, pair: Pair) -> None:
+    """A tensor, or a block, has the same names on both sides, each once, and no numbers but 1."""
+    sides: tuple[tuple[str, Part, Part], ...] = ("left", *pair), ("right", *reversed(pair))  # type: ignore[assignment]
+    for side, part, other in sides:
+        there = {factor.name for factor in other.factors}
+        for at, factor in enumerate(part.factors):
+            message = None
+            if factor.name is None and factor.size != 1:
+                message = "a layout rule takes no number but 1; name the dim and give its size"
+            elif factor.name == "_":
+                message = "'_' stands in specs only; a layout rule needs a name"
+            elif factor.name is not None and factor.name not in there:
+                message = f"{shortened(factor.name)} stands on the {side} only"
+            elif factor.name is not None and factor.name in [each.name for each in part.factors[:at]]:
+                message = f"{shortened(factor.name)} stands twice in one tensor"
+            if message is not None:
+                raise ExpressionError(message, text, *factor.span)
+    for dim in pair[0].spec.dims:
+        if dim.grouped and grammar.has_dots(dim):
+            raise ExpressionError("'...' in a group on the left leaves its sizes open; name the dims", text, *dim.span)

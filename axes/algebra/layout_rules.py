@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
+from axes.algebra.grammar import parse_blocks
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
-from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, pairs_of, sizes_of_rule
+from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sizes_of_rule
 from axes.algebra.name_patterns import NameIndex
 from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
@@ -405,7 +406,7 @@ def _counted_shape(
             raise ShardingError(
                 f"{first} is {shape} and {name} is {list(sources[name])}, which are one tensor by the rule {rule}"
             )
-    dims = counted_dims(pattern.counters, pairs_of(rule.expression)[0][slot])
+    dims = counted_dims(pattern.counters, parse_blocks(rule.expression).operands[slot])
     for (_, dim), size in sorted(zip(dims.items(), counts, strict=True), key=lambda each: each[0][1]):
         shape.insert(dim, size)
     return tuple(shape)

@@ -26,7 +26,7 @@ from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Sharding, cached_with_names
 from axes.algebra.sizes import checked_tensor_shape, unknown_size, written_sizes
-from axes.algebra.specs import check_same_dims, parsed_sharding, sharding_of
+from axes.algebra.specs import check_same_dims, parsed_sharding, read_sharding
 
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
@@ -128,7 +128,7 @@ def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: Sizes) -
     """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
     if mesh.universe == source.mesh.universe:
         mesh = _with_names(mesh, where, axes_of(parse_spec(spec)))
-    return sharding_of(mesh, spec, sizes, source.ndim, source)[0]
+    return read_sharding(mesh, spec, sizes, source.ndim, source)[0]
 
 
 def _with_names(mesh: Mesh, where: Mesh, names: Sequence[str]) -> Mesh:

@@ -1,7 +1,7 @@
 """What a layout rule says of tensors of given shapes: which sizes follow, and the pieces that both sides share.
 
-Each block of the left becomes one of the right, by an expression of its own. Its names are stepped through in both
-tensors; a block begins behind those before it.
+Each block of the left becomes one of the right. Its names are stepped through in both tensors, names that stand side by
+side in both as one; a block begins behind those before it.
 
 >>> solved = solved_pieces("q d, k d -> (q + k) d", (((), ()), ((),)), ((6, 4), (2, 4)), ())
 >>> solved.shapes, [template.target_offset for template in solved.templates]
@@ -15,159 +15,169 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from axes.algebra import grammar
 from axes.algebra.errors import SizeError
-from axes.algebra.flow.blocks import Fused, sizes_of_blocks
-from axes.algebra.flow.reading import Slot, is_name, read
-from axes.algebra.grammar import Spec
+from axes.algebra.grammar import Factor, Spec
 from axes.algebra.layout_pieces import PieceDim, same_dims, simplified
-from axes.algebra.layout_rule import BlockPair, Side, factors_of_spec, pairs_of
-from axes.algebra.sizes import Product, solve
+from axes.algebra.layout_rule import Pair, pairs_of
 
 Shape = tuple[int, ...]
 Counters = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
 """For the tensors of both sides the dims that are numbers in their names."""
 
-
-@dataclass(frozen=True)
-class _Bound:
-    """An expression for tensors of given ranks, pair by pair.
-
-    grouping: for each dim of the pair's tensor the dims of the block's own expression that it is made of, True for the
-    block. slots: what these dims are.
-    """
-
-    text: str
-    pairs: tuple[BlockPair, ...]
-    tensors: tuple[Side, Side]
-    grouping: tuple[tuple[list[list[bool]], ...], tuple[list[list[bool]], ...]]
-    slots: tuple[tuple[tuple[Slot, ...], ...], tuple[tuple[Slot, ...], ...]]
-    wholes: Mapping[str, tuple[str, ...]]
+Run = tuple[str, ...]
+"""Names that stand side by side in a dim of both tensors: one step of a piece."""
 
 
-def _bound(text: str, ranks: tuple[int, ...]) -> _Bound:
-    left, right, pairs = pairs_of(text)
-    first = [_grouping(left[pair.left.tensor], ranks[pair.left.tensor]) for pair in pairs]
-    readings = [
-        read("rearrange", pair.text, (len(list(itertools.chain(*g))),)) for pair, g in zip(pairs, first, strict=True)
-    ]
-    second = []
-    for pair, reading in zip(pairs, readings, strict=True):
-        dims = _tree(right[pair.right.tensor]).dims
-        dots = sum([atom.startswith("...") for atom in reading.operands[0].atoms])
-        second.append(_grouping(right[pair.right.tensor], len(dims) + (dots - 1) * any(map(grammar.has_dots, dims))))
-    slots = tuple([r.operands[0].slots for r in readings]), tuple([r.result.slots for r in readings])
-    wholes = dict(itertools.chain(*[reading.wholes for reading in readings]))
-    return _Bound(text, pairs, (left, right), (tuple(first), tuple(second)), slots, wholes)
+# --- sizes
 
 
-def _tree(tensor: Fused | str) -> Spec:
-    return tensor.tree if isinstance(tensor, Fused) else grammar.parse_blocks(tensor).operands[0]
+class _Equation(NamedTuple):
+    """A dim of a tensor on the left: the product of its factors, blocks added up, is its size."""
+
+    tensor: int
+    factors: tuple[Factor, ...]
+    size: int
+
+    def __str__(self) -> str:
+        text = " ".join(map(str, self.factors))
+        return text if len(self.factors) == 1 else f"({text})"
+
+    @property
+    def blocks(self) -> list[tuple[tuple[Factor, ...], ...]]:
+        """Of each factor the blocks, itself where it has none."""
+        return [factor.blocks or ((factor,),) for factor in self.factors]
+
+    def value(self, sizes: Mapping[str, int]) -> int:
+        """The size that the names give."""
+        each = [[[sizes[f.name] for f in block if f.name is not None] for block in blocks] for blocks in self.blocks]
+        return math.prod([sum(map(math.prod, blocks)) for blocks in each])
+
+    def missing(self, sizes: Mapping[str, int]) -> list[str]:
+        """The names without a size."""
+        names = [f.name for blocks in self.blocks for block in blocks for f in block]
+        return [name for name in dict.fromkeys(names) if name is not None and name not in sizes]
 
 
-def _grouping(tensor: Fused | str, ndim: int) -> list[list[bool]]:
-    if isinstance(tensor, str):
-        return [[False] for _ in range(ndim)]
-    return [[bool(factor.blocks) for factor in dim.factors] for dim in grammar.without_dots(tensor.tree, ndim).dims]
+def _equations(text: str, tree: Sequence[Spec], shapes: Sequence[Shape]) -> tuple[list[_Equation], int]:
+    """What the shapes of the left side say, and for how many dims `...` stands."""
+    found, dots = list[_Equation](), 0
+    for tensor, (spec, shape) in enumerate(zip(tree, shapes, strict=True)):
+        has = any(map(grammar.has_dots, spec.dims))
+        hidden = len(shape) - len(spec.dims) + has
+        if hidden < 0 or (hidden and not has):
+            raise SizeError(f"'{spec}' has {len(spec.dims)} dims; the tensor has {len(shape)}\nin  {text}")
+        dots = max(dots, hidden)
+        stand_ins = [(Factor(f"...{at}"),) for at in range(hidden)]
+        dims = [each for dim in spec.dims for each in (stand_ins if grammar.has_dots(dim) else [dim.factors])]
+        found += [_Equation(tensor, dim, size) for dim, size in zip(dims, shape, strict=True)]
+    return found, dots
 
 
-class _AtomSteps(NamedTuple):
-    """Where the atoms of a pair are in a tensor: `(dim, stride)` of each, and where the block begins."""
+def _solved(text: str, equations: Sequence[_Equation], given: Mapping[str, int]) -> dict[str, int]:
+    """The size of every name that follows; `SizeError` where a dim has another size than its names give."""
+    sizes, waiting = dict(given), list(equations)
+    while ready := next((each for each in waiting if len(each.missing(sizes)) <= 1), None):
+        waiting.remove(ready)
+        for name in ready.missing(sizes):
+            # A name stands once in a block: how many elements there are grows evenly with its size.
+            none, one = (ready.value({**sizes, name: size}) for size in (0, 1))
+            sizes[name], rest = divmod(ready.size - none, one - none)
+            if rest or sizes[name] < 1:
+                more = f" from {none} on" if none else ""
+                raise SizeError(f"{ready.size} doesn't divide by {one - none}{more}:  {ready}\nin  {text}")
+        if ready.value(sizes) != ready.size:
+            raise SizeError(f"'{ready}' is {ready.value(sizes)}, found {ready.size}\nin  {text}")
+    return sizes
 
-    steps: dict[str, tuple[int, int]]
+
+# --- places
+
+Dims = list[list[tuple[bool, list[Run]]]]
+"""For each dim of a tensor its segments, blocks or not, in runs."""
+
+
+def _runs(pair: Pair, dots: int) -> tuple[Dims, Dims]:
+    """Both sides of a pair in the runs that they have in common."""
+    sides = [part.dims(dots) for part in pair]
+    behind = [dict(two for dim in side for _, names in dim for two in itertools.pairwise(names)) for side in sides]
+
+    def cut(names: Iterable[str]) -> list[Run]:
+        found: list[Run] = []
+        for name in names:
+            if found and all(after.get(found[-1][-1]) == name for after in behind):
+                found[-1] += (name,)
+            else:
+                found.append((name,))
+        return found
+
+    left, right = ([[(is_block, cut(names)) for is_block, names in dim] for dim in side] for side in sides)
+    return left, right
+
+
+class _Sizes:
+    """The sizes of runs: those of their names, or what is left of a dim that has all other names of it."""
+
+    def __init__(
+        self, text: str, equations: Sequence[_Equation], pairs: Sequence[tuple[Pair, Dims]], names: Mapping[str, int]
+    ):
+        self.names, self.wholes = names, dict[Run, int]()
+        for each in equations:
+            missing = each.missing(names)
+            for (part, _), dims in pairs if missing else ():
+                runs = [run for dim in dims for _, runs in dim for run in runs if {*missing} & {*run}]
+                if part.tensor != each.tensor or not runs:
+                    continue
+                alone = len(runs) == 1 and {*missing} <= {*runs[0]} and not any(f.blocks for f in each.factors)
+                rest = each.value({**names, **dict.fromkeys(runs[0], 1)}) if alone else 0
+                if not rest or each.size % rest:
+                    raise SizeError(
+                        f"the sizes of {' and '.join(map(repr, missing))} don't follow from  {each} = {each.size}\n"
+                        f"give all but one of them, like {missing[0]}=2\nin  {text}"
+                    )
+                if self.wholes.setdefault(runs[0], each.size // rest) != each.size // rest:
+                    whole = f"'({' '.join(runs[0])})' is {self.wholes[runs[0]]}"
+                    raise SizeError(f"{whole}, found {each.size // rest}\nin  {text}")
+
+    def of(self, run: Run) -> int:
+        whole = self.wholes.get(run)
+        return math.prod([self.names[name] for name in run]) if whole is None else whole
+
+
+class _Steps(NamedTuple):
+    """Where the runs of a pair are in a tensor: `(dim, stride)` of each, and where the block begins."""
+
+    steps: dict[Run, tuple[int, int]]
     offset: Shape
     shape: Shape
 
 
-def _placed(bound: _Bound, side: int, sizes: Mapping[str, int]) -> list[_AtomSteps]:
-    """For each pair where its atoms are in the tensor of one side."""
-    grouping, slots = bound.grouping[side], bound.slots[side]
-    tensors = [(pair.left, pair.right)[side].tensor for pair in bound.pairs]
-    elements = [
-        math.prod(
-            [
-                sizes[atom]
-                for (is_block, slot) in zip(itertools.chain(*g), s, strict=True)
-                if is_block
-                for atom in slot.atoms
-            ]
-        )
-        for g, s in zip(grouping, slots, strict=True)
-    ]
+def _placed(tensors: Sequence[int], dims: Sequence[Dims], sizes: _Sizes) -> list[_Steps]:
+    """For each pair where its runs are in the tensor of one side, of which it may be one of several blocks."""
+    of_blocks = [[run for dim in each for is_block, runs in dim if is_block for run in runs] for each in dims]
+    elements = [math.prod(map(sizes.of, runs)) for runs in of_blocks]
     found = []
-    for pair, tensor in enumerate(tensors):
-        before = sum([elements[other] for other in range(pair) if tensors[other] == tensor])
-        total = sum([elements[other] for other in range(len(tensors)) if tensors[other] == tensor])
-        found.append(_placed_dims(grouping[pair], slots[pair], sizes, before, total))
+    for at, (tensor, own) in enumerate(zip(tensors, dims, strict=True)):
+        before, total = (
+            sum([count for count, other in zip(elements[:end], tensors, strict=False) if other == tensor])
+            for end in (at, len(tensors))
+        )
+        steps: dict[Run, tuple[int, int]] = {}
+        offset, shape = [], []
+        for number, segments in enumerate(own):
+            stride, begin = 1, 0
+            for is_block, runs in reversed(segments):
+                step = stride
+                for run in reversed(runs):
+                    steps[run] = number, step
+                    step *= sizes.of(run)
+                begin, stride = (before * stride, total * stride) if is_block else (begin, step)
+            offset.append(begin)
+            shape.append(stride)
+        found.append(_Steps(steps, tuple(offset), tuple(shape)))
     return found
-
-
-def _placed_dims(
-    grouping: list[list[bool]], slots: tuple[Slot, ...], sizes: Mapping[str, int], before: int, total: int
-) -> _AtomSteps:
-    """before, total: elements of the blocks before the pair's own, and of all."""
-    steps: dict[str, tuple[int, int]] = {}
-    offset, shape = [], []
-    rest = iter(slots)
-    for dim, blocks in enumerate(grouping):
-        own = [next(rest) for _ in blocks]
-        stride, begin = 1, 0
-        for is_block, slot in zip(reversed(blocks), reversed(own), strict=True):
-            step = stride
-            for atom in reversed(slot.atoms):
-                steps[atom] = dim, step
-                step *= sizes[atom]
-            begin, stride = (before * stride, total * stride) if is_block else (begin, step)
-        offset.append(begin)
-        shape.append(stride)
-    return _AtomSteps(steps, tuple(offset), tuple(shape))
-
-
-def _sizes(bound: _Bound, shapes: tuple[Shape, ...], given: Mapping[str, int]) -> dict[str, int]:
-    """The size of every atom; `SizeError` where one doesn't follow."""
-    products = [Product(names, (whole,), 1, f"{whole} in {bound.text}") for whole, names in bound.wholes.items()]
-    asked: list[Product] = []
-    known = dict(given)
-    for pair, grouping, slots in zip(bound.pairs, bound.grouping[0], bound.slots[0], strict=True):
-        rest = iter(slots)
-        for dim, blocks in enumerate(grouping):
-            own = [next(rest) for _ in blocks]
-            if not any(blocks):
-                atoms = tuple([atom for slot in own for atom in slot.atoms])
-                text = f"dim {dim + 1} of {list(shapes[pair.left.tensor])}, {bound.text}"
-                asked.append(Product(atoms, (), shapes[pair.left.tensor][dim], text))
-    known = _solvable([*asked, *products], known)
-    for pair, grouping, slots in zip(bound.pairs, bound.grouping[0], bound.slots[0], strict=True):
-        tensor = bound.tensors[0][pair.left.tensor]
-        if not isinstance(tensor, Fused):
-            continue
-        shape = shapes[pair.left.tensor]
-        names = {str(leaf.name) for leaf in factors_of_spec(tensor.tree)}
-        found, counts = sizes_of_blocks(tensor, bound.text, shape, {n: s for n, s in known.items() if n in names})
-        known.update({name: size for name, size in found.items() if is_name(name)})
-        for is_block, slot in zip(itertools.chain(*grouping), slots, strict=True):
-            if is_block:
-                asked.append(
-                    Product(slot.atoms, (), counts[pair.left.block], f"a block of {tensor.tree}, {bound.text}")
-                )
-    known = _solvable([*asked, *products], known)
-    return solve(asked, known)
-
-
-def _solvable(products: Sequence[Product], known: Mapping[str, int]) -> dict[str, int]:
-    """What follows from those products that have one unknown name when it is their turn."""
-    names, chosen, left = set(known), list[Product](), list(products)
-    while True:
-        now = [product for product in left if len({*product.left, *product.right} - names) <= 1]
-        if not now:
-            return solve(chosen, known)
-        # One after the other: a product may give what the next one lacks.
-        chosen.append(now[0])
-        left.remove(now[0])
-        names.update(now[0].left, now[0].right)
 
 
 class CountedDim(NamedTuple):
@@ -209,38 +219,34 @@ def solved_pieces(
     shape, count = shapes[0], len(counters[1])
     if set(re.split(r"[ ,]+", text)) == {"...", "->"} and len(set(shapes)) == 1:  # other names, and nothing to solve
         dims, offset = same_dims(shape), (0,) * len(shape)
-        ends = [(pair.left.tensor, pair.right.tensor) for pair in pairs_of(text)[2]]
+        ends = [(left.tensor, right.tensor) for left, right in pairs_of(text)]
         same = [PieceTemplate(left, right, dims, offset, offset, ()) for left, right in ends]
         return SolvedRule((shape,) * count, ((),) * count, tuple(same))
     if any(0 in shape for shape in shapes):
         raise SizeError(
             f"a tensor without elements has no sizes to tell; give it a rule without an expression\nin  {text}"
         )
-    bound = _bound(text, tuple(map(len, shapes)))
-    sizes = _sizes(bound, shapes, dict(given))
-    sources, targets = _placed(bound, 0, sizes), _placed(bound, 1, sizes)
-    found: dict[int, Shape] = {}
-    for pair, source, target in zip(bound.pairs, sources, targets, strict=True):
-        for what, there, wanted in (
-            ("a tensor", source.shape, shapes[pair.left.tensor]),
-            ("a result", target.shape, found.setdefault(pair.right.tensor, target.shape)),
-        ):
-            if there != wanted:
-                raise SizeError(f"{what} of the shape {list(wanted)} has blocks that give {list(there)}\nin  {text}")
-    templates = [
-        _template(bound, counters, at, source, target, sizes)
-        for at, (source, target) in enumerate(zip(sources, targets, strict=True))
-    ]
-    whole = [found[at] for at in range(len(counters[1]))]
-    counted = [counted_dims(names, tensor) for names, tensor in zip(counters[1], bound.tensors[1], strict=True)]
-    rests = [_without(shape, dims.values()) for shape, dims in zip(whole, counted, strict=True)]
-    numbers = [tuple([shape[dim] for dim in dims.values()]) for shape, dims in zip(whole, counted, strict=True)]
+    tree, pairs = grammar.parse_blocks(text), pairs_of(text)
+    equations, dots = _equations(text, tree.operands, shapes)
+    left, right = zip(*[_runs(pair, dots) for pair in pairs], strict=True)
+    names = _solved(text, equations, dict(given))
+    sizes = _Sizes(text, equations, list(zip(pairs, left, strict=True)), names)
+    sources, targets = (
+        _placed([pair[side].tensor for pair in pairs], dims, sizes) for side, dims in enumerate((left, right))
+    )
+    templates = [_template(counters, *each, sizes) for each in zip(pairs, sources, targets, strict=True)]
+    shapes_there = {part.tensor: target.shape for (_, part), target in zip(pairs, targets, strict=True)}
+    rests, numbers = [], []
+    for number, (own, spec) in enumerate(zip(counters[1], tree.results or (), strict=True)):
+        dims_in_name = counted_dims(own, spec).values()
+        rests.append(_without(shapes_there[number], dims_in_name))
+        numbers.append(tuple([shapes_there[number][dim] for dim in dims_in_name]))
     return SolvedRule(tuple(rests), tuple(numbers), tuple(templates))
 
 
-def counted_dims(names: tuple[str, ...], tensor: Fused | str) -> dict[str, int]:
+def counted_dims(names: tuple[str, ...], spec: Spec) -> dict[str, int]:
     """The dims of a tensor that are numbers in its name."""
-    dims = [str(dim.factors[0].name) if len(dim.factors) == 1 else "" for dim in _tree(tensor).dims]
+    dims = [str(dim.factors[0].name) if len(dim.factors) == 1 else "" for dim in spec.dims]
     return {name: dims.index(name) for name in names}
 
 
@@ -249,36 +255,33 @@ def _without(values: Sequence[int], dims: Iterable[int]) -> Shape:
     return tuple([value for dim, value in enumerate(values) if dim not in left_out])
 
 
-def _template(
-    bound: _Bound, counters: Counters, at: int, source: _AtomSteps, target: _AtomSteps, sizes: Mapping[str, int]
-) -> PieceTemplate:
-    pair = bound.pairs[at]
-    here = counted_dims(counters[0][pair.left.tensor], bound.tensors[0][pair.left.tensor])
-    there = counted_dims(counters[1][pair.right.tensor], bound.tensors[1][pair.right.tensor])
+def _template(counters: Counters, pair: Pair, source: _Steps, target: _Steps, sizes: _Sizes) -> PieceTemplate:
+    here, there = (counted_dims(of[part.tensor], part.spec) for of, part in zip(counters, pair, strict=True))
     own = _without(range(len(source.shape)), here.values())
     theirs = _without(range(len(target.shape)), there.values())
 
-    def step(placed: _AtomSteps, atom: str, kept: Shape) -> tuple[int, int]:
-        dim, stride = placed.steps[atom]
+    def step(placed: _Steps, run: Run, kept: Shape) -> tuple[int, int]:
+        dim, stride = placed.steps[run]
         return kept.index(dim), stride
 
+    counted = {(name,): name for name in (*here, *there)}
     dims = [
-        PieceDim(atom.strip("()"), sizes[atom], *step(source, atom, own), *step(target, atom, theirs))
-        for atom in source.steps
-        if atom not in here and atom not in there
+        PieceDim(" ".join(run), sizes.of(run), *step(source, run, own), *step(target, run, theirs))
+        for run in source.steps
+        if run not in counted
     ]
     numbers = [
         CountedDim(
             name,
-            sizes[name],
-            None if name in here else step(source, name, own),
-            None if name in there else step(target, name, theirs),
+            sizes.of(run),
+            None if name in here else step(source, run, own),
+            None if name in there else step(target, run, theirs),
         )
-        for name in dict.fromkeys((*here, *there))
+        for run, name in counted.items()
     ]
     return PieceTemplate(
-        pair.left.tensor,
-        pair.right.tensor,
+        pair[0].tensor,
+        pair[1].tensor,
         simplified(dims),
         _without(source.offset, here.values()),
         _without(target.offset, there.values()),

@@ -44,14 +44,14 @@ def _parsed(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None, marks: bool
 ) -> tuple[Sharding, tuple[NamedLayout, ...]]:
     try:
-        return sharding_of(mesh, spec, sizes, ndim, marks=marks)
+        return read_sharding(mesh, spec, sizes, ndim, marks=marks)
     except (ShardingError, MeshError) as error:
         if spec in str(error):
             raise
         raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(parse_spec(spec))[:200]}") from None
 
 
-def sharding_of(
+def read_sharding(
     mesh: Mesh,
     spec: str,
     sizes: tuple[tuple[str, Any], ...],
@@ -133,7 +133,7 @@ def _dim(
     had: ShardedDim | None = None,
 ) -> ShardedDim:
     """A dim of a spec. had: that of the source, which `*` stands for."""
-    stars = [place for place in grammar.places_of(dim) if "*" in place.names]
+    stars = [place for place in grammar.dim_places(dim) if "*" in place.names]
     if stars and source is not None and had is not None:
         if stars[0].names == ("*",) and (dim.place is not None or len(dim.factors) == 1):
             return ShardedDim(tuple([replace(f, axes=_kept(mesh, source.mesh, f.axes)) for f in had.factors]))
@@ -191,7 +191,7 @@ def _opened(spec: str, tree: grammar.Spec, ndim: int | None, source: Sharding | 
     dots = next(filter(has_dots, tree.dims), None)
     if dots is None:
         return tree
-    places = [place.names for place in grammar.places_of(dots)]
+    places = [place.names for place in grammar.dim_places(dots)]
     if dots.grouped or places not in ([], [] if source is None else [("*",)]):
         stay = "aren't split" if source is None else "stay as they are"
         _wrong(f"'...' stands for whole dims that {stay}; name the dim that is split", spec, dots.span)
