@@ -225,7 +225,7 @@ def names_of_rule(text: str) -> dict[str, int | None]:
 # --- what becomes what
 
 
-class Part(NamedTuple):
+class RulePart(NamedTuple):
     """A tensor of one side of a rule, or one of its blocks: the numbers of both, and its dims in segments.
 
     A segment of a dim is the names of the block, or the names in front of the blocks or behind them.
@@ -263,7 +263,7 @@ class Part(NamedTuple):
         return [each for f in every for each in (f.blocks[self.block] if f.blocks else (f,))]
 
 
-Pair = tuple[Part, Part]
+Pair = tuple[RulePart, RulePart]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -272,7 +272,7 @@ def pairs_of(text: str) -> tuple[Pair, ...]:
     tree = grammar.parse_blocks(text)
     left, right = (
         [
-            Part(number, block, spec)
+            RulePart(number, block, spec)
             for number, spec in enumerate(side)
             for block in range(max([len(f.blocks) for dim in spec.dims for f in dim.factors], default=0) or 1)
         ]
@@ -294,7 +294,7 @@ def pairs_of(text: str) -> tuple[Pair, ...]:
 
 def _check_pair(text: str, pair: Pair) -> None:
     """A tensor, or a block, has the same names on both sides, each once, and no numbers but 1."""
-    sides: tuple[tuple[str, Part, Part], ...] = ("left", *pair), ("right", *reversed(pair))  # type: ignore[assignment]
+    sides: tuple[tuple[str, RulePart, RulePart], ...] = ("left", *pair), ("right", *reversed(pair))  # type: ignore[assignment]
     for side, part, other in sides:
         there = {factor.name for factor in other.factors}
         for at, factor in enumerate(part.factors):
