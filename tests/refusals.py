@@ -56,7 +56,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("axes.explain(torch.nn.ModuleList([torch.nn.Linear(8, 16)]), L(2, 8))", "AxesError", "axes.explain takes a module that computes something; a ModuleList has no forward"),
     ('axes.Rules([("d", "tp")]).explain(raising("__hash__"), mesh)', "ExpressionError", "an expression is text; found RaisingHash"),
     ("axes.nn.Embedding(torch.nn.Buffer(L(2)), v=4, d=2)", "ExpressionError", "an expression is text; found Tensor"),
-    ("axes.Layout([10**5000, 1], [1, 1])", "MeshError", "sizes and strides of a layout have 63 bits; found tuple too long to show and (1, 1)"),
+    ("axes.Layout([10**5000, 1], [1, 1])", "MeshError", "whole numbers that are at least 1 and have 63 bits; found list too long to show and [1, 1]"),
     ('axes.shard_map(lambda x: x, raising("__hash__"))', "ExpressionError", "an expression is text; found RaisingHash"),
     ('axes.embedding(torch.tensor([1]), L(4, 8).to(torch.float8_e4m3fn), "b, v e -> b e")', "ShardingError", "embedding: a row outside of a table of torch.float8_e4m3fn can't be made NaN; use floats of 16 bits or more"),
     ('axes.nn.CrossEntropy("b v, b ->", reduction=L(8).as_subclass(torch.nn.Buffer))', "ShardingError", "cross_entropy's reduction is 'mean' or 'sum'; found Buffer([1., 1., 1., 1., 1., 1., 1., 1.])"),

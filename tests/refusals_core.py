@@ -221,7 +221,7 @@ BLOCKS = (
         "repeat(L(4, 4), '(a + b) d -> a d n', n=2)",
         "reshard(L(2), '(a + b)@tp -> (a + b)')",
     )],
-    ("axes.shard(L(16, 4), '(h@tp + g@tp) d')", "ExpressionError", "the blocks of (h@tp + g@tp) aren't written alike"),
+    ("axes.shard(L(16, 4), '(h@tp + g@tp) d')", "ExpressionError", "blocks stand in the rules of transfers alone"),
 )
 
 EINOPS = (

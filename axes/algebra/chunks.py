@@ -67,15 +67,14 @@ def smallest_chunk(extent: int, sizes: Iterable[int]) -> int:
     # Not always the last piece: a smaller extent may be cut more evenly than a larger one.
     extents = {extent}
     for size in sizes:
-        extents = {piece for whole in extents for piece in _piece_sizes(whole, size)}
+        pieces = [(whole, -(-whole // size)) for whole in extents]
+        # The first, the one that is cut short, and the last.
+        extents = {
+            max(0, min(piece, whole - at * piece))
+            for whole, piece in pieces
+            for at in (0, min(size - 1, whole // (piece or 1)), size - 1)
+        }
     return min(extents)
-
-
-def _piece_sizes(extent: int, size: int) -> set[int]:
-    piece = -(-extent // size)
-    full = extent // piece if piece else size
-    rest = {extent - full * piece} if full < size else set()
-    return ({piece} if full else set()) | rest | ({0} if full + 1 < size else set())
 
 
 def same_chunks(extent: int, one: Sequence[Sequence[Mode]], two: Sequence[Sequence[Mode]]) -> bool:

@@ -53,11 +53,6 @@ class ExpressionError(AxesError):
     """
 
     def __init__(self, message: str, text: str = "", start: int = 0, stop: int | None = None):
-        for what, value in (("message", message), ("text", text)):
-            if not isinstance(value, str):
-                raise TypeError(f"the {what} of an error is a string; found {type(value).__name__}")
-        if not isinstance(start, int) or not isinstance(stop, int | None):
-            raise TypeError("start and stop of an error are whole numbers")
         self.message, self.text = message, text
         self.start, self.stop = start, start + 1 if stop is None else stop
         super().__init__(f"{message}\n{pointed(text, self.start, self.stop)}" if text else message)

@@ -19,8 +19,7 @@ place    NAME | "*" | "(" { NAME | "*" } ")"
 pending  ( "sum" | "mean" | "max" | "min" | "same" ) "@" place  |  "*"
 ```
 
-`(q + k)` is a dim that holds blocks, one behind the other. `parse_blocks` keeps them apart. To `parse_tensor` and
-`parse_spec` blocks are alike, `(f + f)`, and so a group of a number and the factors of one of them, `(2 f)`.
+`(q + k)` is a dim that holds blocks, one behind the other: in the rules of transfers, which `parse_blocks` reads.
 
 The five `parse_*` functions turn text into small frozen trees and raise nothing but
 `ExpressionError`. They run once over the tokens without recursion and are cached by text.
@@ -284,17 +283,18 @@ _NAMES = _Language(frozenset(), "an axis name")
 _EQUATION = _Language(frozenset("("), "an axis name")
 _MESH = _Language(frozenset(("(", "dots")), "an axis name, '(' or '...'")
 _TENSOR = _Language(
-    frozenset(("(", "dots", "int", "_", "@", "+")),
+    frozenset(("(", "dots", "int", "_", "@")),
     "a dim name, a number, '_', '...' or '('",
     "a dim name, a number or '...' in the group",
 )
+_RULE = _TENSOR._replace(signs=_TENSOR.signs | {"+"})
 
 
 class _Parser:
     """A cursor over the tokens of one text in one language."""
 
     def __init__(self, text: object, language: _Language, hint: str = ""):
-        self.text, self.language = checked_text(text, hint), language
+        self.text, self.language, self.of_tensors = checked_text(text, hint), language, "@" in language.signs
         self.tokens = _tokens(self.text)
         self.at = 0
 
@@ -380,7 +380,7 @@ class _Parser:
         name: str | None = token.text
         if self.sign("int"):
             name, size = None, self.integer(token)
-        elif token.kind == "dots" and (not in_group or self.language is _TENSOR) and self.sign("dots"):
+        elif token.kind == "dots" and (not in_group or self.of_tensors) and self.sign("dots"):
             pass
         elif token.text == "_" and not in_group and "_" in self.language.signs:
             self.at += 1
@@ -419,11 +419,14 @@ class _Parser:
                 blocks[-1].extend(inner)
             elif self.token.kind == "(":
                 self.closing()
-            elif self.token.kind == "+" and blocks[-1] and self.sign("+"):
+            elif blocks[-1] and self.sign("+"):
                 blocks.append([])
+            elif self.token.kind == "+" and "+" not in self.language.signs:
+                message = "blocks stand in the rules of transfers alone; of one size they are a number, as in '(2 f)'"
+                self.wrong(message, self.token.span)
             else:
                 blocks[-1].append(self.factor(in_group=True))
-        if not blocks[-1] and (len(blocks) > 1 or self.language is not _TENSOR):
+        if not blocks[-1] and (len(blocks) > 1 or not self.of_tensors):
             self.fail("a dim name or a number in each block" if len(blocks) > 1 else self.language.inside)
         self.closing()
         if len(blocks) == 1:
@@ -482,6 +485,12 @@ class _Parser:
         if len(pending) > 1 and any(p.op == "*" for p in pending):
             self.wrong("'*' stands alone after '|'", pending[-1].span)
         return Spec(dims, tuple(pending))
+
+    def expression(self) -> TensorExpression:
+        operands = self.specs()
+        results = self.specs() if self.take("arrow") else None
+        self.need("end", "the end of the expression")
+        return TensorExpression(self.text, operands, results)
 
     def specs(self) -> tuple[Spec, ...]:
         found = [self.spec()]
@@ -564,55 +573,22 @@ def parse_mesh(text: str) -> MeshExpression:
 def parse_tensor(text: str) -> TensorExpression:
     """`"b s@cp d, d f@tp -> b s@cp f@tp"`, or specs without an arrow.
 
-    >>> str(parse_tensor("(f@tp + f@tp) d").operands[0])
-    '(2 f@tp) d'
     >>> expression = parse_tensor("b s@tp d -> b s d")
     >>> str(expression.operands[0]), [str(spec) for spec in expression.results]
     ('b s@tp d', ['b s d'])
     """
-    tree = parse_blocks(text)
-    if "+" not in tree.text:
-        return tree
-    operands, results = (
-        side and tuple([_with_alike_blocks(tree.text, spec) for spec in side]) for side in (tree.operands, tree.results)
-    )
-    return TensorExpression(tree.text, operands or (), results)
-
-
-def _with_alike_blocks(text: str, spec: Spec) -> Spec:
-    """The spec with its blocks, which are alike, as a number and the factors of one of them."""
-    dims = []
-    for dim in spec.dims:
-        opened: list[Factor] = []
-        for factor in dim.factors:
-            first, *others = factor.blocks or ((factor,),)
-            if any(each != first for each in others):
-                written = " + ".join([" ".join(map(str, first))] * len(factor.blocks))
-                message = (
-                    f"the blocks of {factor} aren't written alike, as those of ({written}) are. Blocks of unlike sizes "
-                    "are split as a whole or not at all: give them one name. axes.rearrange takes any apart"
-                )
-                raise ExpressionError(message, text, *factor.span)
-            if factor.blocks:
-                opened.append(Factor(None, len(factor.blocks), None, factor.span))
-            opened.extend(first)
-        dims.append(replace(dim, factors=tuple(opened), grouped=dim.grouped or len(opened) > 1))
-    return replace(spec, dims=tuple(dims))
+    return _Parser(text, _TENSOR).expression()
 
 
 @_cached_by_text
 def parse_blocks(text: str) -> TensorExpression:
-    """As `parse_tensor`, with the blocks of a dim apart.
+    """The same with blocks, in the rule of a transfer.
 
     >>> (dim, _) = parse_blocks("(h k + g@tp) d").operands[0].dims
     >>> [[str(factor) for factor in block] for block in dim.factors[0].blocks]
     [['h', 'k'], ['g@tp']]
     """
-    parser = _Parser(text, _TENSOR)
-    operands = parser.specs()
-    results = parser.specs() if parser.take("arrow") else None
-    parser.need("end", "the end of the expression")
-    return TensorExpression(parser.text, operands, results)
+    return _Parser(text, _RULE).expression()
 
 
 @_cached_by_text

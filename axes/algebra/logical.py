@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -112,18 +113,14 @@ class Rules:
         where, tree = required_mesh(mesh, "Rules.spec"), parse_spec(spec)
         found = _choices(self, spec, where, _shape(shape), written_sizes(keywords, sizes))
         wrong = next((each for each in found if each.error), None)
-        if wrong is not None and wrong.name in self.names:
-            factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
-            raise SizeError(
-                f"{wrong.error}\n{pointed(spec, *factor.span)}\n"
-                f"write a size that divides, other axes, or {wrong.name}=None; rules that aren't strict leave it whole"
-            )
         if wrong is not None:
             factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
-            raise ShardingError(
-                f"{wrong.error}\n{pointed(spec, *factor.span)}\n"
-                f"write {wrong.name}=None for a dim that stays whole, or a last rule ('...', None) for all others"
-            )
+            why = f"{wrong.error}\n{pointed(spec, *factor.span)}\nwrite "
+            if wrong.name in self.names:
+                other = f"other axes, or {wrong.name}=None; rules that aren't strict leave it whole"
+                raise SizeError(f"{why}a size that divides, {other}")
+            rest = "or a last rule ('...', None) for all others"
+            raise ShardingError(f"{why}{wrong.name}=None for a dim that stays whole, {rest}")
         axes = {each.name: each.axes for each in found if each.axes}
         return str(replace(tree, dims=tuple([_placed(dim, axes) for dim in tree.dims])))
 
@@ -233,9 +230,7 @@ def _passes_over(rule: Rule, mesh: Mesh, used: Sequence[tuple[str, Layout]], siz
     for axis, layout in zip(rule.axes, layouts, strict=True):
         if any(axis == name or layout.overlaps(other) for name, other in used):
             return f"'{axis}' is used by another dim"
-    parts = 1
-    for layout in layouts:
-        parts *= layout.size
+    parts = math.prod(layout.size for layout in layouts)
     return f"{size} doesn't divide into {parts} parts" if size is not None and size % parts else ""
 
 

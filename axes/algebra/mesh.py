@@ -37,7 +37,7 @@ from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout
 from axes.algebra.mesh_expression import Rearrangement, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, tuple_of, whole_number, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -508,7 +508,10 @@ class Mesh:
 
     def named(self, names: Iterable[str]) -> tuple[NamedLayout, ...]:
         """Names as the layouts that they have here. Raises `MeshError` for a name that isn't one."""
-        return tuple([NamedLayout(self.layout(name), name) for name in names])
+        found = tuple_of(names)
+        if found is None:
+            raise MeshError(f"names of axes are a sequence, like ('dp', 'tp'); found {shown(names)}")
+        return tuple([NamedLayout(self.layout(name), name) for name in found])
 
     def along(self, layout: Layout) -> Mesh:
         """The mesh of this rank's line along a layout, as one axis: who is elsewhere isn't of it."""
@@ -523,7 +526,10 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
         ['tp']
         """
-        whole = Layout.product(*layouts)
+        found = tuple_of(layouts)
+        if found is None:
+            raise MeshError(f"layouts are a sequence of axes.Layout; found {shown(layouts)}")
+        whole = Layout.product(*found)
         made = [name for name, axis in self.axes.items() if axis.size > 1 and whole.contains(axis)]
         return made if math.prod(self.namespace[name].size for name in made) == whole.size else None
 

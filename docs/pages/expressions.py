@@ -368,7 +368,7 @@ Tensors of one size are a dim of their own, which `unbind` or a loop takes apart
 ```python
 with axes.simulate(4):
     mesh = axes.init_mesh("tp=4", device_type="cpu")
-    both = axes.zeros("(2 f@tp) d", mesh=mesh, f=8, d=5)                # gate and up: one product, `(f@tp + f@tp) d`
+    both = axes.zeros("(2 f@tp) d", mesh=mesh, f=8, d=5)                # gate and up: one product
     gate, up = axes.rearrange(both, "(two f@tp) d -> two f@tp d", two=2)
     axes.spec_of(gate), tuple(gate.shape), tuple(gate.to_local().shape)
 ```
