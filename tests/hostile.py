@@ -527,7 +527,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Transfer()": Door(lambda *a, **k: [*move(*a, **k).values()], {"w": plain[: 8 // dp, : 8 // tp], "x": plain[:, : 8 // tp]}, into=Fresh(lambda: {"w": torch.zeros(8 // tp, 8), "x": torch.zeros(8 // tp // dp, 8)})),
         "LayoutRules": Door(lambda *a, **k: axes.LayoutRules(*a, **k).applied(shapes), table, g=1, sized=True),
         "LayoutRules.applied": Door(lambda *a: str(layouts.applied(*a)), shapes),
-        "LayoutRules.pieces_of": Door(layouts.pieces_of, "a.qk", shapes),
         "LayoutRules.keeps": Door(layouts.keeps, "i"),
         "explain": Door(axes.explain, "b@dp d@tp -> b d", (8, 8), mesh=algebra, dtype="float32", op="sum", kind=None, sizes=None, sized=True),
         "explain of sizes": Door(axes.explain, "b@dp (h k) -> b", sizes={"b": 8, "h": 2, "k": 4}, mesh=algebra, op="max"),

@@ -324,6 +324,5 @@ ROWS: tuple[tuple[str, ...], ...] = (
     *MESHES, *LAYOUTS, *SIZES, *SHARDINGS, *PLANS, *RULES,
     *((f"{table if 'LayoutRules' in table else f'axes.LayoutRules({table})'}.applied({shapes})", kind, said) for table, shapes, kind, said in APPLIED),
     *((f"axes.LayoutRules({table})", kind, *said) for table, kind, *said in TABLES),
-    *((f"{FUSE}.pieces_of('{name}', {QKV}}})", "ShardingError", f"make no '{name}' of these tensors") for name in ("1.qkv", "0.q")),
     *GROUPS,
 )  # fmt: skip

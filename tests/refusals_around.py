@@ -83,7 +83,7 @@ ROWS = (
     (f"{EXPLAIN}, q=3)", "SizeError", "'q'"),
     ("axes.explain('b s@* -> b s', (4, 8), mesh='tp=2')", "ShardingError", "write it"),
     ("axes.explain('b s | * -> b s', (4, 8), mesh='tp=2')", "ShardingError", "write what is"),
-    ("axes.explain('(f + f) -> f', (8,), mesh='tp=2')", "ExpressionError", "takes no blocks"),
+    ("axes.explain('(f + f) -> f', (8,), mesh='tp=2')", "ExpressionError", "blocks stand in the rules of transfers alone"),
     ("axes.explain('b@dp -> f@tp', (4,), mesh='dp=2 tp=2', kind='shard_map')", "SizeError", "say it"),
     ("axes.explain(3, mesh='tp=2')", "AxesError", "expression, a module, a function or a transfer"),
     ("axes.explain(len, [], mesh='tp=2', b=3)", "AxesError", "are of expressions"),

@@ -116,7 +116,7 @@ MOVED = (
         ("'b (h=5@tp e) d'", "don't multiply to the dim"),
         ("'b (h=3@tp e) d'", "doesn't divide into 2 parts"),
         ("'b s'", "the spec has 2 dims, the tensor 3"),
-        ("'... d@tp e f g'", "the spec has 4 dims, the tensor 3"),
+        ("'... d@tp e f g'", "the spec has 4 dims beside '...', the tensor has 3"),
         ("'b s d | same@tp'", "about gradients of plain tensors"),
         ("'b@dp s d -> b s d'", "write only what it becomes"),
         ("'b@* s@dp d'", "'dp' is used twice"),

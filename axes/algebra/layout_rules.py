@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -160,16 +160,16 @@ class LayoutRules:
     @staticmethod
     def _index(
         sides: Sequence[tuple[NamePattern, ...]],
-    ) -> tuple[dict[str, list[tuple[int, int]]], list[tuple[int, int, NamePattern]], NameIndex]:
+    ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int, NamePattern]], NameIndex]:
         """Plain names with their rules, and patterns with theirs: a table may name 100,000 tensors one by one."""
-        plain: dict[str, list[tuple[int, int]]] = {}
+        plain: dict[str, tuple[int, int]] = {}
         patterns = []
         for rule, side in enumerate(sides):
             for slot, pattern in enumerate(side):
                 if pattern.stars or pattern.counters:
                     patterns.append((rule, slot, pattern))
                 else:
-                    plain.setdefault(pattern.text, []).append((rule, slot))
+                    plain.setdefault(pattern.text, (rule, slot))
         return plain, patterns, NameIndex(pattern.texts for _, _, pattern in patterns)
 
     @property
@@ -262,61 +262,18 @@ class LayoutRules:
                 made[target] = shape, parts
         return _change(sources, made, unused)
 
-    def pieces_of(self, target: str, shapes: Mapping[str, Sequence[int]]) -> tuple[Shape, tuple[LayoutPiece, ...]]:
-        """The shape of one target and its pieces, as `applied` gives them, without looking at the other tensors.
-
-        Raises `ShardingError` where the table makes no such target of tensors of these names.
-        """
-        if not isinstance(target, str) or not isinstance(shapes, Mapping):
-            raise ShardingError(
-                f"pieces_of takes a name and a mapping to shapes; found {shown(target)}, {shown(shapes)}"
-            )
-        for rule, stars in self._making(target):
-            taken: dict[int, dict[tuple[int, ...], str]] = {}
-            for slot, pattern in enumerate(self.rules[rule].left):
-                names = dict(_names_in(pattern, stars, shapes))
-                mine = {
-                    n: name for n, name in names.items() if self._taking(name)[:2] == (_Instance(rule, stars), slot)
-                }
-                if mine:
-                    taken[slot] = mine
-            if taken:
-                sources = {
-                    name: _checked_shape(name, shapes[name]) for each in taken.values() for name in each.values()
-                }
-                made = self._made(_Instance(rule, stars), taken, sources)
-                if target in made:
-                    return made[target][0], _distinct(made[target][1], made[target][0])[0]
-        if target in shapes and self._taking(target)[0].rule < 0:
-            shape = _checked_shape(target, shapes[target])
-            return shape, (whole_piece(target, shape),)
-        raise ShardingError(f"the layout rules make no {shortened(target)} of these tensors")
-
     def _find(self, side: int, name: str) -> tuple[_Instance, int, tuple[int, ...]] | None:
         """The first rule that has a name on one side, with the slot and the numbers in the name."""
-        return next(self._matching(side, name), None)
-
-    def _matching(self, side: int, name: str) -> Iterator[tuple[_Instance, int, tuple[int, ...]]]:
         plain, patterns, index = self._sides[side]
-        waiting = list(plain.get(name, ()))
-        for rule, slot, pattern in map(patterns.__getitem__, index.candidates(name)):
-            while waiting and waiting[0][0] < rule:
-                before, there = waiting.pop(0)
-                yield _Instance(before, ()), there, ()
-            found = pattern.match(name)
+        rule, slot = plain.get(name, (len(self.rules), 0))
+        for number, there, pattern in map(patterns.__getitem__, index.candidates(name)):
+            found = pattern.match(name) if number < rule else None
             if found is not None:
-                yield _Instance(rule, found[0]), slot, found[1]
-        for rule, slot in waiting:
-            yield _Instance(rule, ()), slot, ()
+                return _Instance(number, found[0]), there, found[1]
+        return (_Instance(rule, ()), slot, ()) if rule < len(self.rules) else None
 
     def _taking(self, source: str) -> tuple[_Instance, int, tuple[int, ...]]:
         return self._find(0, source) or (_Instance(-1, (source,)), 0, ())
-
-    def _making(self, target: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """The rules that may make a target, with what `*` stands for."""
-        for instance, _, _ in self._matching(1, target):
-            if self.rules[instance.rule].left:
-                yield instance
 
     def _made(self, instance: _Instance, taken: _Sources, sources: Mapping[str, Shape]) -> _Made:
         """The targets of one rule for one text of each `*`."""
@@ -373,20 +330,6 @@ def _checked_shape(name: str, shape: Sequence[int]) -> Shape:
     if math.prod(found) >= 2**63:
         raise SizeError(f"a tensor has fewer than 2**63 elements; found {shortened(name)} {shown(list(found))}")
     return found
-
-
-def _names_in(
-    pattern: NamePattern, stars: tuple[str, ...], shapes: Mapping[str, object]
-) -> Iterator[tuple[tuple[int, ...], str]]:
-    """The names of a pattern that are there, by their numbers; those of one dim are counted until one isn't there."""
-    counts = []
-    for name in pattern.counters:
-        zeros = dict.fromkeys(pattern.counters, 0)
-        counts.append(next(n for n in itertools.count() if pattern.filled(stars, {**zeros, name: n}) not in shapes))
-    for numbers in itertools.product(*map(range, counts)):
-        name = pattern.filled(stars, dict(zip(pattern.counters, numbers, strict=True)))
-        if name in shapes:
-            yield numbers, name
 
 
 def _counted_shape(

@@ -19,14 +19,14 @@ from typing import Any
 from axes.algebra import plan as planning
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, shown
-from axes.algebra.grammar import axes_of, leaves, parse_spec
+from axes.algebra.grammar import axes_of, parse_spec
 from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Sharding, cached_with_names
 from axes.algebra.sizes import checked_tensor_shape, unknown_size, written_sizes
-from axes.algebra.specs import check_same_dims, parsed_sharding, read_sharding
+from axes.algebra.specs import check_same_dims, factors_by_name, parsed_sharding, read_sharding
 
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, Any], ...]
@@ -81,19 +81,15 @@ def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[st
     if isinstance(end, Sharding):
         found = end
     else:
-        named = {name: size for name, size in given.items() if name in _factors(end)}
+        named = {name: size for name, size in given.items() if name in factors_by_name(end)}
         found = parsed_sharding(required_mesh(mesh, "axes.plan"), end, tuple(sorted(named.items())), len(shape))
     if found.ndim != len(shape):
         raise ShardingError(f"the {side} '{found}' has {found.ndim} dims, the shape {len(shape)}: {list(shape)}")
     return found.sized(shape)
 
 
-def _factors(spec: str) -> list[str]:
-    return [item.name for item in leaves(parse_spec(spec).dims)]
-
-
 def _check_names(given: Mapping[str, int], *ends: End) -> None:
-    known = dict.fromkeys(name for end in ends if isinstance(end, str) for name in _factors(end))
+    known = dict.fromkeys(name for end in ends if isinstance(end, str) for name in factors_by_name(end))
     for name in given:
         if name not in known:
             raise unknown_size(name, 1, known, "the specs")

@@ -191,9 +191,8 @@ class Sharding:
         >>> Mesh("cp=2 tp=2").sharding("s@(cp tp)").local_shape((5,), rank=0)
         (2,)
         """
-        position = self._position(rank)
-        pairs = zip(self.extents(shape), self._cuts(position), strict=True)
-        return tuple(math.prod(stop - start for start, stop in _parts(*pair)) for pair in pairs)
+        parts = self._parts(checked_shape(shape), self._position(rank))
+        return tuple(math.prod(stop - start for start, stop in each) for _, each in parts)
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
         """Where the shard of a global rank lies in the whole tensor.
@@ -374,13 +373,18 @@ class Sharding:
 
     # inside
 
-    def _tile_at(self, shape: Sequence[int], position: int) -> Tile:
-        return tuple(map(_kept_runs, _extents(self, tuple(shape)), self._cuts(position)))
+    def _parts(self, shape: Shape, position: int) -> list[tuple[Shape, Runs]]:
+        """For each dim the sizes of its factors, and the part of each factor that a position has."""
+        pairs = zip(self._layouts, _extents(self, shape), strict=True)
+        return [(extents, _intervals(layouts, extents, position)) for layouts, extents in pairs]
 
     @functools.cached_property
-    def _cuts(self) -> Callable[[int], tuple[Cuts, ...]]:
-        """By position, how each dim is cut there."""
-        return functools.lru_cache(maxsize=64)(lambda position: tuple([_cuts_at(dim, position) for dim in self.dims]))
+    def _layouts(self) -> list[tuple[tuple[Layout, ...], ...]]:
+        return [tuple([factor.layouts for factor in dim.factors]) for dim in self.dims]
+
+    def _tile_at(self, shape: Shape, position: int) -> Tile:
+        parts = self._parts(shape, position)
+        return tuple([each if len(each) == 1 else factor_runs(extents, each) for extents, each in parts])
 
     def _position(self, rank: int | None) -> int:
         rank = self.mesh.rank if rank is None else checked_rank("a rank", rank)
@@ -390,29 +394,11 @@ class Sharding:
         return position
 
 
-Cuts = tuple[tuple[tuple[int, int], ...], ...]
-"""How a rank's part of a dim is cut out: for each factor `(parts, which of them)`, major first."""
-
-
-def _cuts_at(dim: ShardedDim, position: int) -> Cuts:
-    """How the part of a dim that the rank at a position has is cut out."""
-    layouts = [factor.layouts for factor in dim.factors]
-    return tuple([tuple([(each.size, each.coordinate(position)) for each in of]) for of in layouts])
-
-
-def _parts(extents: Sequence[int], cuts: Cuts) -> Runs:
-    """The part of each factor that the cuts leave."""
+@functools.lru_cache(maxsize=8192)
+def _intervals(layouts: tuple[tuple[Layout, ...], ...], extents: Shape, position: int) -> Runs:
+    """The part of each factor that a position has: `torch.chunk` by its layouts. Kept: ranks share most."""
+    cuts = [[(layout.size, layout.coordinate(position)) for layout in each] for each in layouts]
     return tuple([nested_chunk(extent, each) for extent, each in zip(extents, cuts, strict=True)])
-
-
-def _runs(extents: Sequence[int], cuts: Cuts) -> Runs:
-    """The runs of a dim that the cuts leave."""
-    parts = _parts(extents, cuts)
-    return parts if len(parts) == 1 else factor_runs(tuple(extents), parts)
-
-
-_kept_runs = functools.lru_cache(maxsize=8192)(_runs)
-"""The same, kept: most ranks and steps have most of their runs in common."""
 
 
 def _check_axes(sharding: Sharding) -> None:

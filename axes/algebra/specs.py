@@ -98,7 +98,7 @@ def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
     """
     if not (isinstance(source, str) and isinstance(target, str)):
         return
-    one, two = _factors_by_name(source), _factors_by_name(target)
+    one, two = factors_by_name(source), factors_by_name(target)
     both = [(name, one[name], two[name]) for name in one if name in two]
     for name, (_, size), (_, other) in both:
         if None not in (size, other) and size != other:
@@ -118,7 +118,7 @@ def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _factors_by_name(spec: str) -> dict[str, tuple[int, int | None]]:
+def factors_by_name(spec: str) -> dict[str, tuple[int, int | None]]:
     """The dim in which each name stands, and its size where it is written; an underscore is no name."""
     factors = ((at, factor) for at, dim in enumerate(parse_spec(spec).dims) for factor in dim.factors)
     return {factor.name: (at, factor.size) for at, factor in factors if factor.name not in (None, "_")}
