@@ -61,16 +61,15 @@ class _Equation(NamedTuple):
         return [name for name in dict.fromkeys(names) if name is not None and name not in sizes]
 
 
-def _equations(text: str, tree: Sequence[Spec], shapes: Sequence[Shape]) -> tuple[list[_Equation], int]:
-    """What the shapes of the left side say, and for how many dims `...` stands."""
-    found, dots = list[_Equation](), 0
+def _equations(text: str, tree: Sequence[Spec], shapes: Sequence[Shape]) -> tuple[list[_Equation], list[int]]:
+    """What the shapes of the left side say, and for how many dims `...` stands in each tensor."""
+    found, dots = list[_Equation](), []
     for tensor, (spec, shape) in enumerate(zip(tree, shapes, strict=True)):
         has = any(map(grammar.has_dots, spec.dims))
-        hidden = len(shape) - len(spec.dims) + has
-        if hidden < 0 or (hidden and not has):
+        dots.append(len(shape) - len(spec.dims) + has)
+        if dots[-1] < 0 or (dots[-1] and not has):
             raise SizeError(f"'{spec}' has {len(spec.dims)} dims; the tensor has {len(shape)}\nin  {text}")
-        dots = max(dots, hidden)
-        stand_ins = [(Factor(f"...{at}"),) for at in range(hidden)]
+        stand_ins = [(Factor(f"...{at}"),) for at in range(dots[-1])]
         dims = [each for dim in spec.dims for each in (stand_ins if grammar.has_dots(dim) else [dim.factors])]
         found += [_Equation(tensor, dim, size) for dim, size in zip(dims, shape, strict=True)]
     return found, dots
@@ -228,19 +227,23 @@ def solved_pieces(
         )
     tree, pairs = grammar.parse_blocks(text), pairs_of(text)
     equations, dots = _equations(text, tree.operands, shapes)
-    left, right = zip(*[_runs(pair, dots) for pair in pairs], strict=True)
+    left, right = zip(*[_runs(pair, dots[pair[0].tensor]) for pair in pairs], strict=True)
     names = _solved(text, equations, dict(given))
     sizes = _Sizes(text, equations, list(zip(pairs, left, strict=True)), names)
     sources, targets = (
         _placed([pair[side].tensor for pair in pairs], dims, sizes) for side, dims in enumerate((left, right))
     )
     templates = [_template(counters, *each, sizes) for each in zip(pairs, sources, targets, strict=True)]
-    shapes_there = {part.tensor: target.shape for (_, part), target in zip(pairs, targets, strict=True)}
+    whole: dict[int, Shape] = {}
+    for (_, part), target in zip(pairs, targets, strict=True):
+        if whole.setdefault(part.tensor, target.shape) != target.shape:
+            both = f"{list(whole[part.tensor])} and {list(target.shape)}"
+            raise SizeError(f"a result can't have the shapes {both}, as its blocks say\nin  {text}")
     rests, numbers = [], []
     for number, (own, spec) in enumerate(zip(counters[1], tree.results or (), strict=True)):
         dims_in_name = counted_dims(own, spec).values()
-        rests.append(_without(shapes_there[number], dims_in_name))
-        numbers.append(tuple([shapes_there[number][dim] for dim in dims_in_name]))
+        rests.append(_without(whole[number], dims_in_name))
+        numbers.append(tuple([whole[number][dim] for dim in dims_in_name]))
     return SolvedRule(tuple(rests), tuple(numbers), tuple(templates))
 
 
