@@ -229,17 +229,16 @@ def _tokens(text: str) -> list[_Token]:
             continue
         word = match.group()
         if kind == "name":
-            if found and found[-1].kind == "int" and found[-1].stop == start:
-                raise ExpressionError("a name doesn't start with a digit", text, found[-1].start, stop)
-            if len(word) > _LONGEST_NAME:
-                raise ExpressionError(f"a name has at most {_LONGEST_NAME} characters", text, start, stop)
-            if not word.isidentifier():
-                raise ExpressionError(
-                    "a name is an identifier of Python: letters, digits and underscores", text, start, stop
-                )
-            if not unicodedata.is_normalized("NFKC", word):
-                same = unicodedata.normalize("NFKC", word)
-                raise ExpressionError(f"Python reads this name as '{same}'; write it so", text, start, stop)
+            behind = found[-1] if found and found[-1].kind == "int" and found[-1].stop == start else None
+            same = unicodedata.normalize("NFKC", word[: _LONGEST_NAME + 1])
+            for wrong, message in (
+                (behind is not None, "a name doesn't start with a digit"),
+                (len(word) > _LONGEST_NAME, f"a name has at most {_LONGEST_NAME} characters"),
+                (not word.isidentifier(), "a name is an identifier of Python: letters, digits and underscores"),
+                (same != word, f"Python reads this name as '{same}'; write it so"),
+            ):
+                if wrong:
+                    raise ExpressionError(message, text, start if behind is None else behind.start, stop)
         found.append(_Token(word if kind == "sign" else kind, word, start, stop))
     if at < len(text):
         why = "is reserved" if text[at] in _RESERVED else "has no meaning here"
@@ -357,17 +356,15 @@ class _Parser:
     def place(self) -> Place | None:
         if not self.sign("@"):
             return None
-        start = self.token.start
-        if self.take("*"):
-            return Place(("*",), self.span(start))
-        if not self.take("("):
-            name = self.name("an axis name, '*' or '(' after '@'")
-            return Place((name,), self.span(start))
-        names: list[str] = []
-        while (token := self.token).kind in ("name", "*"):
+        start, names = self.token.start, list[str]()
+        grouped = self.take("(")
+        while (token := self.token).kind in ("name", "*") and (grouped or not names):
             names.append(token.text)
             self.at += 1
-        self.closing()
+        if grouped:
+            self.closing()
+        elif not names:
+            self.fail("an axis name, '*' or '(' after '@'")
         if names.count("*") > 1:
             self.wrong("'*' stands once in a place", self.span(start))
         return Place(tuple(names), self.span(start))

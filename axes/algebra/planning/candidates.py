@@ -110,13 +110,11 @@ def _sliced(source: State, splits: Splits) -> tuple[Stages, State]:
 def _towards(source: Splits, target: Splits, pool: Iterable[Digit]) -> tuple[Splits, tuple[Digit, ...]]:
     """Extend each slot by the atoms that the target has next, from the digits of `pool`; also what is left of it."""
     left, found = dict.fromkeys(pool), []
-    for one, two in zip(source, target, strict=True):
-        now = one
-        for atom in two[len(one) :] if two[: len(one)] == one else ():
-            if not all(digit in left for digit in atom):
-                break
-            left = {digit: None for digit in left if digit not in atom}
-            now = (*now, atom)
+    for now, two in zip(source, target, strict=True):
+        while two[: len(now)] == now != two and all(digit in left for digit in two[len(now)]):
+            for digit in two[len(now)]:
+                del left[digit]
+            now = two[: len(now) + 1]
         found.append(now)
     return tuple(found), tuple(left)
 
