@@ -20,7 +20,7 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from axes.algebra import seam as _seam
+from axes.algebra import providers as _providers
 
 if TYPE_CHECKING:
     from axes import nn as nn
@@ -141,7 +141,7 @@ _FOLDERS = {"nn": "axes.nn"}
 
 __all__ = sorted([*_MODULE_OF, *_FOLDERS])
 
-_seam.provide(
+_providers.provide(
     runtime=functools.lru_cache(maxsize=1)(lambda: importlib.import_module("axes.runtime.bridge")),
     pictures=lambda: importlib.import_module("axes.show.show"),
 )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from axes.algebra import seam
+from axes.algebra import providers
 
 SCHEMA = 1
 """The version of what `Explanation.json` returns."""
@@ -67,14 +67,14 @@ class Explanation:
 
     def html(self) -> str:
         """A page of its own, as text."""
-        return seam.picture_of(self).html()
+        return providers.picture_of(self).html()
 
     def svg(self) -> str:
         """A picture: what moves from rank to rank where that can be drawn, and the text."""
-        return seam.picture_of(self).svg()
+        return providers.picture_of(self).svg()
 
     def _repr_html_(self) -> str | None:
-        return seam.html_of(self)
+        return providers.html_of(self)
 
 
 def _lines(found: Explanation) -> Iterator[str]:

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from axes.algebra import ambient, seam
+from axes.algebra import ambient, providers
 from axes.algebra.equations import Namespace, declared, defined
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
@@ -161,7 +161,7 @@ class Mesh:
         Raises `MeshError` for a device mesh without names, or whose groups don't have the order of
         its coordinates.
         """
-        return seam.runtime("Mesh.from_device_mesh").from_device_mesh(device_mesh)
+        return providers.runtime("Mesh.from_device_mesh").from_device_mesh(device_mesh)
 
     # values
 
@@ -193,7 +193,7 @@ class Mesh:
         """
         if self._view is not None:
             return self._view
-        return seam.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
+        return providers.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
 
     @property
     def looks(self) -> int | None:
@@ -371,7 +371,7 @@ class Mesh:
         Meshes of one universe share one root, so that FSDP2 can combine them.
         """
         self._bound("device_mesh")
-        return seam.runtime("mesh.device_mesh").device_mesh(self)
+        return providers.runtime("mesh.device_mesh").device_mesh(self)
 
     def create_groups(self, /, *names: str) -> None:
         """Makes process groups now, in this order on every rank; all axes of the mesh without names.
@@ -380,7 +380,7 @@ class Mesh:
         groups in different orders wait for each other.
         """
         self._bound("create_groups")
-        seam.runtime("mesh.create_groups").create_groups(self, names or self.axis_names)
+        providers.runtime("mesh.create_groups").create_groups(self, names or self.axis_names)
 
     def abort(self) -> None:
         """Ends the process groups of the mesh now, without the other ranks: for a rank that gives up.
@@ -391,7 +391,7 @@ class Mesh:
         lives can be used again where all its ranks have aborted: groups are made anew.
         """
         self._bound("abort")
-        seam.runtime("mesh.abort").abort(self)
+        providers.runtime("mesh.abort").abort(self)
 
     def _bound(self, what: str) -> None:
         if self.binding is None:
@@ -399,7 +399,7 @@ class Mesh:
                 f"{what} needs a mesh that is bound to torch.distributed; this one is algebra alone. "
                 "Make it with axes.init_mesh(...)"
             )
-        if self._view is not None and self._view != seam.runtime(what).rank():
+        if self._view is not None and self._view != providers.runtime(what).rank():
             raise MeshError(f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)")
 
     def __enter__(self) -> Mesh:
@@ -557,7 +557,7 @@ class Mesh:
         return f"Mesh({', '.join(arguments)}){part}"
 
     def _repr_html_(self) -> str | None:
-        return seam.html_of(self)
+        return providers.html_of(self)
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
@@ -639,7 +639,7 @@ class Axis:
         One communicator per ordered list of ranks, whoever asks and under whatever name.
         """
         self.mesh._bound("axis.group")
-        return seam.runtime("axis.group").group(self.mesh, self.layout, self.name)
+        return providers.runtime("axis.group").group(self.mesh, self.layout, self.name)
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, layout={self.layout})"

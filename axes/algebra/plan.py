@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import count, pairwise
 
-from axes.algebra import seam
+from axes.algebra import providers
 from axes.algebra.cost import CostModel, Traffic, members_of_node, node_size
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout, common_digits
@@ -126,7 +126,7 @@ class Plan:
         return str(self)
 
     def _repr_html_(self) -> str | None:
-        return seam.html_of(self)
+        return providers.html_of(self)
 
 
 def plan(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from axes.algebra import seam
+from axes.algebra import providers
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import place_text
@@ -182,7 +182,7 @@ class Sharding:
         return f"Sharding({self.spec!r}, {self.mesh!r})"
 
     def _repr_html_(self) -> str | None:
-        return seam.html_of(self)
+        return providers.html_of(self)
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> Shape:
         """The shape of the shard on a global rank, this one by default.
@@ -284,7 +284,7 @@ class Sharding:
         Raises `ShardingError` where DTensor can't say it: an axis that is part of one of the mesh's
         axes, or a mesh axis whose digits would split two places.
         """
-        return seam.runtime("sharding.placements").placements(self)
+        return providers.runtime("sharding.placements").placements(self)
 
     @classmethod
     def from_placements(
@@ -306,7 +306,7 @@ class Sharding:
         found = tuple_of(placements)
         if found is None:
             raise ShardingError(f"placements are a sequence, one for each axis of the mesh; found {shown(placements)}")
-        return seam.runtime("Sharding.from_placements").from_placements(mesh, found, count, shape)
+        return providers.runtime("Sharding.from_placements").from_placements(mesh, found, count, shape)
 
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from axes.algebra import seam
+from axes.algebra import providers
 from axes.algebra.buckets import Carriage, Kind, Link, TensorPiece, bucketed, firsts, part_of
 from axes.algebra.chunks import Tile
 from axes.algebra.cost import CostModel, Traffic
@@ -153,7 +153,7 @@ class Transfer:
         Raises `ShardingError` for a tensor that isn't the shard that the plan says, on every rank, before anything is
         sent; `DesyncError` where ranks have other plans, or where a rank fails: it says which tensors are whole.
         """
-        return seam.runtime("a transfer").carry_out(self, tensors, into, pages)
+        return providers.runtime("a transfer").carry_out(self, tensors, into, pages)
 
     def __getstate__(self) -> dict[str, Any]:
         """What it was made of; what follows from that is found again."""
@@ -438,7 +438,7 @@ class Transfer:
         return str(self)
 
     def _repr_html_(self) -> str | None:
-        return seam.html_of(self)
+        return providers.html_of(self)
 
 
 _OF_ALL_RANKS = ("_deal", "described", "ends", "fingerprint", "ranks", "sources", "targets", "totals")

@@ -1,4 +1,4 @@
-"""The runtime as the algebra sees it: this module is the `Runtime` of `axes.algebra.seam`.
+"""The runtime as the algebra sees it: this module is the `Runtime` of `axes.algebra.providers`.
 
 It is imported when a mesh is first asked for what only a running job has.
 """

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from axes.algebra import seam
+from axes.algebra import providers
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import checked_spec
@@ -450,7 +450,7 @@ def broadcast_on(mesh: Mesh, tensor: torch.Tensor, who: str, what: str, source: 
     ranks = mesh.ranks_of(layout)
     if layout.size == 1 or ranks is None:
         return tensor
-    group = seam.runtime(who).group(mesh, layout, what)
+    group = providers.runtime(who).group(mesh, layout, what)
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
     broadcast(tensor, ranks[0] if source is None else source, group, mesh, what)
     return tensor

@@ -1,4 +1,4 @@
-"""The seam: where the algebra's values are given what only a running job has.
+"""Providers: where the algebra's values are given what only a running job has, and what draws them.
 
 A `Mesh` is pure algebra, yet `mesh.device_mesh` and `mesh.axis("tp").group` should work. The
 runtime, which may import the algebra but not the other way round, provides one object with the
