@@ -99,11 +99,6 @@ class LayoutRule:
         sides = [", ".join([pattern.text for pattern in side]) or "nothing" for side in (self.left, self.right)]
         return " -> ".join(sides)
 
-    @functools.cached_property
-    def counters(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-        """For the tensors of both sides the dims that are numbers in their names."""
-        return tuple([p.counters for p in self.left]), tuple([p.counters for p in self.right])
-
     @property
     def inverse(self) -> LayoutRule:
         """The same read from right to left."""

@@ -21,16 +21,16 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown, suggestion
-from axes.algebra.grammar import parse_blocks
+from axes.algebra.grammar import Spec, parse_blocks
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rule import LayoutRule, NamePattern, layout_rule, names_of_rule, sizes_of_rule
 from axes.algebra.name_patterns import NameIndex
-from axes.algebra.rule_pieces import Shape, SolvedRule, counted_dims, solved_pieces
+from axes.algebra.rule_pieces import Shape, SolvedRule, solved_pieces
 from axes.algebra.sizes import given_sizes, whole_numbers, written_sizes
 
 Table = Mapping[str | tuple[str, ...] | None, str | tuple[str, ...] | None]
@@ -290,7 +290,7 @@ class LayoutRules:
                 raise ShardingError(f"the rule {rule}\ntakes {there} together with {wanted}, which isn't there{near}")
         shapes = tuple([_counted_shape(rule, slot, taken[slot], sources) for slot in range(len(rule.left))])
         try:
-            solved = solved_pieces(rule.expression, rule.counters, shapes, self._given_of[instance.rule])
+            solved = solved_pieces(rule.expression, shapes, self._given_of[instance.rule])
         except SizeError as error:
             first = [next(iter(names.values())) for names in taken.values()]
             shown = ", ".join([f"{name} {list(sources[name])}" for name in first])
@@ -349,10 +349,20 @@ def _counted_shape(
             raise ShardingError(
                 f"{first} is {shape} and {name} is {list(sources[name])}, which are one tensor by the rule {rule}"
             )
-    dims = counted_dims(pattern.counters, parse_blocks(rule.expression).operands[slot])
-    for (_, dim), size in sorted(zip(dims.items(), counts, strict=True), key=lambda each: each[0][1]):
+    dims = _counted_dims(pattern, parse_blocks(rule.expression).operands[slot])
+    for dim, size in sorted(zip(dims, counts, strict=True)):
         shape.insert(dim, size)
     return tuple(shape)
+
+
+def _counted_dims(pattern: NamePattern, spec: Spec) -> list[int]:
+    """The dims of a tensor that are the numbers in its name."""
+    names = [str(dim.factors[0].name) if len(dim.factors) == 1 else "" for dim in spec.dims]
+    return [names.index(name) for name in pattern.counters]
+
+
+def _without(values: Sequence[int], dims: Collection[int]) -> Shape:
+    return tuple([value for dim, value in enumerate(values) if dim not in dims])
 
 
 _Made = dict[str, tuple[Shape, tuple[LayoutPiece, ...]]]
@@ -361,28 +371,42 @@ _Made = dict[str, tuple[Shape, tuple[LayoutPiece, ...]]]
 
 def _expanded(rule: LayoutRule, stars: tuple[str, ...], taken: _Sources, solved: SolvedRule) -> _Made:
     """The targets of a rule by name."""
+    tree = parse_blocks(rule.expression)
+    here, there = (
+        list(map(_counted_dims, *side)) for side in ((rule.left, tree.operands), (rule.right, tree.results or ()))
+    )
     found: dict[str, tuple[Shape, list[LayoutPiece]]] = {}
-    for pattern, shape, counts in zip(rule.right, solved.shapes, solved.numbers, strict=True):
-        for numbers in itertools.product(*map(range, counts)):
+    for pattern, shape, counted in zip(rule.right, solved.shapes, there, strict=True):
+        for numbers in itertools.product(*[range(shape[dim]) for dim in counted]):
             name = pattern.filled(stars, dict(zip(pattern.counters, numbers, strict=True)))
             if name in found or pattern.match(name) != (stars, numbers):
                 why = "twice" if name in found else "a name that reads as another rule's"
                 raise ShardingError(
                     f"the rule {rule} makes {shortened(name)}, {why}; write more of the name beside '*'"
                 )
-            found[name] = shape, []
-    for template in solved.templates:
-        left, right = rule.left[template.left], rule.right[template.right]
-        names = [counter.name for counter in template.counters]
-        for numbers in itertools.product(*[range(counter.size) for counter in template.counters]):
-            by_name = dict(zip(names, numbers, strict=True))
-            source_offset, target_offset = list(template.source_offset), list(template.target_offset)
-            for number, counter in zip(numbers, template.counters, strict=True):
-                for step, offset in ((counter.source, source_offset), (counter.target, target_offset)):
-                    if step is not None:
-                        offset[step[0]] += number * step[1]
-            source = taken[template.left][tuple([by_name[name] for name in left.counters])]
-            target = right.filled(stars, by_name)
-            piece = LayoutPiece(source, target, template.dims, tuple(source_offset), tuple(target_offset))
-            found[target][1].append(piece)
+            found[name] = _without(shape, counted), []
+    for left, right, piece in solved.pieces:
+        own, theirs, pattern = here[left], there[right], rule.right[right]
+        steps = [dim for dim in piece.dims if dim.source in own or dim.target in theirs]
+        dims = tuple(
+            [
+                replace(
+                    d,
+                    source=d.source - sum(c < d.source for c in own),
+                    target=d.target - sum(c < d.target for c in theirs),
+                )
+                for d in piece.dims
+                if d not in steps
+            ]
+        )
+        for numbers in itertools.product(*[range(dim.size) for dim in steps]):
+            source_offset, target_offset = list(piece.source_offset), list(piece.target_offset)
+            for number, dim in zip(numbers, steps, strict=True):
+                source_offset[dim.source] += number * dim.source_stride
+                target_offset[dim.target] += number * dim.target_stride
+            source = taken[left][tuple([source_offset[dim] for dim in own])]
+            counts = dict(zip(pattern.counters, [target_offset[dim] for dim in theirs], strict=True))
+            target = pattern.filled(stars, counts)
+            offsets = _without(source_offset, own), _without(target_offset, theirs)
+            found[target][1].append(LayoutPiece(source, target, dims, *offsets))
     return {name: (shape, tuple(pieces)) for name, (shape, pieces) in found.items()}

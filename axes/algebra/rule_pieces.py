@@ -3,8 +3,8 @@
 Each block of the left becomes one of the right. Its names are stepped through in both tensors, names that stand side by
 side in both as one; a block begins behind those before it.
 
->>> solved = solved_pieces("q d, k d -> (q + k) d", (((), ()), ((),)), ((6, 4), (2, 4)), ())
->>> solved.shapes, [template.target_offset for template in solved.templates]
+>>> solved = solved_pieces("q d, k d -> (q + k) d", ((6, 4), (2, 4)), ())
+>>> solved.shapes, [piece.target_offset for _, _, piece in solved.pieces]
 (((8, 4),), [(0, 0), (6, 0)])
 """
 
@@ -20,13 +20,10 @@ from typing import NamedTuple
 from axes.algebra import grammar
 from axes.algebra.errors import SizeError
 from axes.algebra.grammar import Factor, Spec
-from axes.algebra.layout_pieces import PieceDim, same_dims, simplified
+from axes.algebra.layout_pieces import LayoutPiece, PieceDim, simplified, whole_piece
 from axes.algebra.layout_rule import Pair, pairs_of
 
 Shape = tuple[int, ...]
-Counters = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
-"""For the tensors of both sides the dims that are numbers in their names."""
-
 Run = tuple[str, ...]
 """Names that stand side by side in a dim of both tensors: one step of a piece."""
 
@@ -179,114 +176,44 @@ def _placed(tensors: Sequence[int], dims: Sequence[Dims], sizes: _Sizes) -> list
     return found
 
 
-class CountedDim(NamedTuple):
-    """A dim that is a number in a name: how it steps in the source or the target where that has it as a dim."""
-
-    name: str
-    size: int
-    source: tuple[int, int] | None
-    target: tuple[int, int] | None
-
-
-class PieceTemplate(NamedTuple):
-    """A piece without names: of which tensors it is, and which numbers in names it counts."""
-
-    left: int
-    right: int
-    dims: tuple[PieceDim, ...]
-    source_offset: Shape
-    target_offset: Shape
-    counters: tuple[CountedDim, ...]
-
-
 class SolvedRule(NamedTuple):
-    """A rule for tensors of given shapes, those of the right side without the numbers in their names."""
+    """A rule for tensors of given shapes: the shapes of the right side, and pieces with the numbers of both tensors.
+
+    Numbers in names are the dims that they count.
+    """
 
     shapes: tuple[Shape, ...]
-    numbers: tuple[Shape, ...]
-    templates: tuple[PieceTemplate, ...]
+    pieces: tuple[tuple[int, int, LayoutPiece], ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def solved_pieces(
-    text: str, counters: Counters, shapes: tuple[Shape, ...], given: tuple[tuple[str, int], ...]
-) -> SolvedRule:
+def solved_pieces(text: str, shapes: tuple[Shape, ...], given: tuple[tuple[str, int], ...]) -> SolvedRule:
     """What an expression says of tensors of these shapes; `SizeError` where sizes don't follow or don't fit.
 
-    shapes: of the left side, the numbers in names included as the dims that they are. given: sizes of names.
+    shapes: of the left side. given: sizes of names.
     """
-    shape, count = shapes[0], len(counters[1])
+    tree, pairs = grammar.parse_blocks(text), pairs_of(text)
+    ends = [(left.tensor, right.tensor) for left, right in pairs]
     if set(re.split(r"[ ,]+", text)) == {"...", "->"} and len(set(shapes)) == 1:  # other names, and nothing to solve
-        dims, offset = same_dims(shape), (0,) * len(shape)
-        ends = [(left.tensor, right.tensor) for left, right in pairs_of(text)]
-        same = [PieceTemplate(left, right, dims, offset, offset, ()) for left, right in ends]
-        return SolvedRule((shape,) * count, ((),) * count, tuple(same))
+        piece = whole_piece("", shapes[0])
+        return SolvedRule(shapes[:1] * len(tree.results or ()), tuple([(*each, piece) for each in ends]))
     if any(0 in shape for shape in shapes):
         raise SizeError(
             f"a tensor without elements has no sizes to tell; give it a rule without an expression\nin  {text}"
         )
-    tree, pairs = grammar.parse_blocks(text), pairs_of(text)
     equations, dots = _equations(text, tree.operands, shapes)
     left, right = zip(*[_runs(pair, dots[pair[0].tensor]) for pair in pairs], strict=True)
     names = _solved(text, equations, dict(given))
     sizes = _Sizes(text, equations, list(zip(pairs, left, strict=True)), names)
-    sources, targets = (
-        _placed([pair[side].tensor for pair in pairs], dims, sizes) for side, dims in enumerate((left, right))
-    )
-    templates = [_template(counters, *each, sizes) for each in zip(pairs, sources, targets, strict=True)]
+    sources, targets = (_placed([each[side] for each in ends], dims, sizes) for side, dims in enumerate((left, right)))
     whole: dict[int, Shape] = {}
-    for (_, part), target in zip(pairs, targets, strict=True):
-        if whole.setdefault(part.tensor, target.shape) != target.shape:
-            both = f"{list(whole[part.tensor])} and {list(target.shape)}"
+    pieces = []
+    for (one, two), source, target in zip(ends, sources, targets, strict=True):
+        if whole.setdefault(two, target.shape) != target.shape:
+            both = f"{list(whole[two])} and {list(target.shape)}"
             raise SizeError(f"a result can't have the shapes {both}, as its blocks say\nin  {text}")
-    rests, numbers = [], []
-    for number, (own, spec) in enumerate(zip(counters[1], tree.results or (), strict=True)):
-        dims_in_name = counted_dims(own, spec).values()
-        rests.append(_without(whole[number], dims_in_name))
-        numbers.append(tuple([whole[number][dim] for dim in dims_in_name]))
-    return SolvedRule(tuple(rests), tuple(numbers), tuple(templates))
-
-
-def counted_dims(names: tuple[str, ...], spec: Spec) -> dict[str, int]:
-    """The dims of a tensor that are numbers in its name."""
-    dims = [str(dim.factors[0].name) if len(dim.factors) == 1 else "" for dim in spec.dims]
-    return {name: dims.index(name) for name in names}
-
-
-def _without(values: Sequence[int], dims: Iterable[int]) -> Shape:
-    left_out = set(dims)
-    return tuple([value for dim, value in enumerate(values) if dim not in left_out])
-
-
-def _template(counters: Counters, pair: Pair, source: _Steps, target: _Steps, sizes: _Sizes) -> PieceTemplate:
-    here, there = (counted_dims(of[part.tensor], part.spec) for of, part in zip(counters, pair, strict=True))
-    own = _without(range(len(source.shape)), here.values())
-    theirs = _without(range(len(target.shape)), there.values())
-
-    def step(placed: _Steps, run: Run, kept: Shape) -> tuple[int, int]:
-        dim, stride = placed.steps[run]
-        return kept.index(dim), stride
-
-    counted = {(name,): name for name in (*here, *there)}
-    dims = [
-        PieceDim(" ".join(run), sizes.of(run), *step(source, run, own), *step(target, run, theirs))
-        for run in source.steps
-        if run not in counted
-    ]
-    numbers = [
-        CountedDim(
-            name,
-            sizes.of(run),
-            None if name in here else step(source, run, own),
-            None if name in there else step(target, run, theirs),
-        )
-        for run, name in counted.items()
-    ]
-    return PieceTemplate(
-        pair[0].tensor,
-        pair[1].tensor,
-        simplified(dims),
-        _without(source.offset, here.values()),
-        _without(target.offset, there.values()),
-        tuple(numbers),
-    )
+        steps = [
+            PieceDim(" ".join(run), sizes.of(run), *step, *target.steps[run]) for run, step in source.steps.items()
+        ]
+        pieces.append((one, two, LayoutPiece("", "", simplified(steps), source.offset, target.offset)))
+    return SolvedRule(tuple([whole[number] for number in range(len(whole))]), tuple(pieces))
