@@ -63,8 +63,9 @@ class CostModel:
         for name in ("latency_us", "intra_node_gbps", "inter_node_gbps", "memory_gbps"):
             found = getattr(self, name)
             is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
-            is_number = is_number and not (isinstance(found, int) and float_of(found) == math.inf)
-            if not is_number or not float_of(found) >= 0 or (found == 0 and name != "latency_us"):
+            if not (is_number and found >= 0 and (found < 1e300 or found == math.inf)) or (
+                found == 0 and name != "latency_us"
+            ):
                 raise ShardingError(f"CostModel.{name} is a positive number; found {shown(found)}")
         ranks = whole_number(self.ranks_per_node)
         if ranks is None or ranks < 1:
@@ -73,9 +74,7 @@ class CostModel:
             )
 
     def time_us(self, traffic: Traffic) -> float:
-        """Microseconds for one step; nothing for a step that only takes a view, no end to more than a float holds."""
-        if float_of(max(traffic.bytes_in, traffic.bytes_copied)) == math.inf:
-            return math.inf
+        """Microseconds for one step; nothing for a step that only takes a view."""
         if traffic.group_size <= 1:
             return traffic.bytes_copied / self.memory_gbps / 1e3
         outside = traffic.bytes_in * (traffic.group_size - traffic.node_size) / (traffic.group_size - 1)
@@ -84,14 +83,6 @@ class CostModel:
         inside = traffic.bytes_in - outside
         seconds = inside / self.intra_node_gbps + outside / self.inter_node_gbps
         return self.latency_us + (seconds + traffic.bytes_copied / self.memory_gbps) / 1e3
-
-
-def float_of(number: object) -> float:
-    """A real number as a float, infinite where it is too large for one."""
-    try:
-        return float(number)  # type: ignore[arg-type]
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf  # type: ignore[operator]
 
 
 def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_node: int) -> int:

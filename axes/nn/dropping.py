@@ -21,7 +21,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.cost import float_of
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.grammar import parse_spec
 from axes.algebra.mesh import Mesh
@@ -139,7 +138,7 @@ class Dropout(torch.nn.Module):
 
 
 def _check_probability(p: object) -> None:
-    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 <= float_of(p) <= 1:
+    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not p <= 1 or p < 0:
         raise ShardingError(f"axes.nn.dropout: p is a probability, from 0 to 1; found {shown(p)}")
 
 
