@@ -21,8 +21,8 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import count, pairwise
+from functools import lru_cache
+from itertools import pairwise
 
 from axes.algebra import providers
 from axes.algebra.cost import CostModel, Traffic, members_of_node, node_size
@@ -30,7 +30,7 @@ from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout, common_digits
 from axes.algebra.planning.candidates import COLLECTIVES, Stage, Stages, candidates
 from axes.algebra.planning.crossing import crossings
-from axes.algebra.planning.digits import Digit, Space, common, sorted_classes
+from axes.algebra.planning.digits import Digit, Space, State, common, sorted_classes
 from axes.algebra.planning.exchange import ranks_of_both
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding, cached_with_names
@@ -161,6 +161,36 @@ def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
     return end.at(shape)
 
 
+Cuts = tuple[tuple[int, int], ...]
+"""For each dim the number of its pieces, and what its sizes have to divide by if they are to be cut alike.
+
+That is 1 where all stages of a plan cut the dim alike, and 0 where the stages know its size, or those of its factors.
+"""
+
+
+@lru_cache(maxsize=4096)
+def cuts_of(*stages: Sharding) -> Cuts:
+    """Into what a tensor is cut on the way through some shardings.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> mesh = Mesh("dp=2 tp=2")
+    >>> cuts_of(mesh.sharding("a@dp b@tp c d"), mesh.sharding("a@dp b c@tp d"))
+    ((2, 1), (2, 2), (2, 2), (1, 1))
+    """
+    one_universe = len({stage.universe for stage in stages}) == 1
+    found = []
+    for dims in zip(*[stage.dims for stage in stages], strict=True):
+        pieces, same = math.lcm(*[dim.pieces for dim in dims]), one_universe and len({*dims}) == 1
+        found.append((pieces, (1 if same else pieces) if all(dim.is_plain for dim in dims) else 0))
+    return tuple(found)
+
+
+def odd_dims(shape: Sequence[int], found: Cuts) -> set[int]:
+    """The dims that can't have another size if they are to be cut so; the others can, if they divide as well."""
+    sizes = enumerate(zip(shape, found, strict=True))
+    return {dim for dim, (size, (_, divisor)) in sizes if not divisor or size % divisor}
+
+
 def _without_names(end: Sharding) -> tuple[object, ...]:
     """What a sharding says, for ranks to compare."""
     dims = [[(factor.size, factor.layouts) for factor in dim.factors] for dim in end.dims]
@@ -170,56 +200,13 @@ def _without_names(end: Sharding) -> tuple[object, ...]:
 
 @cached_with_names(4096)
 def _plan(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel, rank: int) -> Plan:
-    if 0 in shape:
-        check_pair(source, target, shape, dtype)
-        empty = Step("slice", source, target, shape, Layout(), 1, rank)
-        return Plan(source, target, shape, dtype, (empty,), 0.0, rank)
-    found = even_choices(source, target, shape, dtype, model) or _choices(source, target, shape, dtype, model)
+    found = choices_between(source, target, shape, dtype, model)
     return found.plan(found.cheapest(shape), shape, rank)
 
 
-def even_choices(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> Choices | None:
-    """The choices for all shapes that are cut as `shape` is; None where a tile on one of them isn't even.
-
-    Source and target are as planning sees them (`Sharding.at`).
-
-    >>> from axes.algebra.mesh import Mesh
-    >>> mesh = Mesh("tp=4")
-    >>> split, whole = mesh.sharding("s@tp d"), mesh.sharding("s d")
-    >>> found = even_choices(split, whole, (4096, 100), "float32", _DEFAULT)
-    >>> found.plan(found.cheapest((4096, 100)), found.shape, 0)
-    s@tp d -> s d     [8, 8] float32
-      1  all_gather  tp  4 ranks, stride 1  192 B in, 192 B out
-    >>> even_choices(split, whole, (4097, 100), "float32", _DEFAULT)
-    """
-    if 0 in shape or not (source.divides(shape) and target.divides(shape)):
-        return None
-    small = small_shape(shape, math.lcm(source.universe.size, target.universe.size))
-    grouped = [len(one.factors) > 1 or len(two.factors) > 1 for one, two in zip(source.dims, target.dims, strict=True)]
-    same = tuple([size if whole else less for size, less, whole in zip(shape, small, grouped, strict=True)])
-    found = _choices(source, target, same, dtype, model)
-    return found if found.are_even else None
-
-
-def small_shape(shape: Shape, ranks: int) -> Shape:
-    """Small sizes that divide into the same numbers of parts, where these divide the number of `ranks`.
-
-    A size equal to its number of parts is kept: a leading dim of 1 makes a tile contiguous, which larger ones don't.
-
-    >>> small_shape((4096, 100, 8, 0), 8)
-    (16, 12, 8, 0)
-    """
-    return tuple([size if ranks % (size or 1) == 0 else _small_size(math.gcd(size, ranks), ranks) for size in shape])
-
-
-@lru_cache(maxsize=4096)
-def _small_size(parts: int, ranks: int) -> int:
-    """The smallest size above `parts` that shares just these with the number of ranks."""
-    return next(size for size in count(2 * parts, parts) if math.gcd(size, ranks) == parts)
-
-
 @cached_with_names(4096)
-def _choices(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> Choices:
+def choices_between(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> Choices:
+    """The sequences of stages worth weighing between two shardings as planning sees them (`Sharding.at`)."""
     check_pair(source, target, shape, dtype)
     return Choices(source, target, shape, dtype, model)
 
@@ -229,31 +216,21 @@ def choices(
 ) -> list[Plan]:
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
     shape = checked_shape(shape)
-    if 0 in shape:
-        return [plan(source, target, shape, dtype, cost_model)]
-    found = _choices(_seen(source, shape), _seen(target, shape), shape, dtype, cost_model)
+    found = choices_between(_seen(source, shape), _seen(target, shape), shape, dtype, cost_model)
     return [found.plan(at, shape, source.universe.rank(0)) for at in range(len(found.sequences))]
 
 
 class Choices:
     """The sequences of stages worth weighing between two shardings, for tensors of `shape`.
 
-    Where all tiles are even, every number of a stage is proportional to the elements of the tensor: for another shape
-    that is cut in the same way the sequences are the same, and which is the cheapest is asked of its own numbers.
+    Where the stages cut another shape alike (`cuts_of`), every number of a stage is proportional to the elements
+    of the tensor: its sequences are the same, and which is the cheapest is asked of its own numbers.
     """
 
     def __init__(self, source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel):
         self.source, self.target, self.shape, self.dtype, self.model = source, target, shape, dtype, model
         self.space, self.sequences = _sequences(source, target, shape, model)
         self.states = lru_cache(maxsize=256)(self._states)
-
-    @cached_property
-    def are_even(self) -> bool:
-        """Whether every tile on every way has one size on all ranks."""
-        stages = [stage for stages in self.sequences for stage in stages]
-        return all(
-            stage.outside is None and self.space.is_even(stage.source.splits, stage.target.splits) for stage in stages
-        )
 
     def cheapest(self, shape: Shape) -> int:
         """The number of the cheapest sequence at a shape: by time, then collectives, bytes, and the plainer one."""
@@ -267,16 +244,22 @@ class Choices:
 
         return min(range(len(self.sequences)), key=weight)
 
+    def least(self, at: int) -> Shape:
+        """The smallest shape that one of the sequences cuts alike; of an odd dim, or of nothing, the size itself."""
+        found = cuts_of(*self.states(at))
+        odd, sizes = odd_dims(self.shape, found), enumerate(zip(self.shape, found, strict=True))
+        return tuple([size if dim in odd or not size else pieces for dim, (size, (pieces, _)) in sizes])
+
     def plan(self, at: int, shape: Shape, rank: int) -> Plan:
         """One of the sequences as a plan for a tensor of `shape`, seen from a rank."""
         ends = pairwise(self.states(at))
         steps = tuple([self._step(*each, shape, rank) for each in zip(self.sequences[at], ends, strict=True)])
         return Plan(self.source, self.target, shape, self.dtype, steps, sum([step.cost for step in steps]), rank)
 
-    def _states(self, at: int) -> list[Sharding]:
+    def _states(self, at: int) -> tuple[Sharding, ...]:
         # The ends are the shardings as they were given, so that nothing is lost of how they were said.
         between = [stage.outside or self.space.sharding(stage.target) for stage in self.sequences[at][:-1]]
-        return [self.source, *between, self.target] if self.sequences[at] else [self.source]
+        return (self.source, *between, self.target) if self.sequences[at] else (self.source,)
 
     def _traffic(self, stage: Stage, shape: Shape) -> Traffic:
         """A stage as the cost model sees it."""
@@ -290,7 +273,7 @@ class Choices:
 
     def _times(self, elements: int, shape: Shape, shares: int = 1) -> int:
         """What elements for a tensor of the own shape are for another one's."""
-        return -(-elements * math.prod(shape) // (math.prod(self.shape) * shares))
+        return -(-elements * math.prod(shape) // ((math.prod(self.shape) or 1) * shares))
 
     def _step(self, stage: Stage, ends: tuple[Sharding, Sharding], shape: Shape, rank: int) -> Step:
         traffic = self._traffic(stage, shape)
@@ -317,8 +300,9 @@ class Choices:
 
 
 def _sequences(source: Sharding, target: Sharding, shape: Shape, model: CostModel) -> tuple[Space, list[Stages]]:
-    if source.is_equivalent(target, shape):
-        return Space(source, (), ()), [()]
+    if 0 in shape or source.is_equivalent(target, shape):
+        nothing = State((), ())
+        return Space(source, (), ()), [(Stage("slice", nothing, nothing),) if 0 in shape else ()]
     universe, node = source.universe, Layout((model.ranks_per_node,), (1,))
     found = common(source, target, shape, node) if universe == target.universe else None
     if found is None:

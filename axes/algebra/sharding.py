@@ -114,6 +114,12 @@ class ShardedDim:
         return tuple([axis for factor in self.factors for axis in factor.axes])
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is one factor, of any size."""
+        major, *further = self.factors
+        return not further and major.size is None and major.multiple == 1
+
+    @property
     def pieces(self) -> int:
         """Into how many pieces the dim is split."""
         return math.prod([axis.layout.size for axis in self.axes])
@@ -368,8 +374,7 @@ class Sharding:
     @functools.cached_property
     def is_plain(self) -> bool:
         """Whether every dim is one factor, of any size."""
-        factors = [factor for dim in self.dims for factor in dim.factors]
-        return len(factors) == self.ndim and all(f.size is None and f.multiple == 1 for f in factors)
+        return all(dim.is_plain for dim in self.dims)
 
     # inside
 

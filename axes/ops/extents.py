@@ -19,7 +19,7 @@ anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ from axes.algebra.flow import Recipe
 from axes.algebra.flow.reading import read
 from axes.algebra.flow.recipe import Shape
 from axes.algebra.flow.rules import units_of
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import Sharding
 from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic
 
 Sizes = Mapping[str, int]
@@ -39,13 +39,12 @@ Given = tuple[tuple[str, int], ...]
 class Extents:
     """The sizes of a recipe's atoms.
 
-    whole: the whole size of each atom, a number or a symbol. varying: the atoms that may have any size that their
-    splits divide; of others this rank has what the recipe's own numbers say.
+    whole: the whole size of each atom, a number or a symbol. A symbol may have any size that the splits of its atom
+    divide; of other atoms this rank has what the recipe's own numbers say.
     """
 
     recipe: Recipe
     whole: Sizes
-    varying: frozenset[str] = frozenset()
 
     @cached_property
     def is_symbolic(self) -> bool:
@@ -55,9 +54,7 @@ class Extents:
     def derived(self, of: Callable[[Recipe], Recipe]) -> Extents:
         """The extents of a recipe that is derived from this one and has the same atoms."""
         found = of(self.recipe)
-        if not self.is_symbolic:
-            return extents_of(found)
-        return Extents(found, self.whole, _dividing(found, self.whole, self.varying))
+        return Extents(found, _dividing(found, self.whole)) if self.is_symbolic else extents_of(found)
 
     def shape(self, atoms: Sequence[str]) -> Shape:
         """The whole shape of a tensor with one dim per atom."""
@@ -70,18 +67,16 @@ class Extents:
     def local(self, atoms: Sequence[str], sharding: Sharding) -> Shape:
         """This rank's shape of a tensor with one dim per atom."""
         mine = sharding.local_shape(self.recipe.shape_of(tuple(atoms)))
-        if not self.varying:
+        if not self.is_symbolic:
             return mine
-        return tuple(
-            self.whole[atom] // dim.pieces if atom in self.varying else size
-            for atom, dim, size in zip(atoms, sharding.dims, mine, strict=True)
-        )
+        sizes = zip(self.shape(atoms), sharding.dims, mine, strict=True)
+        return tuple([size if type(whole) is int else whole // dim.pieces for whole, dim, size in sizes])
 
     @cached_property
     def computed(self) -> dict[str, int]:
         """What this rank has of each atom during the local computation."""
-        found: dict[str, int] = {}
-        for atoms, sharding in _computing(self.recipe):
+        result, found = self.recipe.result, dict[str, int]()
+        for atoms, sharding in (*((i.atoms, i.prepared) for i in self.recipe.inputs), (result.atoms, result.derived)):
             found.update(zip(atoms, self.local(atoms, sharding), strict=True))
         return found
 
@@ -115,37 +110,20 @@ def traced_extents(found: Recipe, shapes: Sequence[Shape], given: Given) -> Exte
     for name, size in given:
         sizes.setdefault(name, [0]).append(size)
     same = {a: n[0] for a, n in sizes.items() if is_symbolic(n[:1]) and all(are_equal(n[0], other) for other in n[1:])}
-    whole: dict[str, Any] = {**found.size, **same}
-    varying = _dividing(found, whole, same)
-    known = {(operand, dim) for operand, dim, atom in reading.alone if atom in varying}
-    for operand, shape in enumerate(shapes):
-        for dim, size in enumerate(shape):
-            if (operand, dim) not in known:
-                fixed(size)
-    for name, size in given:
-        if name not in varying:
+    whole = _dividing(found, {**found.size, **same})
+    alone = {(operand, dim): atom for operand, dim, atom in reading.alone}
+    named = [(alone.get((o, d), ""), size) for o, shape in enumerate(shapes) for d, size in enumerate(shape)]
+    for name, size in (*named, *given):
+        if type(whole.get(name, 0)) is int:
             fixed(size)
-    return Extents(found, whole, varying)
+    return Extents(found, whole)
 
 
-def _dividing(found: Recipe, whole: Sizes, atoms: Iterable[str]) -> frozenset[str]:
-    """Those of these atoms that the recipe splits evenly; the others get the size of this call."""
-    counts = {atom: math.lcm(*[dim.pieces for name, dim in _splits(found) if name == atom]) for atom in atoms}
-    even = frozenset([atom for atom, count in counts.items() if whole[atom] % count == 0])
-    for atom in counts.keys() - even:
-        fixed(whole[atom])
-    return even
-
-
-def _computing(found: Recipe) -> Iterator[tuple[tuple[str, ...], Sharding]]:
-    """The atoms of the operands and of the result as the local computation has them, and their shardings."""
-    yield from ((i.atoms, i.prepared) for i in found.inputs)
-    yield found.result.atoms, found.result.derived
-
-
-def _splits(found: Recipe) -> Iterator[tuple[str, ShardedDim]]:
-    """`(atom, its dim)` of every atom, wherever the recipe splits atoms."""
-    states = [*_computing(found), *((i.atoms, i.elementary) for i in found.inputs)]
-    states.append((found.result.atoms, found.result.target))
-    for atoms, sharding in states:
-        yield from zip(atoms, sharding.dims, strict=True)
+def _dividing(found: Recipe, whole: Sizes) -> Sizes:
+    """The sizes of atoms, where those that the recipe doesn't split evenly are the numbers of this call."""
+    result = found.result
+    states = [(i.atoms, end) for i in found.inputs for end in (i.elementary, i.prepared)]
+    states += [(result.atoms, end) for end in (result.derived, result.target)]
+    splits = [split for atoms, sharding in states for split in zip(atoms, sharding.dims, strict=True)]
+    counts = {atom: math.lcm(*[dim.pieces for name, dim in splits if name == atom]) for atom in whole}
+    return {atom: fixed(size) if size % counts[atom] else size for atom, size in whole.items()}

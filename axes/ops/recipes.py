@@ -30,7 +30,7 @@ from axes.ops.extents import Extents, extents_of
 from axes.runtime import lines
 from axes.runtime.linear import Kept, around, both_ways
 from axes.runtime.lines import Line, line_of
-from axes.runtime.redistribute import Dtypes, moves_of, redistribute
+from axes.runtime.redistribute import Dtypes, moves_of
 from axes.runtime.symbols import hints, is_symbolic
 from axes.runtime.torch_placements import torch_placements
 from axes.runtime.writes import writable
@@ -138,20 +138,8 @@ def redistribution(
     if unmoved(source, target, hints(shape)):
         return None
     (source, source_same), (target, target_same) = map(unmarked, (source, target))
-    if is_symbolic(shape):
-        return lambda x: redistribute(
-            x,
-            source,
-            target,
-            shape,
-            view=view,
-            comm_dtype=comm_dtype,
-            async_op=async_op,
-            source_same=source_same,
-            target_same=target_same,
-        )
     moves = moves_of(source, target, shape, view, comm_dtype, source_same, target_same)
-    if view == "local":
+    if view == "local" and not is_symbolic(shape):
         return lambda x: moves(x.dtype).of_tile(x.shape).apply(x, async_op)
 
     def moved(x: torch.Tensor) -> torch.Tensor:

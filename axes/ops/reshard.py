@@ -34,7 +34,7 @@ from axes.runtime.leaves import traced, used
 from axes.runtime.places import within
 from axes.runtime.programs import name_of
 from axes.runtime.redistribute import Dtypes, both, check_takes_part
-from axes.runtime.routes import Route, of_sizes, resharded, route, routed, same_axes
+from axes.runtime.routes import Route, of_sizes, resharded, route, same_axes
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
@@ -134,7 +134,7 @@ def reshard(
         home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else request.mesh, x)
         what, numbers = without_sizes(request)
         return traced(_in_graph, what, (x,), grad, home, numbers)
-    found = routed(used(x, grad), _route, request._replace(async_op=False))
+    found = _route(torch_private.spec_of(used(x, grad)), request._replace(async_op=False))
     if flags.watched:
         return within("axes.reshard to", spec, found.take, x, async_op)
     return found.take(x, async_op)
@@ -143,7 +143,7 @@ def reshard(
 def _in_graph(*what: Any) -> DTensor:
     """`reshard` of a tensor that is traced."""
     *kept, sizes, (x,) = what
-    return routed(x, _route, with_sizes(kept, tuple(map(fixed, sizes)))).take(x)
+    return _route(torch_private.spec_of(x), with_sizes(kept, tuple(map(fixed, sizes)))).take(x)
 
 
 @of_sizes

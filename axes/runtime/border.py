@@ -39,6 +39,7 @@ from torch.distributed.tensor.placement_types import Placement
 from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
+from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import PendingReduction, Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
@@ -46,7 +47,7 @@ from axes.runtime.linear import Border, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
-from axes.runtime.symbols import settled_sizes, spec_at, stages_of
+from axes.runtime.symbols import found_for, spec_at
 from axes.runtime.torch_placements import sharding_of_placements, sharding_of_spec, torch_placements
 from axes.runtime.transforms import PLAIN
 
@@ -282,12 +283,13 @@ def _entered(value: Spec, counted: Placements, cotangent: DTensor) -> _Entering:
     spec = torch_private.spec_of(cotangent)
     if type(torch_private.local_of(cotangent)) is torch.Tensor:
         return _entering(value, counted, spec)
-    return settled_sizes(
+    found = found_for(
         spec.shape,
         spec.mesh.size(),
-        lambda shape: _entering(spec_at(value, shape), counted, spec_at(spec, shape)),
-        lambda found: [*stages_of(found.route.program.plan), *found.framed],
+        lambda like: _entering(spec_at(value, like), counted, spec_at(spec, like)),
+        lambda found: cuts_of(found.route.program.source, found.route.program.target, *found.framed),
     )
+    return replace(found, route=found.route.at(tuple(spec.shape), spec.tensor_meta.stride))
 
 
 @of_world(4096)

@@ -9,9 +9,9 @@ memory. How much work that is depends on where the boxes lie, which is known bef
 - `Boxes` are anything else: one copy for each.
 
 >>> tile = (4, 6)
->>> places_of([(0, ((0, 2), (0, 6))), (12, ((2, 4), (0, 6)))], tile)        # two halves of the rows
+>>> arranged([(0, ((0, 2), (0, 6))), (12, ((2, 4), (0, 6)))]).within(tile, (1, 1))        # two halves of the rows
 Run(start=0, stop=24)
->>> halves = places_of([(0, ((0, 4), (0, 3))), (12, ((0, 4), (3, 6)))], tile)   # of the columns
+>>> halves = arranged([(0, ((0, 4), (0, 3))), (12, ((0, 4), (3, 6)))]).within(tile, (1, 1))   # of the columns
 >>> halves
 Grid(sizes=(2, 4, 3), strides=(3, 6, 1), offset=0)
 >>> packed = packer(halves, tile, 24)(torch.arange(24).view(4, 6))
@@ -117,17 +117,12 @@ class Lattice:
 Places = Run | Grid | Boxes
 
 
-def places_of(parts: Sequence[Part], shape: Shape) -> Places:
-    """Where the boxes of a row-major tile of `shape` lie, said as simply as can be.
-
-    Boxes are in the order of the buffer and hold at least one element each; a tile that has a `Run`
-    or a `Grid` fills the buffer without gaps.
-    """
-    return arranged(parts).within(shape, (1,) * len(shape))
-
-
 def arranged(parts: Sequence[Part], counts: Sequence[int] | None = None) -> Lattice | Boxes:
-    """The boxes as a lattice where they are one, which needs no look at every box. `counts`: how large they are."""
+    """The boxes as a lattice where they are one, which needs no look at every box. `counts`: how large they are.
+
+    Boxes are in the order of the buffer and hold at least one element each; what is a `Run` or a `Grid` in memory fills
+    the buffer without gaps.
+    """
     boxes = [box for _, box in parts]
     counts = [elements_of(box) for box in boxes] if counts is None else counts
     shapes = {tuple([stop - start for start, stop in box]) for box in boxes}

@@ -6,7 +6,8 @@ where boxes lie in memory, buffers' shapes. One call of it is
     pack -> collective -> unpack        for each step of the plan
 
 where packing and unpacking are views as often as memory allows (see `packing`). A program takes and
-gives contiguous tensors, knows nothing of gradients, and is the same one on every call.
+gives contiguous tensors, and knows nothing of gradients. It has no sizes of its own: it is for every shape that its
+steps cut as evenly, and what it is for one of them, `BoundProgram` says, by numbers or by symbols.
 
 Each program exists in two forms. The eager one calls the methods of the `ProcessGroup`, at a third
 of the Python that functional collectives cost. The traced one is made of functional collectives, one
@@ -26,20 +27,21 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
-from axes.algebra.plan import Plan
+from axes.algebra.plan import Cuts, Plan
 from axes.algebra.planning.boxes import Region
-from axes.algebra.planning.exchange import Exchange, Message
+from axes.algebra.planning.exchange import Exchange
 from axes.algebra.planning.step import Step
+from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private
 from axes.runtime.agreement import ranks_text
@@ -47,9 +49,7 @@ from axes.runtime.check import in_part
 from axes.runtime.communicator import REDUCED, Communicator, communicator, recorded_communicator
 from axes.runtime.packing import (
     Boxes,
-    Lattice,
     Part,
-    Places,
     Shape,
     arranged,
     elements_of,
@@ -67,34 +67,21 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """A plan, made ready for one rank, dtype and device.
+class Prepared:
+    """A plan, made ready for one rank, dtype and device, for tensors of every shape that its steps cut alike.
 
+    plan: at the smallest of these shapes, of which the others are multiples. cuts: into what its steps cut each dim.
     group_of: the group of a step, None where this rank doesn't communicate in it; made at first use.
     device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
-    base: the program of the plan at its own shape, where this one is for another.
-    shape: of a tensor that the steps cut as evenly as one of the plan's shape, where it is for that one.
     """
 
     plan: Plan
+    cuts: Cuts
     dtype: torch.dtype
     group_of: Callable[[Step], dist.ProcessGroup | None]
     device_type: str
     comm_dtype: torch.dtype | None = None
-    base: Program | None = None
-    shape: Shape = ()
-
-    def alike(self, shape: Shape) -> Program:
-        """The same for a tensor of another shape, where every step cuts both evenly."""
-        if shape == self.plan.shape:
-            return self
-        return Program(self.plan, self.dtype, self.group_of, self.device_type, self.comm_dtype, self, shape)
-
-    @property
-    def own(self) -> Program:
-        """The program which has what doesn't depend on sizes: groups, backend, in which steps this rank takes part."""
-        return self.base or self
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
@@ -102,14 +89,9 @@ class Program:
         return tuple(self.group_of(step) for step in self.plan.steps)
 
     @cached_property
-    def parts(self) -> tuple[int, ...]:
+    def steps(self) -> dict[int, LocalStep]:
         """The steps in which this rank takes part, by number."""
-        return tuple(at for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank))
-
-    @cached_property
-    def units(self) -> tuple[Unit | None, ...]:
-        """Each step on the smallest tensor that it cuts in the same way; None where this rank takes no part."""
-        return tuple(_unit(step) if at in self.parts else None for at, step in enumerate(self.plan.steps))
+        return {at: local_step(step) for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank)}
 
     @cached_property
     def backend(self) -> str:
@@ -120,67 +102,11 @@ class Program:
         return torch_private.served_devices(str(dist.get_backend(group))).get(self.device_type, "")
 
     @cached_property
-    def eager(self) -> Run:
-        """The program as a function of the contiguous tile."""
-        return _compiled(self, eager=True)
-
-    @cached_property
-    def traced(self) -> Run:
-        """The same, of functional collectives."""
-        return _compiled(self, eager=False)
-
-    @cached_property
-    def recorded(self) -> Run:
-        """`eager`, with each of its collectives in the trace."""
-        return _compiled(self, eager=True, recorded=True)
-
-    @cached_property
-    def recorded_later(self) -> Run:
-        """`traced` as it serves `async_op`, with each of its collectives in the trace."""
-        return _compiled(self, eager=False, recorded=True)
+    def tile(self) -> Shape:
+        """This rank's tile of a tensor of the plan's shape; that of nothing for a rank that has none."""
+        return held_shape(self.plan.source, self.plan.shape, self.plan.rank)
 
     @property
-    def said(self) -> str:
-        """What it does, as errors and traces show it."""
-        return f"{self.plan.source} -> {self.plan.target} of {self.tensor}"
-
-    @property
-    def tensor(self) -> str:
-        """The whole shape, the dtype, and in which other one it travels."""
-        wire = "" if self.comm_dtype in (None, self.dtype) else f", moved as {name_of(self.comm_dtype)}"
-        return f"{list(self.shape or self.plan.shape)} {self.plan.dtype}{wire}"
-
-    def at_sizes(self, tile: Shape) -> Run:
-        """The traced form for a tile of other sizes than the plan's: for symbolic ones.
-
-        Sizes may differ where the plan's own divide evenly into what the steps cut them into.
-        """
-        return _compiled(self, eager=False, tile=tile)
-
-    @cached_property
-    def tile(self) -> Shape | None:
-        """The tile of this rank that it is for; None where it does nothing, or where the rank comes without one."""
-        if not self.plan.steps:
-            return None
-        step = self.plan.steps[0]
-        held = step.source.tile(self.shape or step.shape, step.rank)
-        return None if held is None else tile_shape(held)
-
-    @cached_property
-    def lends(self) -> bool:
-        """Whether what is sent last is the memory of the tile: until it has arrived nobody may change that."""
-        parts, groups = self.own.parts, self.own.groups
-        sending = [at for at in parts if groups[at] is not None]
-        if not sending or sending[-1] != parts[0] or self.comm_dtype not in (None, self.dtype):
-            return False
-        task = task_of(self, parts[0], None)
-        if task.step.kind == "all_gather":
-            return task.step.flat or math.prod(task.tile) == task.padded
-        sides = (task.unit.sends, task.unit.sends_all)  # what the rank keeps may go through the collective as well
-        views = [isinstance(task.at_sizes(side).places, packing.Run) for side in sides]
-        return task.step.kind != "all_reduce" and any(views)
-
-    @cached_property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.plan.steps
@@ -189,6 +115,72 @@ class Program:
     def sends(self) -> bool:
         """Whether some rank sends something."""
         return any(step.kind != "slice" for step in self.plan.steps)
+
+    def multiples(self, shape: Shape, tile: Shape) -> Shape:
+        """How many times as large as the plan's shape a tensor of `shape` is, of which this rank has `tile`."""
+        least = self.tile if len(self.tile) == len(shape) else (0,) * len(shape)
+        sizes = zip(shape, self.plan.shape, tile if len(tile) == len(shape) else shape, least, strict=True)
+        return tuple([held // own if own else size // (whole or 1) or 1 for size, whole, held, own in sizes])
+
+
+def held_shape(source: Sharding, shape: Shape, rank: int) -> Shape:
+    """The shape of a rank's tile; that of nothing where it has none."""
+    held = source.tile(shape, rank)
+    return (0,) if held is None else tile_shape(held)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundProgram:
+    """A prepared plan for tensors of one shape, whose sizes may be symbolic."""
+
+    program: Prepared
+    shape: Shape
+
+    @cached_property
+    def tile(self) -> Shape:
+        """This rank's tile, of numbers."""
+        return held_shape(self.program.plan.source, self.shape, self.program.plan.rank)
+
+    @cached_property
+    def eager(self) -> Run:
+        """The program as a function of the contiguous tile."""
+        return self.form(True, False)
+
+    @cached_property
+    def form(self) -> Callable[[bool, bool], Run]:
+        """`form(eager, recorded)`: that, or of functional collectives; each of its collectives in the trace, or not."""
+        return functools.lru_cache(maxsize=4)(functools.partial(_compiled, self, self.tile))
+
+    def traced_at(self, tile: Shape) -> Run:
+        """The program of functional collectives, for a tile whose sizes may be symbolic."""
+        return _compiled(self, tile, False)
+
+    @property
+    def said(self) -> str:
+        """What it does, as errors and traces show it."""
+        return f"{self.program.plan.source} -> {self.program.plan.target} of {self.tensor}"
+
+    @property
+    def tensor(self) -> str:
+        """The whole shape, the dtype, and in which other one it travels."""
+        program = self.program
+        wire = "" if program.comm_dtype in (None, program.dtype) else f", moved as {name_of(program.comm_dtype)}"
+        return f"{list(self.shape)} {program.plan.dtype}{wire}"
+
+    @cached_property
+    def lends(self) -> bool:
+        """Whether what is sent last is the memory of the tile: until it has arrived nobody may change that."""
+        program = self.program
+        sending = [at for at in program.steps if program.groups[at] is not None]
+        if not sending or sending[-1] != min(program.steps) or program.comm_dtype not in (None, program.dtype):
+            return False
+        task = task_of(program.steps[sending[-1]], program.multiples(self.shape, self.tile))
+        if task.step.kind == "all_gather":
+            return math.prod(task.tile) == task.padded
+        # What the rank keeps may go through the collective as well.
+        sides = [task.step.side("sends", kept=kept) for kept in (False, True)]
+        views = [isinstance(task.laid(side).places, packing.Run) for side in sides]
+        return task.step.kind != "all_reduce" and any(views)
 
 
 def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> None:
@@ -227,20 +219,20 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def _compiled(program: Program, eager: bool, tile: Shape | None = None, recorded: bool = False) -> Run:
+def _compiled(made: BoundProgram, tile: Shape, eager: bool, recorded: bool = False) -> Run:
     stages: list[Run] = []
-    steps, groups, wire, owned = program.plan.steps, program.own.groups, program.dtype, False
+    program = made.program
+    steps, groups, wire, owned = program.plan.steps, program.groups, program.dtype, False
     sending = [at for at, group in enumerate(groups) if group is not None]
     if steps and steps[0].source.universe.position(steps[0].rank) is None:
         # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
         stages.append(lambda x: x.new_empty(0))
-    for at in program.own.parts:
+    multiples = program.multiples(made.shape, tile) if steps else ()
+    for at, step in program.steps.items():
         if at in sending[:1] and program.comm_dtype not in (None, wire):
             wire, owned = program.comm_dtype or wire, True
             stages.append(_cast(wire))
-        task = task_of(program, at, tile)
-        stages.append(_stage(program, task, at, eager, wire, owned, recorded))
-        tile = None if tile is None else task.merged
+        stages.append(_stage(made, task_of(step, multiples), at, eager, wire, owned, recorded))
         owned = groups[at] is not None
         if at in sending[-1:] and wire is not program.dtype:
             wire = program.dtype
@@ -253,31 +245,29 @@ def _cast(dtype: torch.dtype) -> Run:
 
 
 def _chained(stages: Sequence[Run]) -> Run:
-    if not stages:
-        return lambda x: x
-    if len(stages) == 1:
-        return stages[0]
-    if len(stages) == 2:
-        first, second = stages
-        return lambda x: second(first(x))
+    """One after the other."""
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for stage in stages:
-            x = stage(x)
-        return x
+    def then(one: Run, two: Run) -> Run:
+        return lambda x: two(one(x))
 
-    return run
+    return functools.reduce(then, stages) if stages else lambda x: x
 
 
-def _stage(program: Program, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool, recorded: bool) -> Run:
-    group = program.own.groups[at]
-    about = _about(program, at, group, eager, dtype) if recorded and group is not None else None
+def _stage(
+    made: BoundProgram, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool, recorded: bool
+) -> Run:
+    program, step = made.program, made.program.plan.steps[at]
+    group = program.groups[at]
+    about = _about(made, at, group, eager, dtype) if recorded and group is not None else None
     run = _run(program, task, group, eager, dtype, owned, about)
-    if group is not None and program.own.groups.count(None) < len(program.own.groups) - 1:
-        run = in_part(functools.partial(part_text, task.step, group), run)
-    if task.step.opened is task.step:
+    if group is not None and program.groups.count(None) < len(program.groups) - 1:
+        run = in_part(functools.partial(part_text, step, group), run)
+    if task.step.grouped is None:
         return run
-    tile, merged = task.tile, task.merged
+    tile, merged = task.tile, task.shape
+    if len(merged) == len(task.multiples):  # a rank that leaves with nothing has no dims
+        ends = [0, *accumulate(task.step.grouped)]
+        merged = tuple([math.prod(merged[slice(*of)]) for of in pairwise(ends)])
     return lambda x: run(x.view(tile)).view(merged)
 
 
@@ -287,14 +277,14 @@ def part_text(step: Step, group: dist.ProcessGroup) -> str:
     return f"{step.kind}{axes} of {ranks_text(Universe.of(dist.get_process_group_ranks(group)).ranks)}"
 
 
-def _about(program: Program, at: int, group: dist.ProcessGroup, eager: bool, dtype: torch.dtype) -> Operation:
+def _about(made: BoundProgram, at: int, group: dist.ProcessGroup, eager: bool, dtype: torch.dtype) -> Operation:
     """A step as a trace has it."""
-    steps = program.plan.steps
+    steps = made.program.plan.steps
     sending = [i for i, step in enumerate(steps) if step.kind != "slice"]
     ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
     step, axis = steps[at], " ".join(steps[at].axes) or "both meshes"
     return Operation(
-        *(program.said, step.kind, "", axis, str(group.group_name), ranks, name_of(dtype), program.device_type),
+        *(made.said, step.kind, "", axis, str(group.group_name), ranks, name_of(dtype), made.program.device_type),
         step=(sending.index(at) + 1, len(sending)),
         later=not eager,
     )
@@ -306,7 +296,7 @@ def name_of(dtype: torch.dtype | None) -> str:
 
 
 def _run(
-    program: Program,
+    program: Prepared,
     task: Task,
     group: dist.ProcessGroup | None,
     eager: bool,
@@ -324,7 +314,7 @@ def _run(
     if step.kind == "all_gather":
         return _all_gather(task, link)
     if step.kind == "reduce_scatter":
-        if program.own.backend == "gloo" and eager:
+        if program.backend == "gloo" and eager:
             return _reduce_by_exchange(task, link)
         return _reduce_scatter(task, link)
     if step.kind == "reduce_move":
@@ -335,88 +325,66 @@ def _run(
 # --- steps ----------------------------------------------------------------------------------------
 
 
-class Laid(NamedTuple):
-    """What a rank sends, or receives: places in the memory of a tile of `shape`, `counts[i]` elements for rank i."""
-
-    places: Places
-    shape: Shape
-    counts: list[int]
-
-
 class Side(NamedTuple):
-    """The same in boxes, for a tile of any size that is a multiple of this one's."""
+    """What a rank sends, or receives: boxes of a tile of `shape`, `counts[i]` elements for rank i.
 
-    boxes: Lattice | Boxes
+    places: a `Lattice` or `Boxes`; at the sizes of a task where these lie in memory, a `Run`, `Grid` or `Boxes`.
+    """
+
+    places: Any
     shape: Shape
     counts: list[int]
 
-    def times(self, multiples: Shape) -> Laid:
-        """Where they lie in a tile whose sizes are so many times larger."""
+    def times(self, multiples: Shape) -> Side:
+        """The same in a tile whose sizes are so many times larger, and where that lies in memory."""
         shape, more = tuple(map(operator.mul, self.shape, multiples)), math.prod(multiples)
-        return Laid(self.boxes.within(shape, multiples), shape, [count * more for count in self.counts])
-
-
-Boxed = tuple[int, tuple[Region, ...]]
-"""A rank of the group, and boxes of a tile for it or from it."""
-
-
-def _side(boxed: Sequence[Boxed], shape: Shape, size: int, padded: int | None = None) -> Side:
-    """Boxes for each of `size` ranks: one after the other, or those of rank i from `i * padded`."""
-    counts, parts, lengths, start = [0] * size, list[Part](), list[int](), 0
-    for peer, boxes in boxed:
-        start = start if padded is None else peer * padded
-        for box in boxes:
-            parts.append((start, box))
-            lengths.append(count := elements_of(box))
-            start += count
-            counts[peer] += count
-    return Side(arranged(parts, lengths) if parts else Boxes(()), shape, counts)
+        return Side(self.places.within(shape, multiples), shape, [count * more for count in self.counts])
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class LocalStep:
     """A step as this rank carries it out on a small tensor, whose multiples it carries out in the same way.
 
-    `tile` and `shape`, before and after, have one dim for each factor, as the boxes do.
+    `tile` and `shape`, before and after, have one dim for each factor, as the boxes do. grouped: how many factors the
+    dims have; None where each has one.
     """
 
     kind: str
     rank: int
+    op: str | None
+    divisor: int
+    is_even: bool
+    grouped: tuple[int, ...] | None
     tile: Shape
     shape: Shape
     exchange: Exchange
 
     @cached_property
-    def sends(self) -> Side:
-        """What the rank sends of its tile."""
-        return _side(_boxed(self.exchange.sends), self.tile, self.size)
+    def side(self) -> Callable[..., Side]:
+        """What the rank "sends" of its tile, or "receives" of its new one: of the stack that a `reduce_move` reduces.
 
-    @cached_property
-    def receives(self) -> Side:
-        """What the rank receives of its new tile; of the stack of them that a `reduce_move` reduces."""
-        return _side(self._received, self._filled, self.size)
+        `side("sends", kept=True)` is with what it keeps, `padded=True` in parts of one size.
+        """
+        return functools.lru_cache(maxsize=8)(self._side)
 
-    @cached_property
-    def sends_all(self) -> Side:
-        """What the rank sends and keeps."""
-        own = (self.exchange.ranks.index(self.rank), tuple([box for box, _ in self.exchange.copies]))
-        return _side(sorted([*_boxed(self.exchange.sends), own]), self.tile, self.size)
-
-    @cached_property
-    def receives_all(self) -> Side:
-        """What the rank receives and keeps."""
-        own = (self.exchange.ranks.index(self.rank), self.keeps)
-        return _side(sorted([*self._received, own]), self._filled, self.size)
-
-    @cached_property
-    def padded_sends(self) -> Side:
-        """What the rank sends, in parts of one size."""
-        return _side(_boxed(self.exchange.sends), self.tile, self.size, self.exchange.padded)
-
-    @cached_property
-    def padded_receives(self) -> Side:
-        """What the rank receives, in parts of one size."""
-        return _side(self._received, self._filled, self.size, self.exchange.padded)
+    def _side(self, end: Literal["sends", "receives"], kept: bool = False, padded: bool = False) -> Side:
+        exchange, comes = self.exchange, end == "receives"
+        messages = exchange.receives if comes else exchange.sends
+        boxed = [(m.peer, self._on_layer(m.layer, m.regions) if comes else m.regions) for m in messages if m.regions]
+        if kept:
+            mine = self.keeps if comes else tuple([box for box, _ in exchange.copies])
+            boxed = sorted([*boxed, (exchange.ranks.index(self.rank), mine)])
+        counts, parts, lengths, start = [0] * self.size, list[Part](), list[int](), 0
+        for peer, boxes in boxed:
+            start = peer * exchange.padded if padded else start
+            for box in boxes:
+                parts.append((start, box))
+                lengths.append(count := elements_of(box))
+                start += count
+                counts[peer] += count
+        stacked = comes and self.kind == "reduce_move"
+        shape = (exchange.layers, *self.shape) if stacked else self.shape if comes else self.tile
+        return Side(arranged(parts, lengths) if parts else Boxes(()), shape, counts)
 
     @cached_property
     def keeps(self) -> tuple[Region, ...]:
@@ -426,59 +394,46 @@ class Unit:
     @cached_property
     def is_balanced(self) -> bool:
         """Whether as many elements go to each rank as come from each, what the rank keeps included."""
-        return len({*self.sends_all.counts, *self.receives_all.counts}) == 1
+        return len({count for end in ("sends", "receives") for count in self.side(end, kept=True).counts}) == 1
 
     @property
     def size(self) -> int:
         """The number of ranks of the group."""
         return len(self.exchange.ranks)
 
-    @property
-    def _received(self) -> tuple[Boxed, ...]:
-        received = self.exchange.receives
-        if self.kind != "reduce_move":
-            return _boxed(received)
-        return tuple([(t.peer, self._on_layer(t.layer, t.regions)) for t in received if t.regions])
-
-    @property
-    def _filled(self) -> Shape:
-        return (self.exchange.layers, *self.shape) if self.kind == "reduce_move" else self.shape
-
     def _on_layer(self, layer: int, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
         return tuple(((layer, layer + 1), *box) for box in boxes) if self.kind == "reduce_move" else boxes
 
 
-def _boxed(messages: Sequence[Message]) -> tuple[Boxed, ...]:
-    return tuple([(message.peer, message.regions) for message in messages if message.regions])
+def local_step(step: Step) -> LocalStep:
+    """A step on this rank, of a tensor of the step's own shape."""
+    opened, own = step.opened, step.rank
+    grouped = None if opened is step else tuple(map(len, step.factors))
+    tiles = held_shape(opened.source, opened.shape, own), held_shape(opened.target, opened.shape, own)
+    return LocalStep(step.kind, own, step.op, step.divisor, step.is_even, grouped, *tiles, step.exchange())
 
 
 class Task(NamedTuple):
-    """A step as this rank carries it out: what it does at a `unit`, times `multiples`.
+    """A step as this rank carries it out on a tensor that is `multiples` times as large; symbols where sizes are."""
 
-    `tile` and `shape` have one dim for each factor; `merged` is `shape` with the dims of the tensor. Numbers are
-    symbols where sizes are symbolic.
-    """
-
-    step: Step
-    unit: Unit
+    step: LocalStep
     multiples: Shape
     tile: Shape
     shape: Shape
-    merged: Shape
 
     @property
     def padded(self) -> int:
         """The size of the parts of a collective whose parts have one size."""
-        return self.unit.exchange.padded * math.prod(self.multiples)
+        return self.step.exchange.padded * math.prod(self.multiples)
 
     @property
     def copies(self) -> list[tuple[Region, Region]]:
         """What the rank keeps: boxes of its tile, and those where they come to lie."""
-        pairs = zip(self.unit.exchange.copies, self.unit.keeps, strict=True)
+        pairs = zip(self.step.exchange.copies, self.step.keeps, strict=True)
         return [(times(box, self.multiples), times(kept, self._over(kept))) for (box, _), kept in pairs]
 
-    def at_sizes(self, side: Side) -> Laid:
-        """A side of the unit at the sizes of the task."""
+    def laid(self, side: Side) -> Side:
+        """A side of the step at the sizes of the task."""
         return side.times(self._over(side.shape))
 
     def _over(self, dims: Sequence[object]) -> Shape:
@@ -486,48 +441,17 @@ class Task(NamedTuple):
         return self.multiples if len(dims) == len(self.multiples) else (1, *self.multiples)
 
 
-def _unit(step: Step) -> Unit:
-    """A step on a tensor of the shape `step.unit`."""
-    opened = replace(step.opened, shape=step.unit)
-    before, after = _held(opened.input_shape()), _held(opened.output_shape())
-    return Unit(step.kind, step.rank, before, after, step.opened.exchange_at_unit(step.rank))
-
-
-def task_of(program: Program, at: int, tile: Shape | None) -> Task:
-    """A step on this rank, for the program's own sizes; or for a tile of sizes that vary."""
-    step = program.plan.steps[at]
-    unit = program.own.units[at]
-    assert unit is not None, "only what takes part is carried out"
-    multiples = _multiples(step, unit, program.shape or step.shape, tile)
-    before, after = _larger(unit.tile, multiples), _larger(unit.shape, multiples)
-    if step.opened is step or len(after) < len(multiples):  # a rank that leaves with nothing
-        return Task(step, unit, multiples, before, after, after)
-    ends = [0, *accumulate(map(len, step.factors))]
-    merged = tuple([math.prod(after[slice(*of)]) for of in pairwise(ends)])
-    return Task(step, unit, multiples, before, after, merged)
+def task_of(step: LocalStep, multiples: Shape) -> Task:
+    """A step for a tensor that is so many times as large along each dim; factors of groups are as they are."""
+    if step.grouped is not None:
+        pairs = zip(multiples, step.grouped, strict=True)
+        multiples = tuple([one for many, count in pairs for one in ([many] if count == 1 else [1] * count)])
+    return Task(step, multiples, _larger(step.tile, multiples), _larger(step.shape, multiples))
 
 
 def _larger(shape: Shape, multiples: Shape) -> Shape:
     """A shape so many times as large along each dim; nothing stays nothing, whatever the dims of the tensor."""
     return tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
-
-
-def _multiples(step: Step, unit: Unit, shape: Shape, tile: Shape | None) -> Shape:
-    """How many times as large as the unit each factor of a tensor of `shape` is; or of one whose tile is given."""
-    found: list[int] = []
-    for dim, (sizes, size) in enumerate(zip(step.factors, shape, strict=True)):
-        if tile is None or len(sizes) > 1:
-            whole = sizes if len(sizes) > 1 else (size,)
-            found.extend([each // (least or 1) for each, least in zip(whole, step.unit[len(found) :], strict=False)])
-        else:
-            least = unit.tile[len(found)]
-            found.append(tile[dim] // least if least else 1)
-    return tuple(found)
-
-
-def _held(shape: Shape | None) -> Shape:
-    """The shape of a tile; that of nothing for a rank that has none."""
-    return (0,) if shape is None else shape
 
 
 def _slice(task: Task, eager: bool) -> Run:
@@ -552,18 +476,18 @@ def _slice(task: Task, eager: bool) -> Run:
     return run
 
 
-def _all_reduce(step: Step, link: Communicator, owned: bool) -> Run:
+def _all_reduce(step: LocalStep, link: Communicator, owned: bool) -> Run:
     op, divisor, reduce = step.op or "sum", step.divisor, link.all_reduce
     return lambda x: reduce(x, op, owned, divisor)
 
 
 def _all_gather(task: Task, link: Communicator) -> Run:
-    shape, padded, gather = task.shape, task.padded, link.all_gather
-    if task.step.flat:
+    shape, padded, gather, mine = task.shape, task.padded, link.all_gather, math.prod(task.tile)
+    everything = (task.step.size * padded,)
+    places = task.laid(task.step.side("receives", padded=True)).places
+    if isinstance(places, packing.Run) and math.prod(shape) == everything[0]:
         return lambda x: gather(x, shape)
-    mine = math.prod(task.tile)
-    everything = (task.unit.size * padded,)
-    unpack = unpacker(task.at_sizes(task.unit.padded_receives).places, shape)
+    unpack = unpacker(places, shape)
     if mine == padded:
         return lambda x: unpack(gather(x, everything))
 
@@ -578,7 +502,7 @@ def _all_gather(task: Task, link: Communicator) -> Run:
 def _reduce_scatter(task: Task, link: Communicator) -> Run:
     step, shape, padded = task.step, task.shape, task.padded
     op, divisor, scatter = step.op or "sum", step.divisor, link.reduce_scatter
-    pack = packer(task.at_sizes(task.unit.padded_sends).places, task.tile, task.unit.size * padded)
+    pack = packer(task.laid(step.side("sends", padded=True)).places, task.tile, step.size * padded)
     count = math.prod(shape)
     if count == padded:
         return lambda x: scatter(pack(x), op, shape, divisor)
@@ -587,14 +511,14 @@ def _reduce_scatter(task: Task, link: Communicator) -> Run:
 
 def _reduce_by_exchange(task: Task, link: Communicator) -> Run:
     """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
-    sends, layers, shape, even = task.at_sizes(task.unit.sends), task.unit.size, task.shape, task.step.is_even
+    sends, layers, shape, even = task.laid(task.step.side("sends")), task.step.size, task.shape, task.step.is_even
     pack = packer(sends.places, task.tile, sum(sends.counts))
     given, got = (None, None) if even else (sends.counts, [math.prod(shape)] * layers)
     move, reduce, stack = link.all_to_all, _local_reduction(task.step, layers), (layers, *shape)
     return lambda x: reduce(move(pack(x), got, given, stack))
 
 
-def _local_reduction(step: Step, layers: int) -> Run:
+def _local_reduction(step: LocalStep, layers: int) -> Run:
     """Reduces the first dim, in order; 16-bit floats in 32 bits."""
     op, divisor = step.op or "sum", step.divisor
     if op == "max":
@@ -615,7 +539,7 @@ def _local_reduction(step: Step, layers: int) -> Run:
 
 def _reduce_move(task: Task, link: Communicator) -> Run:
     """As a move, into a stack of one tile for each layer, which is then reduced."""
-    collect, reduce = _exchanged(task, link), _local_reduction(task.step, task.unit.exchange.layers)
+    collect, reduce = _exchanged(task, link), _local_reduction(task.step, task.step.exchange.layers)
     return lambda x: reduce(collect(x))
 
 
@@ -626,14 +550,14 @@ def _exchanged(task: Task, link: Communicator) -> Run:
     there is at most one strided copy on either side, and often none. Where all counts are equal it
     must, on all ranks alike: backends have another algorithm for that.
     """
-    unit = task.unit
+    step = task.step
     # Between even tiles the counts of one rank are, in another order, those of every other.
-    alike = task.step.is_even and unit.is_balanced
-    every_send, every_receive = task.at_sizes(unit.sends_all), task.at_sizes(unit.receives_all)
+    alike = step.is_even and step.is_balanced
+    every_send, every_receive = task.laid(step.side("sends", kept=True)), task.laid(step.side("receives", kept=True))
     regular = not isinstance(every_send.places, Boxes) and not isinstance(every_receive.places, Boxes)
     if alike or regular:
         return _all_through(link, every_send, every_receive, alike)
-    sends, receives = task.at_sizes(unit.sends), task.at_sizes(unit.receives)
+    sends, receives = task.laid(step.side("sends")), task.laid(step.side("receives"))
     pack = packer(sends.places, sends.shape, sum(sends.counts))
     fill = filler(receives.places, receives.shape)
     given, got, shape, move = sends.counts, receives.counts, receives.shape, link.all_to_all
@@ -650,7 +574,7 @@ def _exchanged(task: Task, link: Communicator) -> Run:
     return run
 
 
-def _all_through(link: Communicator, sends: Laid, receives: Laid, alike: bool) -> Run:
+def _all_through(link: Communicator, sends: Side, receives: Side, alike: bool) -> Run:
     """An exchange through which everything goes, what the rank keeps as well."""
     shape, move = receives.shape, link.all_to_all
     pack = packer(sends.places, sends.shape, sum(sends.counts))

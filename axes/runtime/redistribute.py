@@ -1,8 +1,9 @@
 """Redistribution of local tensors: this rank's tile of one sharding to its tile of another.
 
-    local = redistribute(local, mesh.sharding("b s@tp d"), mesh.sharding("b s d@tp"), (8, 32, 64))
+    moves = moves_of(mesh.sharding("b s@tp d"), mesh.sharding("b s d@tp"), (8, 32, 64))
+    local = moves(local.dtype).apply(local)
 
-One look-up gives a `Program` for (source, target, shape, dtype); it packs, sends, unpacks. Nothing
+One look-up gives a `Program` for (source, target, dtype), of which a shape makes what packs, sends, unpacks. Nothing
 happens where both shardings put the same data on the same ranks.
 
 **Gradients.** A redistribution is a linear map (but for max and min), and its gradient is the
@@ -25,10 +26,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, even_choices, plan
+from axes.algebra.plan import Choices, choices_between, cuts_of
 from axes.algebra.planning.boxes import Region, regions
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
@@ -53,9 +55,9 @@ from axes.runtime.check import (
 from axes.runtime.gradients import Same, of_shards, transposed
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.linear import Kept, around, linear
-from axes.runtime.packing import slices_of
-from axes.runtime.programs import Program, check_dtypes, name_of, part_text
-from axes.runtime.symbols import guard, is_symbolic, settled_sizes, stages_of
+from axes.runtime.packing import slices_of, times
+from axes.runtime.programs import BoundProgram, Prepared, check_dtypes, name_of, part_text
+from axes.runtime.symbols import fixed, found_for, hints, is_symbolic
 from axes.runtime.trace import Operation
 from axes.runtime.transforms import PLAIN
 from axes.runtime.writes import writable
@@ -66,103 +68,31 @@ Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] 
 """`comm_dtype`: one for values and gradients, or one for each."""
 
 
-def redistribute(
-    local: torch.Tensor,
-    source: Sharding,
-    target: Sharding,
-    shape: Sequence[int],
-    *,
-    view: Literal["global", "local"] = "global",
-    comm_dtype: Dtypes = None,
-    async_op: bool = False,
-    source_same: Axes = (),
-    target_same: Axes = (),
-) -> torch.Tensor:
-    """This rank's tile of `target`, from its tile of `source`, of a tensor whose whole shape is `shape`.
-
-    The result may share memory with `local`, and is `local` where nothing has to be done.
-    Differentiable; in the global view the gradient arrives with the target's splits, replicated over
-    all other axes, and leaves so with the source's. `source_same` and `target_same` are axes that are
-    `same` on that side, in the local view alone. `comm_dtype` is the dtype in which values travel and
-    are reduced, or a pair for `(values, gradients)`. With `async_op` the result of the last
-    collective is waited for at its first use.
-
-    Raises `ShardingError` where `local` isn't the source's tile, or where nothing takes source to
-    target; on every rank, before anything is sent.
-    """
-    shape, how = tuple(shape), (view, source_same, target_same, *both(comm_dtype))
-    if is_symbolic(shape):
-        return _move_of_symbols(source, target, shape, (local.dtype, *how), local.requires_grad).apply(local, async_op)
-    return _move(source, target, shape, local.dtype, *how).of_tile(local.shape).apply(local, async_op)
-
-
 def moves_of(
     source: Sharding,
     target: Sharding,
     shape: Shape,
-    view: Literal["global", "local"],
-    comm_dtype: Dtypes,
-    source_same: Axes,
-    target_same: Axes,
-) -> Callable[[torch.dtype], Move]:
-    """The moves of `redistribute` by dtype, for who holds them: they are looked up once, not on each call.
-
-    Sizes are numbers. What holds the moves lives no longer than the world that they were made in.
-    """
-    how = view, source_same, target_same, *both(comm_dtype)
-    return functools.lru_cache(maxsize=16)(lambda dtype: _move(source, target, shape, dtype, *how))
-
-
-def pulled_back(
-    gradient: torch.Tensor,
-    source: Sharding,
-    target: Sharding,
-    shape: Sequence[int],
-    *,
     view: Literal["global", "local"] = "global",
     comm_dtype: Dtypes = None,
     source_same: Axes = (),
     target_same: Axes = (),
-) -> torch.Tensor:
-    """The source's gradient from the target's: the transpose of `redistribute`, for what is linear. Differentiable."""
-    shape, how = tuple(shape), (gradient.dtype, view, source_same, target_same, *both(comm_dtype))
-    if is_symbolic(shape):
-        return _move_of_symbols(source, target, shape, how, with_gradient=True).pull(gradient)
-    return _move(source, target, shape, *how).pull(gradient)
+) -> Callable[[torch.dtype], Move]:
+    """The moves between two shardings of a tensor whose whole shape is `shape`, by dtype.
 
-
-def _move_of_symbols(
-    source: Sharding, target: Sharding, shape: Shape, how: tuple[Any, ...], with_gradient: bool
-) -> Move:
-    """The move where sizes are symbolic."""
-    return settled_sizes(
-        shape,
-        source.mesh.size,
-        lambda numbers: _move(source, target, numbers, *how),
-        lambda made: made.stages(with_gradient),
-    )
-
-
-@of_world(4096)
-def _move(
-    source: Sharding,
-    target: Sharding,
-    shape: Shape,
-    dtype: torch.dtype,
-    view: str,
-    source_same: Axes,
-    target_same: Axes,
-    there: torch.dtype | None,
-    back: torch.dtype | None,
-) -> Move:
-    """The move between two shardings."""
-    source, target = source.at(shape), target.at(shape)
-    if view == "global":
-        if source_same or target_same:
-            raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
-        return Move(source, target, shape, dtype, (None, None), (there, back))
-    source, target, same = of_shards(source, target, source_same, target_same)
-    return Move(source, target, shape, dtype, same, (there, back))
+    They are for who holds them: looked up once, not on each call, and for no longer than the world that they were made
+    in. In the global view the gradient arrives with the target's splits, replicated over all other axes, and leaves so
+    with the source's. `source_same` and `target_same` are axes that are `same` on that side, in the local view alone.
+    `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
+    """
+    sized = sized_dims(source, target)
+    same: tuple[Same, Same] = (None, None)
+    shape = tuple([fixed(size) if dim in sized else size for dim, size in enumerate(shape)])
+    source, target = source.at(hints(shape)), target.at(hints(shape))
+    if view == "local":
+        source, target, same = of_shards(source, target, source_same, target_same)
+    elif source_same or target_same:
+        raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
+    return functools.lru_cache(maxsize=16)(lambda dtype: Move(source, target, shape, dtype, same, both(comm_dtype)))
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -175,7 +105,7 @@ def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
     return found
 
 
-def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
     if type(local) not in PLAIN:
         local = waited(local)
@@ -183,35 +113,26 @@ def run(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.
         # What `collective` does, at no price where nobody listens: ranks compare the program, and listeners hear of its
         # steps.
         if flags.check:
-            compare_operation(_operation(program))
+            compare_operation(_operation(made))
         recorded, sent = flags.watched, local.contiguous()
         try:
             if async_op:
-                sent = sent.clone() if sent is local and program.lends else sent
-                later = program.recorded_later if recorded else program.traced
-                return under_way(later(sent), _operation, program)
-            return program.recorded(sent) if recorded else program.eager(sent)
+                sent = sent.clone() if sent is local and made.lends else sent
+                return under_way(made.form(False, recorded)(sent), _operation, made)
+            return made.form(True, True)(sent) if recorded else made.eager(sent)
         except RuntimeError as error:
-            if not program.sends:
+            if not made.program.sends:
                 raise
-            raise_located(error, _operation, program)
-    # A size that no step cuts may be any: the program is then for a stand-in of the whole, and not for this tile.
-    tile = tuple(local.shape)
-    traced = program.at_sizes(tile) if is_symbolic(tile) or program.tile not in (None, tile) else program.traced
-    return traced(local.contiguous())
+            raise_located(error, _operation, made)
+    return made.traced_at(tuple(local.shape))(local.contiguous())
 
 
-def carried(program: Program, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+def carried(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
     """`run`, with a result that shares no memory with `local`.
 
     A DTensor has a version of its own: autograd wouldn't see that another one changed its memory.
     """
-    return run(program, local, async_op) if program.plan.steps else waited(local).clone()
-
-
-def is_plain(local: torch.Tensor) -> bool:
-    """Whether a tensor isn't part of a graph that is being traced."""
-    return type(local) in PLAIN
+    return waited(local).clone() if made.program.idle else run(made, local, async_op)
 
 
 # --- programs by what they do ---------------------------------------------------------------------
@@ -231,47 +152,61 @@ def check_takes_part(source: Sharding, target: Sharding) -> None:
         )
 
 
-@of_world(4096)
-def program(
-    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None = None
-) -> Program:
-    """The program of this rank between two shardings, as planning sees them (`Sharding.at`).
+class Program:
+    """How this rank's tiles of one sharding become those of another, of tensors of any shape.
 
-    Raises `ShardingError` where there is none, and `MeshError` where a mesh isn't of a running job.
+    What it does has no size in it: for all shapes that are cut alike it is one `Prepared` plan. `bound` says what that
+    is for one of them. `MeshError` where a mesh isn't of a running job.
     """
-    check_takes_part(source, target)
-    how = source, target, shape, dtype, comm_dtype
-    found = programs_alike(*how)
-    if found is not None:
-        return found(shape)
-    made = plan(source, target, shape, name_of(dtype), model_of(source.mesh), current_world().rank)
-    return _program_of(made, dtype, comm_dtype)
+
+    def __init__(self, source: Sharding, target: Sharding, dtype: torch.dtype, comm_dtype: torch.dtype | None):
+        check_takes_part(source, target)
+        self.source, self.target, self.dtype, self.comm_dtype = source, target, dtype, comm_dtype
+        self._ranks = math.lcm(source.universe.size, target.universe.size)
+        self._sized = sized_dims(source, target)
+        self._kept = functools.lru_cache(maxsize=4096)(self._bound)
+        self._choices = functools.lru_cache(maxsize=64)(self._weighed)
+        self._prepared = functools.lru_cache(maxsize=64)(self._prepare)
+
+    def bound(self, shape: Shape) -> BoundProgram:
+        """The program for tensors of a shape; kept where that is numbers. `ShardingError` where there is none."""
+        return self._bound(shape) if is_symbolic(shape) else self._kept(shape)
+
+    def _bound(self, shape: Shape) -> BoundProgram:
+        source, target, numbers, own = self.source, self.target, shape, self._sized
+        if is_symbolic(shape):
+            shape = tuple([fixed(size) if dim in own else size for dim, size in enumerate(shape)])
+            numbers = hints(shape)
+        if own:
+            source, target = source.at(numbers), target.at(numbers)
+            own = sized_dims(source, target)
+
+        def find(like: Shape) -> Prepared:
+            found = self._choices(source, target, like)
+            return self._prepared(found, found.cheapest(numbers))
+
+        return BoundProgram(found_for(shape, self._ranks, find, lambda found: found.cuts, own), shape)
+
+    def _weighed(self, source: Sharding, target: Sharding, shape: Shape) -> Choices:
+        return choices_between(source, target, shape, name_of(self.dtype), model_of(source.mesh))
+
+    def _prepare(self, found: Choices, at: int) -> Prepared:
+        made = found.plan(at, found.least(at), current_world().rank)
+        check_dtypes(made, self.dtype, self.comm_dtype)
+        binding = made.source.mesh.binding
+        assert binding is not None, "a plan is made ready on meshes of a running job"
+        group_of_step = functools.partial(_group, (made.source.mesh, made.target.mesh))
+        how = self.dtype, group_of_step, binding.device_type, self.comm_dtype
+        return Prepared(made, cuts_of(*found.states(at)), *how)
 
 
-def programs_alike(
-    source: Sharding, target: Sharding, shape: Shape, dtype: torch.dtype, comm_dtype: torch.dtype | None
-) -> Callable[[Shape], Program] | None:
-    """The programs by shape, for all shapes that are cut as this one is; None where a tile isn't even."""
-    rank, found = current_world().rank, even_choices(source, target, shape, name_of(dtype), model_of(source.mesh))
-    if found is None:
-        return None
-
-    @functools.lru_cache(maxsize=16)
-    def base(at: int) -> Program:
-        return _program_of(found.plan(at, found.shape, rank), dtype, comm_dtype)
-
-    return lambda shape: base(found.cheapest(shape)).alike(shape)
+program = of_world(4096)(Program)
+"""The program of this rank between two shardings, made once."""
 
 
-@of_world(4096)
-def _program_of(made: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> Program:
-    """The program of a plan."""
-    meshes = made.source.mesh, made.target.mesh
-    check_dtypes(made, dtype, comm_dtype)
-    binding = made.source.mesh.binding
-    assert binding is not None, "a plan becomes a program on meshes of a running job"
-    group_of_step = functools.partial(_group, meshes)
-    return Program(made, dtype, group_of_step, binding.device_type, comm_dtype)
+def sized_dims(*ends: Sharding) -> frozenset[int]:
+    """The dims of which one of these knows a size: groups, and what is written with its own."""
+    return frozenset([dim for end in ends for dim, each in enumerate(end.dims) if not each.is_plain])
 
 
 @functools.lru_cache(maxsize=64)
@@ -306,22 +241,22 @@ def union_of(one: Mesh, two: Mesh) -> Mesh:
 
 
 @of_world(4096)
-def _operation(program: Program) -> Operation:
+def _operation(bound: BoundProgram) -> Operation:
     """What the ranks of a program do together: all those of its meshes through this one."""
-    made = program.plan
+    program, made = bound.program, bound.program.plan
     meshes = made.source.mesh, made.target.mesh
     here = [mesh for mesh in meshes if mesh.universe.position(made.rank) is not None]
     lines = (mesh.universe.line(mesh.extent, made.rank) for mesh in here)
     members: Sequence[int] = sorted({rank for line in lines for rank in line})
     if meshes[0].universe != meshes[1].universe:
         members = sorted(union_of(*meshes).universe.ranks)
-    ranks, compared = Universe.of(members).ranks, f"{made.fingerprint} of {program.tensor}"
-    named = program.said, "redistribution", "", "", "", ranks, name_of(program.dtype), program.device_type
+    ranks, compared = Universe.of(members).ranks, f"{made.fingerprint} of {bound.tensor}"
+    named = bound.said, "redistribution", "", "", "", ranks, name_of(program.dtype), program.device_type
     part = functools.partial(_first_part, program)
     return Operation(*named, compared=compared if program.sends else "", mesh=meshes[0], part=part)
 
 
-def _first_part(program: Program) -> str:
+def _first_part(program: Prepared) -> str:
     """The first collective of this rank's in a program, as errors show it."""
     steps = zip(program.plan.steps, program.groups, strict=True)
     return next((part_text(step, group) for step, group in steps if group is not None), "")
@@ -334,26 +269,31 @@ def _first_part(program: Program) -> str:
 class Way:
     """One way of a move: a program, and what the way back may need beside, zeros around the result and a division."""
 
-    program: Program
+    made: BoundProgram
     frame: Frame | None = None
     divisor: int = 1
 
     def __call__(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """This rank's tile at the end."""
-        y = run(self.program, x, async_op)
+        y = run(self.made, x, async_op)
         if self.frame is not None:
             y = self.frame.around(y)
         return y if self.divisor == 1 else y / self.divisor
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the program."""
+        return self.made.program.plan.steps
+
     @cached_property
     def idle(self) -> bool:
         """Whether nothing changes."""
-        return self.program.idle and self.frame is None and self.divisor == 1
+        return not self.steps and self.frame is None and self.divisor == 1
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a tile lies in a larger one of `shape`: pairs of `(box of the tile, box of the larger)`."""
+    """Where a tile lies in a larger one of `shape`, and so do multiples: `(box of the tile, box of the larger)`."""
 
     tile: Shape
     shape: Shape
@@ -361,57 +301,25 @@ class Frame:
 
     def around(self, x: torch.Tensor) -> torch.Tensor:
         """The larger tile, zero where `x` has nothing to say."""
-        tile = tuple(x.shape)
-        made = self.at_sizes(tile) if is_symbolic(tile) or tile != self.tile else self
-        if made.padding is not None:
-            return torch.nn.functional.pad(x, made.padding)
-        out = x.new_zeros(made.shape)
-        for inner, outer in made.boxes:
+        multiples = [size // own if own else 1 for size, own in zip(x.shape, self.tile, strict=True)]
+        boxes = [(times(inner, multiples), times(outer, multiples)) for inner, outer in self.boxes]
+        shape = tuple(map(operator.mul, self.shape, multiples))
+        if len(boxes) == 1 and self.boxes[0][0] == tuple([(0, size) for size in self.tile]):
+            ends = zip(reversed(boxes[0][1]), reversed(shape), strict=True)
+            return torch.nn.functional.pad(x, [n for (start, stop), size in ends for n in (start, size - stop)])
+        out = x.new_zeros(shape)
+        for inner, outer in boxes:
             out[slices_of(outer)].copy_(x[slices_of(inner)])
         # A rank that has nothing to say takes part in the derivative all the same.
-        return out if made.boxes or not x.requires_grad else out + x.sum()
-
-    @cached_property
-    def padding(self) -> list[int] | None:
-        """The zeros before and after on each dim, last dim first, where all of the tile lies in one box."""
-        if len(self.boxes) != 1:
-            return None
-        inner, outer = self.boxes[0]
-        if inner != tuple([(0, size) for size in self.tile]):
-            return None
-        ends = zip(reversed(outer), reversed(self.shape), strict=True)
-        return [zeros for (start, stop), size in ends for zeros in (start, size - stop)]
-
-    def at_sizes(self, tile: Shape) -> Frame:
-        """The frame of a tile of other sizes, where tiles are even."""
-        units = [self._unit(dim, found) for dim, found in enumerate(tile)]
-
-        def scaled(sizes: Iterable[int]) -> Shape:
-            return tuple(size // mine * found for size, (mine, found) in zip(sizes, units, strict=True))
-
-        def box(region: Region) -> Region:
-            return tuple(zip(*(scaled(ends) for ends in zip(*region, strict=True)), strict=True))
-
-        boxes = tuple((box(inner), box(outer)) for inner, outer in self.boxes)
-        return Frame(tile, scaled(self.shape), boxes)
-
-    def _unit(self, dim: int, found: int) -> tuple[int, int]:
-        """A size here and what it becomes, where tiles are `found`; all others are multiples."""
-        mine = self.tile[dim]
-        ends = [end for boxes in self.boxes for box in boxes for end in box[dim]]
-        if mine and all(size % mine == 0 for size in (self.shape[dim], *ends)):
-            return mine, found
-        guard(found == mine)  # this dim has one size
-        return 1, 1
+        return out if boxes or not x.requires_grad else out + x.sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
     """What a redistribution does to a local tensor, and back to its gradient.
 
-    Source and target are as planning sees them (`Sharding.at`). There is one for each pair of them, dtype and
-    so on, kept as long as the groups live. `same` are the digits that count as `same` in the source and in
-    the target.
+    Source and target are as planning sees them (`Sharding.at`). `same` are the digits that count as `same` in the
+    source and in the target.
     """
 
     source: Sharding
@@ -422,35 +330,17 @@ class Move:
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
     @cached_property
-    def tile(self) -> Shape:
-        """The shape of this rank's tile of the source."""
-        held = self.source.tile(self.shape, current_world().rank)
-        return (0,) if held is None else tile_shape(held)
-
-    @cached_property
     def there(self) -> Way:
         """From the source to the target."""
-        return Way(program(self.source, self.target, self.shape, self.dtype, self.comm_dtypes[0]))
+        return Way(program(self.source, self.target, self.dtype, self.comm_dtypes[0]).bound(self.shape))
 
     @cached_property
     def back(self) -> Way:
         """From the target's gradient to the source's."""
         arriving, middle, divisor = transposed(self.source, self.target, self.same)
-        means = math.prod(step.divisor for step in self.there.program.plan.steps)
-        made = program(arriving, middle, self.shape, self.dtype, self.comm_dtypes[1])
+        means = math.prod(step.divisor for step in self.there.steps)
+        made = program(arriving, middle, self.dtype, self.comm_dtypes[1]).bound(self.shape)
         return Way(made, frame_of(middle, self.source, self.shape), divisor * means)
-
-    def stages(self, with_gradient: bool) -> list[Sharding]:
-        """How the tensor lies on its way, and how its gradient does."""
-        there = stages_of(self.there.program.plan)
-        if not with_gradient:
-            return there
-        if self.is_linear:
-            return [*there, *stages_of(self.back.program.plan)]
-        if len(self.classes) > 1:
-            return [stage for one in self.one_by_one for stage in one.stages(with_gradient)]
-        extreme, total, summed = self.reached
-        return [*there, *stages_of(extreme.plan), *stages_of(total.plan), *summed.stages(with_gradient)]
 
     @cached_property
     def idle(self) -> bool:
@@ -460,40 +350,43 @@ class Move:
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The kinds of reductions that are resolved, in order: "sum", "max" or "min"."""
-        return tuple(step.op for step in self.there.program.plan.steps if step.op is not None)
+        return tuple(step.op for step in self.there.steps if step.op is not None)
 
     @cached_property
-    def reached(self) -> tuple[Program, Program, Move]:
+    def reached(self) -> tuple[BoundProgram, BoundProgram, Move]:
         """Of a maximum: the maximum on the source's own splits, the count of where it is reached, the move as a sum."""
-        return _reached(self)
+        added = replace(self.source, pending=_as_sum(self.source, self.target))
+        here = replace(self.source, pending=self.target.pending)
+        how = here, self.dtype, self.comm_dtypes[0]
+        extreme, total = (program(end, *how).bound(self.shape) for end in (self.source, added))
+        return extreme, total, replace(self, source=added)
 
     @cached_property
     def one_by_one(self) -> tuple[Move, Move]:
         """The first of several kinds of reductions on its own, and the others."""
-        return _one_by_one(self)
-
-    @cached_property
-    def is_linear(self) -> bool:
-        """Whether no maximum or minimum is resolved."""
-        return not any(op in ("max", "min") for op in self.classes)
+        first = next(step for step in self.there.steps if step.op is not None)
+        middle, (source_same, target_same) = replace(self.source, pending=first.target.pending), self.same
+        return (
+            replace(self, target=middle, same=(source_same, source_same)),
+            replace(self, source=middle, same=(source_same, target_same)),
+        )
 
     def of_tile(self, tile: Shape) -> Move:
         """The move itself; `ShardingError` where this isn't the shape of this rank's tile of the source."""
-        if tile != self.tile:
+        own = self.there.made.tile
+        if tile != own:
             raise ShardingError(
-                f"the tile of {list(self.shape)} on this rank is {list(self.tile)} by '{self.source}'; found "
-                f"{list(tile)}"
+                f"the tile of {list(self.shape)} on this rank is {list(own)} by '{self.source}'; found {list(tile)}"
             )
         return self
 
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
-        has_gradient = x.requires_grad and torch.is_grad_enabled()
-        if not has_gradient:
-            return run(self.there.program, x, async_op)
-        if self.idle if has_gradient else self.there.idle:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return run(self.there.made, x, async_op)
+        if self.idle:
             return x
-        if self.is_linear:
+        if not {"max", "min"}.intersection(self.classes):
             return _linear(x, self, False, async_op)
         if len(self.classes) == 1:
             return _extreme(x, self, async_op)
@@ -509,6 +402,9 @@ class Move:
 
 def frame_of(middle: Sharding, source: Sharding, shape: Shape) -> Frame | None:
     """Where this rank's tile of `middle` lies in its tile of `source`; None where it is all of it."""
+    if is_symbolic(shape):
+        found = cuts_of(middle, source)
+        return found_for(shape, source.universe.size, lambda like: frame_of(middle, source, like), lambda _: found)
     rank = current_world().rank
     inner, outer = middle.tile(shape, rank), source.tile(shape, rank)
     if inner == outer or inner is None or outer is None:
@@ -531,28 +427,17 @@ def _linear(x: torch.Tensor, made: Move, reverse: bool, async_op: bool = False) 
 
 def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
     """A pending maximum or minimum, resolved. Its gradient goes to where it was reached, in equal parts."""
+    if is_symbolic(made.shape):
+        _ = made.reached[2].back  # what it asks of sizes can't be asked in the backward pass any more
 
     def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
-        share, summed = _share(kept[0], made)
+        extreme, total, summed = made.reached
+        with torch.no_grad():  # where this rank's values are the maximum: 1, divided among ties, else 0
+            hits = (kept[0] == run(extreme, kept[0])).to(kept[0].dtype)
+            share = hits / run(total, hits)
         return summed.pull(g) * share
 
     return around(lambda x: writable(made.there(x, async_op), x), back, x, keep=(True, False))
-
-
-def _share(x: torch.Tensor, made: Move) -> tuple[torch.Tensor, Move]:
-    """Where this rank's values are the maximum: 1, divided among ties, else 0. And `made` as a sum."""
-    extreme, total, summed = made.reached
-    with torch.no_grad():
-        hits = (x == run(extreme, x)).to(x.dtype)
-        return hits / run(total, hits), summed
-
-
-def _reached(made: Move) -> tuple[Program, Program, Move]:
-    """The extreme on the source's own splits, the count of where it is reached, and `made` as a sum."""
-    source, target, how = made.source, made.target, (made.shape, made.dtype, made.comm_dtypes[0])
-    added = replace(source, pending=_as_sum(source, target))
-    here = replace(source, pending=target.pending)
-    return program(source, here, *how), program(added, here, *how), replace(made, source=added)
 
 
 def _as_sum(source: Sharding, target: Sharding) -> tuple[PendingReduction, ...]:
@@ -563,15 +448,3 @@ def _as_sum(source: Sharding, target: Sharding) -> tuple[PendingReduction, ...]:
     resolved = dict.fromkeys(digit for layout in refined[len(kept) :] for digit in layout if digit not in still)
     summed = tuple([source.mesh.called(Layout.of([digit])) for digit in resolved])
     return (PendingReduction("sum", summed), *target.pending)
-
-
-def _one_by_one(made: Move) -> tuple[Move, Move]:
-    """The first of several kinds of reductions on its own, and the others."""
-    steps = made.there.program.plan.steps
-    first = next(step for step in steps if step.op is not None)
-    middle = replace(made.source, pending=first.target.pending)
-    source_same, target_same = made.same
-    return (
-        replace(made, target=middle, same=(source_same, source_same)),
-        replace(made, source=middle, same=(source_same, target_same)),
-    )

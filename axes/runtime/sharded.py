@@ -29,6 +29,7 @@ from axes.algebra.layout import NamedLayout
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
+from axes.algebra.plan import cuts_of
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Indices, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
@@ -42,9 +43,9 @@ from axes.runtime.leaves import resolving, traced, used
 from axes.runtime.linear import linear
 from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
-from axes.runtime.routes import route, routed, unsharded
+from axes.runtime.routes import route, unsharded
 from axes.runtime.shards import Given, read_shard, whole_of
-from axes.runtime.symbols import fixed, is_symbolic, settled_sizes, spec_at
+from axes.runtime.symbols import fixed, found_for, is_symbolic, spec_at
 from axes.runtime.torch_placements import (
     contiguous_strides,
     sharding_of_placements,
@@ -292,11 +293,11 @@ def _left(
     if not is_symbolic(held.shape):
         counted, _ = _leaving(held, spec, where, grad, needed)
     else:
-        counted, _ = settled_sizes(
+        counted, _ = found_for(
             held.shape,
             held.mesh.size(),
-            lambda shape: _leaving(spec_at(held, shape), spec, where, grad, needed),
-            lambda found: found[1],
+            lambda like: _leaving(spec_at(held, like), spec, where, grad, needed),
+            lambda found: cuts_of(*found[1]),
         )
     return leave_global(x, counted)
 
@@ -383,7 +384,7 @@ def _cut(tensor: torch.Tensor, sharding: Sharding) -> DTensor:
 
     def shard(tensor: torch.Tensor) -> DTensor:
         whole = torch_private.dtensor(tensor.detach().contiguous(), spec)
-        found = routed(whole, route, sharding, (None, None)).moved(whole)
+        found = route(torch_private.spec_of(whole), sharding, (None, None)).moved(whole)
         copy = torch_private.local_of(found).clone(memory_format=torch.contiguous_format)
         return torch_private.dtensor(copy, torch_private.spec_of(found))
 

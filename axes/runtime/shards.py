@@ -27,7 +27,7 @@ from axes.algebra.specs import marked_sharding
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.lines import Methods, gathered_numbers, traced_numbers
-from axes.runtime.symbols import are_equal, fixed, is_symbolic, stand_in
+from axes.runtime.symbols import are_equal, fixed, is_symbolic, small_size
 from axes.runtime.torch_placements import torch_placements
 
 Given = tuple[tuple[str, int], ...]
@@ -204,7 +204,7 @@ def _stand_ins(mesh: Mesh, dim: ShardedDim, local: int, whole: int) -> tuple[int
     count = dim.pieces
     if len(dim.factors) != 1 or dim.factors[0].size is not None or whole % count or not are_equal(whole, local * count):
         return fixed(local), fixed(whole)
-    (here,) = stand_in((local,), mesh.size)
+    here = small_size(local, mesh.size)
     return here, here * count
 
 

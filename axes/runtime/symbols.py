@@ -1,23 +1,22 @@
-"""Symbolic sizes: what `torch.compile` traces so that one graph serves tensors of many shapes.
+"""Sizes: what is found for one shape serves all that are cut as evenly, numbers and symbols.
 
-A plan is made for numbers. But where every size that it cuts is a multiple of the pieces into which it
-is cut, the plan is the same one at every size, with all boxes scaled. So for symbolic sizes the plan of
-a stand-in is taken: of about the same size, and divisible by everything. What it needs of the sizes, it
-asks of them, which guards the graph. Where a size isn't a multiple, the plan is for this size alone.
-
->>> stand_in((6, 10), 4)        # numbers stand for themselves
-(6, 10)
+Where every size that is cut is a multiple of the pieces into which it is cut, plans, placements and gradients are the
+same ones at every size, with all boxes scaled. So they are found for small sizes that share the divisors, and kept by
+these (`found_for`). A symbolic size, which `torch.compile` traces so that one graph serves tensors of many shapes, is
+one that divides by everything; the graph is guarded on what was found dividing it. Where a size isn't a multiple, what
+is found is for this size alone.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from axes.algebra.errors import AxesError, SizeError
-from axes.algebra.plan import Plan
-from axes.algebra.sharding import Sharding
+from axes.algebra.plan import Cuts, odd_dims
 from axes.runtime import torch_private, torch_traced
 from axes.runtime.packing import strides_of
 
@@ -51,6 +50,8 @@ def fixed(size: int) -> int:
     number, too: where it found only in the backward pass that the symbol is one number, it would have counted the sizes
     that the graph returns before, as many as symbols. In the backward pass itself it is too late for that.
     """
+    if type(size) is int:
+        return size
     number = hint(size)
     guard(size % _MORE_THAN_ANY_SIZE == number)
     if torch_private.backward_pass() == torch_private.NO_BACKWARD:
@@ -75,74 +76,55 @@ def are_equal(one: int, other: int) -> bool:
 _MORE_THAN_ANY_SIZE = 2**61 - 1
 
 
-def stand_in(shape: Sequence[int], ranks: int, fixed_dims: Collection[int] = ()) -> Shape:
-    """The shape with numbers for symbols: multiples of `ranks` near those of the call that is traced.
-
-    Of the dims whose size can't vary, it is that of this call.
-    """
-    found = list(shape)
-    for dim, size in enumerate(shape):
-        if dim in fixed_dims:
-            found[dim] = fixed(size)
-        elif type(size) is not int:
-            found[dim] = ranks * max(1, round(hint(size) / ranks))
-    return tuple(found)
-
-
 def spec_at(spec: Any, shape: Shape) -> Any:
     """The `DTensorSpec` at another shape."""
     return torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_of(shape), spec.tensor_meta.dtype)
 
 
-def stages_of(plan: Plan) -> list[Sharding]:
-    """How a tensor lies on its way by a plan."""
-    return [plan.source, *(step.target for step in plan.steps)]
-
-
-def pieces(stages: Sequence[Sharding], dim: int) -> int | None:
-    """Into how many pieces of one size a dim is cut on the way through all these stages.
-
-    1 where all cut it alike, whatever its size; None where factors of it are split, which have sizes.
-    """
-    found = {stage.dims[dim] for stage in stages}
-    if any(len(each.factors) > 1 for each in found):
-        return None
-    return 1 if len(found) == 1 else math.lcm(*(each.pieces for each in found))
-
-
-def uneven(stages: Sequence[Sharding], shape: Sequence[int]) -> list[int]:
-    """The dims of symbolic size that can't vary: the graph is guarded on the others being multiples.
-
-    Neither can one of which shards have a single element: torch takes a size of 1 for a number.
-    """
-    found = []
-    for dim, size in enumerate(shape):
-        if type(size) is not int:
-            count = pieces(stages, dim)
-            if count is None or size % count or hint(size) == count:
-                found.append(dim)
-    return found
-
-
-def settled_sizes(
-    shape: Sequence[int], ranks: int, find: Callable[[Shape], Found], stages: Callable[[Found], Sequence[Sharding]]
+def found_for(
+    shape: Sequence[int],
+    ranks: int,
+    find: Callable[[Shape], Found],
+    cuts: Callable[[Found], Cuts],
+    fixed_dims: Collection[int] = (),
 ) -> Found:
-    """What is found for a shape with symbolic sizes, by one that stands for it.
+    """What is found for a shape, by the small one that is cut alike on this many ranks.
 
-    `stages` are those that a tensor goes through by what was found. Sizes that these don't divide are
-    fixed; as all are where nothing is found for a stand-in.
+    `cuts` are those that it makes. Sizes that these don't divide stand for themselves, and in a graph are fixed; as all
+    do where nothing is found.
     """
-    symbols = {dim for dim, size in enumerate(shape) if type(size) is not int}
-    fixed_dims: set[int] = set()
+    own, symbols = {*fixed_dims}, [(dim, size) for dim, size in enumerate(shape) if type(size) is not int]
     while True:
+        like = [fixed(size) if dim in own else small_size(size, ranks) for dim, size in enumerate(shape)]
         try:
-            found = find(stand_in(shape, ranks, fixed_dims))
+            found = find(tuple(like))
         except AxesError:
-            if fixed_dims == symbols:
+            if len(own) == len(shape):
                 raise
-            fixed_dims = symbols
+            own = {*range(len(shape))}
             continue
-        odd = set(uneven(stages(found), shape)) - fixed_dims
-        if not odd:
+        odd = odd_dims(shape, cuts(found))
+        # Nor can one vary of which shards have a single element: torch takes a size of 1 for a number.
+        odd |= {dim for dim, size in symbols if hint(size) == cuts(found)[dim][1]}
+        if odd <= own:
             return found
-        fixed_dims |= odd
+        own |= odd
+
+
+def small_size(size: int, ranks: int) -> int:
+    """A small size that shares its divisors with the number of ranks; all of them where `size` is a symbol.
+
+    A size equal to its number of parts is kept: a leading dim of 1 makes a tile contiguous, which larger ones don't.
+
+    >>> [small_size(size, 8) for size in (4096, 100, 8, 0)]
+    [16, 12, 8, 0]
+    """
+    if type(size) is not int:
+        return 2 * ranks
+    return size if ranks % (size or 1) == 0 else _small_size(math.gcd(size, ranks), ranks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _small_size(parts: int, ranks: int) -> int:
+    """The smallest size above `parts` that shares just these with the number of ranks."""
+    return next(size for size in itertools.count(2 * parts, parts) if math.gcd(size, ranks) == parts)

@@ -66,28 +66,11 @@ class Exchange:
     layers: int = 1
     padded: int = 0
 
-    def times(self, multiples: Sequence[int]) -> Exchange:
-        """The same where every size is a multiple of what it is here: every box is.
-
-        >>> part = Message(1, (((0, 1), (0, 2)),), 2)
-        >>> Exchange((0, 1), (part,)).times((3, 2)).sends
-        (Message(peer=1, regions=(((0, 3), (0, 4)),), elements=12, layer=0),)
-        """
-        more = math.prod(multiples)
-        if more == 1:
-            return self
-
-        def boxes(region: Region) -> tuple[Region]:
-            return (tuple([(bounds[0] * m, bounds[1] * m) for bounds, m in zip(region, multiples, strict=True)]),)
-
-        return replace(self.in_boxes(boxes, more), padded=self.padded * more)
-
-    def in_boxes(self, boxes: Callable[[Region], Iterable[Region]], more: int = 1) -> Exchange:
-        """The same with each box as several, in order, of so many times as many elements."""
+    def in_boxes(self, boxes: Callable[[Region], Iterable[Region]]) -> Exchange:
+        """The same with each box as several, in order."""
 
         def changed(message: Message) -> Message:
-            regions = tuple([each for box in message.regions for each in boxes(box)])
-            return message._replace(regions=regions, elements=message.elements * more)
+            return message._replace(regions=tuple([each for box in message.regions for each in boxes(box)]))
 
         copies = [pair for source, target in self.copies for pair in zip(boxes(source), boxes(target), strict=True)]
         sends, receives = (tuple(map(changed, side)) for side in (self.sends, self.receives))

@@ -42,11 +42,9 @@ with nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import MeshError
@@ -162,16 +160,6 @@ class Step:
         source, target = replace(self.source, dims=tuple(ends[0])), replace(self.target, dims=tuple(ends[1]))
         return replace(self, source=source, target=target, shape=tuple([n for sizes in self.factors for n in sizes]))
 
-    @cached_property
-    def unit(self) -> Shape:
-        """The smallest shape at which `opened` is the same step but for its sizes.
-
-        A dim that doesn't divide into its parts has its own size. At other multiples of the unit every box
-        is multiplied.
-        """
-        step = self.opened
-        return tuple(map(_unit, step.source.dims, step.target.dims, step.shape))
-
     def exchange(self, rank: int | None = None) -> Exchange:
         """What a rank sends, receives and copies, in boxes of `opened`; this rank by default.
 
@@ -181,33 +169,16 @@ class Step:
         rank = self.rank if rank is None else rank
         if not self.takes_part(rank):
             raise MeshError(f"rank {rank} takes no part in this step")
-        multiples = [size // (unit or 1) for size, unit in zip(self.opened.shape, self.unit, strict=True)]
-        return self.exchange_at_unit(rank).times(multiples)
-
-    def exchange_at_unit(self, rank: int) -> Exchange:
-        """`exchange` for a tensor of the shape `unit`, found once for all multiples of it."""
         step = self.opened
-        how: dict[str, Any] = {"resolved": step.resolved, "ranks_per_node": step.ranks_per_node}
-        return _exchange(Step(step.kind, step.source, step.target, self.unit, step.layout, 0, 0, **how), rank)
-
-
-def _unit(one: ShardedDim, two: ShardedDim, size: int) -> int:
-    parts = math.lcm(one.pieces, two.pieces)
-    return size if size % parts or len(one.factors) > 1 or len(two.factors) > 1 else min(size, parts)
-
-
-@lru_cache(maxsize=4096)
-def _exchange(step: Step, rank: int) -> Exchange:
-    """What a rank does in a step on a tensor of its unit's shape."""
-    if step.kind == "slice":
-        return _slice(step, rank)
-    ranks = tuple(step.ranks_of(rank))
-    if step.kind == "all_reduce":
-        return Exchange(ranks)
-    if step.kind in ("reduce_scatter", "all_gather"):
-        return _equal_parts(step, ranks, rank)
-    sides = step.source, step.target, step.shape
-    return group_between(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
+        if step.kind == "slice":
+            return _slice(step, rank)
+        ranks = tuple(step.ranks_of(rank))
+        if step.kind == "all_reduce":
+            return Exchange(ranks)
+        if step.kind in ("reduce_scatter", "all_gather"):
+            return _equal_parts(step, ranks, rank)
+        sides = step.source, step.target, step.shape
+        return group_between(*sides, step.layout, ranks[0], step.resolved, step.ranks_per_node).exchange(rank)
 
 
 def _slice(step: Step, rank: int) -> Exchange:
