@@ -395,6 +395,19 @@ def test_a_plain_tensor_in_the_place_of_a_shard_is_refused_with_gradients_or_wit
     warm(replaced, 4)
 
 
+def same_by_another_name(said: str) -> None:
+    with axes.init_mesh("dp=2 cp=2", "fsdp = dp cp", device_type="cpu") as mesh:
+        x, module = weights((4, 3)), axes.shard_module(nn.Linear(3, 2, bias=False).double(), {"weight": "f d"}, mesh)
+        region = axes.shard_map(module, f"b d | same@{said} -> b f | same@{said}")
+        region(axes.shard(x, "b d")).sum().backward()
+        assert torch.allclose(axes.unshard(module.weight.grad), x.sum(0).expand(2, 3))
+
+
+@pytest.mark.parametrize("said", ["fsdp", "(cp dp)"])
+def test_gradients_of_parameters_are_whole_where_inputs_are_same_by_the_name_of_several_axes(warm, said):
+    warm(same_by_another_name, 4, said)
+
+
 class Summed(nn.Module):
     """Of rows over dp and columns over tp: what is split, a sum over both, one that is left pending, one that is same."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,7 +43,7 @@ from axes.runtime import torch_private
 from axes.runtime.border import counted_as_same, leave_global, leave_together
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolve_at_leaf, used
-from axes.runtime.sharded import sharding_of
+from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_transforms
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -277,12 +277,14 @@ def without_same(spec: Spec) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _same_on_the_left(expression: str, mesh: Mesh | None) -> tuple[NamedLayout, ...]:
-    """The axes that every input of the expression declares `same`."""
-    said = [
-        {name for p in spec.pending or () if p.op == "same" and p.place is not None for name in p.place.names}
-        for spec in read_region(expression).inputs
-    ]
-    return mesh.named(sorted(set.intersection(*said))) if mesh is not None and said else ()
+    """The axes of a mesh that every input of the expression declares `same`, be it by a name of several."""
+    if mesh is None:
+        return ()
+    said = []
+    for spec in read_region(expression).inputs:
+        names = [name for p in spec.pending or () if p.op == "same" and p.place is not None for name in p.place.names]
+        said.append(set(mesh.made_of(map(mesh.layout, names)) or names))
+    return mesh.named(sorted(set.intersection(*said))) if said else ()
 
 
 # --- parameters
@@ -447,13 +449,19 @@ def _shards(xs: Iterable[DTensor], region: ModuleFunction) -> dict[int, torch.Te
     return shards
 
 
-def _counted_same(x: DTensor, same: Sequence[NamedLayout]) -> tuple[Placement, ...] | None:
+def _counted_same(x: DTensor, same: tuple[NamedLayout, ...]) -> tuple[Placement, ...] | None:
     """The placements by which a parameter's gradient is whole along these axes; None without axes."""
-    if not same:
-        return None
-    held = sharding_of(x)
-    whole = [axis for axis in same if axis.layout in held.mesh.layouts and axis.layout not in held.used]
-    return counted_as_same(held.mesh, x.placements, tuple(whole))
+    return _counted_spec(torch_private.spec_of(x), same) if same else None
+
+
+@of_world(1024)
+def _counted_spec(spec: Any, same: tuple[NamedLayout, ...]) -> tuple[Placement, ...]:
+    held = sharding_of_spec(spec)
+    modes = sorted((mode for axis in same for mode in axis.layout.modes), key=lambda mode: -mode[1])
+    axes = [axis for axis in held.mesh.named(held.mesh.axis_names) if axis.layout not in held.used]
+    return counted_as_same(
+        held.mesh, spec.placements, tuple([axis for axis in axes if Layout.of(modes).contains(axis.layout)])
+    )
 
 
 # --- modules inside: their hooks are reached by whoever calls them
