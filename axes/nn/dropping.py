@@ -32,12 +32,12 @@ from axes.ops.request import ALONE
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree, ranks_text
+from axes.runtime.border import strides_like
 from axes.runtime.check import waited
 from axes.runtime.factories import draw_into, kept_at
 from axes.runtime.groups import current_world, of_world, time_limit
 from axes.runtime.leaves import used
 from axes.runtime.linear import linear
-from axes.runtime.sharded import strides_like
 from axes.runtime.shards import Given, LocalPart, check_share, read_shard, told_shapes
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import check_dense, check_transforms

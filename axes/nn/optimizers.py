@@ -36,7 +36,7 @@ from axes.algebra.sizes import tuple_of
 from axes.nn.local_gradients import local_tensor, settled_gradient
 from axes.nn.optimizer_trial import kind_of_options, tensors_in, tried_state, without_hooks
 from axes.runtime import torch_private
-from axes.runtime.sharded import strides_like
+from axes.runtime.border import strides_like
 from axes.runtime.transforms import check_dense
 
 Parameters = Iterable[Any]

@@ -151,8 +151,6 @@ class NamedSpecs:
 
     def of_call(self, expression: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The expression with a spec for each tensor among the arguments, and with all results that may come."""
-        if not self.arguments and self.results is None:
-            return expression
         parts = [*zip([*self.order, *[""] * len(args)], args, strict=False), *kwargs.items()]
         known = [name for name, _ in self.arguments]
         names = tuple([name if name in known else "" for name in names_of_tensors(parts)])

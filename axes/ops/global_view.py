@@ -239,7 +239,7 @@ def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
         value = value.clone()
     spec = _spec_around(made, value)
     stride = tuple(spec.tensor_meta.stride)
-    return enter_global(value, spec.mesh, spec.placements, spec.shape, stride, counted_result, changes)
+    return enter_global(value, spec.mesh, spec.placements, spec.shape, counted_result, changes, stride)
 
 
 @_per_program

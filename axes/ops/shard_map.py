@@ -96,9 +96,7 @@ from axes.runtime.groups import current_world, of_world
 from axes.runtime.leaves import traced, used
 from axes.runtime.linear import NODE
 from axes.runtime.places import within
-from axes.runtime.sharded import strides_like
 from axes.runtime.shards import placements_of, read_shard, told_even, told_shapes
-from axes.runtime.torch_placements import contiguous_strides
 from axes.runtime.transforms import check_dense, check_not_wrapped, check_transforms, is_dense
 
 P = ParamSpec("P")
@@ -268,7 +266,8 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     passed: list[object] = []
     try:
         tree = taken_apart((args, kwargs), functools.partial(check_argument, passed))
-        expression = named.of_call(expression, args, kwargs)
+        if named.arguments or named.results is not None:
+            expression = named.of_call(expression, args, kwargs)
     except ShardingError as error:
         raise located(error, expression) from None
     tensors: Sequence[Any] = tree.tensors
@@ -359,16 +358,12 @@ def _unshared(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> list[DTensor]:
     """Plain shards as the DTensors that the left side declares, whose gradients every rank has whole."""
-    found = []
-    for x, spec in zip(shards, read_region(expression).inputs, strict=True):
-        try:
-            placements, whole = _declaration(spec, mesh, tuple(x.shape))
-        except ShardingError as error:
-            raise located(error, expression) from None
-        found.append(
-            enter_global(x, mesh.device_mesh, placements, whole, contiguous_strides(whole), counted_whole(placements))
-        )
-    return found
+    specs = read_region(expression).inputs
+    try:
+        ends = [_declaration(spec, mesh, tuple(x.shape)) for spec, x in zip(specs, shards, strict=True)]
+    except ShardingError as error:
+        raise located(error, expression) from None
+    return [enter_global(x, mesh.device_mesh, *end, counted_whole(end[0])) for x, end in zip(shards, ends, strict=True)]
 
 
 @of_world(1024)
@@ -429,7 +424,7 @@ def _results_text(expression: str) -> str:
 
 
 def _entered_one(x: torch.Tensor, p: Placed, changes: Changes | None) -> DTensor:
-    return enter_global(x, p.device_mesh, p.placements, p.shape, strides_like(x, p.shape), p.counted, changes)
+    return enter_global(x, p.device_mesh, p.placements, p.shape, p.counted, changes)
 
 
 # in torch.compile: two nodes of the graph, with the function between them

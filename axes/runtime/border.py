@@ -48,7 +48,12 @@ from axes.runtime.packing import strides_of
 from axes.runtime.redistribute import Frame, frame_of
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
 from axes.runtime.symbols import found_for, spec_at
-from axes.runtime.torch_placements import sharding_of_placements, sharding_of_spec, torch_placements
+from axes.runtime.torch_placements import (
+    contiguous_strides,
+    sharding_of_placements,
+    sharding_of_spec,
+    torch_placements,
+)
 from axes.runtime.transforms import PLAIN
 
 Placements = tuple[Placement, ...]
@@ -122,14 +127,15 @@ def enter_global(
     device_mesh: Any,
     placements: Placements,
     shape: Sequence[int],
-    stride: tuple[int, ...],
     counted: Placements | None = None,
     changes: Changes | None = None,
+    stride: tuple[int, ...] | None = None,
 ) -> DTensor:
     """The DTensor whose shard on this rank is `local`, with the gradient rule of the border.
 
-    `counted` and `changes` are as for `leave_global`.
+    `counted` and `changes` are as for `leave_global`. Without a `stride` the dims are in memory as those of `local`.
     """
+    stride = strides_like(local, shape) if stride is None else stride
     find = _spec if type(local) in PLAIN else _spec.__wrapped__
     spec = find(device_mesh, placements, tuple(shape), stride, local.dtype)
     if not local.requires_grad:
@@ -140,6 +146,16 @@ def enter_global(
     if changes is not None:
         changes.watch(found, local)
     return found
+
+
+def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
+    if local.is_contiguous():
+        return (contiguous_strides if type(local) in PLAIN else strides_of)(tuple(shape))
+    order = sorted(range(local.ndim), key=lambda dim: (-local.stride(dim), dim))
+    packed = contiguous_strides(tuple(shape[dim] for dim in order))
+    by_dim = dict(zip(order, packed, strict=True))
+    return tuple(by_dim[dim] for dim in range(local.ndim))
 
 
 # --- axes whose gradient is whole on every rank

@@ -52,7 +52,7 @@ from axes.runtime.torch_placements import (
     sharding_of_spec,
     torch_placements,
 )
-from axes.runtime.transforms import PLAIN, check_not_wrapped, check_plain, check_transforms, refuse_transform
+from axes.runtime.transforms import check_not_wrapped, check_plain, check_transforms, refuse_transform
 
 Sizes = Mapping[str, int]
 Use: TypeAlias = Literal["whole", "summed"]
@@ -223,7 +223,7 @@ def _from_local(
         _counted(local, mesh, spec, torch_placements(replace(part.sharding, dims=plain)), same, grad)
     local, placements, whole = whole_of(f"axes.from_local '{spec}'", part, spec, local)
     counted = _counted(local, mesh, spec, placements, same, grad)
-    made = enter_global(local, mesh.device_mesh, placements, whole, strides_like(local, whole), counted)
+    made = enter_global(local, mesh.device_mesh, placements, whole, counted)
     return made if made.requires_grad or torch.compiler.is_compiling() else resolving(made)
 
 
@@ -398,16 +398,6 @@ def take_shard(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     for dim, indices in enumerate(sharding.local_indices(tensor.shape)):
         tensor = _taken(tensor, dim, indices)
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
-    if local.is_contiguous():
-        return (contiguous_strides if type(local) in PLAIN else strides_of)(tuple(shape))
-    order = sorted(range(local.ndim), key=lambda dim: (-local.stride(dim), dim))
-    packed = contiguous_strides(tuple(shape[dim] for dim in order))
-    by_dim = dict(zip(order, packed, strict=True))
-    return tuple(by_dim[dim] for dim in range(local.ndim))
 
 
 def sharding_in_torch(mesh: Mesh, spec: str, shape: Sequence[int], sizes: Given = ()) -> Sharding:
