@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from axes.algebra.mesh import Mesh
 from axes.ops.regions import (
     Held,
     Placed,
@@ -24,23 +23,21 @@ from axes.ops.regions import (
     result_sharding,
     whole_size,
 )
+from axes.ops.request import Request
 from axes.runtime.shards import LocalPart
 from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic, spec_at
-
-Asked = tuple[str, Mesh | None, bool]
-"""What `region_of` is asked beside the tensors: the expression, the mesh of its names, and whether it is given."""
 
 Shape = tuple[Any, ...]
 
 
-def traced_region(asked: Asked, specs: Sequence[Held]) -> tuple[Region, Mapping[str, Any]]:
+def traced_region(request: Request, specs: Sequence[Held]) -> tuple[Region, Mapping[str, Any]]:
     """The region of tensors with these `DTensorSpec`s, at the sizes of the call that is traced; and the sizes of its
     names, symbols where they may vary.
     """
     if not any(is_symbolic(spec.shape) for spec in specs):
-        found = region_of(*asked, tuple(specs))
+        found = region_of(request, tuple(specs))
         return found, found.sizes
-    found = region_of(*asked, tuple([spec_at(spec, hints(spec.shape)) for spec in specs]))
+    found = region_of(request, tuple([spec_at(spec, hints(spec.shape)) for spec in specs]))
     reading = found.reading
     dims = [
         (key_of(dim) or (place, at), dim, split, size)
@@ -64,12 +61,12 @@ def traced_region(asked: Asked, specs: Sequence[Held]) -> tuple[Region, Mapping[
 
 
 def traced_results(
-    asked: Asked, specs: Sequence[Held], shapes: Sequence[Shape]
+    request: Request, specs: Sequence[Held], shapes: Sequence[Shape]
 ) -> tuple[tuple[Placed, ...], tuple[LocalPart, ...]]:
     """What the results are outside that have these shapes on this rank; where it is symbolic, so is that there. And the
     results as parts, of which some may have to be told even.
     """
-    region, sizes = traced_region(asked, specs)
+    region, sizes = traced_region(request, specs)
     named, parts, numbers = replace(region, sizes=sizes), [], []
     for place, (spec, shape) in enumerate(zip(region.reading.outputs, shapes, strict=False)):
         dims = expanded(spec, len(shape), f"result {place}")

@@ -3,7 +3,7 @@
 With what the tensors that go in know of themselves it is a `Region`, and with the shapes that the
 function has returned on this rank it says how the results lie:
 
-    region = region_of("b@dp s d, d f@tp -> b@dp s f@tp", mesh, False, specs)
+    region = region_of(requested("shard_map", "b@dp s d, d f@tp -> b@dp s f@tp", "", mesh), specs)
     parts, found = results_of(region, ((2, 8, 16),))   # how results lie, their placements and global shapes
 
 All of it is found from a few values that can be hashed, and remembered. Nothing here runs anything.
@@ -29,6 +29,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_axes_are_whole, check_torch_can
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
 from axes.algebra.specs import parsed_sharding
+from axes.ops.request import Request
 from axes.runtime.border import counted_as_same as _counted
 from axes.runtime.groups import of_world
 from axes.runtime.shards import LocalPart
@@ -170,16 +171,11 @@ class RegionInput:
 
 
 @of_world(1024)
-def region_of(
-    expression: str, mesh: Mesh | None, is_given: bool, specs: tuple[Held, ...], alone: bool = False
-) -> Region:
-    """The region of tensors with these `DTensorSpec`s.
-
-    `mesh` is where names are looked up: `is_given` by the caller, or else the ambient one. `alone` is as in `Region`.
-    """
-    with about(expression):
+def region_of(request: Request, specs: tuple[Held, ...], alone: bool = False) -> Region:
+    """The region that is asked for, of tensors with these `DTensorSpec`s. `alone` is as in `Region`."""
+    with about(request.text):
         ends = [(sharding_of_spec(each), tuple(each.shape), each.placements) for each in specs]
-        found = _made(expression, mesh, is_given, ends)
+        found = _made(request.text, request.mesh, request.given, ends)
     own = [each.mesh for each, (sharding, *_) in zip(specs, ends, strict=True) if sharding.mesh == found.home]
     sizes = _own_sizes(found) if alone else found.sizes
     return replace(found, device_mesh=own[0] if own else found.home.device_mesh, sizes=sizes, alone=alone)
@@ -227,9 +223,10 @@ def _made(text: str, mesh: Mesh | None, is_given: bool, ends: Sequence[tuple[Sha
     return region
 
 
-def mesh_of_names(mesh: Mesh | None, is_given: bool, device_meshes: Sequence[Any]) -> Mesh:
+def mesh_of_names(request: Request, device_meshes: Sequence[Any]) -> Mesh:
     """Where the names of a region are looked up, by the meshes that the tensors lie on."""
-    return _mesh_of_names(mesh, is_given, _home([Mesh.from_device_mesh(each) for each in device_meshes]))
+    home = _home([Mesh.from_device_mesh(each) for each in device_meshes])
+    return _mesh_of_names(request.mesh, request.given, home)
 
 
 def _home(meshes: Sequence[Mesh]) -> Mesh | None:

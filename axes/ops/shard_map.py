@@ -76,7 +76,7 @@ from axes.ops.arguments import (
 )
 from axes.ops.module_regions import ModuleFunction, RegionCall, region_of_module, without_same
 from axes.ops.region_checks import Check, Function, check_closed, check_gradients, check_outputs
-from axes.ops.region_sizes import Asked, traced_region, traced_results
+from axes.ops.region_sizes import traced_region, traced_results
 from axes.ops.regions import (
     Placed,
     Region,
@@ -89,6 +89,7 @@ from axes.ops.regions import (
     region_of,
     results_of,
 )
+from axes.ops.request import Request, requested
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept
@@ -274,17 +275,17 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     of_module = fn if isinstance(fn, ModuleFunction) else None
     plain = of_module is not None and are_plain(tensors)
     _check_inputs(expression, tensors, args, kwargs, plain)
-    names = mesh if mesh is not None else ambient.ambient_mesh()
+    request = requested("shard_map", expression, "", mesh)
     if torch.compiler.is_compiling():
-        return _run_in_graph(fn, (expression, names, mesh is not None), tree, check, passed, named)
-    if names is not None and names._view is not None:
-        names = names.at(current_world().rank)  # meshes that ranks see differently are equal, and have one region
-    asked = expression, names, mesh is not None
+        return _run_in_graph(fn, request, tree, check, passed, named)
+    if request.mesh is not None and request.mesh._view is not None:
+        # Meshes that ranks see differently are equal, and have one region.
+        request = request._replace(mesh=request.mesh.at(current_world().rank))
     if plain:
         home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
-        asked, tensors = (expression, home, True), _declared(tensors, expression, home)
+        request, tensors = request._replace(mesh=home, given=True), _declared(tensors, expression, home)
     held = tuple([torch_private.spec_of(x) for x in tensors])
-    region = region_of(*asked, held, plain)
+    region = region_of(request, held, plain)
     changes = Changes() if torch.is_grad_enabled() else None
     shards = [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
     if check:
@@ -301,7 +302,7 @@ def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, 
     found = _results(result, expression, passed)
     if named.results is not None:
         expression = named.of_results(expression, result)
-        region = region_of(expression, *asked[1:], held, plain)
+        region = region_of(request._replace(text=expression), held, plain)
     pairs, held_by_module = [*zip(tensors, shards, strict=True)], list[torch.Tensor]()
     if of_module is None:
         has_gradients = check_closed(found.tensors, expression)
@@ -431,60 +432,57 @@ def _entered_one(x: torch.Tensor, p: Placed, changes: Changes | None) -> DTensor
 
 
 def _run_in_graph(
-    fn: Function, asked: Asked, tree: Tree, check: Check, passed: Sequence[object], named: NamedSpecs
+    fn: Function, request: Request, tree: Tree, check: Check, passed: Sequence[object], named: NamedSpecs
 ) -> Any:
-    """The same, traced. `asked` is what `region_of` is asked, beside the tensors."""
+    """The same, traced."""
     if check:
-        raise ShardingError(f"check=True compares ranks in each call; not in a graph\n  in  shard_map '{asked[0]}'")
+        raise ShardingError(f"check=True compares ranks in each call; not in a graph\n  in  shard_map '{request.text}'")
     tensors: Sequence[Any] = tree.tensors
-    shards = traced(_left_in_graph, asked, tensors, "resolved") if tensors else ()
-    mesh = getattr(kept, _keep_mesh(asked, tuple([x.device_mesh for x in tensors])))
+    shards = traced(_left_in_graph, tuple(request), tensors, "resolved") if tensors else ()
+    mesh = getattr(kept, _keep_mesh(tuple(request), tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, tree, shards)
-    found = _results(result, asked[0], passed)
+    found = _results(result, request.text, passed)
     if named.results is not None:
-        asked = (named.of_results(asked[0], result), *asked[1:])
-    _check_counts(asked[0], len(found.tensors))
+        request = request._replace(text=named.of_results(request.text, result))
+    _check_counts(request.text, len(found.tensors))
     if not found.tensors:
         return result
-    given = (*tensors, *shards, *found.tensors)
-    return found.holding(
-        traced(_entered_in_graph, asked, given, None, device_mesh_input(mesh, *tensors), (len(tensors),))
-    )
+    given, home = (*tensors, *shards, *found.tensors), device_mesh_input(mesh, *tensors)
+    return found.holding(traced(_entered_in_graph, tuple(request), given, None, home, (len(tensors),)))
 
 
-def _left_in_graph(
-    expression: str, mesh: Mesh | None, is_given: bool, _: Any, tensors: Sequence[DTensor]
-) -> tuple[torch.Tensor, ...]:
+def _left_in_graph(*what: Any) -> tuple[torch.Tensor, ...]:
     """The tensors' shards."""
-    region, _ = traced_region((expression, mesh, is_given), [torch_private.spec_of(x) for x in tensors])
+    *asked, _, tensors = what
+    region, _ = traced_region(Request(*asked), [torch_private.spec_of(x) for x in tensors])
     return tuple([leave_global(x, each.counted) for x, each in zip(tensors, region.inputs, strict=True)])
 
 
-def _entered_in_graph(
-    expression: str, mesh: Mesh | None, is_given: bool, counts: tuple[int], tensors: Sequence[Any]
-) -> tuple[DTensor, ...]:
+def _entered_in_graph(*what: Any) -> tuple[DTensor, ...]:
     """The results as DTensors. The first tensors are those that went in, which say what a result is; behind them are
     their shards.
     """
-    (count,) = counts
+    *asked, (count,), tensors = what
+    request = Request(*asked)
     specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
     nodes: list[Any] = [x.grad_fn for x in tensors[count : 2 * count] if x.requires_grad]
     if all(type(node) is NODE and node.border == "argument" for node in nodes):
-        check_closed(results, expression)
+        check_closed(results, request.text)
     results = _unshared(results, [torch_private.local_of(x) for x in tensors[:count]])
-    found, parts = traced_results((expression, mesh, is_given), specs, [tuple(x.shape) for x in results])
+    found, parts = traced_results(request, specs, [tuple(x.shape) for x in results])
     if any(part.open for part in parts):
-        results[0] = told_even(results[0], _results_text(expression), parts[0].sharding.mesh, parts)
+        results[0] = told_even(results[0], _results_text(request.text), parts[0].sharding.mesh, parts)
     return tuple([_entered_one(x.contiguous(), p, None) for x, p in zip(results, found, strict=True)])
 
 
 @torch.compiler.assume_constant_result
-def _keep_mesh(asked: Asked, device_meshes: tuple[Any, ...]) -> str:
+def _keep_mesh(asked: tuple[Any, ...], device_meshes: tuple[Any, ...]) -> str:
+    request = Request(*asked)
     if not device_meshes:
         # No tensor's node has looked at it yet.
-        region_of(*asked, ())
-    return kept.keep(mesh_of_names(*asked[1:], device_meshes))
+        region_of(request, ())
+    return kept.keep(mesh_of_names(request, device_meshes))
 
 
 @torch.compiler.assume_constant_result
