@@ -401,6 +401,10 @@ def same_by_another_name(said: str) -> None:
         region = axes.shard_map(module, f"b d | same@{said} -> b f | same@{said}")
         region(axes.shard(x, "b d")).sum().backward()
         assert torch.allclose(axes.unshard(module.weight.grad), x.sum(0).expand(2, 3))
+        module = axes.shard_module(nn.Linear(3, 2, bias=False), {"weight": "f d"}, mesh["fsdp"])
+        region = axes.shard_map(module, "b d | same@dp -> b f | same@dp", mesh)
+        with pytest.raises(axes.ShardingError, match="along a part of 'fsdp': put it on a mesh"):
+            region(axes.shard(x.float(), "b d"))
 
 
 @pytest.mark.parametrize("said", ["fsdp", "(cp dp)"])

@@ -457,11 +457,19 @@ def _counted_same(x: DTensor, same: tuple[NamedLayout, ...]) -> tuple[Placement,
 @of_world(1024)
 def _counted_spec(spec: Any, same: tuple[NamedLayout, ...]) -> tuple[Placement, ...]:
     held = sharding_of_spec(spec)
-    modes = sorted((mode for axis in same for mode in axis.layout.modes), key=lambda mode: -mode[1])
-    axes = [axis for axis in held.mesh.named(held.mesh.axis_names) if axis.layout not in held.used]
-    return counted_as_same(
-        held.mesh, spec.placements, tuple([axis for axis in axes if Layout.of(modes).contains(axis.layout)])
-    )
+    modes = Layout.of(sorted((mode for axis in same for mode in axis.layout.modes), key=lambda mode: -mode[1]))
+    touched = [
+        axis
+        for axis in held.mesh.named(held.mesh.axis_names)
+        if axis.layout not in held.used and modes.overlaps(axis.layout)
+    ]
+    for axis in touched:
+        if not modes.contains(axis.layout):
+            raise ShardingError(
+                f"a parameter lies on {held.mesh!r}, and the region's inputs are the same along a part of '{axis}': "
+                "put it on a mesh that has this part as an axis"
+            )
+    return counted_as_same(held.mesh, spec.placements, tuple(touched))
 
 
 # --- modules inside: their hooks are reached by whoever calls them
