@@ -170,8 +170,8 @@ def test_a_class_has_one_name_in_the_whole_library():
 
 # Public functions that say in names what one of the same name does to layouts, lines or what torch keeps.
 SAID_TWICE = {
-    "all_gather": ["axes/ops/collectives.py", "axes/runtime/lines.py"],
-    "all_to_all": ["axes/ops/collectives.py", "axes/runtime/lines.py"],
+    "all_gather": ["axes/ops/collectives.py", "axes/runtime/axis_groups.py"],
+    "all_to_all": ["axes/ops/collectives.py", "axes/runtime/axis_groups.py"],
     "plan": ["axes/algebra/plan.py", "axes/algebra/redistribution.py"],
     "spec_of": ["axes/runtime/sharded.py", "axes/runtime/torch_private.py"],
 }

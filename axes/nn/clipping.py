@@ -43,11 +43,11 @@ from axes.algebra.sizes import checked_flag, tuple_of
 from axes.algebra.universe import Universe
 from axes.nn.local_gradients import by_device_and_dtype, distinct, local_tensor, settled_gradient
 from axes.runtime import flags, torch_private
+from axes.runtime.axis_groups import AxisName
 from axes.runtime.check import collective
 from axes.runtime.communicator import communicator
 from axes.runtime.device_mesh import mesh_known_for
 from axes.runtime.groups import of_world
-from axes.runtime.lines import AxisName
 from axes.runtime.routes import resharded
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Operation

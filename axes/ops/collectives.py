@@ -46,9 +46,9 @@ from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
-from axes.runtime import lines
+from axes.runtime import axis_groups
+from axes.runtime.axis_groups import AxisGroup, AxisName, axis_layout, check_axis, group_along
 from axes.runtime.linear import Kept, Map, around, both_ways
-from axes.runtime.lines import AxisName, Line, axis_layout, check_axis, line_of
 from axes.runtime.transforms import check_plain
 from axes.runtime.writes import writable
 
@@ -71,9 +71,9 @@ def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.
     ...     psum(torch.ones(3, 2), "tp").shape
     torch.Size([3, 2])
     """
-    line = _line("psum", x, axis, mesh)
+    group = _group("psum", x, axis, mesh)
     x = x.to(torch.int64) if x.dtype == torch.bool else x
-    return _total(x, "sum", line) if line.size > 1 else x
+    return _total(x, "sum", group) if group.size > 1 else x
 
 
 def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -89,10 +89,10 @@ def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch
     ...     pmean(torch.ones(3, 2), "dp").shape
     torch.Size([3, 2])
     """
-    line = _line("pmean", x, axis, mesh)
+    group = _group("pmean", x, axis, mesh)
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise ShardingError(f"pmean of {x.dtype}: a mean of integers is no integer; write x.float(), or psum")
-    return _total(x, "mean", line) if line.size > 1 else x
+    return _total(x, "mean", group) if group.size > 1 else x
 
 
 def pmax(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -146,9 +146,9 @@ def all_gather(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | No
     ...     all_gather(torch.ones(3, 2), "tp", dim=1).shape
     torch.Size([3, 8])
     """
-    line = _line("all_gather", x, axis, mesh)
+    group = _group("all_gather", x, axis, mesh)
     dim = _dim("all_gather", x, dim)
-    return both_ways(*_gathering(dim, line), x) if line.size > 1 else x
+    return both_ways(*_gathering(dim, group), x) if group.size > 1 else x
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -166,10 +166,10 @@ def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | 
     ...     psum_scatter(torch.ones(3, 8), "tp", dim=1).shape
     torch.Size([3, 2])
     """
-    line = _line("psum_scatter", x, axis, mesh)
+    group = _group("psum_scatter", x, axis, mesh)
     dim = _dim("psum_scatter", x, dim)
     x = x.to(torch.int64) if x.dtype == torch.bool else x
-    return both_ways(*_gathering(dim, line)[::-1], x) if line.size > 1 else x
+    return both_ways(*_gathering(dim, group)[::-1], x) if group.size > 1 else x
 
 
 def all_to_all(
@@ -219,22 +219,22 @@ def all_to_all(
     torch.Size([12, 2])
     torch.Size([10, 8])
     """
-    line = _line("all_to_all", x, axis, mesh)
+    group = _group("all_to_all", x, axis, mesh)
     split_dim, concat_dim = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
     if send_sizes is None and recv_sizes is None:
-        run = partial(lines.all_to_all, split_dim=split_dim, concat_dim=concat_dim, line=line)
-        back = partial(lines.all_to_all, split_dim=concat_dim, concat_dim=split_dim, line=line)
-        return both_ways(run, back, x) if line.size > 1 else x
+        run = partial(axis_groups.all_to_all, split_dim=split_dim, concat_dim=concat_dim, group=group)
+        back = partial(axis_groups.all_to_all, split_dim=concat_dim, concat_dim=split_dim, group=group)
+        return both_ways(run, back, x) if group.size > 1 else x
     if split_dim != concat_dim:
         raise ShardingError(
             f"all_to_all with send_sizes cuts and concatenates along one dim; found split_dim={split_dim} and "
             f"concat_dim={concat_dim}. Write split_dim={split_dim}, concat_dim={split_dim}"
         )
-    sends, receives = _sizes("send_sizes", send_sizes, line), _sizes("recv_sizes", recv_sizes, line)
-    _check_sizes(x, split_dim, sends, receives, line)
-    run = partial(lines.exchange, dim=split_dim, sends=sends, receives=receives, line=line)
-    back = partial(lines.exchange, dim=split_dim, sends=receives, receives=sends, line=line)
-    return both_ways(run, back, x) if line.size > 1 else x
+    sends, receives = _sizes("send_sizes", send_sizes, group), _sizes("recv_sizes", recv_sizes, group)
+    _check_sizes(x, split_dim, sends, receives, group)
+    run = partial(axis_groups.exchange, dim=split_dim, sends=sends, receives=receives, group=group)
+    back = partial(axis_groups.exchange, dim=split_dim, sends=receives, receives=sends, group=group)
+    return both_ways(run, back, x) if group.size > 1 else x
 
 
 def ppermute(
@@ -261,15 +261,15 @@ def ppermute(
     ...     ppermute(torch.ones(3, 2), "tp", shift=1).shape
     torch.Size([3, 2])
     """
-    line = _line("ppermute", x, axis, mesh)
+    group = _group("ppermute", x, axis, mesh)
     if shift is not None and perm is None:
-        target, source = _neighbours(shift, line)
-        return x if target == line.coordinate else _permuted(x, target, source, line)
+        target, source = _neighbours(shift, group)
+        return x if target == group.coordinate else _permuted(x, target, source, group)
     if perm is not None and shift is None:
-        to, origin = _partners(perm, line)
-        if line.size == 1:
+        to, origin = _partners(perm, group)
+        if group.size == 1:
             return x if origin == 0 else torch.zeros_like(x)
-        return _permuted(x, to, origin, line)
+        return _permuted(x, to, origin, group)
     raise ShardingError("ppermute goes by shift=1 or by perm=[(source, target), ...]; give one of the two")
 
 
@@ -308,15 +308,15 @@ def _mesh(what: str, axis: AxisName, mesh: Mesh | None) -> Mesh:
     return found
 
 
-def _line(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Line:
-    """The line of the axis, once it is clear that `x` can travel along it."""
+def _group(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> AxisGroup:
+    """The group of the axis, once it is clear that `x` can travel along it."""
     check_plain(
         what,
         x,
         "Call it in a function that axes.shard_map runs, or on axes.to_local(x); to move a DTensor, write axes.reshard "
         "or axes.rearrange",
     )
-    return line_of(_mesh(what, axis, mesh), axis)
+    return group_along(_mesh(what, axis, mesh), axis)
 
 
 @torch.compiler.assume_constant_result
@@ -343,71 +343,71 @@ def _dim(what: str, x: torch.Tensor, dim: int) -> int:
     return at % x.ndim
 
 
-def _sizes(what: str, sizes: Sequence[int] | None, line: Line) -> tuple[int, ...]:
+def _sizes(what: str, sizes: Sequence[int] | None, group: AxisGroup) -> tuple[int, ...]:
     """Sizes of pieces, once it is clear that they are one number for each coordinate."""
     if sizes is None:
         raise ShardingError(
             f"all_to_all takes send_sizes and recv_sizes together; {what} is missing. A small all_to_all over "
-            f"'{line.name}' tells ranks what they receive: axes.all_to_all(torch.tensor(send_sizes), axis).tolist()"
+            f"'{group.name}' tells ranks what they receive: axes.all_to_all(torch.tensor(send_sizes), axis).tolist()"
         )
     if isinstance(sizes, torch.Tensor):
         raise ShardingError(f"all_to_all: {what} are Python numbers; found a tensor. Write {what}=counts.tolist()")
     whole = whole_numbers(sizes) if isinstance(sizes, Sequence) else None
     if whole is None:
         raise ShardingError(
-            f"all_to_all: {what} are whole numbers, one for each coordinate of '{line.name}'; found {shown(sizes)}"
+            f"all_to_all: {what} are whole numbers, one for each coordinate of '{group.name}'; found {shown(sizes)}"
         )
-    if len(whole) != line.size:
+    if len(whole) != group.size:
         raise ShardingError(
-            f"all_to_all: {what} are one number for each of the {line.size} coordinates of '{line.name}'; "
+            f"all_to_all: {what} are one number for each of the {group.size} coordinates of '{group.name}'; "
             f"found {len(whole)}, {shown(sizes)}"
         )
     if any(not 0 <= n < 2**63 for n in whole):
-        raise SizeError(f"all_to_all over '{line.name}': {what} are 0 or more, of 63 bits; found {shown(sizes)}")
+        raise SizeError(f"all_to_all over '{group.name}': {what} are 0 or more, of 63 bits; found {shown(sizes)}")
     return whole
 
 
-def _check_sizes(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], line: Line) -> None:
+def _check_sizes(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], group: AxisGroup) -> None:
     """`SizeError` where this rank alone can tell that the sizes are wrong."""
     if sum(sends) != x.shape[dim]:
         raise SizeError(
-            f"all_to_all over '{line.name}': send_sizes {list(sends)} add up to {sum(sends)}; dim {dim} of "
+            f"all_to_all over '{group.name}': send_sizes {list(sends)} add up to {sum(sends)}; dim {dim} of "
             f"{list(x.shape)} has {x.shape[dim]} elements"
         )
-    here = line.coordinate
+    here = group.coordinate
     if sends[here] != receives[here]:
         raise SizeError(
-            f"all_to_all over '{line.name}': this rank, coordinate {here}, sends itself {sends[here]} in send_sizes "
+            f"all_to_all over '{group.name}': this rank, coordinate {here}, sends itself {sends[here]} in send_sizes "
             f"and receives {receives[here]} from itself in recv_sizes"
         )
 
 
-def _neighbours(shift: int, line: Line) -> tuple[int, int]:
+def _neighbours(shift: int, group: AxisGroup) -> tuple[int, int]:
     """Where this rank sends to and receives from when all send by `shift`."""
     steps = whole_number(shift)
     if steps is None:
         raise ShardingError(f"ppermute's shift is a whole number; found {shown(shift)}")
-    return (line.coordinate + steps) % line.size, (line.coordinate - steps) % line.size
+    return (group.coordinate + steps) % group.size, (group.coordinate - steps) % group.size
 
 
-def _partners(perm: Pairs, line: Line) -> tuple[int | None, int | None]:
+def _partners(perm: Pairs, group: AxisGroup) -> tuple[int | None, int | None]:
     """The coordinates to which this rank sends and from which it receives, None where there is none."""
     if not isinstance(perm, Sequence) or not all(map(_is_pair, perm)):
         raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shown(perm)}")
     for place, role in enumerate(("source", "target")):
         seen = set()
         for at in (pair[place] for pair in perm):
-            if not 0 <= at < line.size:
+            if not 0 <= at < group.size:
                 raise ShardingError(
-                    f"ppermute over '{line.name}': coordinates are 0 to {line.size - 1}; found the {role} {at}"
+                    f"ppermute over '{group.name}': coordinates are 0 to {group.size - 1}; found the {role} {at}"
                 )
             if at in seen:
                 raise ShardingError(
-                    f"ppermute over '{line.name}': coordinate {at} is the {role} of several pairs; a rank sends to one "
-                    "and receives from one. To send to several, all_gather and slice"
+                    f"ppermute over '{group.name}': coordinate {at} is the {role} of several pairs; a rank sends to "
+                    "one and receives from one. To send to several, all_gather and slice"
                 )
             seen.add(at)
-    here = line.coordinate
+    here = group.coordinate
     return dict(perm).get(here), {target: source for source, target in perm}.get(here)
 
 
@@ -418,30 +418,32 @@ def _is_pair(given: object) -> bool:
 # forward and backward: a linear collective is a pair of maps, each the transpose of the other
 
 
-def _total(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
-    run = partial(lines.all_reduce, op=op, line=line)
+def _total(x: torch.Tensor, op: str, group: AxisGroup) -> torch.Tensor:
+    run = partial(axis_groups.all_reduce, op=op, group=group)
     return both_ways(run, run, x)
 
 
-def _gathering(dim: int, line: Line) -> tuple[Map, Map]:
-    return partial(lines.all_gather, dim=dim, line=line), partial(lines.reduce_scatter, dim=dim, line=line)
+def _gathering(dim: int, group: AxisGroup) -> tuple[Map, Map]:
+    return partial(axis_groups.all_gather, dim=dim, group=group), partial(
+        axis_groups.reduce_scatter, dim=dim, group=group
+    )
 
 
-def _permuted(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
-    run = partial(lines.permute, target=target, source=source, line=line)
-    return both_ways(run, partial(lines.permute, target=source, source=target, line=line), x)
+def _permuted(x: torch.Tensor, target: int | None, source: int | None, group: AxisGroup) -> torch.Tensor:
+    run = partial(axis_groups.permute, target=target, source=source, group=group)
+    return both_ways(run, partial(axis_groups.permute, target=source, source=target, group=group), x)
 
 
 def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: str) -> torch.Tensor:
-    line = _line(what, x, axis, mesh)
+    group = _group(what, x, axis, mesh)
     if x.dtype.is_complex:
         raise ShardingError(f"{what}: complex numbers have no order; take x.abs()")
-    if line.size == 1:
+    if group.size == 1:
         return x
 
     def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
         """The sum of the gradients, to the ranks that have the maximum (minimum), divided among them."""
         mine = (kept[0] == kept[1]).to(g.dtype)
-        return _total(g, "sum", line) * (mine / lines.all_reduce(mine, "sum", line))
+        return _total(g, "sum", group) * (mine / axis_groups.all_reduce(mine, "sum", group))
 
-    return around(lambda x: writable(lines.all_reduce(x, op, line), x), back, x, keep=(True, True))
+    return around(lambda x: writable(axis_groups.all_reduce(x, op, group), x), back, x, keep=(True, True))

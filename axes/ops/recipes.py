@@ -27,9 +27,9 @@ from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction
 from axes.ops.extents import Extents, extents_of
-from axes.runtime import lines
+from axes.runtime import axis_groups
+from axes.runtime.axis_groups import AxisGroup, group_along
 from axes.runtime.linear import Kept, around, both_ways
-from axes.runtime.lines import Line, line_of
 from axes.runtime.redistribute import Dtypes, moves_of
 from axes.runtime.symbols import hints, is_symbolic
 from axes.runtime.torch_placements import torch_placements
@@ -300,15 +300,15 @@ class Extreme(NamedTuple):
     count: Stage
     spread: Stage
     op: str
-    line: Line
+    group: AxisGroup
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The maximum over the ranks."""
-        return lines.all_reduce(self.most(x), self.op, self.line)
+        return axis_groups.all_reduce(self.most(x), self.op, self.group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of values with the dims of the result; differentiable."""
-        total = functools.partial(lines.all_reduce, op="sum", line=self.line)
+        total = functools.partial(axis_groups.all_reduce, op="sum", group=self.group)
         return both_ways(total, total, x)
 
     def back(self, g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
@@ -336,7 +336,7 @@ def extreme(extents: Extents, raw: bool, comm_dtype: Dtypes, async_op: bool) -> 
         _single(total, operand, atoms),
         _single(total, atoms, operand),
         str(found.op),
-        line_of(found.mesh, axes),
+        group_along(found.mesh, axes),
     )
     whole = replace(derived, pending=())
     leave = _leaving(extents, whole, "local", comm_dtype, async_op) or _merging(extents) or _same
@@ -381,8 +381,8 @@ def _reduction(extents: Extents, atoms: Sequence[str], dims: tuple[int, ...]) ->
     if op in ("max", "min") and count == 0:
         return functools.partial(_identity, reduced_by("sum"), op)
     if op == "mean" and found.counted:
-        line = line_of(found.mesh, tuple([axis.name for axis in found.counted]))
-        return functools.partial(_share, dims, math.prod(extents.computed[a] for a in atoms), line)
+        group = group_along(found.mesh, tuple([axis.name for axis in found.counted]))
+        return functools.partial(_share, dims, math.prod(extents.computed[a] for a in atoms), group)
     if op == "mean" and found.divisor != 0:
         # This rank's share of the mean: its own mean, by how much of the whole it has.
         weight, own = count * found.multiplier / found.divisor, reduced_by("mean" if count else "sum")
@@ -407,13 +407,13 @@ def by_function(function: Callable[..., Any], text: str, first: int, x: Any) -> 
     return found
 
 
-def _share(dims: tuple[int, ...], count: int, line: Line, x: torch.Tensor) -> torch.Tensor:
-    """A rank's share of a mean of which each rank knows its own count alone: over the line they add them up.
+def _share(dims: tuple[int, ...], count: int, group: AxisGroup, x: torch.Tensor) -> torch.Tensor:
+    """A rank's share of a mean of which each rank knows its own count alone: over the group they add them up.
 
     The counts stay on the device, so that nothing waits for them.
     """
     mine = x.new_full((), count, dtype=torch.int64)
-    whole = mine if line.size == 1 else lines.all_reduce(mine, "sum", line)
+    whole = mine if group.size == 1 else axis_groups.all_reduce(mine, "sum", group)
     # What 16 bits can't hold may be the sum of what they can.
     wide = torch.promote_types(x.dtype, torch.float32)
     return (torch.sum(x, dims, dtype=wide) / whole).to(x.dtype)

@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
 from axes.ops.regions import Region
 from axes.runtime import torch_private
+from axes.runtime.axis_groups import AxisGroup, broadcast, gathered_values, group_along
 from axes.runtime.check import waited
 from axes.runtime.groups import current_world
 from axes.runtime.linear import NODE
-from axes.runtime.lines import COMPARISON, Line, broadcast, line_of, of_every_rank
 
 Function = Callable[..., Any]
 Check = bool | float
@@ -91,6 +90,8 @@ def _closed_over(leaf: torch.Tensor | None, expression: str, module: torch.nn.Mo
 
 # --- what claims to be the same on all ranks
 
+_COMPARISON = "a comparison of what is the same on all ranks"
+
 
 class Claim(NamedTuple):
     """That a tensor is the same on all ranks of an axis; `label` says what it is."""
@@ -143,18 +144,18 @@ def _compare(region: Region, check: Check, claims: Sequence[Claim]) -> None:
     mesh = region.home
     if current_world().fake or not claims or mesh.size == 1:
         return
-    everyone = line_of(mesh, mesh.axis_names)
-    ranks = dist.get_process_group_ranks(everyone.group.group)  # type: ignore[union-attr]
-    kinds = dict(zip(ranks, of_every_rank([(tuple(c.x.shape), c.x.dtype) for c in claims], everyone), strict=True))
+    everyone = group_along(mesh, mesh.axis_names)
+    mine, ranks = [(tuple(claim.x.shape), claim.x.dtype) for claim in claims], everyone.ranks
+    kinds = dict(zip(ranks, gathered_values(mine, _COMPARISON, everyone), strict=True))
     found: list[tuple[float, float] | None] = []
     for at, claim in enumerate(claims):
         line = claim.mesh.axis(claim.axis).ranks
         if all(kinds[rank][at] == kinds[line[0]][at] for rank in line):
-            found.append(_deviation(claim.x, _of_first(claim.x, line_of(claim.mesh, claim.axis))))
+            found.append(_deviation(claim.x, _of_first(claim.x, group_along(claim.mesh, claim.axis))))
         else:
             found.append(None if kinds[mesh.rank][at] == kinds[line[0]][at] else (math.inf, math.inf))
     tolerance, said, axes = 0.0 if check is True else check, "", []
-    for claim, each in zip(claims, zip(*of_every_rank(found, everyone), strict=True), strict=True):
+    for claim, each in zip(claims, zip(*gathered_values(found, _COMPARISON, everyone), strict=True), strict=True):
         off = {rank: of for rank, of in zip(ranks, each, strict=True) if of and not _within(tolerance, *of)}
         if off:
             axes.append(claim.axis)
@@ -198,11 +199,10 @@ def _deviation(x: torch.Tensor, other: torch.Tensor) -> tuple[float, float] | No
     return float(distance.max()), float(other.abs().double().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
-def _of_first(x: torch.Tensor, line: Line) -> torch.Tensor:
-    """Coordinate 0's `x`, on every rank of the line."""
-    wire, group = _bytes(_resolved(x)).clone(), line.group
-    assert group is not None
-    broadcast(wire, dist.get_process_group_ranks(group.group)[0], group.group, group.mesh, COMPARISON)
+def _of_first(x: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    """Coordinate 0's `x`, on every rank of the group."""
+    wire = _bytes(_resolved(x)).clone()
+    broadcast(wire, group.ranks[0], group, _COMPARISON)
     return wire.view(x.dtype).view(x.shape)
 
 

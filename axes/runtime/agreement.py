@@ -234,7 +234,7 @@ def in_time(subject: str, seconds: float, call: Callable[[], T], store_name: str
     threading.Thread(target=run, name=f"axes: {subject}", daemon=True).start()
     if not wait([outcome], seconds + _SILENCE_SECONDS).done:
         raise DesyncError(
-            f"{store_name} doesn't answer in {subject}, or a rank doesn't: its host is stopped, or can't be reached "
+            f"{store_name} doesn't answer in {subject}: its host, or that of a rank, is stopped, or can't be reached "
             "from here"
         )
     return outcome.result()
@@ -338,8 +338,6 @@ def _missing(member: Member, barrier: Barrier, how_long: str) -> tuple[list[int]
     missing, present = ([rank for rank in barrier.members if (rank in came) == there] for there in (False, True))
     said = sorted(_told(member, barrier).items())
     lines = [f"{member.who(missing)} didn't come to {barrier.subject} {how_long}:"]
-    if not missing:
-        lines = [f"{barrier.subject} isn't complete {how_long}, though all have been seen there"]
     lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
     lines += [f"  {member.who(present)} waited for {barrier.seen}", barrier.advice]
     lines += [f"  {member.who([rank])}: {_indented(text)}" for rank, text in said if isinstance(text, str) and text]

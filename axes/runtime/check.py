@@ -19,6 +19,7 @@ In compiled graphs nothing is compared: they hold the collectives alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -31,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, DesyncError, shown
-from axes.runtime import flags, torch_private, trace
+from axes.runtime import flags, torch_private
 from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree, leave_word, ranks_text
 from axes.runtime.groups import World, current_world, time_limit, who_else_failed
 from axes.runtime.places import user_place, whole_text
-from axes.runtime.trace import Listener, Operation
+from axes.runtime.trace import Listener, Operation, recorder, stop, with_room
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -68,7 +69,7 @@ def noted(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Cal
 def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
     """`run(*args)`, of which all listeners hear that it is this operation."""
     listeners: list[Listener] = [compare_operation] if flags.check else []
-    listeners += [trace.recorder().hear] if flags.trace else []
+    listeners += [recorder().hear] if flags.trace else []
     ends = [hear(operation) for hear in (*listeners, *flags.listeners)]
     result = run(*args)
     for end in ends:
@@ -81,7 +82,7 @@ def described(describe: Callable[..., Operation], *subject: Any) -> Operation:
     """`describe(*subject)`. In a trace there is one object for equal subjects, tensors by their shape and dtype."""
     if not flags.trace:
         return describe(*subject)
-    known = trace.recorder().known
+    known = recorder().known
     key = (describe, *[(x.shape, x.dtype) if _is_tensor(x.__class__) else x for x in subject])
     try:
         found = known.get(key)
@@ -89,7 +90,7 @@ def described(describe: Callable[..., Operation], *subject: Any) -> Operation:
         key = tuple([tuple(x) if isinstance(x, list) else x for x in key])
         found = known.get(key)
     if found is None:
-        found = trace.with_room(known)[key] = describe(*subject)
+        found = with_room(known)[key] = describe(*subject)
     return found
 
 
@@ -236,30 +237,21 @@ def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
 # axes.debug
 
 
-class Debugging:
-    """What `axes.debug` has turned on: until the block ends, or for good where there is none."""
-
-    def __init__(self, said: flags.Said):
-        self._before = flags.said()
-        flags.say(said)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        was_on, traced = flags.check, flags.trace
-        flags.say(self._before)
-        if traced != flags.trace:
-            trace.stop(traced)
-        if was_on and not flags.check and dist.is_initialized():
-            world = current_world()
-            if not world.fake:
-                why = "has left the block of axes.debug(check=True)"
-                why = why if error is None else f"raised {type(error).__name__}: {error}".replace("\n", "\n    ")
-                leave_word(world.member, f"{why}{_at(user_place()) if error is None else ''}")
+def _left(
+    before: flags.Said, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+) -> None:
+    """What `axes.debug` has turned on is as it was before; others that expect this rank to compare are told."""
+    was_on, traced = flags.check, flags.trace
+    flags.say(before)
+    if traced != flags.trace:
+        stop(traced)
+    if was_on and not flags.check and dist.is_initialized() and not current_world().fake:
+        why = "has left the block of axes.debug(check=True)"
+        why = why if error is None else f"raised {type(error).__name__}: {error}".replace("\n", "\n    ")
+        leave_word(current_world().member, f"{why}{_at(user_place()) if error is None else ''}")
 
 
-def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None) -> Debugging:
+def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None) -> contextlib.ExitStack:
     """Has ranks compare each operation before they communicate, or records what they send: for a job that hangs, whose
     numbers are wrong, or that is slow.
 
@@ -298,21 +290,17 @@ def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None
         raise AxesError(f"axes.debug(trace=): the path of a file, or ''; found {shown(trace)}")
     if check is not None:
         _agree_on(check)
-    before = flags.said()
+    before, block = flags.said(), contextlib.ExitStack()
     wanted = before.trace if trace is None else os.fspath(trace)
-    said = Debugging(flags.Said(before.check if check is None else check, wanted))
+    block.push(functools.partial(_left, before))
+    flags.say(flags.Said(before.check if check is None else check, wanted))
     if trace is not None and wanted and dist.is_initialized():
-        _begin_trace(said)
-    return said
-
-
-def _begin_trace(said: Debugging) -> None:
-    """Begins the file, so that one that can't be written is found here."""
-    try:
-        trace.recorder()
-    except AxesError:
-        said.__exit__(None, None, None)
-        raise
+        try:
+            recorder()
+        except AxesError:  # the file can't be written
+            block.close()
+            raise
+    return block
 
 
 def _agree_on(check: bool) -> None:

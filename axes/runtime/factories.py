@@ -218,7 +218,7 @@ def agreed_seeds(meshes: Iterable[Mesh]) -> dict[Mesh, int]:
     """For each mesh a seed, from the default generator of its first rank. A rank draws one number for all meshes."""
     # By the generator of the CPU, whatever torch.set_default_device says.
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
-    return {mesh: int(broadcast_on(mesh, seed, "axes.rand", "a seed")) for mesh in dict.fromkeys(meshes)}
+    return {mesh: int(broadcast_on(mesh, seed, "a seed")) for mesh in dict.fromkeys(meshes)}
 
 
 def positions(indices: Indices, device: torch.device) -> torch.Tensor:

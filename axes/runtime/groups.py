@@ -504,42 +504,30 @@ def _digest(backend: str, options: GroupOptions) -> str:
     return hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
 
 
-def _barrier(world: World, ranks: Sequence[int], name: str) -> Barrier:
-    """Where the members of a group agree on it before they make it."""
-    return world.barrier(
-        "group",
-        ranks,
-        f"the group of {ranks_text(ranks)} ('{name}')",
-        "Ranks that first use overlapping groups in different orders wait for one another; "
-        "make the groups beforehand, on all ranks, with mesh.create_groups(...)",
-    )
-
-
 def _made(world: World, mesh: Mesh, key: _Key, mark: str, name: str) -> ProcessGroupInfo:
-    (ranks, backend, options), usual = key, torch_private.default_timeout(mesh.binding.device_type)
-    barrier = _barrier(world, ranks, name)
+    ranks, backend, options = key
+    advice = (
+        "Ranks that first use overlapping groups in different orders wait for one another; "
+        "make the groups beforehand, on all ranks, with mesh.create_groups(...)"
+    )
+    barrier = world.barrier("group", ranks, f"the group of {ranks_text(ranks)} ('{name}')", advice)
     if not world.fake:
         said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
         agree(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
     content = torch_private.marked(mark) if mark else _digest(backend, options)
     again = f"_{barrier.attempt}" if barrier.attempt else ""
-    pg_options = None if world.fake else copy.deepcopy(options.pg_options)
-    timeout = options.timeout or torch_private.options_timeout(pg_options) or usual
-    assert isinstance(timeout, timedelta)
-
-    def connect() -> dist.ProcessGroup:
-        return torch_private.make_group(
-            f"axes_{digest(ranks)}_{content}{again}",
-            ranks,
-            world.rank,
-            _FAKE if world.fake else backend,
-            pg_options,
-            timeout,
-            f"axes {name}",
-        )
-
-    seconds = timeout.total_seconds()
-    group = connect() if world.fake else connected(world.member, barrier, seconds, connect)
+    timeout: Any = options.timeout or torch_private.default_timeout(mesh.binding.device_type)
+    connect = functools.partial(
+        torch_private.make_group,
+        f"axes_{digest(ranks)}_{content}{again}",
+        ranks,
+        world.rank,
+        _FAKE if world.fake else backend,
+        None if world.fake else copy.deepcopy(options.pg_options),
+        timeout,
+        f"axes {name}",
+    )
+    group = connect() if world.fake else connected(world.member, barrier, timeout.total_seconds(), connect)
     return ProcessGroupInfo(group, *key, "made")
 
 

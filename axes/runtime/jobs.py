@@ -363,13 +363,13 @@ class JobLink:
         held = "" if connection is None or connection.of != (other.token, self.meeting.token) else connection.name
         plan = "" if move is None or planned is None else _digest(f"{planned.fingerprint} {move.lists}")
         try:
-            begun = self.meeting.begin(pair, rank, plan, wrong, part, held, said)
+            members, fresh = self.meeting.begin(pair, rank, plan, wrong, part, held, said)
         except AxesError as error:
             kind = DesyncError if isinstance(error, DesyncError) else type(error)
             raise kind(f"{error}\nNothing was written") from error
         assert planned is not None, "all have the same plan"
         assert move is not None, "all have the same plan"
-        self._exchanged(pair, own, planned.fingerprint, move, begun.members, begun.fresh, said)
+        self._exchanged(pair, own, planned.fingerprint, move, members, fresh, said)
 
     def _text_of_other(self, pair: Pair, said: str) -> str:
         digest, found = self.texts.get((pair.other.name, pair.side), ("", ""))

@@ -126,14 +126,6 @@ def rank_of(rank: int, job: str) -> str:
     return f"rank {rank} of '{job}'"
 
 
-@dataclass(frozen=True)
-class Begun:
-    """What all ranks know when a transfer begins. members: ranks that exchange anything. fresh: they connect anew."""
-
-    members: tuple[int, ...]
-    fresh: bool
-
-
 class Rendezvous:
     """What one rank of a job asks of the store of a link.
 
@@ -266,10 +258,11 @@ class Rendezvous:
 
     def begin(
         self, pair: Pair, rank: int, fingerprint: str, wrong: AxesError | None, part: bool, held: str, said: str
-    ) -> Begun:
+    ) -> tuple[tuple[int, ...], bool]:
         """Returns when all ranks of both jobs are ready for the same transfer; an error on all of them otherwise.
 
-        part: whether this rank exchanges anything. held: by which connections, "" for none yet.
+        part: whether this rank exchanges anything. held: by which connections, "" for none yet. Gives the ranks that
+        exchange anything, and whether they connect anew.
         """
         member, barrier = self._member(pair, rank), pair.begins(said)
         if wrong is not None:
@@ -278,7 +271,7 @@ class Rendezvous:
         every = agree(member, barrier, f"the plan {fingerprint}", self.timeout, [part, held])
         members = tuple(each for each, (takes_part, _) in enumerate(every) if takes_part)
         connections = {every[each][1] for each in members}
-        return Begun(members, len(connections) != 1 or "" in connections)
+        return members, len(connections) != 1 or "" in connections
 
     def end(self, pair: Pair, rank: int, error: str, place: int | None, said: str) -> None:
         """Returns when the transfer has succeeded on all ranks of both jobs; `DesyncError` on all of them otherwise.

@@ -21,7 +21,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from axes.algebra import providers
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import checked_spec
@@ -36,12 +35,12 @@ from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape
 from axes.algebra.specs import marked_sharding, parsed_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
+from axes.runtime.axis_groups import broadcast, group_over
 from axes.runtime.border import Placements, check_grad, counted_alone, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, traced, used
 from axes.runtime.linear import linear
-from axes.runtime.lines import broadcast
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import route, unsharded
 from axes.runtime.shards import Given, read_shard, whole_of
@@ -140,7 +139,7 @@ def _sharded(tensor: torch.Tensor, spec: str, mesh: Mesh, source_rank: int | Non
         return _cut(tensor.to(device_type), sharding)
     value = tensor.detach()
     if source is not None:
-        value = broadcast_on(mesh, value, "axes.shard", "axes.shard(source_rank=...)", source)
+        value = broadcast_on(mesh, value, "axes.shard(source_rank=...)", source)
     local = take_shard(value, sharding).to(device_type)
     made = resolving(dtensor_of(local, sharding, tensor.shape, device_mesh))
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -435,15 +434,15 @@ def _source(mesh: Mesh, source_rank: int) -> int:
     return source
 
 
-def broadcast_on(mesh: Mesh, tensor: torch.Tensor, who: str, what: str, source: int | None = None) -> torch.Tensor:
+def broadcast_on(mesh: Mesh, tensor: torch.Tensor, what: str, source: int | None = None) -> torch.Tensor:
     """The tensor of a rank, the first if no `source` is named, on the ranks of the mesh through this one."""
     layout = mesh.layout_of_all
     ranks = mesh.ranks_of(layout)
     if layout.size == 1 or ranks is None:
         return tensor
-    group = providers.runtime(who).group(mesh, layout, what)
+    group = group_over(mesh, layout, " ".join(mesh.axis_names))
     tensor = tensor.to(mesh.binding.device_type).clone(memory_format=torch.contiguous_format)
-    broadcast(tensor, ranks[0] if source is None else source, group, mesh, what)
+    broadcast(tensor, ranks[0] if source is None else source, group, what)
     return tensor
 
 

@@ -25,8 +25,8 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import ShardedDim, Sharding
 from axes.algebra.specs import marked_sharding
 from axes.runtime.agreement import ranks_text
-from axes.runtime.groups import current_world, group_of, of_world
-from axes.runtime.lines import Methods, gathered_numbers, traced_numbers
+from axes.runtime.axis_groups import AxisGroup, gathered_numbers, group_over, traced_numbers
+from axes.runtime.groups import current_world, of_world
 from axes.runtime.symbols import are_equal, fixed, is_symbolic, small_size
 from axes.runtime.torch_placements import torch_placements
 
@@ -150,13 +150,13 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch
 
 
 @of_world(1024)
-def _tellers(mesh: Mesh, dims: tuple[ShardedDim, ...]) -> tuple[Methods, tuple[int, ...]]:
+def _tellers(mesh: Mesh, dims: tuple[ShardedDim, ...]) -> tuple[AxisGroup, tuple[int, ...]]:
     """The group of the ranks along all axes that split one of these dims, this one among them; and the ranks."""
     axes = [axis for dim in dims for axis in dim.axes]
     modes = {mode for each in digits(*(axis.layout for axis in axes)) for mode in each}
     layout = Layout.of(sorted(modes, key=lambda mode: mode[1], reverse=True))
     name = " ".join(dict.fromkeys(axis.name for axis in axes))
-    return Methods(group_of(mesh, layout, name), mesh), tuple(mesh.ranks_of(layout, current_world().rank) or ())
+    return group_over(mesh, layout, name), tuple(mesh.ranks_of(layout, current_world().rank) or ())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -217,7 +217,7 @@ def told_even(x: torch.Tensor, what: str, mesh: Mesh, parts: Sequence[LocalPart]
     group, ranks = _tellers(mesh, tuple([dim for dim, _ in dims]))
     if group.fake:
         return x
-    every = traced_numbers([size for _, size in dims], len(ranks), group, x.device)
+    every = traced_numbers([size for _, size in dims], group, x.device)
     zero = _check_even(every, len(ranks), f"{what} on {ranks_text(ranks)}")
     if x.dtype.itemsize == 1:  # torch subtracts neither booleans nor floats of 8 bits
         return (x.view(torch.uint8) - zero.to(torch.uint8)).view(x.dtype)

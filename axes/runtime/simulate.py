@@ -59,13 +59,14 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def _whole(name: str, value: object) -> int:
+    if (found := whole_number(value)) is None:
+        raise AxesError(f"the {name} is a whole number, not {shown(value)}")
+    return found
+
+
 def _checked(world_size: object, rank: object) -> tuple[int, int]:
-    size, seen_from = whole_number(world_size), whole_number(rank)
-    for name, value, found in (("world size", world_size, size), ("rank", rank, seen_from)):
-        if found is None:
-            raise AxesError(f"the {name} is a whole number, not {shown(value)}")
-    assert size is not None
-    assert seen_from is not None
+    size, seen_from = _whole("world size", world_size), _whole("rank", rank)
     if not 1 <= size <= MOST:
         asked = f"{size:,}" if abs(size) < 10**30 else shown(size)
         raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {asked}")

@@ -6,7 +6,7 @@ never by its version number.
 | here | private API of torch | what public API would replace it |
 | --- | --- | --- |
 | `served_devices` | `BackendConfig`, which isn't documented | `torch.distributed.BackendConfig` |
-| `default_timeout`, `options_timeout` | `options._timeout` | `ProcessGroup.timeout` |
+| `default_timeout` | `options._timeout` | `ProcessGroup.timeout` |
 | `usual_timeout` | `_get_default_timeout` | `torch.distributed.default_pg_timeout` by backend |
 | `make_group` | `_new_process_group_helper`, `_world.pg_group_ranks` | `new_group(group_name=, sort_ranks=)` |
 | `backend_over` | constructors of backends, which aren't documented | a group over a store alone |
@@ -32,7 +32,7 @@ never by its version number.
 | `spec_of`, `local_of`, `lie_alike` | `DTensor._spec`, `_local_tensor` | the same |
 | `hooks_of`, `add_hook`, `remove_hooks` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
 | `UnderWay` | `AsyncCollectiveTensor` | a name for it |
-| `owns_its_memory` | `_storage_Use_Count` | a count of a storage; without it a tensor counts as sharing |
+| `owns_its_memory` | `_storage_Use_Count` | a count of a storage |
 | `memory_of`, `share_memory` | `_cdata` | `Tensor.shares_memory_with` |
 | `version_of`, `counter_of` | `Tensor._version` | a counter that a DTensor shares with its shard |
 | `has_base`, `untied` | `_is_view`, `_unsafe_view` | none |
@@ -128,11 +128,6 @@ usual_timeout: Callable[[str], timedelta] = c10d._get_default_timeout
 """How long a group of a backend waits if nobody says it."""
 
 
-def options_timeout(pg_options: Any) -> timedelta | None:
-    """The timeout in an options object, which `new_group` ignores."""
-    return getattr(pg_options, "_timeout", None)
-
-
 def make_group(
     name: str,
     ranks: Sequence[int],
@@ -178,11 +173,10 @@ def backend_over(store: dist.Store, rank: int, size: int, device_type: str, time
     if device_type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout + _WATCHDOG  # after it NCCL's watchdog ends the process: the limit is kept without it
+    # After it NCCL's watchdog ends the process: the limit is kept without it.
+    options._timeout = timeout + timedelta(minutes=10)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
-
-_WATCHDOG = timedelta(minutes=10)
 
 default_group: Callable[[], dist.ProcessGroup | None] = functools.partial(
     operator.attrgetter("_default_pg"), c10d._world
@@ -237,11 +231,8 @@ def look_for_flattened_dims() -> None:
     that order can have been flattened, so the answer is none. And so it is where the dims were flattened for groups
     with other options.
     """
-    # 2.13 looks in a function of its own, which 2.11 doesn't have.
-    names = ("_get_flattened_mesh_by_layout_impl", "_get_flattened_mesh_by_layout")
-    name = next((name for name in names if hasattr(_redistribute, name)), None)
-    if name is None:
-        return
+    name = "_get_flattened_mesh_by_layout"
+    name += "_impl" if hasattr(_redistribute, f"{name}_impl") else ""  # in which 2.13 looks
     look = getattr(_redistribute, name)
 
     @functools.wraps(look)
@@ -375,8 +366,7 @@ def gather_by_communicator() -> None:
 
 def register_groups(root: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
     """Lets `torch.compile` find groups by name: it looks in the root's registry."""
-    for group in groups:
-        root._pg_registry[group.group_name] = group
+    root._pg_registry.update({group.group_name: group for group in groups})
 
 
 root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
@@ -395,8 +385,7 @@ def group_names(device_mesh: DeviceMesh) -> list[str]:
 
 def groups_are_gone(device_mesh: DeviceMesh) -> bool:
     """Whether a group of the dims has been destroyed since the mesh was made."""
-    known = set(c10d._world.pg_names.values())
-    return any(name not in known for name in group_names(device_mesh))
+    return not {*group_names(device_mesh)} <= {*c10d._world.pg_names.values()}
 
 
 def dims_of(device_mesh: DeviceMesh) -> list[list[Mode]]:
@@ -431,9 +420,7 @@ def replace_distribution_of_state_dicts(make: Callable[[Callable[..., None]], Ca
     `_distribute_tensors(local_state_dict, keys, device, group)`: at a key is `(DTensor, whole tensor)`, or what
     needs nothing.
     """
-    own = getattr(_state_dict_utils, "_distribute_tensors", None)
-    if own is not None:
-        _state_dict_utils._distribute_tensors = make(own)
+    _state_dict_utils._distribute_tensors = make(_state_dict_utils._distribute_tensors)
 
 
 def reduced_by_fsdp(parameter: torch.Tensor) -> Any | None:
@@ -628,13 +615,10 @@ def lie_alike(one: DTensor, other: DTensor) -> bool:
 def has_default_order(spec: DTensorSpec) -> bool:
     """Whether the axes of the mesh split dims in the order of the mesh, as placements say.
 
-    A spec may say otherwise (`shard_order`, since 2.10), which placements alone don't show. Would be
-    replaced by a public property of DTensor.
+    A spec may say otherwise (`shard_order`, since 2.10), which placements alone don't show.
     """
-    if getattr(spec, "use_strided_shard_as_shard_order", False):
-        return True
-    order = getattr(spec, "shard_order", None)
-    return order is None or order == DTensorSpec.compute_default_shard_order(spec.placements)
+    order, default = spec.shard_order, DTensorSpec.compute_default_shard_order
+    return spec.use_strided_shard_as_shard_order or order is None or order == default(spec.placements)
 
 
 def hooks_of(leaf: torch.Tensor) -> list[Any]:
@@ -672,12 +656,11 @@ def owns_its_memory(x: DTensor) -> bool:
     Two things refer to the storage then, the shard and what Python calls its storage; and two to the shard, the DTensor
     and the call that asks.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or sys.getrefcount(x._local_tensor) != 2:
+    if sys.getrefcount(x._local_tensor) != 2:
         return False
     storage = x._local_tensor.untyped_storage()
     exact = storage.nbytes() == x._local_tensor.numel() * x._local_tensor.element_size()
-    return exact and count(storage._cdata) == 2 and x._local_tensor.is_contiguous()
+    return exact and torch._C._storage_Use_Count(storage._cdata) == 2 and x._local_tensor.is_contiguous()
 
 
 def version_of(x: torch.Tensor) -> int:

@@ -1,14 +1,14 @@
 """The collectives on one axis, for plain tensors: any dim, any dtype, eager and traced alike.
 
-A `Line` is the ranks of an axis through this one, with their group; rank i of the group is
+An `AxisGroup` is the ranks of an axis through this one, and what they communicate by; rank i of it is
 coordinate i on the axis. What is sent is always one contiguous tensor; dims other than the first
 are brought to the front before and taken back after.
 
 >>> from axes.runtime.simulate import simulate
 >>> import axes
 >>> with simulate(8, rank=5):
-...     line = line_of(axes.init_mesh("dp=2 tp=4"), "tp")
-...     line.size, line.coordinate, all_gather(torch.zeros(3, 2), 1, line).shape
+...     group = group_along(axes.init_mesh("dp=2 tp=4"), "tp")
+...     group.size, group.coordinate, all_gather(torch.zeros(3, 2), 1, group).shape
 (4, 1, torch.Size([3, 8]))
 
 Eager calls go through the methods of the `ProcessGroup` (3 to 4 microseconds, where functional
@@ -21,7 +21,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,41 +45,39 @@ _NAMES = {"sum": "psum", "mean": "pmean", "max": "pmax", "min": "pmin"}
 """What the reductions are called in public."""
 
 
-class Methods:
-    """What a process group can do, and its name for functional collectives. eager: what it can do, by dtype."""
+class AxisGroup:
+    """The ranks of an axis through this one, which is `coordinate` of `size`, and what they communicate by.
 
-    def __init__(self, group: dist.ProcessGroup, mesh: Mesh):
-        self.group, self.name, self.size, self.mesh = group, group.group_name, group.size(), mesh
-        self.eager = communicators(group)
-        self.fake = dist.get_backend(group) == "fake"
-
-
-class Line(NamedTuple):
-    """The ranks of an axis through this one: this is `coordinate` of `size`.
-
-    A single rank has no `group`: it has nobody to talk to.
+    group: theirs in torch; None of a single rank, which has nobody to talk to. eager: its collectives by dtype. fake:
+    nobody else is there.
     """
 
-    name: str
-    size: int
-    coordinate: int
-    group: Methods | None = None
+    def __init__(self, mesh: Mesh, name: str, group: Any):
+        self.mesh, self.name, self.group, self.size, self.coordinate, self.fake = mesh, name, group, 1, 0, False
+        if group is not None:
+            self.size, self.coordinate, self.group_name = group.size(), group.rank(), group.group_name
+            self.eager, self.fake = communicators(group), dist.get_backend(group) == "fake"
+
+    @functools.cached_property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks in order."""
+        return Universe.of(dist.get_process_group_ranks(self.group)).ranks
 
 
-def line_of(mesh: Mesh, axis: AxisName) -> Line:
-    """The line of an axis of a bound mesh through this rank; its group is made at first use.
+def group_along(mesh: Mesh, axis: AxisName) -> AxisGroup:
+    """The group of an axis of a bound mesh through this rank; made at first use.
 
-    A product of several axes is an axis as well. To `torch.compile` a line is a constant, guarded
+    A product of several axes is an axis as well. To `torch.compile` a group is a constant, guarded
     by the mesh. Raises `MeshError` for a name that the mesh doesn't have, axes that share ranks, a
     mesh without a running job, and on a rank outside the mesh.
     """
     if not torch.compiler.is_compiling():
-        return _checked_line(mesh, axis)
+        return _checked(mesh, axis)
     check_groups()
-    return getattr(kept, _keep_line(mesh, axis))
+    return getattr(kept, _keep(mesh, axis))
 
 
-def _checked_line(mesh: Mesh, axis: AxisName) -> Line:
+def _checked(mesh: Mesh, axis: AxisName) -> AxisGroup:
     check_axis(mesh, axis)
     if mesh.binding is None:
         raise MeshError(
@@ -88,22 +87,18 @@ def _checked_line(mesh: Mesh, axis: AxisName) -> Line:
     if mesh._view is not None and mesh._view != current_world().rank:
         rank = current_world().rank
         raise MeshError(f"a collective runs on rank {rank}, this one; the mesh is seen from rank {mesh.rank}")
-    return _line_of(mesh, axis)
+    return group_over(mesh, *axis_layout(mesh, axis))
 
 
 @torch.compiler.assume_constant_result
-def _keep_line(mesh: Mesh, axis: AxisName) -> str:
-    return kept.keep(_checked_line(mesh, axis))
+def _keep(mesh: Mesh, axis: AxisName) -> str:
+    return kept.keep(_checked(mesh, axis))
 
 
 @of_world(1024)
-def _line_of(mesh: Mesh, axis: AxisName) -> Line:
-    """The line of an axis, and its group."""
-    layout, name = axis_layout(mesh, axis)
-    if layout.size == 1:
-        return Line(name, 1, 0)
-    group = group_of(mesh, layout, name)
-    return Line(name, layout.size, group.rank(), Methods(group, mesh))
+def group_over(mesh: Mesh, layout: Layout, name: str) -> AxisGroup:
+    """The group of a layout through this rank, by the name of the axis or the names of several."""
+    return AxisGroup(mesh, name, group_of(mesh, layout, name) if layout.size > 1 else None)
 
 
 def check_axis(mesh: Mesh, axis: AxisName) -> None:
@@ -133,53 +128,55 @@ def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
         raise MeshError(f"'{name}' isn't a product of axes: {error}") from None
 
 
-def all_reduce(x: torch.Tensor, op: str, line: Line) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str, group: AxisGroup) -> torch.Tensor:
     """`op` over the axis, elementwise, in the dtype of `x`: every rank gets the same tensor.
 
     `op` is "sum", "max", "min", or "mean", which divides before it rounds to the dtype of `x`: in float16 the summands.
     """
-    reduction, divisor = ("sum", line.size) if op == "mean" else (op, 1)
-    return _carried_out("all_reduce", (_NAMES[op], x, None, line), x, reduction, False, divisor)
+    reduction, divisor = ("sum", group.size) if op == "mean" else (op, 1)
+    return _carried_out("all_reduce", (_NAMES[op], x, None, group), x, reduction, False, divisor)
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, dim: int, group: AxisGroup) -> torch.Tensor:
     """The sum over the axis, of which coordinate i gets the i-th of equal pieces along `dim`."""
-    sent = cut_evenly(x, dim, line)
-    return _carried_out("reduce_scatter", ("psum_scatter", x, dim, line), sent, "sum", tuple(sent.shape[1:]))
+    sent = cut_evenly(x, dim, group)
+    return _carried_out("reduce_scatter", ("psum_scatter", x, dim, group), sent, "sum", tuple(sent.shape[1:]))
 
 
-def all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int, group: AxisGroup) -> torch.Tensor:
     """Every coordinate's `x`, concatenated along `dim` in order."""
-    found = _carried_out("all_gather", ("all_gather", x, dim, line), x, (line.size, *x.shape))
+    found = _carried_out("all_gather", ("all_gather", x, dim, group), x, (group.size, *x.shape))
     return _joined(found, dim)
 
 
-def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, line: Line) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: AxisGroup) -> torch.Tensor:
     """Cut along `split_dim` into equal pieces, the i-th for coordinate i; what arrives is concatenated."""
-    sent = cut_evenly(x, split_dim, line)
-    described = "all_to_all", x, (split_dim, concat_dim), line
+    sent = cut_evenly(x, split_dim, group)
+    described = "all_to_all", x, (split_dim, concat_dim), group
     return _joined(_carried_out("all_to_all", described, sent, None, None, tuple(sent.shape)), concat_dim)
 
 
-def exchange(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], line: Line) -> torch.Tensor:
+def exchange(
+    x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequence[int], group: AxisGroup
+) -> torch.Tensor:
     """Cut along `dim` into pieces of `sends[i]`, the i-th for coordinate i; `receives[i]` come from it."""
     rows = x.movedim(dim, 0)
     row = math.prod(rows.shape[1:])
     given, got = ([count * row for count in counts] for counts in (sends, receives))
-    described = "all_to_all", x, dim, line, sends, receives
-    return _exchanged(rows, given, got, line, described).view(sum(receives), *rows.shape[1:]).movedim(0, dim)
+    described = "all_to_all", x, dim, group, sends, receives
+    return _exchanged(rows, given, got, group, described).view(sum(receives), *rows.shape[1:]).movedim(0, dim)
 
 
-def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line) -> torch.Tensor:
+def permute(x: torch.Tensor, target: int | None, source: int | None, group: AxisGroup) -> torch.Tensor:
     """Sends `x` to coordinate `target` and returns what `source` sends: zeros where there is none.
 
-    Every rank of the line calls it, also one that neither sends nor receives.
+    Every rank of the group calls it, also one that neither sends nor receives.
     """
     count = x.numel()
-    sends = tuple([count if i == target else 0 for i in range(line.size)])
-    receives = tuple([count if i == source else 0 for i in range(line.size)])
-    described = "ppermute", x, None, line, sends, receives
-    received = _exchanged(x if target is not None else x.new_empty(0), sends, receives, line, described)
+    sends = tuple([count if i == target else 0 for i in range(group.size)])
+    receives = tuple([count if i == source else 0 for i in range(group.size)])
+    described = "ppermute", x, None, group, sends, receives
+    received = _exchanged(x if target is not None else x.new_empty(0), sends, receives, group, described)
     if source is not None:
         return received.view(x.shape)
     if not torch.compiler.is_compiling():
@@ -191,10 +188,10 @@ def permute(x: torch.Tensor, target: int | None, source: int | None, line: Line)
 
 
 def _exchanged(
-    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], line: Line, described: tuple[Any, ...]
+    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: AxisGroup, described: tuple[Any, ...]
 ) -> torch.Tensor:
     """The elements of `x` in order, `sends[i]` to coordinate i; flat, what came, `receives[i]` from it."""
-    if torch.compiler.is_compiling() and _group(line).fake and not sum(sends):
+    if torch.compiler.is_compiling() and group.fake and not sum(sends):
         # torch's fake backend refuses to receive where nothing is sent
         x, sends = x.new_zeros(sum(receives)), receives
     return _carried_out("all_to_all", described, x, receives, sends, (sum(receives),))
@@ -202,103 +199,73 @@ def _exchanged(
 
 def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any) -> torch.Tensor:
     """The collective `by` of a communicator: in a graph a node of it."""
-    group = described[3].group
+    group = described[3]
     if type(x) not in PLAIN:
         x = as_plain(waited(x))
     x = x.resolve_conj().resolve_neg().contiguous()
     if torch.compiler.is_compiling() or type(x) not in PLAIN:
-        return getattr(functional_communicator(group.name, group.size, x.dtype), by)(x, *how)
-    return collective(_operation, described, getattr(group.eager(x.dtype), by), x, *how)
+        return getattr(functional_communicator(group.group_name, group.size, x.dtype), by)(x, *how)
+    return collective(_named, described, getattr(group.eager(x.dtype), by), x, *how)
 
 
-def of_every_rank(value: Any, line: Line) -> list[Any]:
-    """What each rank of the line has as `value`, a Python object."""
-    found: list[Any] = [None] * line.size
-    group = _group(line)
-    described = COMPARISON, "all_gather_object", 0, 0, group.group, group.mesh
-    collective(_on_group, described, dist.all_gather_object, found, value, group.group)
+def gathered_values(value: Any, what: str, group: AxisGroup) -> list[Any]:
+    """The Python object of every rank of a group, in its order. `what` is it?"""
+    found: list[Any] = [None] * group.size
+    collective(
+        _operation, (what, "all_gather_object", (0, 0), group), dist.all_gather_object, found, value, group.group
+    )
     return found
 
 
-def gathered_numbers(numbers: Sequence[int], what: str, group: Methods, device: torch.device) -> list[list[int]]:
+def gathered_numbers(numbers: Sequence[int], what: str, group: AxisGroup, device: torch.device) -> list[list[int]]:
     """The whole numbers of every rank of a group, as many on each, in its order. `what` are they?
 
     The host waits for them.
     """
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    size = group.size
-    sent = mine.numel() * mine.element_size()
-    described = (
-        f"{what}, {len(numbers)} numbers",
-        "all_gather",
-        sent * (size - 1),
-        sent * (size - 1),
-        group.group,
-        group.mesh,
-    )
+    sides = tuple(moved("all_gather", len(numbers), mine.element_size(), group.size, group.coordinate))
+    described = f"{what}, {len(numbers)} numbers", "all_gather", sides, group
     gather = group.eager(mine.dtype).all_gather
-    return collective(_on_group, described, gather, mine, (size, len(numbers))).tolist()
+    return collective(_operation, described, gather, mine, (group.size, len(numbers))).tolist()
 
 
-def traced_numbers(numbers: Sequence[Any], size: int, group: Methods, device: torch.device) -> torch.Tensor:
+def traced_numbers(numbers: Sequence[Any], group: AxisGroup, device: torch.device) -> torch.Tensor:
     """The same in a graph, where numbers may be symbols: a tensor, flat."""
     mine = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
-    return functional_communicator(group.name, size, mine.dtype).all_gather(mine, (size * len(numbers),))
+    gather = functional_communicator(group.group_name, group.size, mine.dtype).all_gather
+    return gather(mine, (group.size * len(numbers),))
 
 
-COMPARISON = "a comparison of what is the same on all ranks"
-
-
-def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup, mesh: Mesh, what: str) -> None:
-    """Writes the `x` of the global rank `source` into that of all ranks of a group of the mesh. `what` is it for?"""
+def broadcast(x: torch.Tensor, source: int, group: AxisGroup, what: str) -> None:
+    """Writes the `x` of the global rank `source` into that of all ranks of a group. `what` is it for?"""
     text, sent = f"{what}, of rank {source}, {_tensor_text(x)}", x.numel() * x.element_size()
     sides = (0, sent) if source == dist.get_rank() else (sent, 0)
-    collective(_on_group, (text, "broadcast", *sides, group, mesh), dist.broadcast, x, source, group)
+    collective(_operation, (text, "broadcast", sides, group), dist.broadcast, x, source, group.group)
 
 
-def _on_group(what: str, by: str, bytes_in: int, bytes_out: int, group: dist.ProcessGroup, mesh: Mesh) -> Operation:
-    """What the ranks of a group do together."""
-    ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
-    position = mesh.universe.position(mesh.rank)
-    lines = {} if position is None else {name: mesh.ranks_of(mesh.layout(name)) for name in mesh.names}
-    axis = next((name for name, line in lines.items() if line is not None and list(line) == list(ranks)), "")
-    named = what, by, by, axis, str(group.group_name), ranks, "", device_of(mesh)
-    compared = f"{what} in {[*ranks]}"
-    return Operation(*named, bytes_in=bytes_in, bytes_out=bytes_out, compared=compared, mesh=mesh)
-
-
-def device_of(mesh: Mesh) -> str:
-    """The type of the devices that a bound mesh is of."""
-    return mesh.binding.device_type
-
-
-def _operation(
+def _named(
     what: str,
     x: torch.Tensor,
     dims: int | tuple[int, ...] | None,
-    line: Line,
+    group: AxisGroup,
     sends: Sequence[int] = (),
     receives: Sequence[int] = (),
 ) -> Operation:
-    """What the ranks of a line do together, by its public name. The dim by which `sends` count isn't compared."""
-    group = _group(line)
-    ranks = Universe.of(dist.get_process_group_ranks(group.group)).ranks
+    """What the ranks of a group do together, by its public name. The dim by which `sends` count isn't compared."""
     varies = dims if sends else None
     tensor = _tensor_text(x, varies if isinstance(varies, int) else None)
     along = "" if dims is None else f", dim {dims}" if isinstance(dims, int) else f", dims {dims[0]} and {dims[1]}"
-    said = f"{what} over '{line.name}' of {tensor}{along}"
-    named = said, what, _METHODS[what], line.name, group.name, ranks, str(x.dtype).removeprefix("torch.")
-    received, sent = _bytes_moved(what, x, dims, line, sends, receives)
-    return Operation(
-        *named,
-        device_of(group.mesh),
-        bytes_in=received,
-        bytes_out=sent,
-        compared=f"{what} in {[*ranks]} of {tensor}{along}",
-        sends=sends,
-        receives=receives,
-        mesh=group.mesh,
-    )
+    sides = _bytes_moved(what, x, dims, group, sends, receives)
+    found = _operation(f"{what} over '{group.name}' of {tensor}{along}", _METHODS[what], sides, group)
+    compared, dtype = f"{what} in {[*group.ranks]} of {tensor}{along}", str(x.dtype).removeprefix("torch.")
+    return replace(found, kind=what, dtype=dtype, compared=compared, sends=sends, receives=receives)
+
+
+def _operation(what: str, by: str, sides: Sequence[int], group: AxisGroup) -> Operation:
+    """What the ranks of a group do together, by which each receives and sends so many bytes."""
+    named = what, by, by, group.name, str(group.group_name), group.ranks, "", group.mesh.binding.device_type
+    compared = f"{what} in {[*group.ranks]}"
+    return Operation(*named, bytes_in=sides[0], bytes_out=sides[1], compared=compared, mesh=group.mesh)
 
 
 _METHODS = {
@@ -315,7 +282,7 @@ def _bytes_moved(
     what: str,
     x: torch.Tensor,
     dims: int | tuple[int, ...] | None,
-    line: Line,
+    group: AxisGroup,
     sends: Sequence[int],
     receives: Sequence[int],
 ) -> list[int]:
@@ -324,7 +291,7 @@ def _bytes_moved(
     counts = [[count * row for count in of] for of in (receives, sends)] if sends else ()
     reduces = _METHODS[what] in ("all_reduce", "reduce_scatter")
     each = reduced_bytes(x.dtype, what.removeprefix("p")) if reduces else x.element_size()
-    return moved(_METHODS[what], x.numel(), each, line.size, line.coordinate, *counts)
+    return moved(_METHODS[what], x.numel(), each, group.size, group.coordinate, *counts)
 
 
 def _tensor_text(x: torch.Tensor, varies: int | None = None) -> str:
@@ -333,25 +300,20 @@ def _tensor_text(x: torch.Tensor, varies: int | None = None) -> str:
     return f"[{sizes}] {str(x.dtype).removeprefix('torch.')}"
 
 
-def cut_evenly(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+def cut_evenly(x: torch.Tensor, dim: int, group: AxisGroup) -> torch.Tensor:
     """`x` cut along `dim` into one piece for each coordinate: `[size, *piece]`, contiguous.
 
     Raises `SizeError` where it doesn't divide.
     """
     extent = x.shape[dim]
-    if extent % line.size:
+    if extent % group.size:
         raise SizeError(
-            f"dim {dim} of {list(x.shape)} has {extent} elements, which doesn't divide into {line.size} pieces, "
-            f"one for each rank of '{line.name}'; pad it to {-(-extent // line.size) * line.size}"
+            f"dim {dim} of {list(x.shape)} has {extent} elements, which doesn't divide into {group.size} pieces, "
+            f"one for each rank of '{group.name}'; pad it to {-(-extent // group.size) * group.size}"
         )
-    return x.unflatten(dim, (line.size, extent // line.size)).movedim(dim, 0).contiguous()
+    return x.unflatten(dim, (group.size, extent // group.size)).movedim(dim, 0).contiguous()
 
 
 def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     """`[size, *piece]` concatenated along `dim` of the pieces; a view where memory allows."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _group(line: Line) -> Methods:
-    assert line.group is not None, "a line of one rank has no group"
-    return line.group
