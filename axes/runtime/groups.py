@@ -54,7 +54,6 @@ from axes.runtime.agreement import (
 
 _FAKE = "fake"
 _WITHOUT_OPTIONS = {"gloo", "mpi", "ucc", "xccl"}
-_UNDER_OPENED_DEPTH = 2
 
 
 def as_timeout(timeout: object, what: str) -> timedelta | None:
