@@ -24,7 +24,8 @@ from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, classes, same_cuts
+from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, classes, same_cuts
+from axes.algebra.splits import Cut, cuts, of_cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +53,21 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     _check_order_of_pending(sharding)
     strided: dict[str, ShardedDim] = {}
     for index, dim in enumerate(sharding.dims):
-        pieces = _torch_pieces(mesh, dim)
-        order = sorted((mesh.axis_names.index(name), at) for at, (_, name) in enumerate(pieces) if name)
-        done: set[int] = set()
-        for axis, at in order:
-            before = [size for i, (size, _) in enumerate(pieces[:at]) if i not in done]
-            sizes = [size for size in before if size is not None]
-            if len(sizes) < len(before):
-                raise ShardingError(
-                    f"DTensor needs the sizes of the factors in front of '{mesh.axis_names[axis]}' in {dim}; "
-                    f"write them: {' '.join(f'{f.name}=...' for f in dim.factors if f.size is None)}"
-                )
-            done.add(at)
-            behind = any(name is None for _, name in pieces[:at])
-            if len(order) > 1 and behind:
+        ends = cuts(_in_axes(mesh, dim), 0)
+        order = sorted(range(len(ends)), key=lambda at: mesh.axis_names.index(ends[at][1].name))
+        for number, at in enumerate(order):
+            before, axis = ends[at]
+            is_behind = before > math.prod(other.size for _, other in ends[:at])
+            if len(order) > 1 and is_behind:
                 raise ShardingError(
                     f"DTensor can't express {dim}: two axes on a dim with an unsplit factor in front; "
                     "make the factor in front a dim of its own"
                 )
-            in_front = max(1, math.prod(sizes))  # of nothing, each piece is nothing
-            found[mesh.axis_names[axis]] = PlacementSpec(index, in_front)
+            in_front = before // math.prod(ends[other][1].size for other in order[:number] if other < at)
+            found[axis.name] = PlacementSpec(index, in_front)
             if in_front > 1:
-                strided.setdefault("factor" if behind else "order", dim)
-        for name in mesh_axes(mesh, dim.axes):
-            if mesh.namespace[name].size == 1:
-                found[name] = PlacementSpec(index)
+                strided.setdefault("factor" if is_behind else "order", dim)
+        found |= {axis.name: PlacementSpec(index) for axis in _in_axes(mesh, dim).axes if axis.size == 1}
     if len(strided) > 1:
         # torch 2.13 undoes strided shards either as an order of axes or as strides, never both.
         raise ShardingError(
@@ -107,16 +98,17 @@ def _check_order_of_pending(sharding: Sharding) -> None:
         )
 
 
-def _torch_pieces(mesh: Mesh, dim: ShardedDim) -> list[tuple[int | None, str | None]]:
-    """A dim as `(size, axis)` from the major side, nothing of size 1; axis is None for what stays whole."""
-    pieces: list[tuple[int | None, str | None]] = []
-    for factor in dim.factors:
-        names = mesh_axes(mesh, factor.axes)
-        pieces += [(mesh.namespace[name].size, name) for name in names]
-        if len(dim.factors) > 1:
-            split = math.prod(mesh.namespace[name].size for name in names)
-            pieces.append((None if factor.size is None else factor.size // split, None))
-    return [(size, name) for size, name in pieces if size != 1]
+def _in_axes(mesh: Mesh, dim: ShardedDim) -> ShardedDim:
+    """A dim split by axes of the mesh itself; `ShardingError` where a size in front of one isn't known."""
+    factors = [replace(factor, axes=mesh.named(mesh_axes(mesh, factor.axes))) for factor in dim.factors]
+    for number, factor in enumerate(factors):
+        behind = [axis for other in factors[number + 1 :] for axis in other.axes if axis.size > 1]
+        if factor.size is None and behind:
+            raise ShardingError(
+                f"DTensor needs the sizes of the factors in front of '{behind[0]}' in {dim}; "
+                f"write them: {' '.join(f'{f.name}=...' for f in dim.factors if f.size is None)}"
+            )
+    return ShardedDim(tuple(factors))
 
 
 def mesh_axes(mesh: Mesh, axes: Sequence[NamedLayout]) -> list[str]:
@@ -193,7 +185,7 @@ def sharding_from(mesh: Mesh, placements: tuple[Any, ...], ndim: int, shape: Seq
 def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
     if len(placements) != mesh.ndim:
         raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
-    pieces: list[list[_Piece]] = [[_Piece(None, None)] for _ in range(ndim)]
+    ends: list[list[Cut]] = [[] for _ in range(ndim)]
     pending: list[PendingReduction] = []
     for axis, placement in zip(mesh.named(mesh.axis_names), placements, strict=True):
         if type(placement).__name__ not in _KNOWN:
@@ -215,70 +207,29 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
             dim = dim + ndim if dim < 0 else dim
             if not 0 <= dim < ndim:
                 raise ShardingError(f"{placement} is about dim {dim} of a tensor with {ndim} dims")
-            factor = getattr(placement, "split_factor", 1)
-            pieces[dim] = _cut(pieces[dim], axis, factor, placement)
-    for index, found in enumerate(pieces):
-        _check_one_axis_behind_a_factor(mesh, found, index, placements)
-    return Sharding(mesh, tuple(_as_dim(found, index) for index, found in enumerate(pieces)), tuple(pending))
-
-
-def _check_one_axis_behind_a_factor(mesh: Mesh, pieces: Sequence[_Piece], index: int, placements: Any) -> None:
-    """`ShardingError` for two axes on a dim with an unsplit factor in front of one of them.
-
-    FSDP2 makes such placements for a parameter of which a factor is split, and puts other rows on the ranks
-    than they say.
-    """
-    split = [at for at, piece in enumerate(pieces) if piece.axis is not None and piece.axis.size > 1]
-    if len(split) > 1 and any(piece.axis is None for piece in pieces[: split[-1]]):
-        raise ShardingError(
-            f"dim {index} of {list(placements)} on {mesh!r} is split by two axes and by a factor, and torch doesn't "
-            "keep to such placements. Where fully_shard made them, give it a shard_placement_fn for another dim, or "
-            "make the factor a dim of its own"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A piece of a dim from the major side: `size` None is the rest, `axis` None isn't split."""
-
-    size: int | None
-    axis: NamedLayout | None
-
-
-def _cut(pieces: list[_Piece], axis: NamedLayout, split_factor: int, placement: Any) -> list[_Piece]:
-    """The dim after one more shard: `split_factor` unsplit pieces stay in front of it."""
-    found, left, size = [], split_factor, axis.size
-    for at, piece in enumerate(pieces):
-        if piece.axis is not None:
-            found.append(piece)
-        elif left > 1 and piece.size is not None and left % piece.size == 0:
-            found.append(piece)
-            left //= piece.size
-        elif piece.size is None:
-            front = [_Piece(left, None)] if left > 1 else []
-            return [*found, *front, _Piece(size, axis), piece, *pieces[at + 1 :]]
-        elif piece.size % (left * size) == 0:
-            front = [_Piece(left, None)] if left > 1 else []
-            inner = piece.size // (left * size)
-            back = [_Piece(inner, None)] if inner > 1 else []
-            return [*found, *front, _Piece(size, axis), *back, *pieces[at + 1 :]]
-        else:
-            break
-    raise ShardingError(f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec")
-
-
-def _as_dim(pieces: Sequence[_Piece], index: int) -> ShardedDim:
-    """Pieces as factors: the axes in front of an unsplit piece split the factor that ends with it."""
-    factors: list[ShardedFactor] = []
-    axes: list[NamedLayout] = []
-    for piece in pieces:
-        if piece.axis is not None:
-            axes.append(piece.axis)
-            continue
-        size = None if piece.size is None else piece.size * math.prod(axis.size for axis in axes)
-        factors.append(ShardedFactor(None if size else "_", size, tuple(axes)))
-        axes = []
-    if len(factors) > 1:
+            _cut(ends[dim], axis, placement)
+    dims = []
+    for index, found in enumerate(ends):
+        large = [(before, axis.size) for before, axis in found if axis.size > 1]
+        if len(large) > 1 and large[-1][0] > math.prod(size for _, size in large[:-1]):
+            # FSDP2 makes such placements, and puts other rows on the ranks than they say.
+            raise ShardingError(
+                f"dim {index} of {list(placements)} on {mesh!r} is split by two axes and by a factor, and torch "
+                "doesn't keep to such placements. Where fully_shard made them, give it a shard_placement_fn for "
+                "another dim, or make the factor a dim of its own"
+            )
+        split = of_cuts("_", None, found)
         # `_` has no place in a group, so what is left of the dim gets a name.
-        factors[-1] = replace(factors[-1], name=f"inner{index}")
-    return ShardedDim(tuple(factors))
+        dims.append(split if len(split.factors) == 1 else of_cuts(f"inner{index}", None, found))
+    return Sharding(mesh, tuple(dims), tuple(pending))
+
+
+def _cut(ends: list[Cut], axis: NamedLayout, placement: Any) -> None:
+    """Adds one more shard to the cuts of a dim: as many unsplit pieces stay in front of it as the placement says."""
+    at, end, left = 0, 1, getattr(placement, "split_factor", 1)
+    gaps = [before // reach for (before, _), reach in zip(ends, [1, *(b * a.size for b, a in ends)], strict=False)]
+    while at < len(ends) and (gaps[at] == 1 or (left > 1 and left % gaps[at] == 0)):
+        left, end, at = left // gaps[at], ends[at][0] * ends[at][1].size, at + 1
+    if at < len(ends) and gaps[at] % (left * axis.size):
+        raise ShardingError(f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec")
+    ends.insert(at, (end * left, axis))

@@ -567,7 +567,7 @@ def _pieces(dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None
 
 def same_cuts(mine: ShardedDim, theirs: ShardedDim, extent: int) -> bool:
     """Whether two dims of this extent are cut the same on every rank."""
-    if extent == 0:
+    if extent == 0 or mine == theirs:
         return True
     even = [len(dim.factors) > 1 or extent % dim.pieces == 0 for dim in (mine, theirs)]
     if any(even):

@@ -103,7 +103,7 @@ def traced_extents(found: Recipe, shapes: Sequence[Shape], given: Given) -> Exte
     numbers = tuple(map(hints, shapes))
     reading = read(found.kind, found.text, tuple(map(len, shapes)), units_of(found.kind, found.text, numbers))
     for operand, dim, atom in reading.alone:
-        size, extent = shapes[operand][dim], found.inputs[operand].shape[dim]
+        size, extent = shapes[operand][dim], found.whole(found.inputs[operand].groups)[dim]
         is_cut_once = len(found.inputs[operand].source.dims[dim].factors) == 1
         is_even = type(size) is not int and is_cut_once and extent % hint(size) == 0
         sizes.setdefault(atom, []).append(size * (extent // hint(size)) if is_even else extent)

@@ -189,9 +189,9 @@ def _brought(made: BoundRecipe, needed: tuple[bool, ...], spec: Spec) -> Shardin
     """
     arrived = _arrived(made.recipe, spec)
     gradients = [gradient(made.recipe, index, arrived) for index, wanted in enumerate(needed) if wanted]
-    first = gradients[0].inputs[0]
+    first, shape = gradients[0].inputs[0], made.recipe.whole(made.recipe.result.groups)
     shared = shared_cotangent(gradients) if len(gradients) > 1 else None
-    return shared or (None if unmoved(arrived, first.source, first.shape) else first.source)
+    return shared or (None if unmoved(arrived, first.source, shape) else first.source)
 
 
 def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
@@ -203,7 +203,7 @@ def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
     first = inputs[0]
     if any(len(group) != 1 for i in inputs for group in i.groups) or any(i.prepared != first.prepared for i in inputs):
         return None
-    return None if unmoved(first.source, first.prepared, first.shape) else first.prepared
+    return None if unmoved(first.source, first.prepared, gradients[0].whole(first.groups)) else first.prepared
 
 
 @_per_program

@@ -216,7 +216,7 @@ def computed_shapes(extents: Extents) -> tuple[Shape, ...]:
     """The shapes that `local_computation` takes on this rank."""
     found = extents.recipe
     return tuple(
-        i.source.local_shape(i.shape) if as_is else extents.local(i.atoms, i.prepared)
+        i.source.local_shape(found.whole(i.groups)) if as_is else extents.local(i.atoms, i.prepared)
         for i, as_is in zip(found.inputs, _raw(found), strict=True)
     )
 

@@ -22,12 +22,11 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
-from axes.algebra.flow.states import same_split
 from axes.algebra.grammar import Dim, Factor, Spec, check_different, parse_tensor
 from axes.algebra.layout import NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_axes_are_whole, check_torch_can
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, same_cuts
 from axes.algebra.specs import parsed_sharding
 from axes.ops.request import Request
 from axes.runtime.border import counted_as_same as _counted
@@ -340,7 +339,7 @@ def _take_over(splits: dict[str, ShardedDim], reading: RegionExpression, each: R
         if key is None:
             continue
         other = splits.setdefault(key, split)
-        if not same_split(split, other, extent) and (flows(reading, dim) or _is_relative(dim)):
+        if not same_cuts(split, other, extent) and (flows(reading, dim) or _is_relative(dim)):
             raise ShardingError(
                 f"the tensors disagree on how '{key}' is split, {other} and {split}; reshard one of them"
             )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from axes.algebra.errors import MeshError, ShardingError, pointed, suggestion, unknown_axis
-from axes.algebra.flow.reading import Reading, Slot, Term
+from axes.algebra.flow.reading import Reading
+from axes.algebra.grammar import Span
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
 
@@ -19,7 +20,7 @@ def carrier_of(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None
     meshes = list(dict.fromkeys(s.mesh for s in shardings if s is not None))
     for name in reading.axes:
         if name not in mesh.namespace and not any(name in m.namespace for m in meshes):
-            shown = pointed(reading.text, *reading.span_of(name))
+            shown = pointed(reading.text, *next(span for _, axis, span in reading.uses if axis == name))
             raise MeshError(f"{unknown_axis(name, mesh.namespace, _hint(name, mesh, reading))}\n{shown}")
     if not meshes:
         return mesh
@@ -76,33 +77,16 @@ def check_axes(reading: Reading, mesh: Mesh) -> None:
                 f"axes.from_local or axes.reshard with mesh= brings it onto one that has it\nin  {reading.text}"
             )
     for term in reading.terms:
-        _check_once(reading, mesh, [u for slot in term.slots for u in uses_of(slot)] + _pending_uses(term))
-    every = [u for term in reading.operands for slot in term.slots for u in uses_of(slot)]
-    _check_once(reading, mesh, list(dict.fromkeys(every)))
+        _check_once(reading, mesh, term.uses)
+    every = [use for term in reading.operands for slot in term.slots for use in slot.uses]
+    _check_once(reading, mesh, list({use[:2]: use for use in every}.values()))
 
 
-def uses_of(slot: Slot) -> list[tuple[str, str]]:
-    """`(what, axis)` for every axis that a slot names."""
-    if slot.axes is not None:
-        return [(" ".join(slot.atoms), axis) for axis in slot.axes if axis != "*"]
-    return [(mark.atom, axis) for mark in slot.marks for axis in mark.axes or () if axis != "*"]
-
-
-def _pending_uses(term: Term) -> list[tuple[str, str]]:
-    return [(f"| {p.op}", axis) for p in term.pending or () if p.place is not None for axis in p.place.names]
-
-
-def _check_once(reading: Reading, mesh: Mesh, uses: Sequence[tuple[str, str]]) -> None:
-    for at, (what, axis) in enumerate(uses):
-        for before, other in uses[:at]:
+def _check_once(reading: Reading, mesh: Mesh, uses: Sequence[tuple[str, str, Span]]) -> None:
+    for at, (what, axis, span) in enumerate(uses):
+        for before, other, _ in uses[:at]:
             if axis == other or mesh.namespace[axis].overlaps(mesh.namespace[other]):
                 both = f"'{axis}' is used twice" if axis == other else f"'{other}' and '{axis}' share ranks"
                 places = f"by '{before}' and by '{what}'" if before != what else f"by '{what}'"
-                shown = pointed(reading.text, *_second(reading, axis, other))
+                shown = pointed(reading.text, *span)
                 raise ShardingError(f"{both}: {places}; an axis splits one dim or is pending\n{shown}")
-
-
-def _second(reading: Reading, axis: str, other: str) -> tuple[int, int]:
-    """Where an axis is named for the second time."""
-    spans = [span for _, axes, span in reading.places() if axes and axis in axes]
-    return spans[1] if axis == other and len(spans) > 1 else reading.span_of(axis)

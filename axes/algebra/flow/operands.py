@@ -1,7 +1,7 @@
 """Operands: what the tensors of an expression are, before the local computation.
 
 Rule 1 hands the splits of dims down to atoms, rule 2 compares them with what the left side says, and rule 3
-has all operands say the same of an atom that they share.
+has all operands say the same of an atom that they share. A plain tensor is what the left side says.
 """
 
 from __future__ import annotations
@@ -12,82 +12,51 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError
-from axes.algebra.flow.carrier import uses_of
-from axes.algebra.flow.reading import Axes, Mark, Reading, Slot, Term
+from axes.algebra.flow.reading import Mark, Reading, Slot, Term, atom_text
 from axes.algebra.flow.recipe import Shape
-from axes.algebra.flow.states import (
-    Digits,
-    Entry,
-    close,
-    entries_of,
-    land,
-    pending_of,
-    same_split,
-    split,
-)
-from axes.algebra.grammar import place_text
+from axes.algebra.grammar import Item, place_text
 from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, same_cuts
 from axes.algebra.sizes import Product, given_sizes, solve
+from axes.algebra.splits import Digits, Entry, axes_of, entries_of, handed_down, of_names, pending_of, split
 
 Named = tuple[NamedLayout, ...]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand's states: per dim, and per atom."""
+    """How an operand is split, dim by dim and atom by atom, and what is pending; of a plain tensor also what is the
+    same."""
 
+    number: int
     term: Term
-    shape: Shape
     dims: tuple[ShardedDim, ...]
-    marks: tuple[ShardedDim, ...]
+    atoms: tuple[ShardedDim, ...]
     pending: tuple[Entry, ...]
-    same: Named
+
+    @property
+    def splits(self) -> list[tuple[str, ShardedDim]]:
+        """The atoms in order, and how each is split."""
+        return [*zip(self.term.atoms, self.atoms, strict=True)]
 
     def text(self) -> str:
         """The operand as it is, in the expression's names."""
-        at, texts = 0, []
+        atoms, texts = list(map(str, self.atoms)), list[str]()
         for slot, dim in zip(self.term.slots, self.dims, strict=True):
-            states = self.marks[at : at + len(slot.marks)]
-            at += len(slot.marks)
-            texts.append(_slot_text(slot, dim, states))
-        clause = [f"{p}" for p in pending_of(self.pending)]
-        return " ".join([*texts, *(["|", *clause] if clause else [])])
-
-
-def _respec(operand: Operand, atom: str, axes: Named) -> str:
-    """The operand as it is, but for one name, which is split over `axes`."""
-    dims, marks = list(operand.dims), list(operand.marks)
-    for at, slot in enumerate(operand.term.slots):
-        if slot.atoms == (atom,):
-            dims[at] = split(atom, *axes)
-    for at, (name, _) in enumerate(marks_of(operand.term)):
-        marks[at] = split(atom, *axes) if name == atom else marks[at]
-    return replace(operand, dims=tuple(dims), marks=tuple(marks)).text()
-
-
-def _slot_text(slot: Slot, dim: ShardedDim, states: Sequence[ShardedDim]) -> str:
-    """A dim as it is: by its atoms where they are known, else as a whole."""
-    atoms = ["..." if atom.startswith("...") else atom.split("#")[0] for atom in slot.atoms]
-    if not atoms:
-        return "1" + (f"@{place_text(dim.axes)}" if dim.axes else "")
-    if len(atoms) == 1:
-        state = states[0] if states else dim
-        place = f"@{place_text(state.axes)}" if state.axes else ""
-        return atoms[0] + place if len(state.factors) == 1 else str(state)
-    if len(states) == len(atoms) and any(state.axes for state in states):
-        return f"({' '.join(_slot_text(_single(a), s, (s,)) for a, s in zip(slot.atoms, states, strict=True))})"
-    group = f"({' '.join(atoms)})"
-    return group if not dim.axes else f"{group}@{place_text(dim.axes)}" if len(dim.factors) == 1 else str(dim)
-
-
-def _single(atom: str) -> Slot:
-    return Slot((Mark(atom),))
+            inner = " ".join([atoms.pop(0) for _ in slot.marks])
+            one = "1" + (f"@{place_text(dim.axes)}" if dim.axes else "")
+            texts.append({0: one, 1: inner}.get(len(slot.marks), f"({inner})"))
+        pending = pending_of(self.pending)
+        return " ".join([*texts, *(["|"] if pending else []), *map(str, pending)])
 
 
 class Operands:
-    """The tensors of one expression as it finds them: sizes, states of atoms, what all operands say of an atom."""
+    """The tensors of one expression as it finds them: sizes, how atoms are split, what is pending.
+
+    sizes: the whole size of each atom. assumed: atoms whose size a plain shard alone says. splits: what all operands
+    say of an atom. stars: what `*` stands for on the left, by atom.
+    """
 
     def __init__(
         self,
@@ -97,326 +66,212 @@ class Operands:
         shapes: Sequence[Shape],
         given: tuple[tuple[str, Any], ...],
     ):
-        self.reading, self.mesh = reading, mesh
+        self.reading, self.mesh, self.actual = reading, mesh, shardings
         self.is_global = shardings[0] is not None
-        self.actual = shardings
-        named = [*mesh.named(reading.axes)]
-        for sharding in shardings:
-            if sharding is not None:
-                named += [a for dim in sharding.dims for a in dim.axes]
-                named += [a for p in sharding.pending for a in p.axes]
-        self.digits = Digits(mesh, named)
-        self.mentioned = frozenset(self.digits.of(mesh.named(reading.axes)))
+        self.written = mesh.named(reading.axes)
+        self.digits = Digits(mesh, [*self.written, *axes_of(*[s for s in shardings if s is not None])])
+        self.mentioned = frozenset(self.digits.of(self.written))
+        self.assumed: set[str] = set()
         self.sizes = self._sizes(shapes, dict(given))
-        self.stars: dict[str, Named] = {}
-        self.unclear: list[str] = []
-        self.operands = [self._operand(i, shapes[i]) for i in range(len(shapes))]
-        self.states = self._common()
+        # A dim without elements is split as one that all ranks divide.
+        self.cut = {atom: size or mesh.size for atom, size in self.sizes.items()}
+        self._stars: dict[str, list[Named]] = {}
+        self.operands = [self._operand(number, shape) for number, shape in enumerate(shapes)]
+        self.stars = {atom: found[0] for atom, found in self._stars.items()}
+        self.splits = self._common()
 
     # sizes
 
     def _sizes(self, shapes: Sequence[Shape], given: dict[str, Any]) -> dict[str, int]:
         reading = self.reading
-        inline = [_Item(name, size) for name, size in reading.inline]
-        known: dict[str, int] = given_sizes(given, None, inline, reading.names)  # type: ignore[arg-type]
-        for atom in {atom for term in reading.terms for atom in term.atoms}:
-            if "#" in atom:
-                known[atom] = int(atom.split("#")[0])
-        sized = {**known, **self._known_wholes(known)}
-        self.assumed: set[str] = set()
+        known = given_sizes(given, None, [Item(*pair) for pair in reading.inline], reading.names)
+        known |= {atom: int(atom_text(atom)) for atom in reading.atoms if "#" in atom}
+        wholes = dict(reading.wholes)
+        known |= {
+            whole: math.prod(known[n] for n in inner) for whole, inner in wholes.items() if known.keys() >= {*inner}
+        }
         equations = []
-        for index, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
+        for number, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
             for dim, (slot, extent) in enumerate(zip(term.slots, shape, strict=True)):
-                count = 1 if self.is_global else math.prod(self.mesh.layout(a).size for _, a in uses_of(slot))
+                count = 1 if self.is_global else math.prod(axis.size for axis in self.named(a for _, a, _ in slot.uses))
+                open_ = [atom for atom in slot.atoms if atom not in known]
                 # A plain shard of a known size may be uneven; it is checked against its rank's share.
-                if count == 1 or not all(a in sized for a in slot.atoms):
-                    if count > 1:
-                        self.assumed.update(a for a in slot.atoms if a not in sized)
-                    where = f"dim {dim} of {list(shape)}" + (f", operand {index + 1}" if len(shapes) > 1 else "")
+                if count == 1 or open_:
+                    self.assumed.update(open_ if count > 1 else ())
+                    where = f"dim {dim} of {list(shape)}" + (f", operand {number + 1}" if len(shapes) > 1 else "")
                     equations.append(Product(slot.atoms, (), extent * count, f"{where}, in  {reading.text}"))
-        for whole_name, inner in reading.wholes:
-            self._check_whole(whole_name, inner, known)
-        found = solve(equations, sized)
-        open_ = [atom for term in reading.terms for atom in term.atoms if atom not in found]
-        if open_:
-            raise SizeError(
-                f"the size of '{open_[0]}' isn't known from any tensor; give it, like {open_[0]}=2\nin  {reading.text}"
+        found = solve(equations, known)
+        for atom in reading.atoms:
+            inner = wholes.get(atom, (atom,))
+            if atom not in found:
+                name = next(name for name in inner if name not in known)
+                raise SizeError(
+                    f"the size of '{name}' isn't known from any tensor; give it, like {name}=2\nin  {reading.text}"
+                )
+            if found[atom] % math.prod(known.get(name, 1) for name in inner if atom in wholes):
+                parts = " * ".join(f"{name}={known[name]}" for name in inner if name in known)
+                raise SizeError(f"{found[atom]} isn't a multiple of  {parts}  for {atom} in  {reading.text}")
+        return found
+
+    def extent(self, slot: Slot) -> int:
+        """The whole size of a dim."""
+        return math.prod(self.sizes[atom] for atom in slot.atoms)
+
+    def joined(self, slot: Slot, splits: Sequence[ShardedDim]) -> ShardedDim:
+        """The dim whose atoms are split so."""
+        try:
+            return of_names([*zip(splits, map(self.cut.__getitem__, slot.atoms), strict=True)])
+        except ShardingError as error:
+            raise ShardingError(f"{error}\nin  {self.reading.text}") from None
+
+    def handed_down(self, dim: ShardedDim, slot: Slot, advice: str) -> list[ShardedDim]:
+        """How the atoms of a dim are split; `ShardingError` where its split doesn't fall on them."""
+        names = [(atom_text(atom), self.cut[atom]) for atom in slot.atoms]
+        found = handed_down(dim, names)
+        if found is None:
+            sizes = " ".join(f"{name}={size}" for name, size in names)
+            raise ShardingError(
+                f"{place_text(dim.axes)} splits {slot} into {dim.pieces} parts that don't fall "
+                f"on its names: ({sizes})\nin  {self.reading.text}\n{advice}, or choose sizes that divide"
             )
-        for whole_name, inner in reading.wholes:
-            count = math.prod(known.get(name, 1) for name in inner)
-            if found[whole_name] % count or (all(n in known for n in inner) and found[whole_name] != count):
-                given_text = " * ".join(f"{n}={known[n]}" for n in inner if n in known)
-                raise SizeError(
-                    f"{found[whole_name]} isn't a multiple of  {given_text}  for {whole_name} in  {reading.text}"
-                )
         return found
 
-    def _check_whole(self, name: str, inner: Sequence[str], known: dict[str, int]) -> None:
-        if self.reading.kind == "repeat" and name not in {a for t in self.reading.operands for a in t.atoms}:
-            missing = [n for n in inner if n not in known]
-            if missing:
-                raise SizeError(
-                    f"repeat needs the size of '{missing[0]}', like {missing[0]}=2\nin  {self.reading.text}"
-                )
-
-    def _known_wholes(self, known: dict[str, int]) -> dict[str, int]:
-        found = {}
-        for name, inner in self.reading.wholes:
-            if all(n in known for n in inner):
-                found[name] = math.prod(known[n] for n in inner)
-        return found
+    def named(self, axes: Any) -> Named:
+        """Axes by their names, `*` left out."""
+        return self.mesh.named(axis for axis in axes or () if axis != "*")
 
     # rules 1 and 2: what each operand's atoms are
 
-    def _operand(self, index: int, shape: Shape) -> Operand:
-        term = self.reading.operands[index]
-        found = self._asserted(index, term) if self.is_global else self._declared(index, term, shape)
-        if not self.is_global:
-            self._check_local(index, found, shape)
-        return found
+    def _operand(self, number: int, shape: Shape) -> Operand:
+        term, actual = self.reading.operands[number], self.actual[number]
+        if actual is None:
+            dims = tuple(map(self._declared, term.slots))
+            pending = self.declared_pending(term)
+        else:
+            dims, pending = actual.dims, tuple(entries_of(actual.pending))
+        splits = [
+            self.handed_down(dim, slot, f"axes.reshard it to '{slot}' before")
+            for dim, slot in zip(dims, term.slots, strict=True)
+        ]
+        has = Operand(number, term, dims, tuple(state for each in splits for state in each), pending)
+        if actual is None:
+            self._check_local(has, shape)
+        else:
+            self._assert_pending(has)
+        found = []
+        for slot, dim, each in zip(term.slots, dims, splits, strict=True):
+            if slot.axes is not None and not same_cuts(
+                dim, split(str(slot), *self.named(slot.axes)), self.extent(slot)
+            ):
+                self._mismatch(has)
+            found += [self._asserted(has, slot, *pair) for pair in zip(slot.marks, each, strict=True)]
+        return replace(has, atoms=tuple(found))
 
-    def _declared(self, index: int, term: Term, shape: Shape) -> Operand:
-        dims: list[ShardedDim] = []
-        marks: list[ShardedDim] = []
-        for slot in term.slots:
-            atoms = [(atom, self.sizes[atom]) for atom in slot.atoms]
-            extent = math.prod(size for _, size in atoms)
-            if slot.axes is not None:
-                axes = self._starless(slot.axes)
-                dim = split(group_text(slot), *axes)
-                landed = self._landed(dim, extent, atoms, slot)
-            else:
-                landed = [split(m.atom, *self._starless(m.axes or ())) for m in slot.marks]
-                dim = closed([*zip(landed, (n for _, n in atoms), strict=True)], self.reading)
-            dims.append(dim)
-            marks.extend(self._as_written(slot, landed) if extent == 0 else landed)
-        self._bind_stars(term, marks)
-        pending, same = self.declared_pending(term)
-        whole = tuple(math.prod(self.sizes[a] for a in slot.atoms) for slot in term.slots)
-        return Operand(term, whole, tuple(dims), tuple(marks), pending, same)
+    def _declared(self, slot: Slot) -> ShardedDim:
+        """How a dim of a plain tensor is split."""
+        if slot.axes is not None:
+            return split(str(slot), *self.named(slot.axes))
+        return self.joined(slot, [split(atom_text(mark.atom), *self.named(mark.axes)) for mark in slot.marks])
 
-    def _bind_stars(self, term: Term, marks: Sequence[ShardedDim]) -> None:
-        """On a plain tensor a `*` on the left is nothing: what isn't declared isn't known."""
-        right = set(self.reading.result.atoms)
-        for (atom, axes), _ in zip(marks_of(term), marks, strict=True):
-            if axes is None or "*" not in axes:
-                continue
-            if atom not in right and self.mesh.size > 1:  # a rank alone has all of it
-                self._fail(
-                    f"a plain tensor doesn't say what splits '{atom}', over which the sum would be resolved; write "
-                    f"its axes in place of '*'",
-                    self.reading.span_of_atom(atom),
-                )
-            self.stars[atom] = ()
-
-    def _starless(self, axes: Axes) -> Named:
-        return self.mesh.named(axis for axis in axes if axis != "*")
-
-    def declared_pending(self, term: Term) -> tuple[tuple[Entry, ...], Named]:
+    def declared_pending(self, term: Term) -> tuple[Entry, ...]:
         """What a term says is pending, and over which axes its gradient is the same."""
-        entries = [(p.op, axis) for p in term.pending or () if p.place for axis in self.mesh.named(p.place.names)]
-        same = tuple(axis for op, axis in entries if op == "same")
-        return tuple(entry for entry in entries if entry[0] != "same"), same
+        if self.is_global:
+            for p in term.pending or ():
+                if p.op == "same":
+                    self.reading.fail("'same' is about gradients of plain tensors; a DTensor has none", p.span)
+        places = [(p.op, p.place.names) for p in term.pending or () if p.place]
+        return tuple((op, axis) for op, names in places for axis in self.mesh.named(names))
 
-    def _check_local(self, index: int, operand: Operand, shape: Shape) -> None:
+    def _check_local(self, has: Operand, shape: Shape) -> None:
         """A plain tensor is the shard that the declaration says this rank has."""
-        sharding = Sharding(self.mesh, operand.dims)
+        for mark in (mark for slot in has.term.slots for mark in slot.marks):
+            # What isn't declared isn't known. A rank alone has all of it.
+            if "*" in (mark.axes or ()) and mark.atom not in self.reading.result.atoms and self.mesh.size > 1:
+                self.reading.fail(
+                    f"a plain tensor doesn't say what splits '{mark.atom}', over which the sum would be resolved; "
+                    "write its axes in place of '*'",
+                    mark.span,
+                )
         if self.mesh.coordinate is None:
             raise MeshError(
                 f"rank {self.mesh.rank} isn't in {self.mesh!r}, so it has no shard\nin  {self.reading.text}"
             )
-        expected = sharding.local_shape(operand.shape)
+        whole = tuple(map(self.extent, has.term.slots))
+        expected = Sharding(self.mesh, has.dims).local_shape(whole)
         if expected != tuple(shape):
             raise SizeError(
-                f"the shard of {list(operand.shape)} on rank {self.mesh.rank} is {list(expected)} by "
-                f"'{operand.term}'; found {list(shape)}\nin  {self.reading.text}"
+                f"the shard of {list(whole)} on rank {self.mesh.rank} is {list(expected)} by "
+                f"'{has.term.text}'; found {list(shape)}\nin  {self.reading.text}"
             )
 
-    def _asserted(self, index: int, term: Term) -> Operand:
-        sharding = self.actual[index]
-        assert sharding is not None
-        dims = [self._unmentioned(*pair) for pair in zip(sharding.dims, term.slots, strict=True)]
-        shape = tuple(math.prod(self.sizes[a] for a in slot.atoms) for slot in term.slots)
-        entries = tuple(entries_of(sharding.pending))
-        operand = self._handed_down(term, shape, dims, entries)
-        self._assert_pending(index, operand)
-        marks = list(operand.marks)
-        for at, (atom, axes) in enumerate(marks_of(term, groups=False)):
-            marks[at] = self._assert_mark(index, operand, atom, axes, marks[at])
-        return Operand(term, shape, tuple(dims), tuple(marks), entries, ())
-
-    def _as_written(self, slot: Slot, landed: list[ShardedDim]) -> list[ShardedDim]:
-        """The splits of the atoms of a dim without elements: as the text says, if it says them of the same axes."""
-        if any("*" in (mark.axes or ()) for mark in slot.marks):
-            return landed
-        written = {mark.atom: self.mesh.named(mark.axes or ()) for mark in slot.marks}
-        said = [axis for axes in written.values() for axis in axes]
-        has = [axis for each in landed for axis in each.axes]
-        if {*self.digits.of(said)} != {*self.digits.of(has)}:
-            return landed
-        return [split(atom, *written.get(atom, ())) for atom in slot.atoms]
-
-    def _unmentioned(self, dim: ShardedDim, slot: Slot) -> ShardedDim:
-        """A dim without axes of size one that the text names, since of those it decides alone, or of
-        which a group couldn't tell on which of its atoms they are."""
-        named = set(self.reading.axes)
-        single = len(slot.marks) == 1
-
-        def stays(axis: NamedLayout) -> bool:
-            return axis.size > 1 or (single and axis.name not in named)
-
-        factors = tuple(ShardedFactor(f.name, f.size, tuple(filter(stays, f.axes))) for f in dim.factors)
-        return ShardedDim(factors)
-
-    def _handed_down(self, term: Term, shape: Shape, dims: Sequence[ShardedDim], pending: tuple[Entry, ...]) -> Operand:
-        """The operand with its splits handed down to its atoms."""
-        raw = Operand(term, shape, tuple(dims), (), pending, ())
-        marks: list[ShardedDim] = []
-        for slot, dim, extent in zip(term.slots, dims, shape, strict=True):
-            atoms = [(atom, self.sizes[atom]) for atom in slot.atoms]
-            if slot.axes is not None:
-                wanted = split(group_text(slot), *self._starless(slot.axes))
-                if "*" in slot.axes:
-                    self._fail(f"write '*' at the name in {slot} that it is about", slot.span)
-                if not same_split(dim, wanted, extent):
-                    self._mismatch(raw)
-            landed = self._landed(dim, extent, atoms, slot)
-            marks.extend(self._as_written(slot, landed) if extent == 0 else landed)
-        return Operand(term, shape, tuple(dims), tuple(marks), pending, ())
-
-    def _assert_mark(self, index: int, operand: Operand, atom: str, axes: Axes | None, state: ShardedDim) -> ShardedDim:
-        """The state of an atom after the assertion that stands at it."""
-        reading = self.reading
-        if atom not in reading.explicit or axes == _OUTER:
+    def _asserted(self, has: Operand, slot: Slot, mark: Mark, state: ShardedDim) -> ShardedDim:
+        """How an atom is split, once it is held against what the text says of it."""
+        atom, axes = mark.atom, mark.axes
+        if slot.axes is not None or atom not in self.reading.explicit:
             return state
-        if axes is not None and "*" in axes:
-            return self._matched(operand, atom, axes, state)
-        if axes is None and atom in reading.starred:
-            self._bind(operand, atom, state.axes if len(state.factors) == 1 else None)
+        if axes == ("*",) or (axes is None and atom in self.reading.starred):
+            self._stars.setdefault(atom, []).append(state.axes)
             return state
-        wanted = split(atom, *self.mesh.named(axes or ()))
-        if not same_split(state, wanted, self.sizes[atom]):
-            self._mismatch(operand)
-        return wanted
-
-    def _matched(self, operand: Operand, atom: str, axes: Axes, state: ShardedDim) -> ShardedDim:
-        """`h@(* cp)` on the left: `*` is what h has beside cp."""
-        if axes == ("*",):
-            self._bind(operand, atom, state.axes)
-            return state
-        at = axes.index("*")
-        before, behind = self.mesh.named(axes[:at]), self.mesh.named(axes[at + 1 :])
-        front, back = self.digits.of(before), self.digits.of(behind)
-        have = self.digits.of(state.axes)
-        middle = have[len(front) : len(have) - len(back)]
-        if len(state.factors) > 1 or have != (*front, *middle, *back):
-            self._mismatch(operand)
-        rest = self.mesh.calls(middle)
-        wanted = split(atom, *before, *rest, *behind)
-        if not same_split(state, wanted, self.sizes[atom]):
-            self._mismatch(operand)
-        self._bind(operand, atom, rest)
-        return wanted
-
-    def _bind(self, operand: Operand, atom: str, axes: Named | None) -> None:
-        if axes is None:
-            self._fail(
-                f"'{atom}' is split by one of its factors ({operand.text()}), so '*' has no place to add to; "
-                "write its factors as a group",
-                self.reading.span_of_atom(atom),
-            )
-        if self.digits.of(self.stars.setdefault(atom, axes)) != self.digits.of(axes):
-            # Where the operands disagree, that is the error (see `_common`).
-            self.unclear.append(
-                f"'*' of '{atom}' is {place_text(self.stars[atom])} in one place, {place_text(axes)} in another"
-            )
-
-    def _assert_pending(self, index: int, operand: Operand) -> None:
-        """What the text mentions is pending exactly where the left says so."""
-        term = operand.term
-        for p in term.pending or ():
-            if p.op == "same":
-                self._fail("'same' is about gradients of plain tensors; a DTensor has none", p.span)
-        if term.keeps_any:
-            return
-        declared, _ = self.declared_pending(term)
-        says = {(op, digit) for op, axis in declared for digit in self.digits.of((axis,))}
-        every = term.pending is not None and not term.pending
-        has = {
-            (op, digit)
-            for op, axis in operand.pending
-            for digit in self.digits.of((axis,))
-            if every or digit in self.mentioned
-        }
-        if says != has:
-            self._mismatch(operand)
-
-    def _mismatch(self, operand: Operand) -> NoReturn:
-        """Rule 2 is broken: both, one line each, and what to write."""
-        has = operand.text()
-        which = ""
-        if len(self.reading.operands) > 1:
-            which = f"operand {next(i for i, t in enumerate(self.reading.operands) if t is operand.term) + 1} "
-        else:
-            which = "the tensor "
-        raise ShardingError(
-            f"{which}isn't sharded as the left side says\n"
-            f"  says  {operand.term}\n"
-            f"  has   {has}\n"
-            f"in  {self.reading.text}\n"
-            f"write '{has}' on the left, or axes.reshard it before"
-        )
-
-    def _landed(self, dim: ShardedDim, extent: int, atoms: Sequence[tuple[str, int]], slot: Slot) -> list[ShardedDim]:
-        """The states of the atoms of a dim; `ShardingError` where its split doesn't fall on them."""
-        found = land(dim, extent, atoms)
-        if found is None:
-            raise self.between_names(dim, atoms, slot, f"axes.reshard it to '{group_text(slot)}' before")
+        wanted = self.named(axes)
+        if axes and "*" in axes:
+            # `h@(* cp)`: `*` is what h has beside cp.
+            at, have = axes.index("*"), self.digits.of(state.axes)
+            front, back = (self.named(some) for some in (axes[:at], axes[at:]))
+            rest = have[len(self.digits.of(front)) : len(have) - len(self.digits.of(back))]
+            if (*self.digits.of(front), *rest, *self.digits.of(back)) != have:
+                self._mismatch(has)
+            star = self.mesh.calls(rest)
+            self._stars.setdefault(atom, []).append(star)
+            wanted = (*front, *star, *back)
+        found = split(atom_text(atom), *(axis for axis in wanted if axis.size > 1))
+        if not same_cuts(state, found, self.cut[atom]):
+            self._mismatch(has)
         return found
 
-    def between_names(
-        self, dim: ShardedDim, atoms: Sequence[tuple[str, int]], slot: Slot, advice: str
-    ) -> ShardingError:
-        """The error for a split of a group that doesn't fall on the names in it."""
-        sizes = " ".join(f"{name.split('#')[0]}={size}" for name, size in atoms)
-        return ShardingError(
-            f"{place_text(dim.axes)} splits {group_text(slot)} into {dim.pieces} parts that don't fall "
-            f"on its names: ({sizes})\nin  {self.reading.text}\n{advice}, or choose sizes that divide"
-        )
+    def _assert_pending(self, has: Operand) -> None:
+        """What the text mentions is pending exactly where the left says so."""
+        declared, term = self.declared_pending(has.term), has.term
+        if term.keeps_any:
+            return
+        says = {(op, digit) for op, axis in declared for digit in self.digits.of((axis,))}
+        every = {(op, digit) for op, axis in has.pending for digit in self.digits.of((axis,))}
+        if says != {entry for entry in every if term.pending == () or entry[1] in self.mentioned}:
+            self._mismatch(has)
 
-    def _fail(self, message: str, span: tuple[int, int] | None = None) -> NoReturn:
-        self.reading.fail(message, span)
+    def _mismatch(self, has: Operand) -> NoReturn:
+        """Rule 2 is broken: both, one line each, and what to write."""
+        which = f"operand {has.number + 1}" if len(self.actual) > 1 else "the tensor"
+        raise ShardingError(
+            f"{which} isn't sharded as the left side says\n"
+            f"  says  {has.term.text}\n"
+            f"  has   {has.text()}\n"
+            f"in  {self.reading.text}\n"
+            f"write '{has.text()}' on the left, or axes.reshard it before"
+        )
 
     # what the operands say together
 
     def _common(self) -> dict[str, ShardedDim]:
-        """The one state of each atom of the operands; rule 3 forbids to make it one."""
+        """How each atom of the operands is split; rule 3 forbids to make it so."""
         found: dict[str, tuple[ShardedDim, Operand]] = {}
-        self._check_waiting()
+        self._check_pending()
         for operand in self.operands:
-            for (atom, _), state in zip(marks_of(operand.term), operand.marks, strict=True):
-                if atom not in found:
-                    found[atom] = state, operand
-                elif not same_split(found[atom][0], state, self.sizes[atom]):
-                    self._disagree(atom, found[atom], (state, operand))
-        if self.unclear:
-            self._fail(self.unclear[0])
-        states = self._once({atom: state for atom, (state, _) in found.items()})
-        self._check_shared(states)
-        return states
-
-    def _once(self, states: dict[str, ShardedDim]) -> dict[str, ShardedDim]:
-        """The states with each axis of size one on the first atom that has it: it splits nothing."""
-        seen: set[NamedLayout] = set()
-        found = {}
-        for atom, state in states.items():
-            factors = []
-            for f in state.factors:
-                kept = tuple(a for a in f.axes if a not in seen or a.size > 1)
-                seen.update(kept)
-                factors.append(ShardedFactor(f.name, f.size, kept))
-            found[atom] = ShardedDim(tuple(factors))
-        return found
+            for atom, state in operand.splits:
+                first, other = found.setdefault(atom, (state, operand))
+                if not same_cuts(first, state, self.cut[atom]):
+                    self._disagree(atom, (first, other), (state, operand))
+        for atom, bound in self._stars.items():
+            for axes in bound:
+                if self.digits.of(axes) != self.digits.of(bound[0]):
+                    places = f"{place_text(bound[0])} in one place, {place_text(axes)} in another"
+                    self.reading.fail(f"'*' of '{atom}' is {places}", self.reading.span_of(atom))
+        splits = {atom: state for atom, (state, _) in found.items()}
+        owner: dict[Mode, str] = {}
+        for atom, axis in [(atom, axis) for atom, state in splits.items() for axis in state.axes]:
+            for digit in self.digits.of((axis,)):
+                if owner.setdefault(digit, atom) != atom:
+                    self._conflict(f"'{axis}' is wanted by '{owner[digit]}' and by '{atom}'")
+        return splits
 
     def _disagree(self, atom: str, one: tuple[ShardedDim, Operand], other: tuple[ShardedDim, Operand]) -> NoReturn:
         if one[1] is other[1]:
@@ -424,80 +279,42 @@ class Operands:
                 f"a diagonal needs '{atom}' unsplit in both places\n  has   {one[1].text()}\nin  {self.reading.text}\n"
                 "axes.reshard the tensor before"
             )
-        states = f"{place_of(atom, one[0])} and {place_of(atom, other[0])}"
+        has, bare = (one, other) if one[0].axes else (other, one)
+        atoms = tuple([split(atom_text(atom), *has[0].axes) if name == atom else had for name, had in bare[1].splits])
         raise ShardingError(
-            f"the operands disagree on '{atom}': {states}\n{self.lines()}\n"
-            f"in  {self.reading.text}\n{self._resolve(atom, one, other)}"
+            f"the operands disagree on '{atom}': {place_of(atom, one[0])} and {place_of(atom, other[0])}\n"
+            f"{self.lines()}\nin  {self.reading.text}\n"
+            f"axes.reshard operand {bare[1].number + 1} to '{replace(bare[1], atoms=atoms).text()}' before"
         )
-
-    def _resolve(self, atom: str, one: tuple[ShardedDim, Operand], other: tuple[ShardedDim, Operand]) -> str:
-        """The reshard that would make two operands agree."""
-        split_one, bare = (one, other) if one[0].axes else (other, one)
-        number = next(i for i, operand in enumerate(self.operands) if operand is bare[1]) + 1
-        spec = _respec(bare[1], atom, split_one[0].axes)
-        return f"axes.reshard operand {number} to '{spec}' before"
 
     def lines(self) -> str:
         """The operands as they are, a line each."""
         if len(self.operands) == 1:
             return f"  has   {self.operands[0].text()}"
-        return "\n".join(f"  operand {i + 1}  {operand.text()}" for i, operand in enumerate(self.operands))
+        return "\n".join(f"  operand {operand.number + 1}  {operand.text()}" for operand in self.operands)
 
-    def _check_shared(self, states: dict[str, ShardedDim]) -> None:
-        """A digit splits one name of all that the operands have."""
-        owner: dict[Any, str] = {}
-        for atom, state in states.items():
-            for axis in state.axes:
-                for digit in self.digits.of((axis,)):
-                    if owner.setdefault(digit, atom) != atom:
-                        self._conflict(f"'{axis}' is wanted by '{owner[digit]}' and by '{atom}'")
-
-    def _check_waiting(self) -> None:
+    def _check_pending(self) -> None:
         """In an einsum a digit is pending in one operand, and the others are replicated over it."""
         if self.reading.kind != "einsum":
             return
-        splits = {
-            digit: atom
-            for operand in self.operands
-            for (atom, _), state in zip(marks_of(operand.term), operand.marks, strict=True)
-            for digit in self.digits.of(state.axes)
-        }
+        every = [pair for operand in self.operands for pair in operand.splits]
+        splits = {digit: atom for atom, state in every for digit in self.digits.of(state.axes)}
         waiting: dict[Mode, int] = {}
-        for number, operand in enumerate(self.operands):
-            for op, axis in operand.pending:
-                if op not in LINEAR:
-                    self._conflict(f"a pending {op} can't be multiplied; resolve it first")
-                for digit in self.digits.of((axis,)):
-                    if digit in splits:
-                        self._conflict(f"'{axis}' splits '{splits[digit]}' and is pending in operand {number + 1}")
-                    if (before := waiting.setdefault(digit, number)) != number:
-                        self._conflict(
-                            f"operands {before + 1} and {number + 1} are both pending over '{axis}', "
-                            "and a product of sums isn't a sum of products"
-                        )
+        for number, op, axis in [(each.number + 1, *entry) for each in self.operands for entry in each.pending]:
+            if op not in (*LINEAR, "same"):
+                self._conflict(f"a pending {op} can't be multiplied; resolve it first")
+            for digit in self.digits.of((axis,)) if op != "same" else ():
+                if digit in splits:
+                    self._conflict(f"'{axis}' splits '{splits[digit]}' and is pending in operand {number}")
+                if (before := waiting.setdefault(digit, number)) != number:
+                    self._conflict(
+                        f"operands {before} and {number} are both pending over '{axis}', "
+                        "and a product of sums isn't a sum of products"
+                    )
 
     def _conflict(self, message: str) -> NoReturn:
         advice = "axes.reshard one of them before" if len(self.operands) > 1 else "axes.reshard it before"
         raise ShardingError(f"{message}\n{self.lines()}\nin  {self.reading.text}\n{advice}")
-
-
-_OUTER: Axes = ("@group",)
-"""In `marks_of`: the atom stands in a group with a place of its own, which is asserted as a whole."""
-
-
-def marks_of(term: Term, groups: bool = True) -> list[tuple[str, Axes | None]]:
-    """`(atom, place)` of each mark in order."""
-    return [
-        (mark.atom, mark.axes if slot.axes is None else slot.axes if groups else _OUTER)
-        for slot in term.slots
-        for mark in slot.marks
-    ]
-
-
-def group_text(slot: Slot) -> str:
-    """A slot without its places."""
-    names = " ".join(atom.split("#")[0] for atom in slot.atoms)
-    return names if len(slot.atoms) == 1 else f"({names})"
 
 
 def place_of(atom: str, state: ShardedDim) -> str:
@@ -505,17 +322,3 @@ def place_of(atom: str, state: ShardedDim) -> str:
     if len(state.factors) > 1:
         return str(state)
     return f"'{atom}@{place_text(state.axes)}'" if state.axes else f"'{atom}'"
-
-
-@dataclass(frozen=True)
-class _Item:
-    name: str
-    size: int | None
-
-
-def closed(atoms: list[tuple[ShardedDim, int]], reading: Reading) -> ShardedDim:
-    """The dim that atoms with these states and sizes make."""
-    try:
-        return close(atoms)
-    except ShardingError as error:
-        raise ShardingError(f"{error}\nin  {reading.text}") from None

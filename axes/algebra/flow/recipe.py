@@ -18,6 +18,7 @@ fall on the names in it.
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,9 +48,8 @@ def op_name(op: Op) -> str:
 
 @dataclass(frozen=True)
 class Input:
-    """An operand. `groups` are the atoms of each of its dims, `shape` its whole shape."""
+    """An operand. `groups` are the atoms of each of its dims."""
 
-    shape: Shape
     groups: Groups
     source: Sharding
     elementary: Sharding
@@ -64,9 +64,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """The result. `groups` are the atoms of each of its dims, `shape` its whole shape."""
+    """The result. `groups` are the atoms of each of its dims."""
 
-    shape: Shape
     groups: Groups
     derived: Sharding
     target: Sharding
@@ -85,8 +84,8 @@ class Recipe:
     mesh: where it happens. text: the expression.
     op: how atoms that the result lacks are reduced; "sum" in an einsum. The caller's function is here while it is
     called; a recipe that is kept has its name (`op_name`).
-    sizes: the whole size of every atom.
-    divisor: the local sum is divided by it: a mean's count (also in the gradient of a mean).
+    sizes: the whole size of every atom; all else is the same for other sizes that the same splits divide.
+    averages: whether the local sum is divided by the count of a mean (also in the gradient of a mean).
     multiplier: and multiplied by this: the ranks over which a mean is left pending as a mean.
     counted: the axes that split reduced dims of which this rank knows its own part alone: in the local
     view, where the whole size isn't given. Over these, ranks add up the count of a mean.
@@ -99,7 +98,7 @@ class Recipe:
     sizes: tuple[tuple[str, int], ...]
     inputs: tuple[Input, ...]
     result: Output
-    divisor: int = 1
+    averages: bool = False
     multiplier: int = 1
     counted: tuple[NamedLayout, ...] = ()
 
@@ -112,6 +111,21 @@ class Recipe:
     def size(self) -> dict[str, int]:
         """The whole size of every atom."""
         return dict(self.sizes)
+
+    @functools.cached_property
+    def cut(self) -> dict[str, int]:
+        """The size of every atom for what splits it: one without elements is split as one that all ranks divide."""
+        return {atom: size or self.mesh.size for atom, size in self.sizes}
+
+    @functools.cached_property
+    def divisor(self) -> int:
+        """By what the local sum is divided."""
+        gone = {*self.inputs[0].atoms} ^ {*self.result.atoms}
+        return math.prod([self.size[atom] for atom in gone]) if self.averages else 1
+
+    def whole(self, groups: Groups) -> Shape:
+        """The whole shape of a tensor whose dims are groups of atoms."""
+        return tuple([math.prod([self.size[atom] for atom in group]) for group in groups])
 
     def shape_of(self, atoms: tuple[str, ...]) -> Shape:
         """The whole shape of a tensor with one dim per atom."""
@@ -132,9 +146,9 @@ class Recipe:
         lines = [self.text]
         for number, i in enumerate(self.inputs):
             steps = [i.source, i.elementary, i.prepared]
-            lines.append(f"  operand {number + 1}  {_chain(steps)}    {list(i.shape)}")
+            lines.append(f"  operand {number + 1}  {_chain(steps)}    {list(self.whole(i.groups))}")
         steps = [self.result.derived, self.result.target, self.result.output]
-        lines.append(f"  result     {_chain(steps)}    {list(self.result.shape)}")
+        lines.append(f"  result     {_chain(steps)}    {list(self.whole(self.result.groups))}")
         return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ What splits the operand must split its gradient, and what was pending must be re
 every other axis the gradient stays as it arrived, split or pending, until something needs it whole.
 
 >>> from axes.algebra.flow.rules import recipe
+>>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 tp=2")
 >>> x, w = mesh.sharding("b@dp d"), mesh.sharding("d f@tp")
 >>> forward = recipe("einsum", "b d, d f@tp -> b f@tp", "sum", (x, w), ((8, 4), (4, 6)), mesh)
@@ -19,15 +20,14 @@ every other axis the gradient stays as it arrived, split or pending, until somet
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow.recipe import Groups, Input, Output, Recipe
-from axes.algebra.flow.states import Digits, Entry, close, entries_of, land, pending_of, split
-from axes.algebra.layout import Mode, NamedLayout
-from axes.algebra.mesh import Mesh
+from axes.algebra.flow.recipe import Input, Output, Recipe
+from axes.algebra.layout import NamedLayout
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, ShardedDim, ShardedFactor, Sharding, cached_with_names
+from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, cached_with_names
+from axes.algebra.splits import Digits, Entry, axes_of, entries_of, handed_down, of_names, pending_of, split
 
 
 @cached_with_names(4096)
@@ -40,13 +40,12 @@ def gradient(recipe: Recipe, index: int, arrived: Sharding, lazy: bool = True) -
     and no further.
     """
     assert recipe.op in ("sum", "mean") or recipe.kind in ("rearrange", "repeat")
-    if not lazy:
-        return _Transposed(recipe, index, arrived, lazy=False).recipe()
-    try:
-        return _Transposed(recipe, index, arrived, lazy=True).recipe()
-    except (ShardingError, MeshError):
-        # A split that is kept as it arrived may not fit the operand's dims; then it is gathered.
-        return _Transposed(recipe, index, arrived, lazy=False).recipe()
+    if lazy:
+        try:
+            return _transposed(recipe, index, arrived, lazy=True)
+        except (ShardingError, MeshError):
+            pass  # A split that is kept as it arrived may not fit the operand's dims; then it is gathered.
+    return _transposed(recipe, index, arrived, lazy=False)
 
 
 def required(operand: Sharding, arrived: Sharding, lazy: bool = True) -> Sharding:
@@ -57,127 +56,78 @@ def required(operand: Sharding, arrived: Sharding, lazy: bool = True) -> Shardin
     >>> required(mesh.sharding("b@dp s | sum@cp"), mesh.sharding("b s@cp | sum@(dp tp)")).spec
     'b@dp s | sum@tp'
     """
-    digits = _digits(operand.mesh, [operand, arrived])
-    free = _Free(digits, digits.of(_axes_of(operand)), lazy)
-    dims = tuple(free.extended(mine, theirs) for mine, theirs in zip(operand.dims, arrived.dims, strict=True))
-    return Sharding(operand.mesh, dims, pending_of(free.pending(entries_of(arrived.pending))))
+    free = _Free([operand], [operand, arrived], lazy)
+    return free.sharding(operand.dims, arrived.dims, entries_of(arrived.pending))
 
 
-def _axes_of(*shardings: Sharding) -> list[NamedLayout]:
-    splits = [axis for s in shardings for dim in s.dims for axis in dim.axes]
-    return splits + [axis for s in shardings for p in s.pending for axis in p.axes]
-
-
-def _digits(mesh: Mesh, shardings: Iterable[Sharding]) -> Digits:
-    return Digits(mesh, _axes_of(*shardings))
-
-
-@dataclass(frozen=True)
 class _Free:
-    """The axes that an operation doesn't involve, over which a cotangent may stay as it arrived."""
+    """The axes that no sharding of an operation involves, over which a cotangent may stay as it arrived."""
 
-    digits: Digits
-    involved: tuple[Mode, ...]
-    lazy: bool
+    def __init__(self, involved: Sequence[Sharding], every: Sequence[Sharding], lazy: bool):
+        self.mesh, self.lazy = involved[0].mesh, lazy
+        self.digits = Digits(self.mesh, axes_of(*every))
+        self.involved = {*self.digits.of(axes_of(*involved))}
 
     def is_free(self, axis: NamedLayout) -> bool:
+        """Whether nothing of an axis is involved; one of size one splits nothing."""
         mine = self.digits.of((axis,))
-        return bool(mine) and not any(digit in self.involved for digit in mine)
+        return bool(mine) and self.involved.isdisjoint(mine)
 
-    def extended(self, state: ShardedDim, arrived: ShardedDim) -> ShardedDim:
+    def _extended(self, state: ShardedDim, arrived: ShardedDim) -> ShardedDim:
         """`state` with the free axes of `arrived` as its innermost splits."""
-        if not self.lazy:
-            return state
-        free = tuple(axis for axis in arrived.axes if self.is_free(axis) and axis not in state.axes)
-        if not free:
-            return state
-        if len(arrived.factors) > 1 and not state.axes and len(free) == len(arrived.axes):
+        free = [axis for axis in arrived.axes if self.lazy and self.is_free(axis) and axis not in state.axes]
+        if free and len(arrived.factors) > 1 and not state.axes and len(free) == len(arrived.axes):
             return arrived
-        if len(state.factors) > 1 or len(arrived.factors) > 1:
+        if not free or len(state.factors) > 1 or len(arrived.factors) > 1:
             return state
         (factor,) = state.factors
-        return ShardedDim((ShardedFactor(factor.name, factor.size, (*factor.axes, *free)),))
+        return ShardedDim((replace(factor, axes=(*factor.axes, *free)),))
 
-    def pending(self, entries: Iterable[Entry]) -> list[Entry]:
-        """What of the pending reductions may stay so."""
-        return [(op, axis) for op, axis in entries if op in LINEAR and self.is_free(axis)]
+    def sharding(self, dims: Sequence[ShardedDim], arrived: Sequence[ShardedDim], pending: Iterable[Entry]) -> Sharding:
+        """Dims with what may stay of what arrived."""
+        kept = [(op, axis) for op, axis in pending if op in LINEAR and self.is_free(axis)]
+        return Sharding(self.mesh, tuple(map(self._extended, dims, arrived)), pending_of(kept))
 
 
-class _Transposed:
-    """One gradient. Steps are methods, in the order in which they happen."""
+def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> Recipe:
+    """The gradient, step by step: the cotangent, the other operands, the result."""
+    mesh, operand, result = forward.mesh, forward.inputs[index], forward.result
+    computed = [*(i.prepared for i in forward.inputs), result.derived]
+    mine = [operand.elementary, operand.source]
+    every = [*mine, *(i.elementary for i in forward.inputs), *computed, arrived]
+    free, final = _Free(computed, every, lazy), _Free(mine, every, lazy)
 
-    def __init__(self, forward: Recipe, index: int, arrived: Sharding, lazy: bool):
-        self.forward, self.mesh, self.arrived = forward, forward.mesh, arrived
-        self.operand = forward.inputs[index]
-        self.others = [i for at, i in enumerate(forward.inputs) if at != index]
-        prepared = [i.prepared for i in forward.inputs]
-        mine = self.operand.elementary, self.operand.source
-        every = [*mine, *(i.elementary for i in forward.inputs), *prepared, forward.result.derived, arrived]
-        self.digits = _digits(self.mesh, every)
-        involved = self.digits.of(_axes_of(*prepared, forward.result.derived))
-        self.free = _Free(self.digits, involved, lazy)
-        inside = self.digits.of(_axes_of(*mine))
-        self.final = _Free(self.digits, inside, lazy)
+    # The cotangent, moved to what splits the result of the local computation.
+    dims: list[ShardedDim] = []
+    landed: list[ShardedDim] = []
+    for dim, group in zip(arrived.sized(forward.whole(result.groups)).dims, result.groups, strict=True):
+        cut = [(atom, forward.cut[atom]) for atom in group]
+        found = handed_down(dim, cut)
+        dims.append(split("_") if found is None else dim)
+        landed += found or [split(atom) for atom in group]
+    source = Sharding(mesh, tuple(dims), arrived.pending)
+    prepared = free.sharding(result.derived.dims, landed, entries_of(arrived.pending))
+    # Of a product with conj(x) the gradient is the conjugate of that of x.
+    conjugate = operand.conjugate
+    inputs = [Input(result.groups, source, replace(source, dims=tuple(landed)), prepared, conjugate=conjugate)]
+    states = dict(zip(result.atoms, prepared.dims, strict=True))
 
-    def recipe(self) -> Recipe:
-        forward = self.forward
-        cotangent = self._cotangent()
-        self.states = dict(zip(cotangent.atoms, cotangent.prepared.dims, strict=True))
-        inputs = (cotangent, *(self._other(other) for other in self.others))
-        result = self._result(inputs)
-        text = f"gradient of  {forward.text}"
-        found = Recipe("gradient", text, self.mesh, "sum", forward.sizes, inputs, result, forward.divisor)
-        check_torch_can(result.output, result.shape)
-        return found
+    # The others as the forward took them, sliced where the cotangent stays split.
+    for other in (i for at, i in enumerate(forward.inputs) if at != index):
+        splits = tuple(states.get(atom, had) for atom, had in zip(other.atoms, other.prepared.dims, strict=True))
+        sliced = replace(other.prepared, dims=splits)
+        inputs.append(replace(other, prepared=sliced, conjugate=other.conjugate == conjugate))
 
-    def _cotangent(self) -> Input:
-        """The cotangent, moved to what splits the result of the local computation."""
-        result = self.forward.result
-        dims: list[ShardedDim] = []
-        states: list[ShardedDim] = []
-        for dim, extent, group in zip(self.arrived.sized(result.shape).dims, result.shape, result.groups, strict=True):
-            landed = land(dim, extent, [(atom, self.forward.size[atom]) for atom in group])
-            dims.append(split("_") if landed is None else dim)
-            states += landed or [split(atom) for atom in group]
-        pending = self.arrived.pending
-        source = Sharding(self.mesh, tuple(dims), pending)
-        elementary = Sharding(self.mesh, tuple(states), pending)
-        wanted = tuple(
-            self.free.extended(mine, theirs) for mine, theirs in zip(result.derived.dims, states, strict=True)
-        )
-        kept = pending_of(self.free.pending(entries_of(pending)))
-        prepared = Sharding(self.mesh, wanted, kept)
-        conjugate = self.operand.conjugate  # of a product with conj(x) the gradient is the conjugate of that of x
-        return Input(result.shape, result.groups, source, elementary, prepared, conjugate=conjugate)
-
-    def _other(self, other: Input) -> Input:
-        """Another operand as the forward took it, sliced where the cotangent stays split."""
-        states = tuple(
-            self.states.get(atom, state) for atom, state in zip(other.atoms, other.prepared.dims, strict=True)
-        )
-        prepared = Sharding(self.mesh, states, other.prepared.pending)
-        return replace(other, prepared=prepared, conjugate=other.conjugate == self.operand.conjugate)
-
-    def _result(self, inputs: Sequence[Input]) -> Output:
-        operand = self.operand
-        born = dict(zip(operand.atoms, operand.prepared.dims, strict=True))
-        states = {**born}
-        for i in inputs:
-            states.update(zip(i.atoms, i.prepared.dims, strict=True))
-        entries = [entry for i in inputs for entry in entries_of(i.prepared.pending)]
-        for atom, state in states.items():
-            if atom not in born:
-                entries += [("sum", axis) for axis in state.axes if self.digits.of((axis,))]
-        entries = sorted(set(entries), key=entries.index)
-        derived = Sharding(self.mesh, tuple(states[atom] for atom in operand.atoms), pending_of(entries))
-        dims = tuple(
-            self.final.extended(mine, theirs)
-            for mine, theirs in zip(operand.elementary.dims, derived.dims, strict=True)
-        )
-        target = Sharding(self.mesh, dims, pending_of(self.final.pending(entries)))
-        closed = self._closed(operand.groups, target)
-        return Output(operand.shape, operand.groups, derived, target, Sharding(self.mesh, closed, target.pending))
-
-    def _closed(self, groups: Groups, target: Sharding) -> tuple[ShardedDim, ...]:
-        states = iter(target.dims)
-        return tuple(close([(next(states), self.forward.size[atom]) for atom in group]) for group in groups)
+    born = dict(zip(operand.atoms, operand.prepared.dims, strict=True))
+    states = born | {atom: dim for i in inputs for atom, dim in zip(i.atoms, i.prepared.dims, strict=True)}
+    entries = [entry for i in inputs for entry in entries_of(i.prepared.pending)]
+    entries += [("sum", axis) for atom, dim in states.items() if atom not in born for axis in dim.axes if axis.size > 1]
+    entries = list(dict.fromkeys(entries))
+    derived = Sharding(mesh, tuple(states[atom] for atom in operand.atoms), pending_of(entries))
+    target = final.sharding(operand.elementary.dims, derived.dims, entries)
+    rest = iter(target.dims)
+    closed = tuple(of_names([(next(rest), forward.cut[atom]) for atom in group]) for group in operand.groups)
+    output = Output(operand.groups, derived, target, replace(target, dims=closed))
+    check_torch_can(output.output, forward.whole(output.groups))
+    text = f"gradient of  {forward.text}"
+    return Recipe("gradient", text, mesh, "sum", forward.sizes, tuple(inputs), output, forward.averages)

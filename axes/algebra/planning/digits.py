@@ -23,14 +23,16 @@ A *slot* is a dim, or a factor of a dim that is written as a group.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from axes.algebra.chunks import largest_chunk, smallest_chunk
-from axes.algebra.layout import Layout, NamedLayout, common_digits
+from axes.algebra.layout import Layout, common_digits
 from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, classes
+from axes.algebra.splits import handed_down
 
 Digit = tuple[int, int]
 """`(size, stride)` of one digit of the position."""
@@ -201,18 +203,10 @@ def factored(dim: ShardedDim, sizes: Sequence[int]) -> ShardedDim | None:
     >>> print(factored(dim, (4, 3)), factored(dim, (3, 4)))
     (4@tp 3) None
     """
-    if len(dim.factors) > 1:
+    found = handed_down(dim, [("", size or dim.pieces) for size in sizes]) if len(dim.factors) == 1 else None
+    if found is None or any(map(operator.mod, sizes, [each.pieces for each in found])):
         return None
-    axes: list[list[NamedLayout]] = [[] for _ in sizes]
-    at, left = 0, sizes[0]
-    for axis in dim.axes:
-        while left == 1 and at + 1 < len(sizes):
-            at, left = at + 1, sizes[at + 1]
-        if left % axis.size:
-            return None
-        axes[at].append(axis)
-        left //= axis.size
-    return ShardedDim(tuple(ShardedFactor(None, *each) for each in zip(sizes, map(tuple, axes), strict=True)))
+    return ShardedDim(tuple([ShardedFactor(None, size, each.axes) for size, each in zip(sizes, found, strict=True)]))
 
 
 def _atoms(size: int, layouts: Iterable[Layout], refined: dict[Layout, Atom]) -> tuple[Atom, ...]:
