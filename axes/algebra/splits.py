@@ -147,7 +147,7 @@ def pending_of(entries: Iterable[Entry]) -> tuple[PendingReduction, ...]:
     return tuple(PendingReduction(op, tuple(axis for _, axis in run)) for op, run in runs)
 
 
-def axes_of(*shardings: Sharding) -> list[NamedLayout]:
+def all_axes(*shardings: Sharding) -> list[NamedLayout]:
     """The axes that split a dim of some shardings, or are pending."""
     splits = [axis for sharding in shardings for dim in sharding.dims for axis in dim.axes]
     return splits + [axis for sharding in shardings for reduction in sharding.pending for axis in reduction.axes]

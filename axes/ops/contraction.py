@@ -33,8 +33,8 @@ def contraction(terms: Sequence[Groups], goal: Groups, sizes: Mapping[str, int])
     if len(terms) == 2 and (found := _linear(terms[0], terms[1], goal)) is not None:
         return found
     text = equation(tuple(map(_flat, terms)), _flat(goal))
-    opening = [_reshaping(term, [(atom,) for atom in _flat(term)], sizes) for term in terms]
-    merging = _reshaping(goal, goal, sizes)
+    opening = [reshaping(term, [(atom,) for atom in _flat(term)], sizes) for term in terms]
+    merging = reshaping(goal, goal, sizes)
     if merging is None and not any(opening):
         return functools.partial(torch.einsum, text)
 
@@ -61,12 +61,12 @@ def _flat(groups: Groups) -> Atoms:
     return tuple([atom for group in groups for atom in group])
 
 
-def _reshaping(term: Groups, groups: Sequence[Atoms], sizes: Mapping[str, int]) -> Stage | None:
+def reshaping(term: Groups, groups: Sequence[Atoms], sizes: Mapping[str, int]) -> Stage | None:
     """From a tensor of the atoms of `term`, opened or merged, to one with a dim for each of `groups`."""
     if all(len(group) == 1 for group in term):
         return None
     shape = tuple([math.prod([sizes[atom] for atom in group]) for group in groups])
-    return lambda x: x.reshape(shape)
+    return lambda x: torch.reshape(x, shape)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +25,7 @@ from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.layout import NamedLayout
 from axes.algebra.sharding import Sharding
-from axes.ops.contraction import contraction
+from axes.ops.contraction import contraction, reshaping
 from axes.ops.extents import Extents, extents_of
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, group_along
@@ -110,22 +110,16 @@ def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
 
 
 def _chained(feeds: Sequence[Stage | None], compute: Run, last: Stage | None) -> Run:
-    """`last(compute(*feeds))`, where most of it is nothing."""
-    if all(feed is None for feed in feeds):
-        if last is None or compute is _same:
-            return last or compute
-        return lambda *xs: last(compute(*xs))
-    if len(feeds) == 1:
-        (feed,) = feeds
-        assert feed is not None
-        return (lambda x: compute(feed(x))) if last is None else (lambda x: last(compute(feed(x))))
+    """Compose what is done to the operands, to all of them, and to the result; most of it is nothing."""
+    computed = compute
+    if any(feeds):
 
-    def run(*locals_: torch.Tensor) -> torch.Tensor:
-        fed = [x if feed is None else feed(x) for feed, x in zip(feeds, locals_, strict=True)]
-        value = compute(*fed)
-        return value if last is None else last(value)
+        def computed(*xs: torch.Tensor) -> torch.Tensor:
+            return compute(*[x if feed is None else feed(x) for feed, x in zip(feeds, xs, strict=True)])
 
-    return run
+    if last is None or computed is _same:
+        return last or computed
+    return lambda *xs: last(computed(*xs))
 
 
 # --- moves
@@ -177,15 +171,10 @@ def _feed(extents: Extents, operand: Input, view: View, comm_dtype: Dtypes) -> S
     Otherwise what it takes has one dim per atom.
     """
     moving = redistribution(operand.elementary, operand.prepared, extents.shape(operand.atoms), view, comm_dtype)
-    return None if moving is None else _joined([_opening(extents, operand), moving])
-
-
-def _opening(extents: Extents, operand: Input) -> Stage | None:
-    """One dim per atom."""
-    if all(len(group) == 1 for group in operand.groups):
+    if moving is None:
         return None
-    shape = extents.local(operand.atoms, operand.elementary)
-    return lambda x: torch.reshape(x, shape)
+    local = dict(zip(operand.atoms, extents.local(operand.atoms, operand.elementary), strict=True))
+    return _joined([reshaping(operand.groups, _singles(operand.atoms), local), moving])
 
 
 def _leaving(extents: Extents, derived: Sharding, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
@@ -197,11 +186,8 @@ def _leaving(extents: Extents, derived: Sharding, view: View, comm_dtype: Dtypes
 
 def _merging(extents: Extents) -> Stage | None:
     result = extents.recipe.result
-    if all(len(group) == 1 for group in result.groups):
-        return None
     local = dict(zip(result.atoms, extents.local(result.atoms, result.target), strict=True))
-    shape = _merged(result.groups, local)
-    return lambda x: torch.reshape(x, shape)
+    return reshaping(result.groups, result.groups, local)
 
 
 # --- local computation
@@ -272,17 +258,14 @@ def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
     return _joined(stages) or _same
 
 
-def _views(term: Groups, goal: Groups, local: Mapping[str, int]) -> list[Stage]:
+def _views(term: Groups, goal: Groups, local: Mapping[str, int]) -> list[Stage | None]:
     """A tensor's dims rearranged and repeated: a reshape, a permutation, an expansion, a reshape, where needed."""
     have, flat = [atom for group in term for atom in group], [atom for group in goal for atom in group]
     if term == goal:
         return []
-    merged = _merged(goal, local)
     if have == flat:
-        return [lambda x: torch.reshape(x, merged)]
-    finish = _finishing(have, flat, goal, local)
-    opened = tuple([local[atom] for atom in have])
-    return finish if all(len(group) == 1 for group in term) else [lambda x: torch.reshape(x, opened), *finish]
+        return [reshaping((*term, *goal), goal, local)]
+    return [reshaping(term, _singles(have), local), *_finishing(have, flat, goal, local)]
 
 
 def _with(extents: Extents, **changes: Any) -> Extents:
@@ -293,33 +276,6 @@ def _with(extents: Extents, **changes: Any) -> Extents:
 # --- a maximum or minimum across ranks, in the local view
 
 
-class Extreme(NamedTuple):
-    """The local maximum, a local sum, a value taken to all that were reduced to it; and the ranks that agree on it."""
-
-    most: Stage
-    count: Stage
-    spread: Stage
-    op: str
-    group: AxisGroup
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The maximum over the ranks."""
-        return axis_groups.all_reduce(self.most(x), self.op, self.group)
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of values with the dims of the result; differentiable."""
-        total = functools.partial(axis_groups.all_reduce, op="sum", group=self.group)
-        return both_ways(total, total, x)
-
-    def back(self, g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
-        """The gradient goes to where the maximum is reached, on whatever rank, in equal parts."""
-        x, found = kept
-        with torch.no_grad():
-            reached = (x == self.spread(found)).to(x.dtype)
-            share = reached / self.spread(self.sum(self.count(reached)))
-        return share * self.spread(self.sum(g))
-
-
 def extreme(extents: Extents, raw: bool, comm_dtype: Dtypes, async_op: bool) -> Run:
     """A maximum or minimum over ranks: an all-reduce, then whatever the right side asks for.
 
@@ -327,20 +283,31 @@ def extreme(extents: Extents, raw: bool, comm_dtype: Dtypes, async_op: bool) -> 
     once is what the maximum of the whole does.
     """
     found = extents.recipe
-    derived, total = found.result.derived, _with(extents, op="sum")
-    axes = tuple([axis.name for p in derived.pending for axis in p.axes])
+    derived, total, op = found.result.derived, _with(extents, op="sum"), str(found.op)
+    group = group_along(found.mesh, tuple([axis.name for p in derived.pending for axis in p.axes]))
     operand = found.inputs[0].groups if raw else _singles(found.inputs[0].atoms)
     atoms = _singles(found.result.atoms)
-    stages = Extreme(
-        _single(extents, operand, atoms),
-        _single(total, operand, atoms),
-        _single(total, atoms, operand),
-        str(found.op),
-        group_along(found.mesh, axes),
-    )
-    whole = replace(derived, pending=())
-    leave = _leaving(extents, whole, "local", comm_dtype, async_op) or _merging(extents) or _same
-    return lambda x: leave(around(lambda x: writable(stages.run(x), x), stages.back, x, keep=(True, True)))
+    most, count = (_single(each, operand, atoms) for each in (extents, total))
+    spread = _single(total, atoms, operand)
+    leave = _leaving(extents, replace(derived, pending=()), "local", comm_dtype, async_op) or _merging(extents) or _same
+
+    def added(x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of values with the dims of the result; differentiable."""
+        run = functools.partial(axis_groups.all_reduce, op="sum", group=group)
+        return both_ways(run, run, x)
+
+    def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
+        """The gradient goes to where the maximum is reached, on whatever rank, in equal parts."""
+        x, value = kept
+        with torch.no_grad():
+            reached = (x == spread(value)).to(x.dtype)
+            share = reached / spread(added(count(reached)))
+        return share * spread(added(g))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return writable(axis_groups.all_reduce(most(x), op, group), x)
+
+    return lambda x: leave(around(run, back, x, keep=(True, True)))
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -452,9 +419,9 @@ def _several(extents: Extents, terms: Sequence[Groups], goal: Groups) -> Run:
     return run
 
 
-def _finishing(kept: Sequence[str], flat: Sequence[str], goal: Groups, local: Mapping[str, int]) -> list[Stage]:
+def _finishing(kept: Sequence[str], flat: Sequence[str], goal: Groups, local: Mapping[str, int]) -> list[Stage | None]:
     """Dims put in order, missing atoms repeated, diagonals written, dims merged."""
-    stages: list[Stage] = []
+    stages: list[Stage | None] = []
     distinct = tuple(dict.fromkeys(flat))
     order = tuple([kept.index(atom) for atom in distinct if atom in kept])
     if order != tuple(range(len(kept))):
@@ -466,15 +433,8 @@ def _finishing(kept: Sequence[str], flat: Sequence[str], goal: Groups, local: Ma
     if len(distinct) < len(flat):
         whole = tuple(local[atom] for atom in flat)
         stages.append(functools.partial(_on_diagonal, atoms=distinct, goal=tuple(flat), shape=whole))
-    if any(len(group) != 1 for group in goal):
-        merged = _merged(goal, local)
-        stages.append(lambda x: torch.reshape(x, merged))
+    stages.append(reshaping(goal, goal, local))
     return stages
-
-
-def _merged(groups: Groups, local: Mapping[str, int]) -> Shape:
-    """The shape with one dim per group of atoms, by their sizes."""
-    return tuple([math.prod([local[atom] for atom in group]) for group in groups])
 
 
 def _repeated(x: torch.Tensor, added: Sequence[int], shape: Shape) -> torch.Tensor:
@@ -487,14 +447,6 @@ def _repeated(x: torch.Tensor, added: Sequence[int], shape: Shape) -> torch.Tens
 def _on_diagonal(x: torch.Tensor, atoms: Sequence[str], goal: Sequence[str], shape: Shape) -> torch.Tensor:
     """`x` on the diagonal of the dims that stand repeatedly, zero elsewhere."""
     out = x.new_zeros(shape)
-    view = out
-    names = list(goal)
-    while len(set(names)) < len(names):
-        atom = next(name for name in names if names.count(name) > 1)
-        first = names.index(atom)
-        second = names.index(atom, first + 1)
-        view = view.diagonal(0, first, second)
-        del names[second], names[first]
-        names.append(atom)
-    view.copy_(x.permute([atoms.index(name) for name in names]))
+    steps = [sum([step for name, step in zip(goal, out.stride(), strict=True) if name == atom]) for atom in atoms]
+    out.as_strided(x.shape, steps).copy_(x)
     return out

@@ -19,7 +19,7 @@ from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, same_cuts
 from axes.algebra.sizes import Product, given_sizes, solve
-from axes.algebra.splits import Digits, Entry, axes_of, entries_of, handed_down, of_names, pending_of, split
+from axes.algebra.splits import Digits, Entry, all_axes, entries_of, handed_down, of_names, pending_of, split
 
 Named = tuple[NamedLayout, ...]
 
@@ -69,7 +69,7 @@ class Operands:
         self.reading, self.mesh, self.actual = reading, mesh, shardings
         self.is_global = shardings[0] is not None
         self.written = mesh.named(reading.axes)
-        self.digits = Digits(mesh, [*self.written, *axes_of(*[s for s in shardings if s is not None])])
+        self.digits = Digits(mesh, [*self.written, *all_axes(*[s for s in shardings if s is not None])])
         self.mentioned = frozenset(self.digits.of(self.written))
         self.assumed: set[str] = set()
         self.sizes = self._sizes(shapes, dict(given))

@@ -27,7 +27,7 @@ from axes.algebra.flow.recipe import Input, Output, Recipe
 from axes.algebra.layout import NamedLayout
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, cached_with_names
-from axes.algebra.splits import Digits, Entry, axes_of, entries_of, handed_down, of_names, pending_of, split
+from axes.algebra.splits import Digits, Entry, all_axes, entries_of, handed_down, of_names, pending_of, split
 
 
 @cached_with_names(4096)
@@ -65,8 +65,8 @@ class _Free:
 
     def __init__(self, involved: Sequence[Sharding], every: Sequence[Sharding], lazy: bool):
         self.mesh, self.lazy = involved[0].mesh, lazy
-        self.digits = Digits(self.mesh, axes_of(*every))
-        self.involved = {*self.digits.of(axes_of(*involved))}
+        self.digits = Digits(self.mesh, all_axes(*every))
+        self.involved = {*self.digits.of(all_axes(*involved))}
 
     def is_free(self, axis: NamedLayout) -> bool:
         """Whether nothing of an axis is involved; one of size one splits nothing."""
