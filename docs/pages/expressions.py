@@ -157,7 +157,7 @@ def section(row: Row) -> str:
     found = row.on_dtensors()
     result = found.result
     mesh = " ".join(f"{axis}={size}" for axis, size in row.mesh.shape.items())
-    stays = f"{result.output}     {list(result.shape)} {DTYPE}\n  nothing moves"
+    stays = f"{result.output}     {list(found.whole(result.groups))} {DTYPE}\n  nothing moves"
     local = [f"{made}{after}" for made, after in local_backward(row.on_shards())]
     parts = [
         f"### {row.name.capitalize()}",

@@ -52,6 +52,7 @@ def required(operand: Sharding, arrived: Sharding, lazy: bool = True) -> Shardin
     """What the gradient of an operand is: split where it is, replicated where it was pending, and
     over all other axes as it arrived.
 
+    >>> from axes.algebra.mesh import Mesh
     >>> mesh = Mesh("dp=2 cp=2 tp=2")
     >>> required(mesh.sharding("b@dp s | sum@cp"), mesh.sharding("b s@cp | sum@(dp tp)")).spec
     'b@dp s | sum@tp'
