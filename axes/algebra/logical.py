@@ -59,7 +59,7 @@ class Choice:
 
     name: str
     size: int | None
-    rule: Rule | None
+    rule: Rule | None = None
     passed: tuple[str, ...] = ()
     error: str = ""
 
@@ -197,31 +197,26 @@ def _choices(
     logical = [f.name for f in factors if f.place is None and f.name not in (None, "_", EVERYTHING)]
     extents = _extents(tree, spec, shape, dict(sizes))
     used = [(name, mesh.layout(name)) for name in axes_of(tree)]
-    chosen: dict[str, Rule] = {}
-    passed: dict[str, list[str]] = {str(name): [] for name in logical}
-    errors: dict[str, str] = {}
+    found = {str(name): Choice(str(name), extents.get(str(name))) for name in logical}
     for rule in rules.rules:
         _check_axes(rule, mesh)
-        for name in passed:
-            if rule.name != name or name in chosen:
-                continue
-            why = _passes_over(rule, mesh, used, extents.get(name))
-            if why:
-                passed[name].append(f"{rule}: {why}")
-                if rules.strict and why.endswith(" parts"):
-                    errors.setdefault(name, f"the rule {rule} is strict: {why}")
-            else:
-                chosen[name] = rule
-                used += [(axis, mesh.layout(axis)) for axis in rule.axes]
-    known, rest = set(rules.names), EVERYTHING in rules.names
-    found = []
-    for name, reasons in passed.items():
-        error = errors.get(name, "")
-        if name not in known and not rest:
-            there = f"; rules: {', '.join(rules.names) or 'none'}"
-            error = f"no rule is about {shortened(name)}{suggestion(name, known) or there}"
-        found.append(Choice(name, extents.get(name), chosen.get(name), tuple(reasons), error))
-    return tuple(found)
+        choice = found.get(rule.name)
+        if choice is None or choice.rule is not None:
+            continue
+        why = _passes_over(rule, mesh, used, choice.size)
+        if not why:
+            used += [(axis, mesh.layout(axis)) for axis in rule.axes]
+            found[rule.name] = replace(choice, rule=rule)
+            continue
+        strict = f"the rule {rule} is strict: {why}" if rules.strict and why.endswith(" parts") else ""
+        passed = (*choice.passed, f"{rule}: {why}")
+        found[rule.name] = replace(choice, passed=passed, error=choice.error or strict)
+    if EVERYTHING not in rules.names:
+        there = f"; rules: {', '.join(rules.names) or 'none'}"
+        for name in found.keys() - {*rules.names}:
+            error = f"no rule is about {shortened(name)}{suggestion(name, set(rules.names)) or there}"
+            found[name] = replace(found[name], error=error)
+    return tuple(found.values())
 
 
 def _passes_over(rule: Rule, mesh: Mesh, used: Sequence[tuple[str, Layout]], size: int | None) -> str:

@@ -66,7 +66,7 @@ def read_sharding(
     tree = parse_spec(spec)
     items = [item for item in grammar.leaves(tree.dims) if item.name != "_"]
     given = given_sizes(dict(sizes), None, items, [item.name for item in items], "the spec")
-    dims = _opened(spec, tree, ndim, source).dims
+    dims = _without_dots(spec, tree, ndim, source).dims
     if source is not None and len(dims) != source.ndim:
         raise ShardingError(f"the spec has {len(dims)} dims, the tensor {source.ndim}")
     had: Iterable[ShardedDim | None] = [None] * len(dims) if source is None else source.dims
@@ -186,7 +186,7 @@ def _kept(mesh: Mesh, home: Mesh, axes: Iterable[NamedLayout]) -> tuple[NamedLay
 _STAYS = grammar.Dim((grammar.Factor("_", place=grammar.Place(("*",))),))
 
 
-def _opened(spec: str, tree: grammar.Spec, ndim: int | None, source: Sharding | None) -> grammar.Spec:
+def _without_dots(spec: str, tree: grammar.Spec, ndim: int | None, source: Sharding | None) -> grammar.Spec:
     """The spec without `...`, which stands for whole dims: those that stay as they are where there is a source."""
     dots = next(filter(has_dots, tree.dims), None)
     if dots is None:
