@@ -224,9 +224,11 @@ class Sharding:
 
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
-        sizes = [size for extents in self.extents(shape) for size in extents]
-        factors = [factor for dim in self.dims for factor in dim.factors]
-        pairs = zip(sizes, factors, strict=True)
+        pairs = [
+            (size, factor)
+            for dim, extents in zip(self.dims, self.extents(shape), strict=True)
+            for size, factor in zip(extents, dim.factors, strict=True)
+        ]
         return math.prod(largest_chunk(size, [axis.size for axis in factor.axes]) for size, factor in pairs)
 
     def divides(self, shape: Sequence[int]) -> bool:
@@ -413,18 +415,19 @@ def _check_axes(sharding: Sharding) -> None:
     places = [(place, axis) for place in held for axis in place.axes]
     if _are_apart(mesh, tuple([axis for _, axis in places])):
         return
-    seen: list[tuple[object, NamedLayout]] = []
-    for where, axis in places:
+    for _, axis in places:
         if not mesh.extent.contains(axis.layout):
             raise ShardingError(f"axis '{axis}' isn't made of the axes of {mesh!r}")
-        for there, other in seen:
-            if axis == other or axis.layout.overlaps(other.layout):
-                twice = axis.name == other.name
-                both = f"axis '{axis}' is used twice" if twice else f"axes '{other}' and '{axis}' share ranks"
-                raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
-        seen.append((where, axis))
+    for (there, other), (where, axis) in itertools.combinations(places, 2):
+        if axis == other or axis.layout.overlaps(other.layout):
+            both = (
+                f"axis '{axis}' is used twice"
+                if axis.name == other.name
+                else f"axes '{other}' and '{axis}' share ranks"
+            )
+            raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
     try:
-        digits(*(axis.layout for _, axis in seen))
+        digits(*(axis.layout for _, axis in places))
     except MeshError as error:
         raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
 
