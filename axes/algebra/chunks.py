@@ -156,8 +156,6 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def count(runs: Runs) -> int:
     """How many indices the runs hold."""
-    if len(runs) == 1:
-        return runs[0][1] - runs[0][0]
     return sum([stop - start for start, stop in runs])
 
 

@@ -37,9 +37,6 @@ def intersection(one: Tile, two: Tile) -> Tile | None:
 
 def shared_runs(mine: Runs, theirs: Runs) -> Runs:
     """What two lists of runs share."""
-    if len(mine) == 1 and len(theirs) == 1:
-        start, stop = max(mine[0][0], theirs[0][0]), min(mine[0][1], theirs[0][1])
-        return ((start, stop),) if start < stop else ()
     found: list[tuple[int, int]] = []
     i = j = 0
     while i < len(mine) and j < len(theirs):
@@ -64,9 +61,6 @@ def regions(part: Tile, within: Tile) -> tuple[Region, ...]:
 
 def local_runs(part: Runs, within: Runs) -> list[tuple[int, int]]:
     """Where runs lie in a local dim that has the runs `within`."""
-    if len(within) == 1:
-        begin = within[0][0]
-        return [(start - begin, stop - begin) for start, stop in part]
     found: list[tuple[int, int]] = []
     at, base = 0, 0
     for start, stop in part:
