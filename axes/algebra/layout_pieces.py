@@ -192,23 +192,10 @@ def cut_box(region: Region, start: int, stop: int) -> list[Region]:
     >>> cut_box(((0, 2), (0, 3)), 2, 6)
     [((0, 1), (2, 3)), ((1, 2), (0, 3))]
     """
-    if (start, stop) == (0, math.prod([last - first for first, last in region])):
-        return [region]
-    (first, _), *inner = region
-    row = math.prod([last - begin for begin, last in inner])
-    top, bottom = -(-start // row), stop // row
-
-    def within(number: int, low: int, high: int) -> list[Region]:
-        """A part of one row."""
-        boxes = cut_box(tuple(inner), low - number * row, high - number * row)
-        return [((first + number, first + number + 1), *box) for box in boxes]
-
-    if bottom < top:
-        return within(bottom, start, stop)
-    found = within(top - 1, start, top * row) if start < top * row else []
-    if top < bottom:
-        found.append(((first + top, first + bottom), *inner))
-    return found + (within(bottom, bottom * row, stop) if bottom * row < stop else [])
+    sizes = [last - first for first, last in region]
+    steps = [(size, math.prod(sizes[at + 1 :])) for at, size in enumerate(sizes)]
+    boxes = boxes_in_run(steps, start, stop) if start < stop else ()
+    return [tuple([(first + a, first + b) for (first, _), (a, b) in zip(region, box, strict=True)]) for box in boxes]
 
 
 def simplified(dims: Iterable[PieceDim]) -> tuple[PieceDim, ...]:
