@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -270,41 +269,30 @@ def checked_size(name: str, value: object) -> int | None:
 def solve(products: Iterable[Product], known: Mapping[str, int]) -> dict[str, int]:
     """The size of every name, in the order in which they were found.
 
-    Each product gives at most one unknown; the work is linear in the length of the products.
+    Each product gives at most one unknown, which may complete others: they are gone through until none gives more.
     Raises `SizeError`, with the equation and its numbers filled in, where one contradicts itself,
     doesn't divide, or lacks more than it can give.
     """
-    sizes = dict(known)
-    products = list(products)
-    using: dict[str, list[int]] = {}
-    for index, product in enumerate(products):
-        for name in (*product.left, *product.right):
-            using.setdefault(name, []).append(index)
-    unknown = [sum(n not in sizes for n in (*p.left, *p.right)) for p in products]
-    ready = deque(index for index, count in enumerate(unknown) if count <= 1)
-    while ready:
-        product = products[ready.popleft()]
-        missing = [name for name in (*product.left, *product.right) if name not in sizes]
-        if not missing:
-            _check(product, sizes)
-            continue
-        (name,) = missing
-        sizes[name] = _missing(product, name, sizes)
-        for index in using[name]:
-            unknown[index] -= 1
-            if unknown[index] == 1:
-                ready.append(index)
-    for product, count in zip(products, unknown, strict=True):
-        if count > 0:
-            missing = [n for n in dict.fromkeys((*product.left, *product.right)) if n not in sizes]
-            names = " and ".join(f"'{name}'" for name in missing[:8])
-            if product.left == product.right:
-                raise SizeError(f"the size of {names} is open: give it, like {missing[0]}=2, or the number of ranks")
-            raise SizeError(
-                f"the sizes of {names} don't follow from  {filled(product, sizes)}\n"
-                f"give {'all but one of them' if len(missing) > 1 else 'it'}, like {missing[0]}=2"
-            )
-        _check(product, sizes)
+    sizes, waiting, left = dict(known), list[Product](), list(products)
+    while len(waiting) != len(left):
+        waiting, left = left, []
+        for product in waiting:
+            missing = [name for name in (*product.left, *product.right) if name not in sizes]
+            if len(missing) > 1:
+                left.append(product)
+            elif missing:
+                sizes[missing[0]] = _missing(product, missing[0], sizes)
+            else:
+                _check(product, sizes)
+    for product in left[:1]:
+        missing = [n for n in dict.fromkeys((*product.left, *product.right)) if n not in sizes]
+        names = " and ".join(f"'{name}'" for name in missing[:8])
+        if product.left == product.right:
+            raise SizeError(f"the size of {names} is open: give it, like {missing[0]}=2, or the number of ranks")
+        raise SizeError(
+            f"the sizes of {names} don't follow from  {filled(product, sizes)}\n"
+            f"give {'all but one of them' if len(missing) > 1 else 'it'}, like {missing[0]}=2"
+        )
     return sizes
 
 
