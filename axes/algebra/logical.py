@@ -26,7 +26,18 @@ from typing import Any, TypeAlias
 
 from axes.algebra import ambient
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
-from axes.algebra.grammar import Dim, Place, Spec, axes_of, checked_spec, parse_spec, place_text, without_dots
+from axes.algebra.grammar import (
+    Dim,
+    Place,
+    Spec,
+    axes_of,
+    checked_spec,
+    items_of,
+    leaves,
+    parse_spec,
+    place_text,
+    without_dots,
+)
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh
@@ -243,9 +254,8 @@ def _check_axes(rule: Rule, mesh: Mesh) -> None:
 
 def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[str, Any]) -> dict[str, int]:
     """The size of each name, as far as the shape and the given sizes say it."""
-    factors = [factor for dim in tree.dims for factor in dim.factors if factor.name not in (None, "_", EVERYTHING)]
-    inline = [factor for factor in factors if factor.size is not None]
-    known = given_sizes(sizes, None, inline, [str(factor.name) for factor in factors])  # type: ignore[arg-type]
+    items = [item for item in leaves(tree.dims) if item.name != "_"]
+    known = given_sizes(sizes, None, items, [item.name for item in items])
     if shape is None:
         return known
     tree = without_dots(tree, len(shape))
@@ -253,11 +263,11 @@ def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[s
         raise ShardingError(f"the spec '{spec}' has {len(tree.dims)} dims, the tensor {len(shape)}: {list(shape)}")
     products = []
     for number, (dim, extent) in enumerate(zip(tree.dims, shape, strict=True)):
-        names = [factor.name or f"#{number}.{at}" for at, factor in enumerate(dim.factors)]
-        names = [f"_{number}" if name == "_" else name for name in names]
-        known.update({n: f.size for n, f in zip(names, dim.factors, strict=True) if f.size is not None})
+        numbers = {f"{f.size}#{number}.{at}": f.size or 1 for at, f in enumerate(dim.factors) if f.name is None}
+        known.update(numbers)
+        names = [f"_#{number}" if item.name == "_" else item.name for item in items_of(dim.factors)]
         if extent:
-            products.append(Product(tuple(names), (), extent, f"dim {number} of {list(shape)} in '{spec}'"))
+            products.append(Product((*names, *numbers), (), extent, f"dim {number} of {list(shape)} in '{spec}'"))
     return {name: size for name, size in solve(products, known).items() if name.isidentifier()}
 
 

@@ -68,13 +68,6 @@ class Universe:
             return self.ranks.index(rank) if rank in self.ranks else None
         return self._positions.get(rank)
 
-    def positions(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Where global ranks of this universe lie."""
-        if isinstance(self.ranks, range):
-            start, step = self.ranks.start, self.ranks.step
-            return ranks if (start, step) == (0, 1) else [(rank - start) // step for rank in ranks]
-        return [self._positions[rank] for rank in ranks]
-
     def pick(self, positions: Sequence[int]) -> Sequence[int]:
         """The global ranks at these positions; a range for a range."""
         if isinstance(self.ranks, range) and isinstance(positions, range) and len(positions):

@@ -667,8 +667,8 @@ def _mesh_text(end: Sharding, mesh: Mesh) -> dict[str, Any]:
     names = dict(zip(end.mesh.axis_names, end.mesh.layouts, strict=True))
     names |= {axis.name: axis.layout for dim in end.dims for axis in dim.axes}
     axes = {name: [list(mode) for mode in layout.modes] for name, layout in names.items()}
-    ranks = mesh.universe.positions(end.universe.ranks)
-    return {"ranks": list(ranks), "names": list(end.mesh.axis_names), "axes": axes, "node": mesh.ranks_per_node}
+    ranks = [mesh.universe.position(rank) for rank in end.universe.ranks]
+    return {"ranks": ranks, "names": list(end.mesh.axis_names), "axes": axes, "node": mesh.ranks_per_node}
 
 
 def _mesh_from(said: Mapping[str, Any], first: int) -> Mesh:
