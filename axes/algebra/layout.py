@@ -23,7 +23,7 @@ The idea is CuTe's layout algebra (NVIDIA CUTLASS; Shen et al.) in row-major ord
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -296,17 +296,16 @@ def digits(*layouts: Layout) -> tuple[tuple[Mode, ...], ...]:
     axes.algebra.errors.MeshError: 2:3 and 3:2 have no common digits: 3 isn't a multiple of 2
     """
     bounds = sorted({b for lay in layouts for size, stride in lay.modes for b in (stride, size * stride)})
-    for low, high in pairwise(bounds):
+    steps = list(pairwise(bounds))
+    for low, high in steps:
         if high % low:
             texts = " and ".join(dict.fromkeys(map(str, layouts)))
             raise MeshError(f"{texts} have no common digits: {high} isn't a multiple of {low}")
-
-    def refined(layout: Layout) -> Iterator[Mode]:
-        for size, stride in layout.modes:
-            inside = [b for b in bounds if stride <= b <= size * stride]
-            yield from ((high // low, low) for low, high in reversed(list(pairwise(inside))))
-
-    return tuple(tuple(refined(layout)) for layout in layouts)
+    cut = [
+        [(high // low, low) for s, d in layout.modes for low, high in reversed(steps) if d <= low and high <= s * d]
+        for layout in layouts
+    ]
+    return tuple(map(tuple, cut))
 
 
 def common_digits(layouts: Iterable[Layout]) -> dict[Layout, tuple[Mode, ...]] | None:

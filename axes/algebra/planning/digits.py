@@ -90,7 +90,8 @@ class Space:
 
     def is_even(self, *sides: Splits) -> bool:
         """Whether all tiles are equally large."""
-        return all(self.divides(at, splits) for splits in sides for at in range(len(splits)))
+        rests = [size % _pieces(slot) for splits in sides for size, slot in zip(self.sizes, splits, strict=True)]
+        return not any(rests)
 
     def is_flat(self, fine: Splits, coarse: Splits) -> bool:
         """Whether the fine tiles of a group, end to end, *are* the coarse tile as it lies in memory.
@@ -245,7 +246,8 @@ def size_of(found: Iterable[Digit]) -> int:
     return math.prod([size for size, _ in found])
 
 
-def _pieces(atoms: Iterable[Atom]) -> int:
+@lru_cache(maxsize=4096)
+def _pieces(atoms: tuple[Atom, ...]) -> int:
     return math.prod([size for atom in atoms for size, _ in atom])
 
 
