@@ -111,10 +111,6 @@ class LayoutPiece:
             dims.append(replace(dim, size=stop - start))
         return LayoutPiece(self.source, self.target, tuple(dims), tuple(source), tuple(target))
 
-    def boxes_in_source(self, tile: Tile) -> Iterator[Region]:
-        """The boxes of the piece whose elements a tile of the source holds; they don't overlap."""
-        return _boxes([(d.source, d.size, d.source_stride) for d in self.dims], self.source_offset, tile)
-
     def boxes_in_target(self, tile: Tile) -> Iterator[Region]:
         """The boxes of the piece whose elements a tile of the target holds; they don't overlap.
 
@@ -218,11 +214,6 @@ def simplified(dims: Iterable[PieceDim]) -> tuple[PieceDim, ...]:
     return tuple(found)
 
 
-def same_dims(shape: tuple[int, ...]) -> tuple[PieceDim, ...]:
-    """The dims of a piece that is a whole tensor, the same on both sides."""
-    return tuple([PieceDim(f"dim{at}", size, at, 1, at, 1) for at, size in enumerate(shape) if size != 1])
-
-
 def without_overlap(tiles: Iterable[Tile]) -> list[bool]:
     """Which of these parts of a tensor are to be taken, so that each element is in one.
 
@@ -244,4 +235,5 @@ def without_overlap(tiles: Iterable[Tile]) -> list[bool]:
 def whole_piece(source: str, shape: tuple[int, ...], target: str | None = None) -> LayoutPiece:
     """A tensor that is the same on both sides."""
     nowhere = (0,) * len(shape)
-    return LayoutPiece(source, source if target is None else target, same_dims(shape), nowhere, nowhere)
+    dims = tuple([PieceDim(f"dim{at}", size, at, 1, at, 1) for at, size in enumerate(shape) if size != 1])
+    return LayoutPiece(source, source if target is None else target, dims, nowhere, nowhere)

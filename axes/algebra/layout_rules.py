@@ -235,7 +235,10 @@ class LayoutRules:
         Raises `ShardingError` for rules that are about no tensor, tensors that a rule lacks, and names that two tensors
         would have; `SizeError` for sizes that don't follow from the shapes.
         """
-        sources = {name: _checked_shape(name, shape) for name, shape in _checked_names(shapes).items()}
+        if not isinstance(shapes, Mapping) or not all(isinstance(name, str) for name in shapes):
+            example = "{'q': (8, 4)}"
+            raise ShardingError(f"shapes are a mapping from names to shapes, like {example}; found {shown(shapes)}")
+        sources = {name: _checked_shape(name, shape) for name, shape in shapes.items()}
         instances: dict[_Instance, dict[int, dict[tuple[int, ...], str]]] = {}
         for name in sources:
             instance, slot, numbers = self._taking(name)
@@ -315,12 +318,6 @@ class LayoutRules:
                 + "\n".join(lines)
                 + (f"\n  and {len(idle) - _LINES} more" if len(idle) > _LINES else "")
             )
-
-
-def _checked_names(shapes: object) -> Mapping[str, Sequence[int]]:
-    if not isinstance(shapes, Mapping) or not all(isinstance(name, str) for name in shapes):
-        raise ShardingError(f"shapes are a mapping from names to shapes, like {{'q': (8, 4)}}; found {shown(shapes)}")
-    return shapes
 
 
 def _checked_shape(name: str, shape: Sequence[int]) -> Shape:

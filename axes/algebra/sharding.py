@@ -281,7 +281,8 @@ class Sharding:
         if not _same_pending(self, other):
             return False
         if shape is None:
-            return all(itertools.starmap(_same_pieces, zip(self.dims, other.dims, strict=True)))
+            pairs = zip(self.dims, other.dims, strict=True)
+            return all(_pieces(one, _whole_size(two)) == _pieces(two, _whole_size(one)) for one, two in pairs)
         _extents(self, shape), _extents(other, shape)  # refuse what doesn't fit
         return all(itertools.starmap(same_cuts, zip(self.dims, other.dims, shape, strict=True)))
 
@@ -534,11 +535,6 @@ def classes(pending: Iterable[tuple[str, T]]) -> list[list[tuple[str, T]]]:
 def kind_of(op: str) -> str:
     """What resolves a reduction: a mean is a sum, divided."""
     return "sum" if op in LINEAR else op
-
-
-def _same_pieces(mine: ShardedDim, theirs: ShardedDim) -> bool:
-    """Whether two dims are cut the same wherever everything divides."""
-    return _pieces(mine, _whole_size(theirs)) == _pieces(theirs, _whole_size(mine))
 
 
 def _whole_size(dim: ShardedDim) -> int | None:
