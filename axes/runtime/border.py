@@ -303,7 +303,7 @@ def _entered(value: Spec, counted: Placements, cotangent: DTensor) -> _Entering:
         spec.shape,
         spec.mesh.size(),
         lambda like: _entering(spec_at(value, like), counted, spec_at(spec, like)),
-        lambda found: cuts_of(found.route.program.source, found.route.program.target, *found.framed),
+        lambda found: cuts_of(*found.route.stages, *found.framed),
     )
     return replace(found, route=found.route.at(tuple(spec.shape), spec.tensor_meta.stride))
 

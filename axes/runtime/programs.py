@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
-from axes.algebra.plan import Cuts, Plan
+from axes.algebra.plan import Cuts, Plan, cuts_of
 from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.exchange import Exchange
 from axes.algebra.planning.step import Step
@@ -70,18 +70,25 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 class Prepared:
     """A plan, made ready for one rank, dtype and device, for tensors of every shape that its steps cut alike.
 
-    plan: at the smallest of these shapes, of which the others are multiples. cuts: into what its steps cut each dim.
+    plan: at the smallest of these shapes, of which the others are multiples. stages: how a tensor lies on its way.
+    is_only: whether there is no other plan that is cheaper at other sizes.
     group_of: the group of a step, None where this rank doesn't communicate in it; made at first use.
     device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
     """
 
     plan: Plan
-    cuts: Cuts
+    stages: tuple[Sharding, ...]
+    is_only: bool
     dtype: torch.dtype
     group_of: Callable[[Step], dist.ProcessGroup | None]
     device_type: str
     comm_dtype: torch.dtype | None = None
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Into what the steps cut a tensor."""
+        return cuts_of(*self.stages)
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
@@ -116,11 +123,20 @@ class Prepared:
         """Whether some rank sends something."""
         return any(step.kind != "slice" for step in self.plan.steps)
 
-    def multiples(self, shape: Shape, tile: Shape) -> Shape:
-        """How many times as large as the plan's shape a tensor of `shape` is, of which this rank has `tile`."""
-        least = self.tile if len(self.tile) == len(shape) else (0,) * len(shape)
-        sizes = zip(shape, self.plan.shape, tile if len(tile) == len(shape) else shape, least, strict=True)
-        return tuple([held // own if own else size // (whole or 1) or 1 for size, whole, held, own in sizes])
+    def multiples(self, shape: Shape, tile: Shape | None = None) -> Shape:
+        """How many times as large as the plan's shape a tensor of `shape` is; or its tile, where that is given.
+
+        What no step cuts may be uneven: then that is what this rank has of it.
+        """
+        least = self.plan.shape
+        if tile is None:
+            if not any(map(operator.mod, shape, [size or 1 for size in least])):
+                return tuple([size // (whole or 1) or 1 for size, whole in zip(shape, least, strict=True)])
+            tile = held_shape(self.plan.source, shape, self.plan.rank)
+        nothing = (0,) * len(shape)
+        held, own = (each if len(each) == len(shape) else nothing for each in (tile, self.tile))
+        sizes = zip(shape, least, held, own, strict=True)
+        return tuple([mine // one if one else size // (whole or 1) or 1 for size, whole, mine, one in sizes])
 
 
 def held_shape(source: Sharding, shape: Shape, rank: int) -> Shape:
@@ -144,12 +160,12 @@ class BoundProgram:
     @cached_property
     def eager(self) -> Run:
         """The program as a function of the contiguous tile."""
-        return self.form(True, False)
+        return _compiled(self, None, True)
 
     @cached_property
     def form(self) -> Callable[[bool, bool], Run]:
         """`form(eager, recorded)`: that, or of functional collectives; each of its collectives in the trace, or not."""
-        return functools.lru_cache(maxsize=4)(functools.partial(_compiled, self, self.tile))
+        return functools.lru_cache(maxsize=4)(functools.partial(_compiled, self, None))
 
     def traced_at(self, tile: Shape) -> Run:
         """The program of functional collectives, for a tile whose sizes may be symbolic."""
@@ -174,7 +190,7 @@ class BoundProgram:
         sending = [at for at in program.steps if program.groups[at] is not None]
         if not sending or sending[-1] != min(program.steps) or program.comm_dtype not in (None, program.dtype):
             return False
-        task = task_of(program.steps[sending[-1]], program.multiples(self.shape, self.tile))
+        task = task_of(program.steps[sending[-1]], program.multiples(self.shape))
         if task.step.kind == "all_gather":
             return math.prod(task.tile) == task.padded
         # What the rank keeps may go through the collective as well.
@@ -219,7 +235,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def _compiled(made: BoundProgram, tile: Shape, eager: bool, recorded: bool = False) -> Run:
+def _compiled(made: BoundProgram, tile: Shape | None, eager: bool, recorded: bool = False) -> Run:
     stages: list[Run] = []
     program = made.program
     steps, groups, wire, owned = program.plan.steps, program.groups, program.dtype, False

@@ -197,7 +197,7 @@ class Program:
         assert binding is not None, "a plan is made ready on meshes of a running job"
         group_of_step = functools.partial(_group, (made.source.mesh, made.target.mesh))
         how = self.dtype, group_of_step, binding.device_type, self.comm_dtype
-        return Prepared(made, cuts_of(*found.states(at)), *how)
+        return Prepared(made, found.states(at), len(found.sequences) == 1, *how)
 
 
 program = of_world(4096)(Program)

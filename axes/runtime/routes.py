@@ -60,14 +60,20 @@ class Route:
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     stays: bool
 
+    @property
+    def stages(self) -> tuple[Sharding, ...]:
+        """How a tensor lies on its way, and how both ends are written."""
+        return (self.program.source, self.program.target, *self.made.program.stages)
+
     @cached_property
     def cuts(self) -> Cuts:
-        """Into what both ends cut a tensor."""
-        return cuts_of(self.program.source, self.program.target)
+        """Into what these cut a tensor."""
+        return cuts_of(*self.stages)
 
     def at(self, shape: Shape, strides: Shape) -> Route:
-        """The same for tensors of another shape that both shardings cut as evenly."""
-        made = self.program.bound(shape)
+        """The same for tensors of another shape that is cut alike."""
+        only = self.made.program.is_only
+        made = BoundProgram(self.made.program, shape) if only else self.program.bound(shape)
         spec = torch_private.resized_spec(self.spec, shape, strides if made.program.idle else strides_of(shape))
         return Route(self.program, made, spec, self.comm_dtypes, self.stays)
 

@@ -105,7 +105,7 @@ def found_for(
             continue
         odd = odd_dims(shape, cuts(found))
         # Nor can one vary of which shards have a single element: torch takes a size of 1 for a number.
-        odd |= {dim for dim, size in symbols if hint(size) == cuts(found)[dim][1]}
+        odd.update([dim for dim, size in symbols if hint(size) == cuts(found)[dim][1]])
         if odd <= own:
             return found
         own |= odd
