@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -225,54 +225,42 @@ def packer(places: Places, shape: Shape, size: int) -> Pack:
 
     The buffer shares the tile's memory where it can. What no box fills of it is arbitrary.
     """
-    if isinstance(places, Run):
-        start, stop = places.start, places.stop
-        if shape and (start, stop) == (0, math.prod(shape)):
-            return _lengthened(lambda tile: tile, stop - start, size)
-        return _lengthened(lambda tile: tile.view(-1)[start:stop], stop - start, size)
-    if isinstance(places, Grid):
-        return _lengthened(_strided(places), math.prod(places.sizes), size)
-    parts = [_extents(part) for part in places.parts]
+    if isinstance(places, Run) and places.stop - places.start == size:
+        start, stop = places
+        if shape and size == math.prod(shape):
+            return lambda tile: tile
+        return lambda tile: tile.view(-1)[start:stop]
+    if isinstance(places, Grid) and math.prod(places.sizes) == size:
+        sizes, strides, offset = places
+        if offset == 0:
+            return lambda tile: torch.as_strided_copy(tile, sizes, strides)
+        return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
+    views = _viewer(places)
 
     def pack(tile: torch.Tensor) -> torch.Tensor:
         buffer = tile.new_empty(size)
-        for start, stop, box, extents in parts:
-            buffer[start:stop].view(extents).copy_(tile[box])
+        for start, stop, view in views(tile):
+            buffer[start:stop].view(view.shape).copy_(view)
         return buffer
 
     return pack
 
 
-def _strided(grid: Grid) -> Pack:
-    sizes, strides, offset = grid.sizes, grid.strides, grid.offset
-    if offset == 0:
-        return lambda tile: torch.as_strided_copy(tile, sizes, strides)
-    return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
-
-
-def _lengthened(pack: Pack, count: int, size: int) -> Pack:
-    """`pack`, which gives `count` elements, with as many arbitrary ones behind them as the buffer has more."""
-    if count == size:
-        return pack
-
-    def lengthened(tile: torch.Tensor) -> torch.Tensor:
-        buffer = tile.new_empty(size)
-        buffer[:count].copy_(pack(tile).view(-1))
-        return buffer
-
-    return lengthened
+def _viewer(places: Places) -> Callable[[torch.Tensor], list[tuple[int, int, torch.Tensor]]]:
+    """A function from a tile to views of what lies there, each with where it begins and ends in the buffer."""
+    if isinstance(places, Run):
+        start, stop = places
+        return lambda tile: [(0, stop - start, tile.view(-1)[start:stop])]
+    if isinstance(places, Grid):
+        (sizes, strides, offset), count = places, math.prod(places.sizes)
+        return lambda tile: [(0, count, tile.as_strided(sizes, strides, tile.storage_offset() + offset))]
+    parts = [(start, start + elements_of(box), slices_of(box)) for start, box in places.parts]
+    return lambda tile: [(start, stop, tile[box]) for start, stop, box in parts]
 
 
 def slices_of(box: Region) -> tuple[slice, ...]:
     """A box as an index."""
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def _extents(part: Part) -> tuple[int, int, tuple[slice, ...], Shape]:
-    """`(start in the buffer, stop, index of the box, its shape)`."""
-    place, box = part
-    extents = tuple(stop - start for start, stop in box)
-    return place, place + math.prod(extents), slices_of(box), extents
 
 
 # --- buffer to tile -------------------------------------------------------------------------------
@@ -292,7 +280,7 @@ def unpacker(places: Places, shape: Shape) -> Pack:
         ordered = sorted(read, key=lambda mode: -mode[0])
         sizes, strides = tuple(mode[1] for mode in ordered), tuple(mode[2] for mode in ordered)
         return lambda buffer: torch.reshape(torch.as_strided_copy(buffer, sizes, strides), shape)
-    write = filler(places, shape)
+    write = filler(places)
 
     def unpack(buffer: torch.Tensor) -> torch.Tensor:
         tile = buffer.new_empty(shape)
@@ -302,105 +290,12 @@ def unpacker(places: Places, shape: Shape) -> Pack:
     return unpack
 
 
-def filler(places: Places, shape: Shape) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def filler(places: Places) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """A function that writes the boxes of a flat buffer into a row-major tile that exists."""
-    if isinstance(places, Run):
-        start, stop = places.start, places.stop
-
-        def fill_run(tile: torch.Tensor, buffer: torch.Tensor) -> None:
-            tile.view(-1)[start:stop].copy_(buffer)
-
-        return fill_run
-    if isinstance(places, Grid):
-        sizes, strides, offset = places.sizes, places.strides, places.offset
-
-        def fill_grid(tile: torch.Tensor, buffer: torch.Tensor) -> None:
-            tile.as_strided(sizes, strides, tile.storage_offset() + offset).copy_(buffer.view(sizes))
-
-        return fill_grid
-    parts = [_extents(part) for part in places.parts]
+    views = _viewer(places)
 
     def fill(tile: torch.Tensor, buffer: torch.Tensor) -> None:
-        for start, stop, box, extents in parts:
-            tile[box].copy_(buffer[start:stop].view(extents))
+        for start, stop, view in views(tile):
+            view.copy_(buffer[start:stop].view(view.shape))
 
     return fill
-
-
-# --- memory that tensors have in common -----------------------------------------------------------
-
-
-def in_common(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of tensors, by number, that have any byte in common: views of one memory, through whatever storage.
-
-    >>> x = torch.zeros(4, 6)
-    >>> list(in_common([x[:, ::2], x[:, 1::2], x[1:3, 3:]]))
-    [(0, 2), (1, 2)]
-    """
-    open_spans: list[tuple[int, int, int]] = []
-    for start, stop, at in sorted(
-        (t.data_ptr(), t.data_ptr() + _last(t) + 1, n) for n, t in enumerate(tensors) if t.numel()
-    ):
-        open_spans = [span for span in open_spans if span[1] > start]
-        for first, _, before in open_spans:
-            if _meet([*_steps(tensors[before]), *_steps(tensors[at])], _last(tensors[at]) + start - first):
-                yield min(at, before), max(at, before)
-        open_spans.append((start, stop, at))
-
-
-def is_written_twice(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor may lie in the same place, as those of an expanded one do.
-
-    >>> is_written_twice(torch.zeros(4).expand(3, 4)), is_written_twice(torch.zeros(4, 6)[:, ::2])
-    (True, False)
-    """
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return x.numel() > 0
-        reach += stride * (size - 1)
-    return False
-
-
-def is_freed(x: torch.Tensor) -> bool:
-    """Whether the storage of a tensor has been resized to less than the tensor takes.
-
-    >>> x = torch.zeros(4)
-    >>> _ = x.untyped_storage().resize_(0)
-    >>> is_freed(x)
-    True
-    """
-    return x.numel() > 0 and x.storage_offset() * x.element_size() + _last(x) + 1 > x.untyped_storage().nbytes()
-
-
-def _steps(x: torch.Tensor) -> list[tuple[int, int]]:
-    """The bytes of a tensor: `start + sum(step * n)` for every `n` of `0..most` in each `(step, most)`."""
-    dims = zip(x.stride(), x.shape, strict=True)
-    return [(1, x.element_size() - 1), *((stride * x.element_size(), size - 1) for stride, size in dims)]
-
-
-def _last(x: torch.Tensor) -> int:
-    return sum(step * most for step, most in _steps(x))
-
-
-def _meet(steps: Sequence[tuple[int, int]], total: int) -> bool:
-    """Whether `sum(step * n)` can be `total`, with `n` of `0..most` for each `(step, most)`.
-
-    Two tensors meet where `a + sum(steps of one) = b + sum(steps of the other)`; counted from its last byte backwards,
-    the steps of the other stand on the left as well.
-    """
-    merged: dict[int, int] = {}
-    for step, most in steps:
-        if step and most:
-            merged[step] = merged.get(step, 0) + most
-    terms = sorted(merged.items(), reverse=True)
-
-    def reachable(at: int, left: int) -> bool:
-        if at == len(terms):
-            return left == 0
-        step, most = terms[at]
-        rest = sum(step * most for step, most in terms[at + 1 :])
-        low, high = max(0, -(-(left - rest) // step)), min(most, left // step)
-        return any(reachable(at + 1, left - step * n) for n in range(low, high + 1))
-
-    return reachable(0, total)

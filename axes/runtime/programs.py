@@ -327,15 +327,10 @@ def _run(
     link = communicator(*how) if about is None else recorded_communicator(*how, about)
     if step.kind == "all_reduce":
         return _all_reduce(step, link, owned)
-    if step.kind == "all_gather":
-        return _all_gather(task, link)
-    if step.kind == "reduce_scatter":
-        if program.backend == "gloo" and eager:
-            return _reduce_by_exchange(task, link)
-        return _reduce_scatter(task, link)
-    if step.kind == "reduce_move":
-        return _reduce_move(task, link)
-    return _exchanged(task, link)
+    if step.kind == "reduce_scatter" and program.backend == "gloo" and eager:
+        return _reduce_by_exchange(task, link)
+    makers = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "reduce_move": _reduce_move}
+    return makers.get(step.kind, _exchanged)(task, link)
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -575,7 +570,7 @@ def _exchanged(task: Task, link: Communicator) -> Run:
         return _all_through(link, every_send, every_receive, alike)
     sends, receives = task.laid(step.side("sends")), task.laid(step.side("receives"))
     pack = packer(sends.places, sends.shape, sum(sends.counts))
-    fill = filler(receives.places, receives.shape)
+    fill = filler(receives.places)
     given, got, shape, move = sends.counts, receives.counts, receives.shape, link.all_to_all
     count = (sum(got),)
     copies = [(slices_of(source), slices_of(target)) for source, target in task.copies]

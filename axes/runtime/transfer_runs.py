@@ -47,18 +47,22 @@ from axes.runtime.agreement import MissedError, ranks_text
 from axes.runtime.check import collective
 from axes.runtime.communicator import communicator
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
-from axes.runtime.packing import (
-    Shape,
-    in_common,
-    is_freed,
-    is_written_twice,
-)
+from axes.runtime.packing import Shape
 from axes.runtime.parcels import BucketSide, parcels_of
 from axes.runtime.programs import name_of
 from axes.runtime.sharded import dtensor_of
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.trace import Operation
-from axes.runtime.transfer_views import MessageCopy, TileViews, Views, copy_views, identity_of
+from axes.runtime.transfer_views import (
+    MessageCopy,
+    TileViews,
+    Views,
+    copy_views,
+    identity_of,
+    in_common,
+    is_freed,
+    is_written_twice,
+)
 from axes.runtime.transforms import check_dense, is_dense
 from axes.runtime.writes import count_writes
 
