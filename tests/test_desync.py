@@ -541,6 +541,24 @@ def test_a_failure_of_one_rank_alone_isnt_counted_at_the_next_one(world):
         assert "didn't come" not in common
 
 
+def not_connected() -> str:
+    """What a rank is told where no member of a group connects, the last one later than the others report it."""
+    mesh = mesh_of(0)
+
+    def making(*_: Any, **__: Any) -> None:
+        time.sleep(2 * (dist.get_rank() == 3))
+        raise RuntimeError(f"refused on {dist.get_rank()}")
+
+    dist.distributed_c10d._new_process_group_helper = making
+    return error_of(lambda: axes.psum(torch.ones(1), ("tp", "dp"), mesh=mesh))
+
+
+def test_a_rank_that_fails_to_connect_after_the_others_is_told_its_own_error(world):
+    for rank, said in enumerate(world(not_connected, 4)):
+        assert f"failed on rank {rank}, in connecting: refused on {rank}" in said
+        assert ("rank 3 didn't come to the report" in said) == (rank != 3), said
+
+
 def waiting() -> tuple[list[str], int]:
     """The warnings on a rank that waits for rank 3, and how often it has read from the store."""
     real, read = dist.Store.get, []

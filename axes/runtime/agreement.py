@@ -251,10 +251,10 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
         if isinstance(error, OF_ONE_RANK):
             raise
         report = replace(barrier, kind=f"{barrier.kind}-failure", subject=failure(barrier.subject), advice="")
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DesyncError(
-            f"{barrier.subject} failed on rank {member.rank}, in connecting: {first}{without_report(member, report)}"
-        ) from error
+        first, others = (str(error).splitlines() or [type(error).__name__])[0], ""
+        with contextlib.suppress(MissedError):  # the others have failed before, and have gone on
+            others = without_report(member, report)
+        raise DesyncError(f"{barrier.subject} failed on rank {member.rank}, in connecting: {first}{others}") from error
 
 
 OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
