@@ -406,7 +406,8 @@ def test_equal_programs_raise_no_alarm_and_leave_no_key(world, numbers):
 
 def flagged() -> list[str]:
     """What ranks are told that ask for something else."""
-    mesh, odd, told = prepared(3), dist.get_rank() == 2, []
+    prepared()
+    mesh, odd, told = mesh_of(0, timeout=3), dist.get_rank() == 2, []
     patient = dist.new_group(timeout=timedelta(minutes=1))
 
     def attempt(call: Callable[[], Any]) -> None:
