@@ -50,7 +50,7 @@ class Slot:
     @property
     def atoms(self) -> tuple[str, ...]:
         """The atoms of the dim, major first."""
-        return tuple(mark.atom for mark in self.marks)
+        return tuple([mark.atom for mark in self.marks])
 
     @property
     def uses(self) -> list[tuple[str, str, Span]]:
@@ -76,7 +76,7 @@ class Term:
     @property
     def atoms(self) -> tuple[str, ...]:
         """The atoms of all dims in order; one that stands twice is listed twice."""
-        return tuple(atom for slot in self.slots for atom in slot.atoms)
+        return tuple([mark.atom for slot in self.slots for mark in slot.marks])
 
     @property
     def keeps_any(self) -> bool:
@@ -112,7 +112,7 @@ class Reading:
     @functools.cached_property
     def atoms(self) -> tuple[str, ...]:
         """Every atom, in the order of the text."""
-        return tuple(dict.fromkeys(atom for term in self.terms for atom in term.atoms))
+        return tuple(dict.fromkeys([atom for term in self.terms for atom in term.atoms]))
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -136,22 +136,22 @@ class Reading:
     @functools.cached_property
     def explicit(self) -> frozenset[str]:
         """The atoms that carry `@` anywhere in the expression, in a place of their own or behind their group."""
-        return frozenset(atom for atom, axes in self._places() if axes is not None)
+        return frozenset([atom for atom, axes in self._places() if axes is not None])
 
     @functools.cached_property
     def starred(self) -> frozenset[str]:
         """The atoms of which a place holds `*`: their bare occurrences keep what they have."""
-        return frozenset(atom for atom, axes in self._places() if "*" in (axes or ()))
+        return frozenset([atom for atom, axes in self._places() if "*" in (axes or ())])
 
     @functools.cached_property
     def uses(self) -> tuple[tuple[str, str, Span], ...]:
         """`(what, axis, span)` for every axis that is named anywhere, in places or as pending."""
-        return tuple(use for term in self.terms for use in term.uses)
+        return tuple([use for term in self.terms for use in term.uses])
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that is named anywhere."""
-        return tuple(dict.fromkeys(axis for _, axis, _ in self.uses))
+        return tuple(dict.fromkeys([axis for _, axis, _ in self.uses]))
 
     def _places(self) -> list[tuple[str, Axes | None]]:
         slots = [slot for term in self.terms for slot in term.slots]
@@ -213,7 +213,7 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
     wholes = _wholes(reading.terms)
     *operands, result = [_merged(term, wholes) for term in reading.terms]
     reading = replace(reading, operands=tuple(operands), result=result, wholes=wholes)
-    for slot in (slot for term in reading.terms for slot in term.slots):
+    for slot in [slot for term in reading.terms for slot in term.slots]:
         if slot.axes is not None and "*" in slot.axes:
             reading.fail(f"write '*' at the name in {slot}@{place_text(slot.axes)} that it is about", slot.span)
     return reading
@@ -248,7 +248,7 @@ def spaced(text: str, operand: str, rank: int) -> str:
 
 def _check_factors(kind: str, text: str, spec: grammar.Spec) -> None:
     """Refuses what the grammar has and operations don't."""
-    for factor in (factor for dim in spec.dims for factor in dim.factors):
+    for factor in [factor for dim in spec.dims for factor in dim.factors]:
         axes = () if factor.place is None else factor.place.names
         if factor.name == "_":
             raise ExpressionError(f"'_' stands in specs only; {kind} needs a name", text, *factor.span)
@@ -324,7 +324,7 @@ def _check_names(reading: Reading) -> None:
     for term in (result,) if kind == "einsum" else reading.terms:
         marks = [mark for slot in term.slots for mark in slot.marks]
         for at, mark in enumerate(marks):
-            if any(mark.atom == before.atom for before in marks[:at]):
+            if mark.atom in [before.atom for before in marks[:at]]:
                 reading.fail(f"{_shown(mark.atom)} stands twice in one tensor", mark.span)
     for atom, term in left.items():
         span = reading.span_of(atom, (term,))
@@ -353,9 +353,9 @@ def _shown(atom: str) -> str:
 def _wholes(terms: Sequence[Term]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Groups that no tensor takes apart, with the names in them."""
     standing: dict[str, set[tuple[str, ...]]] = {}
-    for slot in (slot for term in terms for slot in term.slots):
+    for slot in [slot for term in terms for slot in term.slots]:
+        is_bare = {mark.axes for mark in slot.marks} <= {None}
         for mark in slot.marks:
-            is_bare = all(each.axes is None for each in slot.marks)
             standing.setdefault(mark.atom, set()).add(slot.atoms if is_bare else (mark.atom,))
     groups = sorted({group for found in standing.values() for group in found if len(group) > 1})
     whole = [group for group in groups if all(standing[atom] == {group} for atom in group)]
