@@ -29,7 +29,7 @@ from axes.algebra.flow.reading import read
 from axes.algebra.flow.recipe import Shape
 from axes.algebra.flow.rules import units_of
 from axes.algebra.sharding import Sharding
-from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic
+from axes.runtime.symbols import fixed, hint, hints, is_symbolic, varying
 
 Sizes = Mapping[str, int]
 Given = tuple[tuple[str, int], ...]
@@ -99,24 +99,17 @@ def traced_extents(found: Recipe, shapes: Sequence[Shape], given: Given) -> Exte
 
     `shapes` are those that tensors have, whole or on this rank.
     """
-    sizes: dict[str, list[Any]] = {}
     numbers = tuple(map(hints, shapes))
     reading = read(found.kind, found.text, tuple(map(len, shapes)), units_of(found.kind, found.text, numbers))
-    for operand, dim, atom in reading.alone:
-        size, extent = shapes[operand][dim], found.whole(found.inputs[operand].groups)[dim]
-        is_cut_once = len(found.inputs[operand].source.dims[dim].factors) == 1
-        is_even = type(size) is not int and is_cut_once and extent % hint(size) == 0
-        sizes.setdefault(atom, []).append(size * (extent // hint(size)) if is_even else extent)
-    for name, size in given:
-        sizes.setdefault(name, [0]).append(size)
-    same = {a: n[0] for a, n in sizes.items() if is_symbolic(n[:1]) and all(are_equal(n[0], other) for other in n[1:])}
-    whole = _dividing(found, {**found.size, **same})
     alone = {(operand, dim): atom for operand, dim, atom in reading.alone}
-    named = [(alone.get((o, d), ""), size) for o, shape in enumerate(shapes) for d, size in enumerate(shape)]
-    for name, size in (*named, *given):
-        if type(whole.get(name, 0)) is int:
-            fixed(size)
-    return Extents(found, whole)
+    uses: list[tuple[Any, Any, int]] = [(name, size, int(name in alone.values())) for name, size in given]
+    for place, (operand, shape) in enumerate(zip(found.inputs, shapes, strict=True)):
+        whole = found.whole(operand.groups)
+        for dim, (size, extent, split) in enumerate(zip(shape, whole, operand.source.dims, strict=True)):
+            is_cut_once = (place, dim) in alone and len(split.factors) == 1
+            may = type(size) is not int and is_cut_once and extent % hint(size) == 0
+            uses.append((alone.get((place, dim)), size * (extent // hint(size)) if may else size, int(may)))
+    return Extents(found, _dividing(found, {**found.size, **varying(uses)}))
 
 
 def _dividing(found: Recipe, whole: Sizes) -> Sizes:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from axes.algebra.grammar import Dim
 from axes.ops.regions import (
     Held,
     Placed,
@@ -25,7 +26,7 @@ from axes.ops.regions import (
 )
 from axes.ops.request import Request
 from axes.runtime.shards import LocalPart
-from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic, spec_at
+from axes.runtime.symbols import are_equal, fixed, hint, hints, is_symbolic, spec_at, varying
 
 Shape = tuple[Any, ...]
 
@@ -38,26 +39,19 @@ def traced_region(request: Request, specs: Sequence[Held]) -> tuple[Region, Mapp
         found = region_of(request, tuple(specs))
         return found, found.sizes
     found = region_of(request, tuple([spec_at(spec, hints(spec.shape)) for spec in specs]))
-    reading = found.reading
-    dims = [
-        (key_of(dim) or (place, at), dim, split, size)
-        for place, (each, spec) in enumerate(zip(found.inputs, specs, strict=True))
-        for at, (dim, split, size) in enumerate(zip(each.dims, each.sharding.dims, spec.shape, strict=True))
-    ]
-    symbols: dict[Any, Any] = {}
-    stay: set[Any] = set()
-    for dim in (dim for spec in (*reading.inputs, *reading.outputs) for dim in spec.dims):
-        is_opened = dim.grouped and not flows(reading, dim)
-        stay.update([f.name for f in dim.factors if is_opened or f.size is not None])
-    for name, dim, split, size in dims:
-        is_cut_once = len(split.factors) == 1 and (not dim.grouped or flows(reading, dim))
-        is_even = type(size) is not int and is_cut_once and size % split.pieces == 0
-        if not (is_even and are_equal(size, symbols.setdefault(name, size))):
-            stay.add(name)
-    for name, _, _, size in dims:
-        if name in stay:
-            fixed(size)
-    return found, {**found.sizes, **{name: size for name, size in symbols.items() if name not in stay}}
+    every = [dim for spec in (*found.reading.inputs, *found.reading.outputs) for dim in spec.dims]
+    stay = {f.name for dim in every for f in dim.factors if f.size is not None or _is_opened(found, dim)}
+    uses = []
+    for place, (each, spec) in enumerate(zip(found.inputs, specs, strict=True)):
+        for at, (dim, split, size) in enumerate(zip(each.dims, each.sharding.dims, spec.shape, strict=True)):
+            name = key_of(dim) or (place, at)
+            may = name not in stay and len(split.factors) == 1 and not _is_opened(found, dim)
+            uses.append((name, size, split.pieces if may else 0))
+    return found, {**found.sizes, **varying(uses)}
+
+
+def _is_opened(region: Region, dim: Dim) -> bool:
+    return dim.grouped and not flows(region.reading, dim)
 
 
 def traced_results(

@@ -111,6 +111,22 @@ def found_for(
         own |= odd
 
 
+def varying(uses: Sequence[tuple[Any, Any, int]]) -> dict[Any, Any]:
+    """The symbols of names that may have any size: each `(name, size, pieces)` has the same, and its pieces divide it.
+
+    `pieces` is 0 where a size can't vary. The sizes of all other names are fixed.
+    """
+    found: dict[Any, Any] = {}
+    stay = set()
+    for name, size, pieces in uses:
+        if type(size) is int or not pieces or size % pieces or not are_equal(size, found.setdefault(name, size)):
+            stay.add(name)
+    for name, size, _ in uses:
+        if name in stay:
+            fixed(size)
+    return {name: size for name, size in found.items() if name not in stay}
+
+
 def small_size(size: int, ranks: int) -> int:
     """A small size that shares its divisors with the number of ranks; all of them where `size` is a symbol.
 
