@@ -1,7 +1,7 @@
 """The house rules that a machine can check: lint, types, layers and private API.
 
 Nothing imports what is above it (algebra < runtime < ops < nn < show), the algebra needs the
-standard library alone, and files named torch_... hold every use of torch's private API. The checks read the
+standard library alone, and one file holds every use of torch's private API. The checks read the
 syntax trees, so an import inside a function counts as well.
 """
 
@@ -25,8 +25,8 @@ from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("algebra", "runtime", "ops", "nn", "show")
+PRIVATE = Path("axes/runtime/torch_private.py")
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "axes").rglob("*.py"))
-PRIVATE = {path for path in MODULES if path.name.startswith("torch_")}
 TESTS = sorted((ROOT / "tests").glob("*.py"))
 
 
@@ -195,15 +195,11 @@ IMPORTED_LATE = {
     "axes/runtime/launch.py": ["torch"],  # the same
     "axes/runtime/checkpoint.py": ["torch.distributed.checkpoint"],  # takes a second, and who saves has imported it
     "axes/show/terminal.py": ["rich"],  # an extra: without it a picture has no colour
-    "axes/runtime/torch_traced.py": [
+    "axes/runtime/torch_private.py": [
         "torch._dynamo",  # takes a second, and a mesh needs none of it
         "torch._functorch._aot_autograd",  # the same
-    ],
-    "axes/runtime/torch_private.py": [
         "torch.testing._internal.distributed.fake_pg",  # makes a backend, which a simulated world alone should have
-    ],
-    "axes/show/torch_observed.py": [
-        "torch.distributed.pipelining",  # makes a backend of its own; who explains stages has imported it
+        "torch.distributed.pipelining",  # the same; who explains stages has imported it
     ],
 }
 
@@ -298,8 +294,8 @@ PRIVATE_ATTRIBUTES = {
 }
 
 
-def test_torch_private_api_is_used_in_its_files_alone():
-    wrong = [f"{path} {use}" for path in MODULES if path not in PRIVATE for use in private_uses(tree(path))]
+def test_torch_private_api_is_used_in_one_file_alone():
+    wrong = [f"{path} {use}" for path in MODULES if path != PRIVATE for use in private_uses(tree(path))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -307,7 +303,7 @@ def test_no_private_attribute_of_a_torch_object_is_read_elsewhere():
     wrong = [
         f"{path} line {node.lineno} uses .{node.attr}"
         for path in MODULES
-        if path not in PRIVATE and path.parts[1] != "algebra"
+        if path != PRIVATE and path.parts[1] != "algebra"
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES
     ]

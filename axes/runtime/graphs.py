@@ -42,11 +42,11 @@ from axes.algebra.grammar import checked_text
 from axes.algebra.logical import Rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
-from axes.runtime import groups, torch_private, torch_traced
+from axes.runtime import groups, torch_private
 from axes.runtime.symbols import fixed
 
 for _kind in (Mesh, Sharding, Rules):
-    torch_traced.constant_in_graphs(_kind)
+    torch_private.constant_in_graphs(_kind)
 
 Read = TypeVar("Read")
 
@@ -67,7 +67,7 @@ class Held:
 
         Where dynamo isn't tracing, as in `torch.export` with `strict=False`, it is good until many others are held.
         """
-        if not torch_traced.keep_with_graph(self):
+        if not torch_private.keep_with_graph(self):
             _held_by_none.append(self)
         return self.key
 
@@ -115,7 +115,7 @@ def check_groups(*device_meshes: Any) -> None:
 def _check_groups(times: int, *device_meshes: Any) -> bool:
     wrong = next(filter(None, map(groups.wrong_with_groups, device_meshes)), "")
     if wrong or not torch.distributed.is_initialized():
-        raise torch_traced.passing(MeshError(wrong or groups.NOT_RUNNING))
+        raise torch_private.passing(MeshError(wrong or groups.NOT_RUNNING))
     return True
 
 
@@ -126,7 +126,7 @@ def guard_whole_sizes() -> bool:
     A size that is a number is guarded as such, and so is one that its parts don't divide, since then
     ranks have shards of several sizes. Where they do divide it and it varies, the shards vary, too.
     """
-    for traced, real in torch_traced.inputs_with_guarded_sizes():
+    for traced, real in torch_private.inputs_with_guarded_sizes():
         shard, static = torch_private.local_of(traced), []
         for dim, size in enumerate(traced.shape):
             sizes = zip(traced.placements, traced.device_mesh.shape, strict=True)
@@ -138,7 +138,7 @@ def guard_whole_sizes() -> bool:
             elif type(shard.shape[dim]) is int and shard.shape[dim] > 1:
                 static.append(dim)
         if static:
-            torch_traced.trace_again_with_symbols(torch_private.local_of(real), static)
+            torch_private.trace_again_with_symbols(torch_private.local_of(real), static)
     return True
 
 
@@ -170,7 +170,7 @@ def device_mesh_input(mesh: Mesh | None, *tensors: DTensor) -> Any:
     AOTAutograd needs it there: for a DTensor that leaves a graph into which none on this mesh came, it
     would else take the mesh of the gradient that is yet to come (2.13).
     """
-    if mesh is None or not torch_traced.DEVICE_MESHES_ARE_INPUTS:
+    if mesh is None or not torch_private.DEVICE_MESHES_ARE_INPUTS:
         return None
     name = _keep_device_mesh(mesh, *[x.device_mesh for x in tensors])
     return getattr(kept, name) if name else None
@@ -212,17 +212,17 @@ def _pop() -> None:
 
 @torch.compiler.assume_constant_result
 def _keep_entered() -> str:
-    meshes = _entered.get(torch_traced.current_trace())
+    meshes = _entered.get(torch_private.current_trace())
     return kept.keep(meshes[-1]) if meshes else ""
 
 
 @torch.compiler.assume_constant_result
 def _enter(mesh: Mesh) -> bool:
-    _entered.setdefault(torch_traced.current_trace(), []).append(mesh)
+    _entered.setdefault(torch_private.current_trace(), []).append(mesh)
     return True
 
 
 @torch.compiler.assume_constant_result
 def _leave() -> bool:
-    _entered[torch_traced.current_trace()].pop()
+    _entered[torch_private.current_trace()].pop()
     return True

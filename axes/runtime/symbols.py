@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from axes.algebra.errors import AxesError, SizeError
 from axes.algebra.plan import Cuts, odd_dims
-from axes.runtime import torch_private, torch_traced
+from axes.runtime import torch_private
 from axes.runtime.packing import strides_of
 
 Shape = tuple[int, ...]
@@ -38,7 +38,7 @@ def hints(shape: Sequence[int]) -> Shape:
 
 def hint(size: Any) -> int:
     """The size that a symbol has in the call that is being traced."""
-    found = torch_traced.hint_of(size)
+    found = torch_private.hint_of(size)
     return int(size) if found is None else found
 
 

@@ -1,4 +1,4 @@
-"""torch's private API, but what compiled graphs (`torch_traced`) and observing a step (`torch_observed`) need.
+"""torch's private API: every use of it is here.
 
 Read and tried on 2.11.0 and 2.13.0. What differs between versions is decided here, by looking at what torch offers and
 never by its version number.
@@ -45,6 +45,20 @@ never by its version number.
 | `is_wrapped`, `is_batch`, `is_wrapped_dtensor` | `torch._C._functorch` | none |
 | `autocast_may_be_on` | `_is_any_autocast_enabled` | `torch.is_autocast_enabled()` for any device |
 | `DispatchMode` | `torch.utils._python_dispatch` | its module, as its documentation is public |
+| `hint_of` | `SymInt.node.hint` | `SymInt.hint` |
+| `constant_in_graphs` | `pytree.register_constant`, `__dataclass_params__` (2.11) | a public name for it |
+| `current_trace` | `TracingContext` | something to keep for the time of a trace |
+| `keep_with_graph` | `OutputGraph.cleanups`, the tracer's graph | a way to give a graph something of one's own |
+| `inputs_with_guarded_sizes` | `install_guard`, placeholders of the graph | dynamo's guarding sizes of DTensors |
+| `trace_again_with_symbols` | `RestartAnalysis`, the marks of AOTAutograd | a way to ask for a symbol during a trace |
+| `DEVICE_MESHES_ARE_INPUTS` | `_register_distributed_opaque_types` | none: with 2.11 as the floor it is needed |
+| `passing` | `ShortenTraceback` | none |
+| `next_node_number` | `torch._C._autograd._get_sequence_nr` | the number of the next node, in `torch.autograd.graph` |
+| `running_node_number`, `running_leaf` | `torch._C._current_autograd_node` | a way to the node that runs |
+| `group_handed_over` | `_resolve_process_group` | operators that take what `torch.distributed` gives out |
+| `module_of_fsdp` | `FSDPParamGroup.modules` | hooks of FSDP2 around what it sends |
+| `arguments_of` | `OpOverload._schema` | a public schema |
+| `stages_know_their_shapes` | `PipelineStage._warmup_...` | an argument of the stage |
 
 >>> served_devices("gloo")["cpu"]
 'gloo'
@@ -52,26 +66,30 @@ never by its version number.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C import _functorch as functorch
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
-from torch.distributed import _composable_state, _state_dict_utils
+from torch.distributed import _composable_state, _state_dict_utils, device_mesh
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, _collective_utils, _random, _redistribute
 from torch.distributed.tensor._api import _ToTorchTensor
@@ -823,3 +841,183 @@ def is_wrapped_dtensor(x: torch.Tensor) -> bool:
 
 autocast_may_be_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device type: a third of the price of `torch.is_autocast_enabled(device_type)`."""
+
+# --- compiled graphs --------------------------------------------------------------------------------
+
+
+DEVICE_MESHES_ARE_INPUTS = hasattr(device_mesh, "_register_distributed_opaque_types")
+"""Whether a compiled graph takes a `DeviceMesh` for an input (2.13), or has it for a constant (2.11)."""
+
+
+current_trace: Callable[[], object] = TracingContext.get
+"""What stands for this attempt of dynamo's to trace a function; the next attempt has another."""
+
+
+def hint_of(size: Any) -> int | None:
+    """The size that a symbolic one has in the call that is being traced; None where it may be any."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def constant_in_graphs(kind: type) -> None:
+    """Makes what is of an immutable, hashable type a constant of compiled graphs, guarded by equality.
+
+    2.13 takes any object for one where it is handed to a function whose result is constant; 2.11 only
+    these, and would put together a frozen dataclass from its fields, which it can't. There a dataclass doesn't
+    say that it is frozen.
+    """
+    pytree.register_constant(kind)
+    if dataclasses.is_dataclass(kind) and not DEVICE_MESHES_ARE_INPUTS:
+        parameters: Any = copy.copy(kind.__dataclass_params__)  # type: ignore[attr-defined]
+        parameters.frozen = False
+        kind.__dataclass_params__ = parameters  # type: ignore[attr-defined]
+
+
+def keep_with_graph(kept: Callable[[], None]) -> bool:
+    """Has the graph that dynamo traces keep something alive, with its code and with itself. False outside of a trace.
+
+    A backend may keep the graph and not the code. dynamo calls what it keeps with the code when that goes
+    (2.11 to 2.13).
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return False
+    output.cleanups.append(kept)  # type: ignore[arg-type]
+    tracer = output.current_tracer
+    while tracer is not None:
+        tracer.graph.__dict__.setdefault("_kept_by_axes", []).append(kept)
+        tracer = tracer.parent
+    return True
+
+
+def inputs_with_guarded_sizes() -> list[tuple[DTensor, DTensor]]:
+    """The DTensors that have become inputs of the graph that dynamo traces since the last call: `(traced, real)`.
+
+    The graph is guarded here on those of their whole sizes that are numbers in it. dynamo guards these
+    of every other tensor, and of a DTensor the shard and the placements alone (2.11 and 2.13): a graph for
+    eight rows would serve seven, on the ranks whose shard is the same.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    graph = InstructionTranslator.current_tx().output.root_tracer.graph
+    seen = _seen_inputs.setdefault(TracingContext.get(), set())
+    arguments = {node.name: node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder")}
+    found = []
+    for name, argument in arguments.items():
+        # A second guard of one tensor would be taken for a second tensor.
+        if name not in seen and argument is not None and isinstance(argument.fake_tensor, DTensor):
+            install_guard(argument.source.make_guard(GuardBuilder.TENSOR_MATCH))
+            found.append((argument.fake_tensor, argument.example))
+    seen.update(arguments)
+    return found
+
+
+_seen_inputs: WeakKeyDictionary[TracingContext, set[str]] = WeakKeyDictionary()
+
+
+def trace_again_with_symbols(x: torch.Tensor, dims: Collection[int]) -> NoReturn:
+    """Has dynamo trace the function again, with symbols for these sizes of `x`, which is an input or its shard.
+
+    The mark is the one that AOTAutograd leaves for the next graph: 2.13 has one that isn't guarded; 2.11
+    guards none.
+    """
+    from torch._dynamo.exc import RestartAnalysis
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    is_new = hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")
+    mark = "_dynamo_propagated_dynamic_indices" if is_new else "_dynamo_weak_dynamic_indices"
+    setattr(x, mark, {*getattr(x, mark, ()), *dims})
+    raise RestartAnalysis(restart_reason="axes: the sizes of a shard vary wherever those of the whole do")
+
+
+def passing(error: Exception) -> Exception:
+    """The error as one of its kind that the compiler lets through while it traces a graph, where it else wraps errors.
+
+    What `ShortenTraceback` is, it raises as it is.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    own = {"__module__": kind.__module__, "first_useful_frame": None, "__reduce__": lambda self: (kind, self.args)}
+    found = type(kind.__name__, (kind, ShortenTraceback), own)
+    return found.__new__(found, *error.args)
+
+
+# --- observing a step -------------------------------------------------------------------------------
+
+
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next autograd node of this thread gets; nodes are numbered in the order of their making."""
+
+
+def running_node_number() -> int | None:
+    """The number of the node whose gradient this thread computes just now; None where it computes none."""
+    node = torch._C._current_autograd_node()
+    return None if node is None or hasattr(node, "variable") else node._sequence_nr()
+
+
+def running_leaf() -> torch.Tensor | None:
+    """The leaf whose gradient is accumulated just now, hooks of the leaf included."""
+    return getattr(torch._C._current_autograd_node(), "variable", None)
+
+
+def group_handed_over(given: Any) -> dist.ProcessGroup:
+    """The process group that an operator of torch is called with: boxed, by its name, or itself."""
+    if isinstance(given, str):
+        return c10d._resolve_process_group(c10d.GroupName(given))
+    return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
+
+
+def class_before_fsdp(module: torch.nn.Module) -> type:
+    """The class that a module had before `fully_shard` gave it one of its own making."""
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+
+
+def module_of_fsdp(holder: object) -> torch.nn.Module | None:
+    """The first module of a group of parameters that FSDP2 gathers together; None where `holder` is no such group."""
+    modules = getattr(holder, "modules", None) if type(holder).__name__ == "FSDPParamGroup" else None
+    return modules[0] if isinstance(modules, tuple) and modules else None
+
+
+def arguments_of(func: Any) -> list[str]:
+    """The names of what an operator takes, in order."""
+    return [argument.name for argument in func._schema.arguments]
+
+
+@contextlib.contextmanager
+def stages_know_their_shapes() -> Iterator[None]:
+    """In this block no stage of a pipeline asks the others whether they know their shapes: it takes it that all do.
+
+    Since 2.13 stages vote before their first step, and one that was made without `input_args` and `output_args` has all
+    ask one another for shapes; before, only that one asks. In a simulated world nobody votes.
+    """
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    kept = {name: vars(PipelineStage)[name] for name in _VOTES if name in vars(PipelineStage)}
+    for name, method in _VOTES.items() if kept else ():
+        setattr(PipelineStage, name, method)
+    try:
+        yield
+    finally:
+        for name, found in kept.items():
+            setattr(PipelineStage, name, found)
+
+
+def _own_vote(stage: Any, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
+    """1 where the stage knows its shapes; of stages on one rank, where all do."""
+    from torch.distributed.pipelining.stage import InferenceMode
+
+    own = torch.tensor([int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))], dtype=torch.int32)
+    stage._vote_of_axes = own if received_acc is None else own * received_acc
+    return stage._vote_of_axes
+
+
+def _own_result(stage: Any, received_result: torch.Tensor | None = None) -> torch.Tensor:
+    """The result of the vote on this rank alone."""
+    return stage._vote_of_axes if received_result is None else received_result
+
+
+_VOTES = {"_warmup_forward_vote": _own_vote, "_warmup_backward_result": _own_result}

@@ -39,7 +39,6 @@ from axes.runtime.redistribute import model_of
 from axes.runtime.simulate import simulate
 from axes.runtime.trace import Operation
 from axes.runtime.world import bound_to_job
-from axes.show import torch_observed
 
 # --- what is recorded
 
@@ -123,7 +122,7 @@ class StepRecorder(torch_private.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note_node()
-        if (number := torch_observed.running_node_number()) is not None:
+        if (number := torch_private.running_node_number()) is not None:
             self._running = number
         if any(issubclass(kind, DTensor) for kind in types):
             self._operation = str(func)
@@ -156,17 +155,17 @@ class StepRecorder(torch_private.DispatchMode):
         if id(root) in self._paths:
             return
         self._roots.append(root)  # an id is of this module as long as it lives
-        first = torch_observed.class_before_fsdp(root).__name__
+        first = torch_private.class_before_fsdp(root).__name__
         for name, module in root.named_modules():
             self._paths.setdefault(id(module), f"{first}.{name}" if name else first)
 
     def _changed(self) -> None:
         """Nodes from now on are of another place."""
-        self._note(torch_observed.next_node_number(), exact=False)
+        self._note(torch_private.next_node_number(), exact=False)
 
     def _note_node(self) -> None:
         """The node that was made last is of this line, if nothing has been noted of it yet."""
-        number, latest = torch_observed.next_node_number() - 1, self._numbers[-1] if self._numbers else -1
+        number, latest = torch_private.next_node_number() - 1, self._numbers[-1] if self._numbers else -1
         if number > latest or (number == latest and not self._exact):
             self._note(number, exact=True)
 
@@ -188,8 +187,8 @@ class StepRecorder(torch_private.DispatchMode):
 
         That used it last in the forward: autograd has a leaf's gradient accumulated as soon as it is complete.
         """
-        number = torch_observed.running_node_number()
-        if number is None and torch_observed.running_leaf() is not None:
+        number = torch_private.running_node_number()
+        if number is None and torch_private.running_leaf() is not None:
             number = self._running
         at = -1 if number is None else bisect.bisect_right(self._numbers, number) - 1
         return self._spots[at] if at >= 0 else _NOWHERE
@@ -199,7 +198,7 @@ class StepRecorder(torch_private.DispatchMode):
     def _record(self, sent: _Sent, out: Any) -> None:
         caller = _caller(sys._getframe(2))
         backward = caller.backward or torch_private.backward_runs()
-        spot, leaf = self._spot_of_node() if backward else _NOWHERE, torch_observed.running_leaf() if backward else None
+        spot, leaf = self._spot_of_node() if backward else _NOWHERE, torch_private.running_leaf() if backward else None
         module = self._paths.get(id(self._modules[-1]), "") if self._modules else spot.module
         if caller.fsdp is not None:  # which may gather a module's parameters while another one runs
             module = self._paths.get(id(caller.fsdp), module)
@@ -211,7 +210,7 @@ class StepRecorder(torch_private.DispatchMode):
     def _add(
         self, sent: _Sent, out: Any, caller: _Caller, backward: bool, spot: _Spot, module: str, at_leaf: bool
     ) -> None:
-        group = torch_observed.group_handed_over(sent.group)
+        group = torch_private.group_handed_over(sent.group)
         told = self._groups.of(group)
         amount = _amount(sent, out, group)
         if caller.objects and amount.received and sent.kind != "all_gather" and current_world().fake:
@@ -260,7 +259,7 @@ class StepRecorder(torch_private.DispatchMode):
         if caller.by == DTENSOR:
             return caller.operation or self._operation
         if caller.by == PIPELINING and sent.kind in ("send", "recv"):
-            group = torch_observed.group_handed_over(sent.group)
+            group = torch_private.group_handed_over(sent.group)
             way = "to" if sent.kind == "send" else "from"
             return f"{caller.operation or 'a stage'}, {way} rank {dist.get_global_rank(group, sent.peer)}"
         return ""
@@ -318,7 +317,7 @@ def _note_frame(found: _Caller, frame: FrameType, module: str, function: str) ->
     if not found.by:
         found.by = _issuer(module)
     if found.by == FSDP and found.fsdp is None:
-        found.fsdp = torch_observed.module_of_fsdp(frame.f_locals.get("self"))
+        found.fsdp = torch_private.module_of_fsdp(frame.f_locals.get("self"))
     if module == "torch.distributed.tensor._dispatch" and "op_call" in frame.f_locals and not found.operation:
         found.operation = str(frame.f_locals["op_call"])
     if module == "torch.distributed.tensor._api" and function in ("redistribute", "full_tensor", "distribute_tensor"):
@@ -458,7 +457,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Sent 
     kind = _KINDS.get(name)
     if kind is None:
         return None
-    given = {**dict(zip(torch_observed.arguments_of(func), args, strict=False)), **kwargs}
+    given = {**dict(zip(torch_private.arguments_of(func), args, strict=False)), **kwargs}
     group = given.get("process_group", given.get("group_name"))
     if kind in ("send", "recv", "barrier"):
         tensors = [] if kind == "barrier" else _tensors(given.get("tensors", given.get("tensor")))
@@ -544,7 +543,7 @@ def explained_step(step: Callable[..., Any], inputs: Sequence[Any], mesh: Mesh |
         where = entered_world(stack, mesh, [*inputs, *_parameters(step)])
         stack.enter_context(_as_before(step))
         if "torch.distributed.pipelining" in sys.modules and current_world().fake:
-            stack.enter_context(torch_observed.stages_know_their_shapes())
+            stack.enter_context(torch_private.stages_know_their_shapes())
         with StepRecorder(where) as recorder:
             _backward(step(*inputs))
         return _explanation(_name_of(step), recorder.collectives, where, recorder.exact)
@@ -608,7 +607,7 @@ def _ones(x: torch.Tensor) -> torch.Tensor:
 
 def _name_of(step: Any) -> str:
     if isinstance(step, torch.nn.Module):
-        return torch_observed.class_before_fsdp(step).__name__
+        return torch_private.class_before_fsdp(step).__name__
     return getattr(step, "__name__", type(step).__name__)
 
 
