@@ -318,6 +318,19 @@ def test_what_lies_right_stays_where_it_is_and_a_slice_is_a_copy(pool):
     pool.run(in_place)
 
 
+def flat_and_nested() -> None:
+    mesh = axes.init_mesh("a=2 b=4", "w = a b", "u = b a", device_type="cpu")
+    for n, (source, target) in itertools.product(range(1, 20), itertools.permutations(("w", "(a b)", "u", "(b a)"), 2)):
+        parts = [torch.arange(n)[mesh.sharding(f"n@{place}").local_indices((n,))] for place in (source, target)]
+        with case(f"{n} from {source} to {target}"):
+            assert torch.equal(axes.rearrange(parts[0], f"n@{source} -> n@{target}", mesh, n=n), parts[1])
+
+
+def test_an_axis_and_its_digits_cut_an_uneven_dim_in_two_ways(pool):
+    """They cut an even one alike, so that nothing moves there."""
+    pool.run(flat_and_nested)
+
+
 # --- one rank's tensor ----------------------------------------------------------------------------
 
 

@@ -252,14 +252,14 @@ class Choices:
 
     def plan(self, at: int, shape: Shape, rank: int) -> Plan:
         """One of the sequences as a plan for a tensor of `shape`, seen from a rank."""
-        ends = pairwise(self.states(at))
-        steps = tuple([self._step(*each, shape, rank) for each in zip(self.sequences[at], ends, strict=True)])
+        ends = pairwise(self.states(at))  # of a plan without a step these are two, and the same shards
+        steps = tuple([self._step(*each, shape, rank) for each in zip(self.sequences[at], ends, strict=False)])
         return Plan(self.source, self.target, shape, self.dtype, steps, sum([step.cost for step in steps]), rank)
 
     def _states(self, at: int) -> tuple[Sharding, ...]:
         # The ends are the shardings as they were given, so that nothing is lost of how they were said.
         between = [stage.outside or self.space.sharding(stage.target) for stage in self.sequences[at][:-1]]
-        return (self.source, *between, self.target) if self.sequences[at] else (self.source,)
+        return (self.source, *between, self.target)
 
     def _traffic(self, stage: Stage, shape: Shape) -> Traffic:
         """A stage as the cost model sees it."""

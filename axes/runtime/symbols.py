@@ -103,7 +103,8 @@ def found_for(
                 raise
             own = {*range(len(shape))}
             continue
-        odd = odd_dims(shape, cuts(found))
+        # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
+        odd = odd_dims(shape, cuts(found)) | odd_dims(like, cuts(found))
         # Nor can one vary of which shards have a single element: torch takes a size of 1 for a number.
         odd.update([dim for dim, size in symbols if hint(size) == cuts(found)[dim][1]])
         if odd <= own:
