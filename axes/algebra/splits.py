@@ -48,7 +48,7 @@ def cuts(dim: ShardedDim, extent: int) -> list[Cut]:
             if axis.size > 1:
                 found.append((before, axis))
             before *= axis.size
-        front *= factor.size or 1
+        front *= factor.size or 2 * factor.pieces  # an empty factor is cut as one that is larger than its pieces
     return found
 
 
@@ -93,8 +93,8 @@ def handed_down(dim: ShardedDim, names: Sequence[tuple[str, int]]) -> list[Shard
     return [dim] if splits == [dim] and len(dim.factors) > 1 else splits  # whose factors have names
 
 
-def of_names(names: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
-    """The dim that consists of names that are split so, with these sizes.
+def of_names(names: Sequence[tuple[ShardedDim, int]], empty: bool = False) -> ShardedDim:
+    """The dim that consists of names that are split so, with these sizes; an `empty` one has others in their place.
 
     Raises `ShardingError` where their shards aren't regular shards of the dim.
     """
@@ -118,7 +118,12 @@ def of_names(names: Sequence[tuple[ShardedDim, int]]) -> ShardedDim:
             found.append(factor)
     if not any(factor.axes for factor in found[1:]):
         return split(text, *(found[0].axes if found else ()))
-    return ShardedDim(tuple(found))
+    return of_open_size(ShardedDim(tuple(found))) if empty else ShardedDim(tuple(found))
+
+
+def of_open_size(dim: ShardedDim) -> ShardedDim:
+    """The dim with a last factor whose size follows from the others, as of an empty dim."""
+    return ShardedDim((*dim.factors[:-1], replace(dim.factors[-1], size=None)))
 
 
 class Digits:

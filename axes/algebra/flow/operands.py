@@ -19,7 +19,17 @@ from axes.algebra.layout import Mode, NamedLayout
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, same_cuts
 from axes.algebra.sizes import Product, given_sizes, solve
-from axes.algebra.splits import Digits, Entry, all_axes, entries_of, handed_down, of_names, pending_of, split
+from axes.algebra.splits import (
+    Digits,
+    Entry,
+    all_axes,
+    entries_of,
+    handed_down,
+    of_names,
+    of_open_size,
+    pending_of,
+    split,
+)
 
 Named = tuple[NamedLayout, ...]
 
@@ -120,7 +130,7 @@ class Operands:
     def joined(self, slot: Slot, splits: Sequence[ShardedDim]) -> ShardedDim:
         """The dim whose atoms are split so."""
         try:
-            return of_names([*zip(splits, map(self.cut.__getitem__, slot.atoms), strict=True)])
+            return of_names([*zip(splits, map(self.cut.__getitem__, slot.atoms), strict=True)], not self.extent(slot))
         except ShardingError as error:
             raise ShardingError(f"{error}\nin  {self.reading.text}") from None
 
@@ -134,7 +144,8 @@ class Operands:
                 f"{place_text(dim.axes)} splits {slot} into {dim.pieces} parts that don't fall "
                 f"on its names: ({sizes})\nin  {self.reading.text}\n{advice}, or choose sizes that divide"
             )
-        return found
+        every = zip(slot.atoms, found, strict=False)  # a scalar's dim has no names
+        return [each if self.sizes[atom] else of_open_size(each) for atom, each in every]
 
     def named(self, axes: Any) -> Named:
         """Axes by their names, `*` left out."""
@@ -224,9 +235,11 @@ class Operands:
             self._stars.setdefault(atom, []).append(star)
             wanted = (*front, *star, *back)
         found = split(atom_text(atom), *(axis for axis in wanted if axis.size > 1))
-        if not same_cuts(state, found, self.cut[atom]):
+        if same_cuts(state, found, self.cut[atom]):
+            return found
+        if self.extent(slot):
             self._mismatch(has)
-        return found
+        return state  # of an empty dim every word is true
 
     def _assert_pending(self, has: Operand) -> None:
         """What the text mentions is pending exactly where the left says so."""

@@ -127,7 +127,10 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     derived = Sharding(mesh, tuple(states[atom] for atom in operand.atoms), pending_of(entries))
     target = final.sharding(operand.elementary.dims, derived.dims, entries)
     rest = iter(target.dims)
-    closed = tuple(of_names([(next(rest), forward.cut[atom]) for atom in group]) for group in operand.groups)
+    closed = tuple(
+        of_names([(next(rest), forward.cut[atom]) for atom in group], not extent)
+        for group, extent in zip(operand.groups, forward.whole(operand.groups), strict=True)
+    )
     output = Output(operand.groups, derived, target, replace(target, dims=closed))
     check_torch_can(output.output, forward.whole(output.groups))
     text = f"gradient of  {forward.text}"
