@@ -78,7 +78,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.rms_norm(L(2, 2), "b d", over="d", eps=2**64)', "ShardingError", "eps is a number from 0, like 1e-5; found 18446744073709551616"),
     ('axes.rearrange(L(2, 2), "a b -> b a", mesh=3)', "MeshError", "a mesh is an axes mesh, made by axes.init_mesh; found int: 3"),
     ('axes.rearrange(axes.ones("a", a=2), "a \\ud800 -> a")', "ExpressionError", "a name is an identifier of Python: letters, digits and underscores\n  a \\ud800 -> a\n    ^^^^^^"),
-    ('axes.init_mesh("dp=3 tp=2", device_type="cpu")', "SizeError", "the mesh needs 6 ranks, dp=3 * tp=2; this job has 8\nstart as many: torchrun --nproc-per-node 6 ..., axes.launch(fn, 6), or try it in one process with axes.simulate(6); one size that is left out follows from the ranks"),
+    ('axes.init_mesh("dp=3 tp=2", device_type="cpu")', "SizeError", "dp=3 * tp=2 is 6, not 8    (the axes over the 8 ranks)\nthe sizes of the axes multiply to the number of ranks; one that is left out follows\nthis job has 8 of them; start as many as the mesh needs: torchrun --nproc-per-node N ..., axes.launch(fn, N), or try it in one process with axes.simulate(N)"),
     ('axes.Mesh("dp=2 cp=2 tp=2", "(cp tp) = dp")', "MeshError", "'dp' is a name of the mesh already, of size 2; cp * tp is 4. Give it another name"),
     ('axes.einsum(axes.ones("a b c", a=2, b=3, c=4), axes.ones("a b", a=4, b=5), "bsd,df->bsf")', "SizeError", "operand 1, 'bsd', has 1 dim; the tensor has 3\nin  bsd,df->bsf\nnames are separated by spaces: 'b s d, d f -> b s f'"),
     ('axes.rearrange([], "n a@tp -> n a")', "ShardingError", "axes.rearrange takes a list of tensors; found none"),

@@ -297,7 +297,7 @@ GROUPS = (
         ("{'tpp': axes.GroupOptions()}", "did you mean 'tp'"),
         ("{'tp': 'gloo'}", "found 'gloo'"),
         ("{'tp': axes.GroupOptions('nonsense')}", "no backend 'nonsense'"),
-        ("{'tp': axes.GroupOptions(timeout=5), 'ep': axes.GroupOptions(timeout=6)}", "'tp' and 'ep' are the same ranks and share one group", "timeout=0:00:05 and timeout=0:00:06", "options={'ep': GroupOptions(..., lane='ep')}"),
+        ("{'tp': axes.GroupOptions(timeout=5), 'ep': axes.GroupOptions(timeout=6)}", "'tp' and 'ep' are the same ranks and share one group", "timeout=0:00:05 and timeout=0:00:06", "axes.init_mesh('ep', options={'ep': GroupOptions(..., lane='ep')})"),
         ("['tp']", "mapping"),
     )),
     *((f"axes.GroupOptions(timeout={wrong})", "MeshError", "positive timedelta or number of seconds") for wrong in ("0", "-1", "True", "'5'", "float('nan')", "[]")),

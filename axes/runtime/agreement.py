@@ -6,8 +6,8 @@ the store that every `torch.distributed` job has. They do so at a *barrier*: eac
 line of text, and the barrier *ends* well when all members have stated the same:
 
     store.compare_set(stated)            the first statement stays; another one ends the barrier
+    store.append(came)                   this rank has come, and what it tells the others
     store.add(count)                     the last rank to come ends the barrier
-    store.append(came)                   this rank has come
     store.set(note)                      where this rank is
     store.check(end)                     asked ever more slowly
     store.add(left)                      the last rank to read the end removes the barrier's keys
@@ -16,17 +16,17 @@ A barrier ends once, for all: whoever comes later reads the same end. It ends ba
 
 - a rank states something else: at once, with both statements;
 - a rank raised an error of its own before it came (`refuse`): at once, with that error;
-- the time is up: with the ranks that didn't come, and what each was last seen waiting for. One of the
-  ranks that wait says the same in a warning after half a minute.
+- the time is up: with the ranks that didn't come, and what each was last seen waiting for. The rank that
+  stated first says the same in a warning after half a minute.
 
 Rank 0 hosts the store of a job, so it leaves a failed barrier last, or the others would see a
 broken connection in place of the error. A store whose host is stopped, or behind a link that is cut,
-answers nothing and says nothing: so another thread asks it, and a rank waits for that thread a
-second longer than for the other ranks.
+answers nothing and says nothing: so another thread asks it, and a rank waits for that thread a few
+seconds longer than for the other ranks.
 
 >>> import torch.distributed as dist
 >>> member = Member(dist.HashStore(), rank=0)
->>> agree(member, Barrier("init_mesh over rank 0", range(1), "mesh", 0), "dp=1", timedelta(seconds=5))
+>>> agree(member, Barrier("mesh/0", range(1), "init_mesh over rank 0"), "dp=1", timedelta(seconds=5))
 [None]
 """
 
@@ -35,7 +35,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import threading
 import time
 import warnings
@@ -44,7 +43,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -67,7 +65,7 @@ _SLOWEST_POLL_SECONDS = 0.1
 _STALLED_SECONDS = 30.0
 _RANKS_SHOWN = 16
 _UNSEEN = "hasn't been seen: it is still starting, has ended, is stopped, or makes no mesh"
-_KEYS = ("stated", "told", "count", "came", "reporter", "warner", "end", "left")
+_KEYS = ("stated", "came", "count", "end", "left")
 
 
 class MissedError(DesyncError):
@@ -113,30 +111,19 @@ class Member:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Where `members` compare what they state: the `attempt`-th barrier of its kind among these ranks.
+    """Where `members` compare what they state.
 
-    The set of the members names it, so that ranks which hold them in different orders come to the same
-    barrier and can disagree. `subject` completes "rank 3 waits for ..."; `advice` says what to write instead.
-    `doing` is what this rank is about to do there: the others are shown it, and compare it not.
+    `key` is what all of them call it, and no other barrier. `subject` completes "rank 3 waits for ..."; `advice` says
+    what to write instead. `doing` is what this rank is about to do there: the others are shown it, and compare it not.
+    `attempt` is the number of barriers of its kind among these ranks before it.
     """
 
-    subject: str
+    key: str
     members: Sequence[int]
-    kind: str
-    attempt: int
+    subject: str
     advice: str = ""
+    attempt: int = 0
     doing: str = ""
-
-    @cached_property
-    def topic(self) -> str:
-        """What all members call this kind of barrier: `attempt` counts the barriers of a topic."""
-        ascending = isinstance(self.members, range)
-        return f"{self.kind}/{digest(self.members if ascending else sorted(self.members))}"
-
-    @property
-    def key(self) -> str:
-        """The beginning of its keys in the store."""
-        return f"axes/{self.topic}/{self.attempt}"
 
     @property
     def seen(self) -> str:
@@ -154,20 +141,12 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, 
     if len(barrier.members) == 1:
         return [told]
     limit = timeout.total_seconds()
-
-    def meet() -> tuple[str, list[int], dict[int, Any]]:
-        return _meet(member, barrier, statement, limit, told)
-
-    error, missing, every = asked(barrier.subject, limit + _reporters_seconds(barrier), meet, member.store_name)
-    if not error:
-        return [every.get(rank) for rank in barrier.members]
-    with contextlib.suppress(DesyncError):  # what is wrong matters more
-        present = len(barrier.members) - len(missing)
-        asked(barrier.subject, LINGER_SECONDS, lambda: _leave(member, barrier, present), member.store_name)
-    shown = _indented(barrier.doing or statement)
-    own = error.startswith(_DISAGREE) and shown not in error
-    kind = MissedError if member.rank in missing else DesyncError
-    raise kind(error + (f"\nThis rank, {member.rank}, holds: {shown}" if own else ""))
+    return asked(
+        barrier.subject,
+        limit + _reporters_seconds(barrier) + LINGER_SECONDS,
+        lambda: _agreed(member, barrier, statement, limit, told),
+        member.store_name,
+    )
 
 
 def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
@@ -250,7 +229,7 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
     except RuntimeError as error:
         if isinstance(error, OF_ONE_RANK):
             raise
-        report = replace(barrier, kind=f"{barrier.kind}-failure", subject=failure(barrier.subject), advice="")
+        report = replace(barrier, key=f"{barrier.key}/failure", subject=failure(barrier.subject), advice="")
         first, others = (str(error).splitlines() or [type(error).__name__])[0], ""
         with contextlib.suppress(MissedError):  # the others have failed before, and have gone on
             others = without_report(member, report)
@@ -269,27 +248,27 @@ def failure(what: str) -> str:
 # A barrier
 
 
-def _meet(
-    member: Member, barrier: Barrier, statement: str, limit: float, told: Any
-) -> tuple[str, list[int], dict[int, Any]]:
-    """State the text at the barrier and wait for its end: its error, who is missing, and what ranks have told."""
-    store, key, mine = member.store, barrier.key, [member.rank, statement, barrier.doing or statement]
-    if told is not None:
-        store.append(f"{key}/told", json.dumps([member.rank, told]) + "\n")
+def _agreed(member: Member, barrier: Barrier, statement: str, limit: float, told: Any) -> list[Any]:
+    """State the text at the barrier and wait for its end: what ranks have told, or its error."""
+    store, key, shown = member.store, barrier.key, barrier.doing or statement
+    mine = [member.rank, statement, shown]
     first = json.loads(store.compare_set(f"{key}/stated", "", json.dumps(mine)))
+    store.append(f"{key}/came", json.dumps([member.rank, told]) + "\n")
     if first[1] != statement:
         _end(member, barrier, _mismatch(member, barrier, first, mine))
     elif store.add(f"{key}/count", 1) == len(barrier.members):
         _end(member, barrier, "")
-    # After the count: a rank that died before it hasn't come, and is named.
-    store.append(f"{key}/came", f"{member.rank} ")
     _leave_note(member, f"waits for {barrier.seen}")
-    error, missing = _wait_for_end(member, barrier, limit)
+    error, missing = _wait_for_end(member, barrier, limit, first[0] == member.rank)
     _leave_note(member, f"was last seen {'failing' if error else 'passing'} in {barrier.seen}")
-    every = {} if error or told is None else _told(member, barrier)
-    if not error:
-        _leave(member, barrier, 0)
-    return error, missing, every
+    if error:
+        _leave(member, barrier, len(barrier.members) - len(missing))
+        if error.startswith(_DISAGREE) and _indented(shown) not in error:
+            error += f"\nThis rank, {member.rank}, holds: {_indented(shown)}"
+        raise (MissedError if member.rank in missing else DesyncError)(error)
+    every = {} if told is None else _came(member, barrier)
+    _leave(member, barrier, 0)
+    return [every.get(rank) for rank in barrier.members]
 
 
 def _end(member: Member, barrier: Barrier, error: str, missing: Sequence[int] = ()) -> None:
@@ -297,50 +276,46 @@ def _end(member: Member, barrier: Barrier, error: str, missing: Sequence[int] = 
     member.store.compare_set(f"{barrier.key}/end", "", json.dumps([error, missing]))
 
 
-def _wait_for_end(member: Member, barrier: Barrier, limit: float) -> tuple[str, list[int]]:
+def _wait_for_end(member: Member, barrier: Barrier, limit: float, reports: bool) -> tuple[str, list[int]]:
     """Poll, ever more slowly, since a blocking wait that times out writes warnings of its own.
 
-    One of the ranks that wait looks for those that are missing; the others do, if it dies.
+    One of the ranks that wait `reports` who is missing; the others do later, if it dies.
     """
-    started, until, stalled = time.monotonic(), limit, _STALLED_SECONDS
+    started, warned = time.monotonic(), False
+    until = limit if reports else limit + _reporters_seconds(barrier)
     slowest = max(_SLOWEST_POLL_SECONDS, len(barrier.members) / 20_000)
     while not member.store.check([f"{barrier.key}/end"]):
         waited = time.monotonic() - started
         if waited >= until:
-            if until > limit or _is_first(member, f"{barrier.key}/reporter"):
-                missing, text = _missing(member, barrier, f"within {limit:g} s")
-                _end(member, barrier, text, missing)
-            until = limit + _reporters_seconds(barrier)
-        elif waited >= stalled:
-            stalled = math.inf
-            if _is_first(member, f"{barrier.key}/warner"):
-                missing, text = _missing(member, barrier, f"for {waited:.0f} s so far")
-                if missing:
-                    warnings.warn(text, stacklevel=2)
+            missing, text = _missing(member, barrier, f"within {limit:g} s")
+            _end(member, barrier, text, missing)
+        elif reports and not warned and waited >= _STALLED_SECONDS:
+            warned = True
+            warnings.warn(_missing(member, barrier, f"for {waited:.0f} s so far")[1], stacklevel=2)
         time.sleep(max(0.0, min(max(_FIRST_POLL_SECONDS, waited / 8), slowest, until - waited)))
     error, absent = json.loads(member.store.get(f"{barrier.key}/end"))
     return error, absent
 
 
 def _reporters_seconds(barrier: Barrier) -> float:
-    """How long the others wait for the rank that looks for those that are missing."""
+    """How long the others wait for the rank that reports who is missing."""
     return 0.5 + len(barrier.members) / 5_000
 
 
-def _is_first(member: Member, key: str) -> bool:
-    """Whether this rank is the first that asks for a key."""
-    return member.store.compare_set(key, "", str(member.rank)) == str(member.rank).encode()
+def _came(member: Member, barrier: Barrier) -> dict[int, Any]:
+    """The ranks that have come to a barrier, and what each tells."""
+    return dict(map(json.loads, member.store.get(f"{barrier.key}/came").decode().splitlines()))
 
 
 def _missing(member: Member, barrier: Barrier, how_long: str) -> tuple[list[int], str]:
     """The members that haven't come, and a text that says so, with where each was last seen."""
-    came = set(map(int, member.store.get(f"{barrier.key}/came").split()))
-    missing, present = ([rank for rank in barrier.members if (rank in came) == there] for there in (False, True))
-    said = sorted(_told(member, barrier).items())
+    came = _came(member, barrier)
+    missing = [rank for rank in barrier.members if rank not in came]
     lines = [f"{member.who(missing)} didn't come to {barrier.subject} {how_long}:"]
     lines += [f"  {_last_seen(member, rank)}" for rank in missing[:_RANKS_SHOWN]]
-    lines += [f"  {member.who(present)} waited for {barrier.seen}", barrier.advice]
-    lines += [f"  {member.who([rank])}: {_indented(text)}" for rank, text in said if isinstance(text, str) and text]
+    lines += [f"  {member.who(sorted(came))} waited for {barrier.seen}", barrier.advice]
+    said = [(rank, text) for rank, text in sorted(came.items()) if text and isinstance(text, str)]
+    lines += [f"  {member.who([rank])}: {_indented(text)}" for rank, text in said]
     return missing, "\n".join(filter(None, lines))
 
 
@@ -358,12 +333,6 @@ def forget(store: dist.Store, barrier: Barrier) -> None:
     """Removes the keys of a barrier that nobody reads any more."""
     for part in _KEYS:
         store.delete_key(f"{barrier.key}/{part}")
-
-
-def _told(member: Member, barrier: Barrier) -> dict[int, Any]:
-    """What ranks tell at a barrier, as far as they have come."""
-    key = f"{barrier.key}/told"
-    return dict(map(json.loads, member.store.get(key).decode().splitlines())) if member.store.check([key]) else {}
 
 
 # Notes: where each rank was last seen, as text that follows "rank 3"

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree, leave_word, ranks_text
-from axes.runtime.groups import World, current_world, time_limit, who_else_failed
+from axes.runtime.groups import World, current_world, time_limit, topic_of, who_else_failed
 from axes.runtime.places import user_place, whole_text
 from axes.runtime.trace import Listener, Operation, recorder, stop, with_room
 
@@ -133,9 +133,8 @@ def _lane(operation: Operation) -> str:
     """
     if operation.group:
         return operation.group
-    binding = operation.mesh.binding
-    lanes = [(name, options) for name, options in binding.lanes if name in operation.mesh.axis_names]
-    return operation.device + "".join(f" {each} {options.text}" for each, options in (*binding.options, *lanes))
+    own = operation.mesh.binding.options
+    return operation.device + "".join(f" {each} {options.text}" for each, options in own)
 
 
 def _waits(world: World, operation: Operation) -> timedelta:
@@ -148,7 +147,7 @@ def _waits(world: World, operation: Operation) -> timedelta:
 
 def _debug_calls(world: World) -> int:
     """How often all ranks have called `axes.debug`. What they count of a group, they count since then."""
-    return world.attempts[Barrier("", range(world.size), _DEBUG, 0).topic]
+    return world.attempts[topic_of(_DEBUG, range(world.size))]
 
 
 def _compare_sizes(barrier: Barrier, operation: Operation, every: Sequence[Any]) -> None:

@@ -114,7 +114,7 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         [layout.modes for layout in mesh.layouts],
         mesh.axis_names,
         [groups[name] for name in mesh.axis_names if groups],
-        [mark_of(world, mesh, layout, name) for layout, name in zip(mesh.layouts, mesh.axis_names, strict=True)],
+        [mark_of(world, mesh, layout) for layout in mesh.layouts],
     )
     for name, layout in mesh.axes.items():
         if Layout.of(torch_private.flattened_modes(root, name) or layout.modes) != layout:
@@ -131,7 +131,7 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
 
 def _content(mesh: Mesh) -> tuple[object, ...]:
     """What a DeviceMesh depends on: the axes without the further names."""
-    options = [options_of(mesh, *axis) for axis in zip(mesh.layouts, mesh.axis_names, strict=True)]
+    options = [options_of(mesh, layout) for layout in mesh.layouts]
     return mesh.universe, mesh.axis_names, mesh.layouts, mesh.binding.device_type, *options
 
 

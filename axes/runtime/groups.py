@@ -73,8 +73,8 @@ class GroupOptions:
     """How the group of an axis is made, where it isn't like the default group.
 
     `backend` is a name as for `init_process_group` (`"nccl"`, `"cpu:gloo,cuda:nccl"`), `pg_options`
-    the options object of that backend, `timeout` a `timedelta` or seconds. A `lane`, any word, gives a
-    name a communicator of its own where other names of the same ranks share one: what runs on it doesn't
+    the options object of that backend, `timeout` a `timedelta` or seconds. A `lane`, any word, gives an
+    axis of a mesh a communicator of its own where the same ranks of other meshes share one: what runs on it doesn't
     wait for what runs on theirs. Equal options make one group; options objects are equal where they are the same one.
 
     >>> GroupOptions("gloo", timeout=30) == GroupOptions("gloo", timeout=timedelta(seconds=30))
@@ -174,13 +174,18 @@ class World:
             default, whole, self.backend, _NO_OPTIONS, "default"
         )
 
-    def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str) -> Barrier:
-        """The next barrier of a kind among these ranks: each call is one attempt."""
-        barrier = Barrier(subject, members, kind, 0, advice)
+    def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str = "") -> Barrier:
+        """The next barrier of a kind among these ranks, in whatever order: each call is one attempt."""
+        topic = topic_of(kind, members)
         with self.counting:  # threads count at the same time, and `lock` is held while a group is made
-            attempt = self.attempts[barrier.topic]
-            self.attempts[barrier.topic] += 1
-        return replace(barrier, attempt=attempt) if attempt else barrier
+            attempt = self.attempts[topic]
+            self.attempts[topic] += 1
+        return Barrier(f"axes/{topic}/{attempt}", members, subject, advice, attempt)
+
+
+def topic_of(kind: str, members: Sequence[int]) -> str:
+    """What the barriers of a kind among these ranks are counted by."""
+    return f"{kind}/{digest(members if isinstance(members, range) else sorted(members))}"
 
 
 _current: World | None = None
@@ -286,7 +291,7 @@ def _entry(mesh: Mesh, layout: Layout, name: str) -> ProcessGroupInfo:
     with world.lock:
         key = _key_of(world, mesh, layout, name)
         if key not in world.groups:
-            world.groups[key] = _made(world, mesh, key, mark_of(world, mesh, layout, name), name)
+            world.groups[key] = _made(world, mesh, key, mark_of(world, mesh, layout), name)
         return _asked_for(world.groups[key], layout, name)
 
 
@@ -319,14 +324,14 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> None:
 
 
 def groups_of(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> dict[str, dist.ProcessGroup]:
-    """The groups of these layouts by name, made in an order that only layouts and lanes decide; none outside."""
+    """The groups of these layouts by name, made in an order that only layouts and options decide; none outside."""
     if mesh.universe.position(current_world().rank) is None:
         return {}
     return {name: group_of(mesh, layout, name) for layout, name in _in_order(mesh, named)}
 
 
 def _in_order(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> list[tuple[Layout, str]]:
-    return sorted(named, key=lambda each: (each[0].modes, options_of(mesh, *each).text))
+    return sorted(named, key=lambda each: (each[0].modes, options_of(mesh, each[0]).text))
 
 
 def process_groups() -> ProcessGroups:
@@ -469,34 +474,27 @@ def _key_of(world: World, mesh: Mesh, layout: Layout, name: str) -> _Key:
     ranks = mesh.ranks_of(layout, world.rank)
     if ranks is None:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
-    return (ranks if isinstance(ranks, range) else Universe.of(ranks).ranks, *_wanted(world, mesh, layout, name))
+    return (ranks if isinstance(ranks, range) else Universe.of(ranks).ranks, *_wanted(world, mesh, layout))
 
 
-def mark_of(world: World, mesh: Mesh, layout: Layout, name: str) -> str:
+def mark_of(world: World, mesh: Mesh, layout: Layout) -> str:
     """What tells the group of an axis from that of a mesh without options: a digest of its own, or nothing."""
-    backend, options = _wanted(world, mesh, layout, name)
+    backend, options = _wanted(world, mesh, layout)
     if backend == backend_for(world, mesh.binding.device_type) and not options.text:
         return ""
     return _digest(backend, options)
 
 
-def _wanted(world: World, mesh: Mesh, layout: Layout, name: str) -> tuple[str, GroupOptions]:
+def _wanted(world: World, mesh: Mesh, layout: Layout) -> tuple[str, GroupOptions]:
     """The backend of the group of an axis, and its other options."""
-    options = options_of(mesh, layout, name) if layout.size > 1 else _NO_OPTIONS
+    options = options_of(mesh, layout)
     backend = options.backend or backend_for(world, mesh.binding.device_type)
     return backend, replace(options, backend=None)
 
 
-def options_of(mesh: Mesh, layout: Layout, name: str) -> GroupOptions:
-    """The options that a name was given. Those with a lane are its own, others those of all names of a layout.
-
-    `name`: that of the axis, or of the axes of a product with spaces between them. A product is on the lane that all
-    its axes share; it has other options where it has a name that was given them.
-    """
-    lanes = dict(mesh.binding.lanes)
-    own = {lanes.get(each) for each in name.split()}
-    lane = own.pop() if len(own) == 1 else None
-    return lane or dict(mesh.binding.options).get(layout, _NO_OPTIONS)
+def options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
+    """The options that a name of the layout was given: all its names have them."""
+    return dict(mesh.binding.options).get(layout, _NO_OPTIONS)
 
 
 def _digest(backend: str, options: GroupOptions) -> str:
@@ -537,7 +535,7 @@ def who_else_failed(ranks: Sequence[int], what: str) -> str:
         return ""
     while True:
         with contextlib.suppress(MissedError):  # of a failure that others had without this rank
-            return without_report(world.member, world.barrier("failure", ranks, failure(what), ""))
+            return without_report(world.member, world.barrier("failure", ranks, failure(what)))
 
 
 def _check_backend_options(name: str, pg_options: Any, backends: set[str]) -> None:

@@ -225,11 +225,7 @@ def _group(meshes: tuple[Mesh, Mesh], step: Step) -> dist.ProcessGroup | None:
     mesh = next(mesh for mesh in meshes if mesh.universe == step.source.universe)
     if mesh.universe.position(step.rank) is None:
         return None
-    names = step.axes
-    if any(name in dict(mesh.binding.lanes) and name not in mesh.axis_names for name in names):
-        # The lane of a further name is for who asks by that name. A move has digits, and goes by the axes.
-        names = tuple(mesh.factored(step.layout) or [str(step.layout)])
-    return group_of(mesh, step.layout, " ".join(names))
+    return group_of(mesh, step.layout, " ".join(step.axes))
 
 
 @functools.lru_cache(maxsize=64)

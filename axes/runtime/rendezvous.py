@@ -100,11 +100,11 @@ class Pair:
 
     def begins(self, said: str) -> Barrier:
         """Where its ranks come before the first byte."""
-        return Barrier(f"{said}, before the first byte", range(self.size), f"{self.key}/begin", 0)
+        return Barrier(f"{self.key}/begin", range(self.size), f"{said}, before the first byte")
 
     def ends(self, said: str) -> Barrier:
         """Where they come after the last one."""
-        return Barrier(f"the end of {said}", range(self.size), f"{self.key}/end", 0)
+        return Barrier(f"{self.key}/end", range(self.size), f"the end of {said}")
 
     def first(self, job: JobCall) -> int:
         """The number of the first rank of a job."""

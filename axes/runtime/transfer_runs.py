@@ -148,11 +148,10 @@ class TransferRun:
         """
         if self.mesh is None or not self.takes_part or len(self.ranks) == 1:
             return None
-        binding = self.mesh.binding
-        if self.limit is not None and binding.device_type == "cpu":
-            own = GroupOptions(timeout=self.limit, lane=_LANE)
-            binding = replace(binding, lanes=(*binding.lanes, (_LANE, own)))
-        union = Mesh("union", ranks=self.ranks)._with(binding=binding)
+        union = Mesh("union", ranks=self.ranks)
+        own = [(union.layout_of_all, GroupOptions(timeout=self.limit, lane=_LANE))]
+        limited = self.limit is not None and self.device.type == "cpu"
+        union = union._with(binding=replace(self.mesh.binding, options=tuple(own) if limited else ()))
         while True:
             try:
                 return group_of(union, union.layout_of_all, _LANE)

@@ -16,7 +16,7 @@ import atexit
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,6 +57,10 @@ _ADVICE = (
     "All ranks of a mesh call init_mesh with the same declaration, sizes, ranks, device type and "
     "options, in the same order where they declare several"
 )
+_START_AS_MANY = (
+    "this job has {} of them; start as many as the mesh needs: torchrun --nproc-per-node N ..., axes.launch(fn, N), or "
+    "try it in one process with axes.simulate(N)"
+)
 
 _starts = itertools.count()
 """Numbers the worlds that this process starts: the same number on all ranks of one."""
@@ -64,14 +68,10 @@ _starts = itertools.count()
 
 @dataclass(frozen=True)
 class Binding:
-    """What binds a mesh to a job: its device, and the axes whose groups aren't like the default.
-
-    `options` are those of all names of a layout, `lanes` those of one name alone.
-    """
+    """What binds a mesh to a job: its device, and the layouts whose groups aren't like the default."""
 
     device_type: str
     options: tuple[tuple[Layout, GroupOptions], ...] = ()
-    lanes: tuple[tuple[str, GroupOptions], ...] = ()
 
 
 def init_mesh(
@@ -113,15 +113,13 @@ def init_mesh(
         _start(device_type, timeout)
     world = current_world()
 
-    def on(ranks: Sequence[int] | None) -> Mesh:
-        per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
-        return Mesh(declaration, *equations, ranks=ranks, ranks_per_node=per_node, sizes=sizes, **keywords)
-
     def made(universe: Universe) -> Mesh:
+        per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
+        ranks = universe.ranks
         try:
-            return on(universe.ranks)
+            return Mesh(declaration, *equations, ranks=ranks, ranks_per_node=per_node, sizes=sizes, **keywords)
         except SizeError as error:
-            raise _of_another_size(on, universe, world) or error from None
+            raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None
 
     try:
         return _declared(world, ranks, made, device_type, timeout, options)
@@ -165,23 +163,6 @@ def _declared(
     return mesh
 
 
-def _of_another_size(on: Callable[[None], Mesh], universe: Universe, world: World) -> SizeError | None:
-    """The error for a mesh that says all of its sizes, and needs another number of ranks than there are."""
-    try:
-        mesh = on(None)
-    except AxesError:
-        return None
-    if mesh.size == universe.size:
-        return None
-    sizes = " * ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    there = f"this job has {world.size}" if universe.size == world.size else f"`ranks` are {universe.size}"
-    return SizeError(
-        f"the mesh needs {mesh.size} ranks, {sizes}; {there}\n"
-        f"start as many: torchrun --nproc-per-node {mesh.size} ..., axes.launch(fn, {mesh.size}), or try it in one "
-        f"process with axes.simulate({mesh.size}); one size that is left out follows from the ranks"
-    )
-
-
 def _device(device_type: str | None, timeout: object, rank: int) -> tuple[timedelta | None, str]:
     """The time limit and the type of device of a mesh, and this rank's device set to one of that type."""
     waits, device = as_timeout(timeout, "timeout"), _checked_device(device_type)
@@ -215,7 +196,7 @@ def _start(device_type: str | None, timeout: object) -> None:
     # The store may be older than this world, and then it keeps what an earlier one left there.
     member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
     subject = f"{first} on ranks 0..{size - 1}"
-    barrier = Barrier(subject, range(size), "start", 0, "All ranks call init_mesh with the same device type")
+    barrier = Barrier("axes/start", range(size), subject, "All ranks call init_mesh with the same device type")
     try:
         waits, device = _device(device_type, timeout, rank)
         backend = dist.get_default_backend_for_device(device)
@@ -300,27 +281,23 @@ def _bound(
     device_type: str,
     options: Mapping[str, GroupOptions] | None,
 ) -> Binding:
-    """The binding of a mesh, its options by layout: names of one layout share one group, unless one has a lane."""
+    """The binding of a mesh, its options by layout: names of one layout share one group."""
     if options is not None and not isinstance(options, Mapping):
         raise MeshError(f"options is a mapping from axis names to GroupOptions; found {type(options).__name__}")
     backend_for(world, device_type)
     found: dict[Layout, tuple[str, GroupOptions]] = {}
-    lanes: dict[str, GroupOptions] = {}
     for name, given in (options or {}).items():
         layout, checked = mesh.layout(name), checked_options(world, name, given, device_type)
-        if checked.lane is not None:
-            lanes |= {name: checked} if layout.size > 1 else {}
-            continue
         other, before = found.setdefault(layout, (name, checked))
         if before != checked and layout.size > 1:
             raise MeshError(
                 f"'{other}' and '{name}' are the same ranks and share one group; found two options "
-                f"for it: {before.text or 'the default'} and {checked.text or 'the default'}. A lane gives a "
-                f"name a group of its own: options={{'{name}': GroupOptions(..., lane='{name}')}}"
+                f"for it: {before.text or 'the default'} and {checked.text or 'the default'}. Another group for them "
+                f"is that of another mesh: axes.init_mesh('{name}', options={{'{name}': GroupOptions(..., "
+                f"lane='{name}')}})"
             )
     kept = [(layout, given) for layout, (_, given) in found.items() if layout.size > 1 and given.text]
-    in_order = tuple(sorted(kept, key=lambda pair: pair[0].modes))
-    return Binding(device_type, in_order, tuple(sorted(lanes.items(), key=lambda pair: pair[0])))
+    return Binding(device_type, tuple(sorted(kept, key=lambda pair: pair[0].modes)))
 
 
 def _barrier(world: World, universe: Universe) -> Barrier:
@@ -339,8 +316,7 @@ def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
         leave_word(world.member, f"isn't a member of what it declared last, {_subject(universe)}")
         return
     names = {layout: name for name, layout in mesh.namespace.items()}
-    given = [(names[layout], each) for layout, each in binding.options]
-    options = [f"options[{name}]: {each.text}" for name, each in (*given, *binding.lanes)]
+    options = [f"options[{names[layout]}]: {each.text}" for layout, each in binding.options]
     nodes = [] if mesh.ranks_per_node is None else [f"ranks_per_node={mesh.ranks_per_node}"]
     order = ranks_text(universe.ranks)
     parts = [mesh.declaration, order, binding.device_type, *nodes, *options, flags.flags_text()]
