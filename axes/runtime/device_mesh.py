@@ -116,9 +116,6 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         [groups[name] for name in mesh.axis_names if groups],
         [mark_of(world, mesh, layout) for layout in mesh.layouts],
     )
-    for name, layout in mesh.axes.items():
-        if Layout.of(torch_private.flattened_modes(root, name) or layout.modes) != layout:
-            torch_private.forget_flattened(root, name)
     _, known = world.meshes.get(made, (None, mesh))
     if _content(known) != _content(mesh):
         raise MeshError(
@@ -145,29 +142,12 @@ def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
 
 
 def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
-    """The dims as one of this name, over the group that axes has for its ranks; None where torch made the root.
-
-    Raises `MeshError` where the name stands for other ranks already.
-    """
+    """The dims as one of this name, over the group that axes has for its ranks; None where torch made the root."""
     root = torch_private.root_of(made)
     if dist.group.WORLD is None or not any(known is root for known in current_world().roots.values()):
         return None
-    world, mesh = current_world(), from_device_mesh(made)
-    with world.lock:
-        layout = mesh.layout_of_all
-        modes = torch_private.flattened_modes(root, name)
-        known = [] if modes is None or Layout.of(modes) == layout else ["a name of other dims, flattened"]
-        known += [
-            f"an axis of {other!r}"
-            for _, other in world.meshes.values()
-            if other.universe == mesh.universe and other.axes.get(name, layout) != layout
-        ]
-        if known:
-            raise MeshError(
-                f"'{name}' is {known[0]}, and can't be {' '.join(mesh.axis_names)} of {mesh!r} as well: "
-                "flatten under another name"
-            )
-        return device_mesh(mesh._with(namespace={**mesh.namespace, name: layout})[name])
+    mesh = from_device_mesh(made)
+    return device_mesh(mesh._with(namespace={**mesh.namespace, name: mesh.layout_of_all})[name])
 
 
 def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:

@@ -15,8 +15,7 @@ never by its version number.
 | `device_mesh_over`, `register_groups` | `_rank_map`, `_pg_registry` | a constructor that takes a root and groups |
 | `dims_of`, `root_of`, `root_ranks` | `_layout`, `_root_mesh`, `_flatten_rank_map` | properties of a DeviceMesh |
 | `group_names` | `_dim_group_names` | the same |
-| `replace_flattening` | `_create_flatten_mesh` | `DeviceMesh.flatten` that takes a group |
-| `flattened_modes`, `forget_flattened` | `_flatten_mapping` | the same |
+| `replace_flattening` | `_flatten`, `_flatten_mapping` | `DeviceMesh.flatten` that takes a group |
 | `look_for_flattened_dims` | `_get_flattened_mesh_by_layout` | its finding nothing in dims that don't descend |
 | `tell_groups_apart` | `DeviceMesh._thread_id` | a DeviceMesh that compares groups |
 | `gather_by_communicator` | `resolve_shard_placement` of FSDP2 | its keys being meshes |
@@ -294,38 +293,27 @@ def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int
 def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) -> None:
     """Has torch ask first what `dm._flatten(name)` is; None for a DeviceMesh that `flatten` doesn't serve.
 
-    torch makes a second communicator for the ranks that are flattened, and of ascending order. What was flattened
-    stands in torch's table of the root, where DTensor looks for it, too.
+    torch makes a second communicator for the ranks that are flattened, and of ascending order. DTensor looks for what
+    was flattened in a table of the root, by its layout. It is there under no name of an axis, by which torch would look
+    for a group.
     """
-    own_flatten = DeviceMesh._create_flatten_mesh
+    own_flatten = DeviceMesh._flatten
 
     @functools.wraps(own_flatten)
-    def created(mesh: DeviceMesh, mesh_dim_name: str | None = None, backend_override: Any = (None, None)) -> Any:
-        # 2.11 makes up the name here, and 2.13 before.
+    def flattened(mesh: DeviceMesh, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
         name = mesh_dim_name or "_".join(mesh.mesh_dim_names or ())
-        by_default = backend_override == (None, None) and mesh.mesh_dim_names != (name,)
+        by_default = backend_override is None and mesh.mesh_dim_names != (name,)
         found = flatten(mesh, name) if by_default else None
         if found is None:
-            return own_flatten(mesh, name, backend_override)
+            return own_flatten(mesh, mesh_dim_name, backend_override)
         kept = found
         if _FlatLayout is None and len(dims_of(found)[0]) < 2:  # DTensor looks there: 2.11 for numbers, of one mode
             kept = copy.copy(found)
             kept._layout = found._layout.coalesce()  # type: ignore[assignment]
-        mesh._get_root_mesh()._flatten_mapping[name] = kept
+        mesh._get_root_mesh()._flatten_mapping[f"({name} {found._layout})"] = kept
         return found
 
-    DeviceMesh._create_flatten_mesh = created  # type: ignore[method-assign]
-
-
-def flattened_modes(root: DeviceMesh, name: str) -> list[Mode] | None:
-    """The modes that a name stands for among what was flattened under a root; None for a name that doesn't."""
-    found = root._flatten_mapping.get(name)
-    return None if found is None else dims_of(found)[0]
-
-
-def forget_flattened(root: DeviceMesh, name: str) -> None:
-    """Takes a name from what was flattened: torch looks there first for the group of a dim of this name."""
-    root._flatten_mapping.pop(name, None)
+    DeviceMesh._flatten = flattened  # type: ignore[method-assign]
 
 
 def marked(mark: str) -> str:
