@@ -41,7 +41,6 @@ from axes.runtime.groups import (
     current_world,
     groups_of,
     info_of,
-    mark_of,
     options_of,
     wrong_with_groups,
 )
@@ -95,7 +94,6 @@ def _teach_torch() -> None:
     """What torch has to do otherwise for the meshes of axes; each once for a process."""
     torch_private.look_for_flattened_dims()
     torch_private.keep_uneven_gradients()
-    torch_private.tell_groups_apart()
     torch_private.gather_by_communicator()
     torch_private.replace_flattening(_flattened)
     checkpoint.install()
@@ -114,13 +112,12 @@ def _built(world: World, mesh: Mesh) -> DeviceMesh:
         [layout.modes for layout in mesh.layouts],
         mesh.axis_names,
         [groups[name] for name in mesh.axis_names if groups],
-        [mark_of(world, mesh, layout) for layout in mesh.layouts],
     )
     _, known = world.meshes.get(made, (None, mesh))
     if _content(known) != _content(mesh):
         raise MeshError(
-            f"torch can't tell the DeviceMesh of {mesh!r} from one that has the same axes and other groups, and would "
-            "use those of the first for both. Give the axes other names"
+            f"torch can't tell the DeviceMesh of {mesh!r} from one that has the same axes and other groups, with other "
+            "options, and would use those of the first for both. Give the axes of one of the meshes other names"
         )
     world.meshes[made] = made, mesh
     return made

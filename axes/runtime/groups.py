@@ -291,7 +291,7 @@ def _entry(mesh: Mesh, layout: Layout, name: str) -> ProcessGroupInfo:
     with world.lock:
         key = _key_of(world, mesh, layout, name)
         if key not in world.groups:
-            world.groups[key] = _made(world, mesh, key, mark_of(world, mesh, layout), name)
+            world.groups[key] = _made(world, mesh, key, name)
         return _asked_for(world.groups[key], layout, name)
 
 
@@ -471,25 +471,11 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
 
 def _key_of(world: World, mesh: Mesh, layout: Layout, name: str) -> _Key:
     """What the group of this rank along a layout is: its ranks, backend and options."""
-    ranks = mesh.ranks_of(layout, world.rank)
+    ranks, options = mesh.ranks_of(layout, world.rank), options_of(mesh, layout)
     if ranks is None:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
-    return (ranks if isinstance(ranks, range) else Universe.of(ranks).ranks, *_wanted(world, mesh, layout))
-
-
-def mark_of(world: World, mesh: Mesh, layout: Layout) -> str:
-    """What tells the group of an axis from that of a mesh without options: a digest of its own, or nothing."""
-    backend, options = _wanted(world, mesh, layout)
-    if backend == backend_for(world, mesh.binding.device_type) and not options.text:
-        return ""
-    return _digest(backend, options)
-
-
-def _wanted(world: World, mesh: Mesh, layout: Layout) -> tuple[str, GroupOptions]:
-    """The backend of the group of an axis, and its other options."""
-    options = options_of(mesh, layout)
     backend = options.backend or backend_for(world, mesh.binding.device_type)
-    return backend, replace(options, backend=None)
+    return (ranks if isinstance(ranks, range) else Universe.of(ranks).ranks, backend, replace(options, backend=None))
 
 
 def options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
@@ -497,11 +483,7 @@ def options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
     return dict(mesh.binding.options).get(layout, _NO_OPTIONS)
 
 
-def _digest(backend: str, options: GroupOptions) -> str:
-    return hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
-
-
-def _made(world: World, mesh: Mesh, key: _Key, mark: str, name: str) -> ProcessGroupInfo:
+def _made(world: World, mesh: Mesh, key: _Key, name: str) -> ProcessGroupInfo:
     ranks, backend, options = key
     advice = (
         "Ranks that first use overlapping groups in different orders wait for one another; "
@@ -511,7 +493,7 @@ def _made(world: World, mesh: Mesh, key: _Key, mark: str, name: str) -> ProcessG
     if not world.fake:
         said = [ranks_text(ranks), "in this order,", backend, options.text, flags.flags_text()]
         agree(world.member, barrier, " ".join(filter(None, said)), time_limit(mesh.binding.device_type))
-    content = torch_private.marked(mark) if mark else _digest(backend, options)
+    content = hashlib.sha256(f"{backend} {options.text}".encode()).hexdigest()[:8]
     again = f"_{barrier.attempt}" if barrier.attempt else ""
     timeout: Any = options.timeout or torch_private.default_timeout(mesh.binding.device_type)
     connect = functools.partial(

@@ -15,9 +15,8 @@ never by its version number.
 | `device_mesh_over`, `register_groups` | `_rank_map`, `_pg_registry` | a constructor that takes a root and groups |
 | `dims_of`, `root_of`, `root_ranks` | `_layout`, `_root_mesh`, `_flatten_rank_map` | properties of a DeviceMesh |
 | `group_names` | `_dim_group_names` | the same |
-| `replace_flattening` | `_flatten`, `_flatten_mapping` | `DeviceMesh.flatten` that takes a group |
+| `replace_flattening` | `DeviceMesh._flatten` | one that takes a group |
 | `look_for_flattened_dims` | `_get_flattened_mesh_by_layout` | its finding nothing in dims that don't descend |
-| `tell_groups_apart` | `DeviceMesh._thread_id` | a DeviceMesh that compares groups |
 | `gather_by_communicator` | `resolve_shard_placement` of FSDP2 | its keys being meshes |
 | `keep_uneven_gradients` | DTensor's `new_empty_strided`, on 2.11 | 2.13 |
 | `StridedShard`, `has_default_order` | `_StridedShard`, `shard_order` | an order of axes in `Shard` |
@@ -216,12 +215,11 @@ def device_mesh_over(
     dims: Sequence[Sequence[Mode]],
     names: Sequence[str],
     groups: Sequence[dist.ProcessGroup],
-    marks: Sequence[str] = (),
 ) -> DeviceMesh:
     """A `DeviceMesh` whose dims step through `ranks`, those of its root, by the modes in `dims`; its own root without.
 
     Dim `i` communicates over `groups[i]`, whose ranks stand in the order of its coordinates; a rank outside the root
-    has no coordinate and no groups, so `marks` tell it which groups these would be (see `tell_groups_apart`).
+    has no coordinate and no groups.
     """
     with unset_fake_temporarily():
         mesh = DeviceMesh(
@@ -233,8 +231,6 @@ def device_mesh_over(
             _init_backend=False,
         )
     mesh._dim_group_names = [group.group_name for group in groups]
-    if any(marks) and not groups:
-        mesh._thread_id = (None, *marks)  # type: ignore[assignment]
     register_groups(mesh._get_root_mesh(), groups)
     return mesh
 
@@ -245,8 +241,7 @@ def look_for_flattened_dims() -> None:
     DTensor looks whether somebody has flattened these dims before, and the look itself raises
     `KeyError` (2.11 also `NotImplementedError`) where a later dim has the larger stride: in
     `mesh["tp", "dp"]`, and in what FSDP2 concatenates where `tp` is the slower axis. Nothing of
-    that order can have been flattened, so the answer is none. And so it is where the dims were flattened for groups
-    with other options.
+    that order can have been flattened, so the answer is none.
     """
     name = "_get_flattened_mesh_by_layout"
     name += "_impl" if hasattr(_redistribute, f"{name}_impl") else ""  # in which 2.13 looks
@@ -255,12 +250,9 @@ def look_for_flattened_dims() -> None:
     @functools.wraps(look)
     def found_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
         try:
-            found = look(mesh, mesh_dims)
+            return look(mesh, mesh_dims)  # type: ignore[no-any-return]
         except (KeyError, NotImplementedError):
             return None
-        names = group_names(mesh)
-        marks = {_mark_in(names[dim]) for dim in mesh_dims if names}
-        return found if found is not None and marks == set(map(_mark_in, group_names(found))) else None
 
     setattr(_redistribute, name, found_or_none)
 
@@ -293,9 +285,8 @@ def _new_empty_strided(op: Any, args: tuple[DTensor, Sequence[int], Sequence[int
 def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) -> None:
     """Has torch ask first what `dm._flatten(name)` is; None for a DeviceMesh that `flatten` doesn't serve.
 
-    torch makes a second communicator for the ranks that are flattened, and of ascending order. DTensor looks for what
-    was flattened in a table of the root, by its layout. It is there under no name of an axis, by which torch would look
-    for a group.
+    torch makes a second communicator for the ranks that are flattened, and of ascending order. What `flatten` gives
+    isn't in the table of the root in which DTensor looks for flattened dims: 2.13 gathers uneven shards wrongly there.
     """
     own_flatten = DeviceMesh._flatten
 
@@ -304,47 +295,9 @@ def replace_flattening(flatten: Callable[[DeviceMesh, str], DeviceMesh | None]) 
         name = mesh_dim_name or "_".join(mesh.mesh_dim_names or ())
         by_default = backend_override is None and mesh.mesh_dim_names != (name,)
         found = flatten(mesh, name) if by_default else None
-        if found is None:
-            return own_flatten(mesh, mesh_dim_name, backend_override)
-        kept = found
-        if _FlatLayout is None and len(dims_of(found)[0]) < 2:  # DTensor looks there: 2.11 for numbers, of one mode
-            kept = copy.copy(found)
-            kept._layout = found._layout.coalesce()  # type: ignore[assignment]
-        mesh._get_root_mesh()._flatten_mapping[f"({name} {found._layout})"] = kept
-        return found
+        return own_flatten(mesh, mesh_dim_name, backend_override) if found is None else found
 
     DeviceMesh._flatten = flattened  # type: ignore[method-assign]
-
-
-def marked(mark: str) -> str:
-    """The part of a group's name that says by which options of its own it was made."""
-    return f"own-{mark}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _mark_in(group_name: str) -> str:
-    return group_name.partition("own-")[2].partition("_")[0]
-
-
-def tell_groups_apart() -> None:
-    """Has torch call two DeviceMeshes unequal where axes made their groups with other options.
-
-    torch compares ranks, layout, names, the type of device and the thread (`_thread_id`: None but in
-    its own tests, where threads are ranks), and keeps what it finds out about DTensors by that, as
-    axes does. Of two meshes that differ in their groups alone the first one's would so serve both.
-    Here the thread becomes a property that also says which dims have a group with a mark in its name.
-    So slices of a DeviceMesh say it as well, what FSDP2 concatenates, and what was pickled.
-    """
-
-    def read(mesh: DeviceMesh) -> Any:
-        thread, names = vars(mesh).get("_thread_id"), vars(mesh).get("_dim_group_names", ())
-        marks = [_mark_in(name) for name in names]
-        return (thread, *marks) if any(marks) else thread
-
-    def write(mesh: DeviceMesh, thread: Any) -> None:
-        vars(mesh)["_thread_id"] = thread
-
-    DeviceMesh._thread_id = property(read, write)  # type: ignore[assignment]
 
 
 def gather_by_communicator() -> None:
