@@ -101,14 +101,6 @@ class Prepared:
         return {at: local_step(step) for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank)}
 
     @cached_property
-    def backend(self) -> str:
-        """What serves the groups: "gloo", "nccl"; nothing where nothing is sent."""
-        group = next((group for group in self.groups if group is not None), None)
-        if group is None:
-            return ""
-        return torch_private.served_devices(str(dist.get_backend(group))).get(self.device_type, "")
-
-    @cached_property
     def tile(self) -> Shape:
         """This rank's tile of a tensor of the plan's shape; that of nothing for a rank that has none."""
         return held_shape(self.plan.source, self.plan.shape, self.plan.rank)
@@ -183,21 +175,6 @@ class BoundProgram:
         wire = "" if program.comm_dtype in (None, program.dtype) else f", moved as {name_of(program.comm_dtype)}"
         return f"{list(self.shape)} {program.plan.dtype}{wire}"
 
-    @cached_property
-    def lends(self) -> bool:
-        """Whether what is sent last is the memory of the tile: until it has arrived nobody may change that."""
-        program = self.program
-        sending = [at for at in program.steps if program.groups[at] is not None]
-        if not sending or sending[-1] != min(program.steps) or program.comm_dtype not in (None, program.dtype):
-            return False
-        task = task_of(program.steps[sending[-1]], program.multiples(self.shape))
-        if task.step.kind == "all_gather":
-            return math.prod(task.tile) == task.padded
-        # What the rank keeps may go through the collective as well.
-        sides = [task.step.side("sends", kept=kept) for kept in (False, True)]
-        views = [isinstance(task.laid(side).places, packing.Run) for side in sides]
-        return task.step.kind != "all_reduce" and any(views)
-
 
 def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> None:
     """Raise `ShardingError` where the plan reduces in a dtype in which that can't be done."""
@@ -236,28 +213,36 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _compiled(made: BoundProgram, tile: Shape | None, eager: bool, recorded: bool = False) -> Run:
-    stages: list[Run] = []
-    program = made.program
-    steps, groups, wire, owned = program.plan.steps, program.groups, program.dtype, False
+    program, stages = made.program, list[Run]()
+    steps, groups, wire = program.plan.steps, program.groups, program.comm_dtype or program.dtype
     sending = [at for at, group in enumerate(groups) if group is not None]
     if steps and steps[0].source.universe.position(steps[0].rank) is None:
         # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
         stages.append(lambda x: x.new_empty(0))
     multiples = program.multiples(made.shape, tile) if steps else ()
     for at, step in program.steps.items():
-        if at in sending[:1] and program.comm_dtype not in (None, wire):
-            wire, owned = program.comm_dtype or wire, True
-            stages.append(_cast(wire))
-        stages.append(_stage(made, task_of(step, multiples), at, eager, wire, owned, recorded))
-        owned = groups[at] is not None
-        if at in sending[-1:] and wire is not program.dtype:
-            wire = program.dtype
-            stages.append(_cast(wire))
+        group, many = groups[at], step.opened(multiples)
+        if group is None:
+            stages.append(step.merged(_slice(step, many, eager), many))
+            continue
+        if at == sending[0] and wire is not program.dtype:
+            stages.append(lambda x: x.to(wire))
+        how = group, wire, eager
+        link = recorded_communicator(*how, _about(made, at, *how)) if recorded else communicator(*how)
+        # Over gloo an exchange and a sum on this rank take less than half the time of its own reduce-scatter.
+        by_exchange = eager and step.kind == "reduce_scatter" and _is_gloo(group, program.device_type)
+        # What a stage before has made may be written over.
+        run = _communicating(step, many, link, by_exchange, owned=bool(stages))
+        if len(sending) > 1:
+            run = in_part(functools.partial(part_text, steps[at], group), run)
+        stages.append(step.merged(run, many))
+        if at == sending[-1] and wire is not program.dtype:
+            stages.append(lambda x: x.to(program.dtype))
     return _chained(stages)
 
 
-def _cast(dtype: torch.dtype) -> Run:
-    return lambda x: x.to(dtype)
+def _is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    return torch_private.served_devices(str(dist.get_backend(group))).get(device_type, "") == "gloo"
 
 
 def _chained(stages: Sequence[Run]) -> Run:
@@ -269,31 +254,13 @@ def _chained(stages: Sequence[Run]) -> Run:
     return functools.reduce(then, stages) if stages else lambda x: x
 
 
-def _stage(
-    made: BoundProgram, task: Task, at: int, eager: bool, dtype: torch.dtype, owned: bool, recorded: bool
-) -> Run:
-    program, step = made.program, made.program.plan.steps[at]
-    group = program.groups[at]
-    about = _about(made, at, group, eager, dtype) if recorded and group is not None else None
-    run = _run(program, task, group, eager, dtype, owned, about)
-    if group is not None and program.groups.count(None) < len(program.groups) - 1:
-        run = in_part(functools.partial(part_text, step, group), run)
-    if task.step.grouped is None:
-        return run
-    tile, merged = task.tile, task.shape
-    if len(merged) == len(task.multiples):  # a rank that leaves with nothing has no dims
-        ends = [0, *accumulate(task.step.grouped)]
-        merged = tuple([math.prod(merged[slice(*of)]) for of in pairwise(ends)])
-    return lambda x: run(x.view(tile)).view(merged)
-
-
 def part_text(step: Step, group: dist.ProcessGroup) -> str:
     """A step as errors show it."""
     axes = f" over '{' '.join(step.axes)}'" if step.axes else ""
     return f"{step.kind}{axes} of {ranks_text(Universe.of(dist.get_process_group_ranks(group)).ranks)}"
 
 
-def _about(made: BoundProgram, at: int, group: dist.ProcessGroup, eager: bool, dtype: torch.dtype) -> Operation:
+def _about(made: BoundProgram, at: int, group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Operation:
     """A step as a trace has it."""
     steps = made.program.plan.steps
     sending = [i for i, step in enumerate(steps) if step.kind != "slice"]
@@ -311,52 +278,36 @@ def name_of(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _run(
-    program: Prepared,
-    task: Task,
-    group: dist.ProcessGroup | None,
-    eager: bool,
-    dtype: torch.dtype,
-    owned: bool,
-    about: Operation | None,
-) -> Run:
-    step = task.step
-    if group is None:
-        return _slice(task, eager)
-    how = group, dtype, eager
-    link = communicator(*how) if about is None else recorded_communicator(*how, about)
-    if step.kind == "all_reduce":
-        return _all_reduce(step, link, owned)
-    if step.kind == "reduce_scatter" and program.backend == "gloo" and eager:
-        return _reduce_by_exchange(task, link)
-    makers = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "reduce_move": _reduce_move}
-    return makers.get(step.kind, _exchanged)(task, link)
-
-
 # --- steps ----------------------------------------------------------------------------------------
 
 
 class Side(NamedTuple):
-    """What a rank sends, or receives: boxes of a tile of `shape`, `counts[i]` elements for rank i.
+    """What a rank packs of a tile of `shape`, or unpacks into one: boxes, `counts[i]` elements for or from rank i.
 
-    places: a `Lattice` or `Boxes`; at the sizes of a task where these lie in memory, a `Run`, `Grid` or `Boxes`.
+    places: a `Lattice` or `Boxes`; in a tile of another size where these lie in memory, a `Run`, `Grid` or `Boxes`.
+    size: of the buffer. is_padded: whether it has more than the boxes.
     """
 
     places: Any
     shape: Shape
     counts: list[int]
+    size: int
+    is_padded: bool
 
     def times(self, multiples: Shape) -> Side:
         """The same in a tile whose sizes are so many times larger, and where that lies in memory."""
-        shape, more = tuple(map(operator.mul, self.shape, multiples)), math.prod(multiples)
-        return Side(self.places.within(shape, multiples), shape, [count * more for count in self.counts])
+        # In a stack of tiles the first dim is none of the tensor's.
+        many = (1, *multiples) if len(self.shape) > len(multiples) else multiples
+        shape, more = tuple(map(operator.mul, self.shape, many)), math.prod(multiples)
+        places, counts = self.places.within(shape, many), [count * more for count in self.counts]
+        return Side(places, shape, counts, self.size * more, self.is_padded)
 
 
 @dataclass(frozen=True, eq=False)
 class LocalStep:
     """A step as this rank carries it out on a small tensor, whose multiples it carries out in the same way.
 
-    `tile` and `shape`, before and after, have one dim for each factor, as the boxes do. grouped: how many factors the
+    `tile` and `shape`, before and after, have one dim for each factor, as the boxes do. factors: how many of them the
     dims have; None where each has one.
     """
 
@@ -365,52 +316,73 @@ class LocalStep:
     op: str | None
     divisor: int
     is_even: bool
-    grouped: tuple[int, ...] | None
+    factors: tuple[int, ...] | None
     tile: Shape
     shape: Shape
     exchange: Exchange
+
+    def opened(self, multiples: Shape) -> Shape:
+        """The multiples of the factors by those of the dims: the factors of a group are as they are."""
+        if self.factors is None:
+            return multiples
+        pairs = zip(multiples, self.factors, strict=True)
+        return tuple([one for many, count in pairs for one in ([many] if count == 1 else [1] * count)])
+
+    def merged(self, run: Run, multiples: Shape) -> Run:
+        """`run`, which has one dim for each factor, for tiles of the tensor's own dims."""
+        if self.factors is None:
+            return run
+        tile, shape = _larger(self.tile, multiples), _larger(self.shape, multiples)
+        if len(shape) == len(multiples):  # a rank that leaves with nothing has no dims
+            ends = pairwise([0, *accumulate(self.factors)])
+            shape = tuple([math.prod(shape[start:stop]) for start, stop in ends])
+        return lambda x: run(x.view(tile)).view(shape)
+
+    def copies(self, multiples: Shape) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """What the rank keeps: boxes of its tile, and those where they come to lie."""
+        many = (1, *multiples) if self.kind == "reduce_move" else multiples
+        pairs = zip(self.exchange.copies, self._keeps, strict=True)
+        return [(slices_of(times(box, multiples)), slices_of(times(kept, many))) for (box, _), kept in pairs]
 
     @cached_property
     def side(self) -> Callable[..., Side]:
         """What the rank "sends" of its tile, or "receives" of its new one: of the stack that a `reduce_move` reduces.
 
-        `side("sends", kept=True)` is with what it keeps, `padded=True` in parts of one size.
+        `side("sends", True)` is with what it keeps. In a collective whose parts have one size, so have these.
         """
-        return functools.lru_cache(maxsize=8)(self._side)
+        return functools.lru_cache(maxsize=4)(self._side)
 
-    def _side(self, end: Literal["sends", "receives"], kept: bool = False, padded: bool = False) -> Side:
+    def _side(self, end: Literal["sends", "receives"], kept: bool = False) -> Side:
         exchange, comes = self.exchange, end == "receives"
         messages = exchange.receives if comes else exchange.sends
-        boxed = [(m.peer, self._on_layer(m.layer, m.regions) if comes else m.regions) for m in messages if m.regions]
+        boxed = [(m.peer, self._on_layer(m.layer, m.regions) if comes else m.regions) for m in messages]
         if kept:
-            mine = self.keeps if comes else tuple([box for box, _ in exchange.copies])
+            mine = self._keeps if comes else tuple([box for box, _ in exchange.copies])
             boxed = sorted([*boxed, (exchange.ranks.index(self.rank), mine)])
-        counts, parts, lengths, start = [0] * self.size, list[Part](), list[int](), 0
-        for peer, boxes in boxed:
-            start = peer * exchange.padded if padded else start
+        counts, parts, lengths, start = [0] * len(exchange.ranks), list[Part](), list[int](), 0
+        for number, (peer, boxes) in enumerate(boxed):
+            start = number * exchange.padded or start
             for box in boxes:
-                parts.append((start, box))
-                lengths.append(count := elements_of(box))
-                start += count
-                counts[peer] += count
+                if count := elements_of(box):
+                    parts.append((start, box))
+                    lengths.append(count)
+                    start += count
+                    counts[peer] += count
         stacked = comes and self.kind == "reduce_move"
         shape = (exchange.layers, *self.shape) if stacked else self.shape if comes else self.tile
-        return Side(arranged(parts, lengths) if parts else Boxes(()), shape, counts)
+        size, places = len(boxed) * exchange.padded or start, arranged(parts, lengths) if parts else Boxes(())
+        return Side(places, shape, counts, size, size > sum(counts))
 
     @cached_property
-    def keeps(self) -> tuple[Region, ...]:
+    def _keeps(self) -> tuple[Region, ...]:
         """Where what the rank keeps comes to lie."""
         return self._on_layer(self.exchange.layer, tuple([box for _, box in self.exchange.copies]))
 
     @cached_property
     def is_balanced(self) -> bool:
-        """Whether as many elements go to each rank as come from each, what the rank keeps included."""
-        return len({count for end in ("sends", "receives") for count in self.side(end, kept=True).counts}) == 1
-
-    @property
-    def size(self) -> int:
-        """The number of ranks of the group."""
-        return len(self.exchange.ranks)
+        """Whether each rank sends as much to each rank as it gets from each, what it keeps included."""
+        # Between even tiles the counts of one rank are, in another order, those of every other.
+        return self.is_even and len({n for end in ("sends", "receives") for n in self.side(end, True).counts}) == 1
 
     def _on_layer(self, layer: int, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
         return tuple(((layer, layer + 1), *box) for box in boxes) if self.kind == "reduce_move" else boxes
@@ -419,45 +391,9 @@ class LocalStep:
 def local_step(step: Step) -> LocalStep:
     """A step on this rank, of a tensor of the step's own shape."""
     opened, own = step.opened, step.rank
-    grouped = None if opened is step else tuple(map(len, step.factors))
+    factors = None if opened is step else tuple(map(len, step.factors))
     tiles = held_shape(opened.source, opened.shape, own), held_shape(opened.target, opened.shape, own)
-    return LocalStep(step.kind, own, step.op, step.divisor, step.is_even, grouped, *tiles, step.exchange())
-
-
-class Task(NamedTuple):
-    """A step as this rank carries it out on a tensor that is `multiples` times as large; symbols where sizes are."""
-
-    step: LocalStep
-    multiples: Shape
-    tile: Shape
-    shape: Shape
-
-    @property
-    def padded(self) -> int:
-        """The size of the parts of a collective whose parts have one size."""
-        return self.step.exchange.padded * math.prod(self.multiples)
-
-    @property
-    def copies(self) -> list[tuple[Region, Region]]:
-        """What the rank keeps: boxes of its tile, and those where they come to lie."""
-        pairs = zip(self.step.exchange.copies, self.step.keeps, strict=True)
-        return [(times(box, self.multiples), times(kept, self._over(kept))) for (box, _), kept in pairs]
-
-    def laid(self, side: Side) -> Side:
-        """A side of the step at the sizes of the task."""
-        return side.times(self._over(side.shape))
-
-    def _over(self, dims: Sequence[object]) -> Shape:
-        """The multiples of so many dims: in a stack of tiles the first one is none of the tensor's."""
-        return self.multiples if len(dims) == len(self.multiples) else (1, *self.multiples)
-
-
-def task_of(step: LocalStep, multiples: Shape) -> Task:
-    """A step for a tensor that is so many times as large along each dim; factors of groups are as they are."""
-    if step.grouped is not None:
-        pairs = zip(multiples, step.grouped, strict=True)
-        multiples = tuple([one for many, count in pairs for one in ([many] if count == 1 else [1] * count)])
-    return Task(step, multiples, _larger(step.tile, multiples), _larger(step.shape, multiples))
+    return LocalStep(step.kind, own, step.op, step.divisor, step.is_even, factors, *tiles, step.exchange())
 
 
 def _larger(shape: Shape, multiples: Shape) -> Shape:
@@ -465,73 +401,44 @@ def _larger(shape: Shape, multiples: Shape) -> Shape:
     return tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
 
 
-def _slice(task: Task, eager: bool) -> Run:
+def _slice(step: LocalStep, multiples: Shape, eager: bool) -> Run:
     """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
-    shape = task.shape
-    boxes = [(slices_of(source), slices_of(target)) for source, target in task.copies]
-    if len(boxes) == 1:
-        only = boxes[0][0]
-        cut = [dim for dim, (box, size) in enumerate(zip(only, task.tile, strict=True)) if box != slice(0, size)]
+    copies, tile, shape = step.copies(multiples), _larger(step.tile, multiples), _larger(step.shape, multiples)
+    if len(copies) == 1:
+        only = copies[0][0]
+        cut = [dim for dim, (box, size) in enumerate(zip(only, tile, strict=True)) if box != slice(0, size)]
         if eager and len(cut) == 1:
-            (dim,), (start, stop) = cut, task.copies[0][0][cut[0]]
-            length = stop - start
+            dim, start, length = cut[0], only[cut[0]].start, shape[cut[0]]
             return lambda x: torch.narrow_copy(x, dim, start, length)  # half the time of a view and a copy
         return lambda x: x[only].clone(memory_format=torch.contiguous_format)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(shape)
-        for source, target in boxes:
-            out[target].copy_(x[source])
-        return out
-
-    return run
+    return lambda x: _copied(x, x.new_empty(shape), copies)
 
 
-def _all_reduce(step: LocalStep, link: Communicator, owned: bool) -> Run:
-    op, divisor, reduce = step.op or "sum", step.divisor, link.all_reduce
-    return lambda x: reduce(x, op, owned, divisor)
+def _copied(x: torch.Tensor, out: torch.Tensor, boxes: Sequence[tuple[Any, Any]]) -> torch.Tensor:
+    """`out` with boxes of `x`."""
+    for source, target in boxes:
+        out[target].copy_(x[source])
+    return out
 
 
-def _all_gather(task: Task, link: Communicator) -> Run:
-    shape, padded, gather, mine = task.shape, task.padded, link.all_gather, math.prod(task.tile)
-    everything = (task.step.size * padded,)
-    places = task.laid(task.step.side("receives", padded=True)).places
-    if isinstance(places, packing.Run) and math.prod(shape) == everything[0]:
-        return lambda x: gather(x, shape)
-    unpack = unpacker(places, shape)
-    if mine == padded:
-        return lambda x: unpack(gather(x, everything))
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        row = x.new_empty(padded)
-        row[:mine].copy_(x.view(-1))
-        return unpack(gather(row, everything))
-
-    return run
-
-
-def _reduce_scatter(task: Task, link: Communicator) -> Run:
-    step, shape, padded = task.step, task.shape, task.padded
-    op, divisor, scatter = step.op or "sum", step.divisor, link.reduce_scatter
-    pack = packer(task.laid(step.side("sends", padded=True)).places, task.tile, step.size * padded)
-    count = math.prod(shape)
-    if count == padded:
-        return lambda x: scatter(pack(x), op, shape, divisor)
-    return lambda x: scatter(pack(x), op, (padded,), divisor)[:count].view(shape)
-
-
-def _reduce_by_exchange(task: Task, link: Communicator) -> Run:
-    """A reduce-scatter as an exchange of the parts and a local reduction in the order of the group."""
-    sends, layers, shape, even = task.laid(task.step.side("sends")), task.step.size, task.shape, task.step.is_even
-    pack = packer(sends.places, task.tile, sum(sends.counts))
-    given, got = (None, None) if even else (sends.counts, [math.prod(shape)] * layers)
-    move, reduce, stack = link.all_to_all, _local_reduction(task.step, layers), (layers, *shape)
-    return lambda x: reduce(move(pack(x), got, given, stack))
-
-
-def _local_reduction(step: LocalStep, layers: int) -> Run:
-    """Reduces the first dim, in order; 16-bit floats in 32 bits."""
+def _communicating(step: LocalStep, multiples: Shape, link: Communicator, by_exchange: bool, owned: bool) -> Run:
     op, divisor = step.op or "sum", step.divisor
+    if step.kind == "all_reduce":
+        return lambda x: link.all_reduce(x, op, owned, divisor)
+    if step.kind == "all_gather":
+        return _through(step, multiples, link.all_gather)
+    layers, reduce = step.exchange.layers, _local_reduction(step)
+    if step.kind != "reduce_scatter":
+        move = _exchanged(step, multiples, link)
+        return move if step.kind != "reduce_move" else lambda x: reduce(move(x))
+    if by_exchange:
+        return _through(step, multiples, lambda x, shape: reduce(link.all_to_all(x, None, None, (layers, *shape))))
+    return _through(step, multiples, lambda x, shape: link.reduce_scatter(x, op, shape, divisor))
+
+
+def _local_reduction(step: LocalStep) -> Run:
+    """Reduces the first dim, in order; 16-bit floats in 32 bits."""
+    op, divisor, layers = step.op or "sum", step.divisor, step.exchange.layers
     if op == "max":
         return lambda stack: stack.amax(0)
     if op == "min":
@@ -548,49 +455,39 @@ def _local_reduction(step: LocalStep, layers: int) -> Run:
     return mean
 
 
-def _reduce_move(task: Task, link: Communicator) -> Run:
-    """As a move, into a stack of one tile for each layer, which is then reduced."""
-    collect, reduce = _exchanged(task, link), _local_reduction(task.step, task.step.exchange.layers)
-    return lambda x: reduce(collect(x))
+def _through(
+    step: LocalStep, multiples: Shape, move: Callable[[torch.Tensor, Shape], torch.Tensor], kept: bool = False
+) -> Run:
+    """A tile packed, sent by a collective that gives a tensor of a shape, and unpacked, with few copies or none."""
+    sends, receives = (step.side(end, kept).times(multiples) for end in ("sends", "receives"))
+    pack, shape = packer(sends.places, sends.shape, sends.size), receives.shape
+    if isinstance(receives.places, packing.Run) and not receives.is_padded:
+        return lambda x: move(pack(x), shape)
+    flat, unpack = (receives.size,), unpacker(receives.places, shape)
+    return lambda x: unpack(move(pack(x), flat))
 
 
-def _exchanged(task: Task, link: Communicator) -> Run:
+def _exchanged(step: LocalStep, multiples: Shape, link: Communicator) -> Run:
     """Boxes of the tile sent, boxes of the result received, and the rank's own boxes copied.
 
     Where it makes both sides regular, what the rank keeps goes through the collective as well: then
     there is at most one strided copy on either side, and often none. Where all counts are equal it
     must, on all ranks alike: backends have another algorithm for that.
     """
-    step = task.step
-    # Between even tiles the counts of one rank are, in another order, those of every other.
-    alike = step.is_even and step.is_balanced
-    every_send, every_receive = task.laid(step.side("sends", kept=True)), task.laid(step.side("receives", kept=True))
-    regular = not isinstance(every_send.places, Boxes) and not isinstance(every_receive.places, Boxes)
-    if alike or regular:
-        return _all_through(link, every_send, every_receive, alike)
-    sends, receives = task.laid(step.side("sends")), task.laid(step.side("receives"))
-    pack = packer(sends.places, sends.shape, sum(sends.counts))
-    fill = filler(receives.places)
-    given, got, shape, move = sends.counts, receives.counts, receives.shape, link.all_to_all
-    count = (sum(got),)
-    copies = [(slices_of(source), slices_of(target)) for source, target in task.copies]
+    move, ends = link.all_to_all, ("sends", "receives")
+    if step.is_balanced:
+        return _through(step, multiples, lambda x, shape: move(x, None, None, shape), kept=True)
+    sends, receives = (step.side(end, True).times(multiples) for end in ends)
+    if not isinstance(sends.places, Boxes) and not isinstance(receives.places, Boxes):
+        given, got = sends.counts, receives.counts
+        return _through(step, multiples, lambda x, shape: move(x, got, given, shape), kept=True)
+    sends, receives = (step.side(end, False).times(multiples) for end in ends)
+    given, got, count, shape = sends.counts, receives.counts, (receives.size,), receives.shape
+    pack, fill, copies = packer(sends.places, sends.shape, sends.size), filler(receives.places), step.copies(multiples)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(shape)
         fill(out, move(pack(x), got, given, count))
-        for source, target in copies:
-            out[target].copy_(x[source])
-        return out
+        return _copied(x, out, copies)
 
     return run
-
-
-def _all_through(link: Communicator, sends: Side, receives: Side, alike: bool) -> Run:
-    """An exchange through which everything goes, what the rank keeps as well."""
-    shape, move = receives.shape, link.all_to_all
-    pack = packer(sends.places, sends.shape, sum(sends.counts))
-    given, got = (None, None) if alike else (sends.counts, receives.counts)
-    if isinstance(receives.places, packing.Run):
-        return lambda x: move(pack(x), got, given, shape)
-    count, unpack = (sum(receives.counts),), unpacker(receives.places, shape)
-    return lambda x: unpack(move(pack(x), got, given, count))

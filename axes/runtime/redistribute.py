@@ -117,7 +117,8 @@ def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torc
         recorded, sent = flags.watched, local.contiguous()
         try:
             if async_op:
-                sent = sent.clone() if sent is local and made.lends else sent
+                if sent is local and made.program.sends:
+                    sent = sent.clone()  # the caller may write to its own before it has been sent
                 return under_way(made.form(False, recorded)(sent), _operation, made)
             return made.form(True, True)(sent) if recorded else made.eager(sent)
         except RuntimeError as error:
