@@ -210,7 +210,7 @@ SHRUNK = [
     (axes.Mesh("dp=8 tp=4")["tp"], [[2]], ("tp=2",)),
     (axes.Mesh("dp=2 tp=4", "all = dp tp", "tp = kv=2 rep=2")["tp", "dp"], [[2, 2]], ("dp=2 tp=2", "all = dp tp", "tp = kv=1 rep=2")),
     (axes.Mesh("dp=2 tp=4", "tp = a=2 b=2").rearrange("... -> ... pp=1"), [[2, 2, 1]], ("dp=2 tp=2 pp=1", "tp = a=1 b=2")),
-    (axes.Mesh("dp=2 tp=2", "(dp tp) = pp=1 all=4"), [[2, 2]], ("dp=2 tp=2", "(dp tp) = pp=1 all=4")),
+    (axes.Mesh("dp=2 tp=2", "(dp tp) = pp=1 all=4"), [[2, 2]], ("dp=2 tp=2 pp=1", "all = dp tp")),
     (axes.Mesh("dp=2 tp=2 pp=1", "all = dp tp")["tp", "dp"], [[2, 2]], ("dp=2 tp=2 pp=1", "all = dp tp")),
     (axes.Mesh("a=2 b=2 c=2 d=2"), [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2]], ("a=2 b=2 c=2 d=1",)),
 ]

@@ -29,10 +29,10 @@ from types import MappingProxyType
 from typing import Any
 
 from axes.algebra import ambient, providers
-from axes.algebra.equations import Namespace, declared, defined
+from axes.algebra.equations import declared, defined
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
-from axes.algebra.grammar import LARGEST_SIZE, Equation, Item, checked_text, parse_declaration, parse_equation
+from axes.algebra.grammar import LARGEST_SIZE, checked_text, parse_declaration, parse_equation
 from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout
 from axes.algebra.mesh_expression import Rearrangement, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
@@ -65,7 +65,6 @@ class Mesh:
         "_view",
         "axis_names",
         "binding",
-        "derived",
         "extent",
         "layout_of_all",
         "layouts",
@@ -78,10 +77,9 @@ class Mesh:
     universe: Universe
     axis_names: tuple[str, ...]
     layouts: tuple[Layout, ...]
-    namespace: Namespace
+    namespace: Mapping[str, Layout]
     ranks_per_node: int | None
     binding: Any
-    derived: Derived
     layout_of_all: Layout
     extent: Layout
     size: int
@@ -106,17 +104,16 @@ class Mesh:
         names = tuple(item.name for item in items)
         if universe is None:
             universe = Universe(range(math.prod(namespace[name].size for name in names)))
-        self._set(universe, names, namespace, _checked_node(ranks_per_node), None, None, _derived(names, parsed))
+        self._set(universe, names, namespace, _checked_node(ranks_per_node), None, None)
 
     def _set(
         self,
         universe: Universe,
         axis_names: tuple[str, ...],
-        namespace: Namespace,
+        namespace: Mapping[str, Layout],
         ranks_per_node: int | None,
         binding: Any,
         view: int | None,
-        derived: Derived,
     ) -> None:
         layouts = tuple(namespace[name] for name in axis_names)
         whole = _whole(axis_names, layouts)
@@ -127,7 +124,6 @@ class Mesh:
             "namespace": MappingProxyType(namespace),
             "ranks_per_node": ranks_per_node,
             "binding": binding,
-            "derived": derived,
             "layout_of_all": whole,
             "extent": Layout.of(sorted(whole.modes, key=lambda mode: -mode[1])),
             "size": whole.size,
@@ -145,7 +141,6 @@ class Mesh:
             "ranks_per_node": self.ranks_per_node,
             "binding": self.binding,
             "view": self._view,
-            "derived": self.derived,
         }
 
     def _with(self, **changed: Any) -> Mesh:
@@ -232,8 +227,6 @@ class Mesh:
             raise MeshError(f"a mesh is indexed by one or more axis names; found {shown(names)}")
         for name in wanted:
             self.layout(name)
-            if wanted.count(name) > 1:
-                raise MeshError(f"axis '{name}' stands twice in mesh[{', '.join(map(repr, wanted))}]")
         return self._with(axis_names=wanted)
 
     def get(self, *names: str) -> Mesh | None:
@@ -339,7 +332,7 @@ class Mesh:
         return self._carried_out(expression, written_sizes(keywords, sizes)).explanation()
 
     def _carried_out(self, expression: str, sizes: tuple[tuple[str, int], ...]) -> Rearrangement:
-        return rearranged(self.axes, self.namespace, expression, dict(sizes))
+        return rearranged(self.axis_names, self.namespace, expression, dict(sizes))
 
     def define(self, /, *equations: str, sizes: Mapping[str, int] | None = None, **keywords: int) -> Mesh:
         """The mesh with more names for the same ranks.
@@ -348,8 +341,7 @@ class Mesh:
         4
         """
         parsed = [parse_equation(text) for text in equations]
-        namespace = defined(self.namespace, parsed, keywords, sizes)
-        return self._with(namespace=namespace, derived=(*self.derived, *_derived(self.namespace, parsed)))
+        return self._with(namespace=defined(self.namespace, parsed, keywords, sizes))
 
     def sharding(self, spec: str, /, *, sizes: Mapping[str, int] | None = None, **keywords: int) -> Sharding:
         """How a tensor lies on this mesh: `"batch@dp seq@(cp tp) embed | sum@ep"`.
@@ -432,15 +424,17 @@ class Mesh:
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """The names that the others are `derived` from, if they have all ranks; else the axes.
+        """The first names that share no ranks, if they have all ranks; else the axes.
 
         >>> Mesh("dp=2 tp=4", "all = dp tp")["tp",].declared
         ('dp', 'tp')
         """
-        made = {name for _, new in self.derived for name in new}
-        found = tuple(name for name in self.namespace if name not in made)
-        whole = math.prod(self.namespace[name].size for name in found) == self.universe.size
-        return found if whole else self.axis_names
+        found: list[str] = []
+        for name, layout in self.namespace.items():
+            if not any(layout.overlaps(self.namespace[other]) for other in found):
+                found.append(name)
+        is_whole = math.prod(self.namespace[name].size for name in found) == self.universe.size
+        return tuple(found) if is_whole else self.axis_names
 
     @property
     def declaration(self) -> str:
@@ -449,8 +443,9 @@ class Mesh:
         >>> Mesh("dp=2 cp=2 tp=2", "fsdp = dp cp").declaration
         'dp=2 cp=2 tp=2; fsdp = dp cp'
         """
-        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
-        return "; ".join([axes, *(f"{name} = {self.described(name)}" for name in self._further())])
+        return "; ".join(
+            [self._sizes(self.axis_names), *(f"{name} = {self.described(name)}" for name in self._further())]
+        )
 
     def described(self, name: str) -> str:
         """A name in terms of the axes, or of its digits where it cuts them.
@@ -537,36 +532,33 @@ class Mesh:
         return [name for name in self.namespace if name not in self.axis_names]
 
     def __repr__(self) -> str:
-        """How the mesh is declared, with its equations.
+        """The axes as they were declared, and of those a sub-mesh.
 
-        >>> Mesh("dp=4 tp=2", "(dp tp) = rows ep", ep=4)["ep", "rows"]
-        Mesh('dp=4 tp=2', '(dp tp) = rows=2 ep=4')['ep', 'rows']
+        >>> Mesh("dp=4 tp=2", ranks=range(8, 16))["tp"]
+        Mesh('dp=4 tp=2', ranks=range(8, 16))['tp']
         """
-        declared, sizes = self.declared, self.names
-        known, texts = {*declared}, [" ".join(f"{name}={sizes[name]}" for name in declared)]
-        for old, new in self.derived:
-            if known.issuperset(old) and sizes.keys() >= {*new}:
-                known.update(new)
-                texts.append(equation_text(old, {name: sizes[name] for name in new}))
-        arguments = list(map(repr, texts))
-        if self.universe.ranks != range(self.universe.size):
-            arguments.append(f"ranks={listed(self.universe.ranks)}")
-        if self.ranks_per_node is not None:
-            arguments.append(f"ranks_per_node={self.ranks_per_node}")
+        declared = self.declared
+        nodes = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"
         part = "" if declared == self.axis_names else f"[{', '.join(map(repr, self.axis_names))}]"
-        return f"Mesh({', '.join(arguments)}){part}"
+        return f"Mesh({self._sizes(declared)!r}{self._where(64)}{nodes}){part}"
+
+    def _sizes(self, names: Iterable[str]) -> str:
+        return " ".join(f"{name}={self.namespace[name].size}" for name in names)
+
+    def _where(self, most: int) -> str:
+        ranks = self.universe.ranks
+        return "" if ranks == range(len(ranks)) else f", ranks={listed(ranks, most)}"
 
     def _repr_html_(self) -> str | None:
         return providers.html_of(self)
 
     def __str__(self) -> str:
-        axes = " ".join(f"{name}={size}" for name, size in self.shape.items())
-        universe = self.universe.ranks
-        where = "" if universe == range(self.size) else f", ranks={listed(universe, 8)}"
         rows = [(name, self.namespace[name], "") for name in self.axis_names]
         rows += [(name, self.namespace[name], "= " + self.described(name)) for name in self._further()]
         width = max(len(name) for name, _, _ in rows)
-        lines = [f"Mesh({axes!r}{where})  {self.size} ranks, seen from rank {self.rank}"]
+        lines = [
+            f"Mesh({self._sizes(self.axis_names)!r}{self._where(8)})  {self.size} ranks, seen from rank {self.rank}"
+        ]
         position = self.universe.position(self.rank)
         for name, layout, text in rows:
             index = "-" if position is None else layout.coordinate(position)
@@ -648,54 +640,13 @@ class Axis:
 @functools.lru_cache(maxsize=4096)
 def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
     found = mesh._carried_out(expression, sizes)
-    pairs = [(tuple(s.before), tuple(s.after)) for s in found.steps if s.kind in ("split", "flatten")]
-    return mesh._with(
-        axis_names=tuple(found.axes),
-        namespace={**mesh.namespace, **found.made},
-        derived=(*mesh.derived, *_follow(mesh.namespace, pairs)),
-    )
+    return mesh._with(axis_names=found.axis_names, namespace=found.namespace)
 
 
 def _of_fields(fields: Mapping[str, Any]) -> Mesh:
     mesh = object.__new__(Mesh)
     mesh._set(**fields)
     return mesh
-
-
-Derived = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-"""How names follow: known ones, whose product is that of new ones."""
-
-
-def _derived(known: Iterable[str], equations: Iterable[Equation]) -> Derived:
-    sides = [(equation.left, equation.right) for equation in equations]
-    return _follow(known, [(_names_of(left), _names_of(right)) for left, right in sides])
-
-
-def _names_of(items: Iterable[Item]) -> tuple[str, ...]:
-    return tuple([item.name for item in items])
-
-
-def _follow(known: Iterable[str], pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> Derived:
-    """Which names follow from which, of pairs of names that have the same product."""
-    found, seen = [], {*known}
-    for left, right in pairs:
-        for old, new in ((left, right), (right, left)):
-            if seen.issuperset(old) and seen.isdisjoint(new):
-                found.append((old, new))
-                seen.update(new)
-    return tuple(found)
-
-
-def equation_text(old: Sequence[str], new: Mapping[str, int]) -> str:
-    """The equation by which new names, with their sizes, are a product of others, or split it.
-
-    >>> equation_text(["dp", "cp"], {"fsdp": 8}), equation_text(["dp", "cp"], {"sp": 2, "ep": 4})
-    ('fsdp = dp cp', '(dp cp) = sp=2 ep=4')
-    """
-    if len(new) == 1:
-        return f"{next(iter(new))} = {' '.join(old)}"
-    whole = old[0] if len(old) == 1 else f"({' '.join(old)})"
-    return f"{whole} = {' '.join(f'{name}={size}' for name, size in new.items())}"
 
 
 def listed(ranks: range | tuple[int, ...], most: int = 64) -> str:
@@ -712,7 +663,10 @@ def listed(ranks: range | tuple[int, ...], most: int = 64) -> str:
 
 
 def _whole(names: Sequence[str], layouts: Sequence[Layout]) -> Layout:
-    """The axes flattened; `MeshError` that names two which share ranks."""
+    """The axes flattened; `MeshError` that names two which share ranks, or one that stands twice."""
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        raise MeshError(f"a mesh has each axis once; found '{twice}' twice in ({', '.join(names)})")
     try:
         return Layout.product(*layouts)
     except MeshError:

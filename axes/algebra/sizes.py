@@ -287,8 +287,6 @@ def solve(products: Iterable[Product], known: Mapping[str, int]) -> dict[str, in
     for product in left[:1]:
         missing = [n for n in dict.fromkeys((*product.left, *product.right)) if n not in sizes]
         names = " and ".join(f"'{name}'" for name in missing[:8])
-        if product.left == product.right:
-            raise SizeError(f"the size of {names} is open: give it, like {missing[0]}=2, or the number of ranks")
         raise SizeError(
             f"the sizes of {names} don't follow from  {filled(product, sizes)}\n"
             f"give {'all but one of them' if len(missing) > 1 else 'it'}, like {missing[0]}=2"

@@ -26,8 +26,9 @@ from torch.nn.parameter import is_lazy
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError, shortened, shown
+from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules, checked_rules
-from axes.algebra.mesh import Mesh, equation_text
+from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import checked_texts, written_sizes
 from axes.nn.annotations import annotated
 from axes.nn.diagnosis import Cut, Parts, Piece, Tolerance, axes_of_factor, fitting, words
@@ -304,12 +305,30 @@ def _call(mesh: Mesh, small: Mapping[str, int]) -> tuple[str, ...]:
         return (" ".join(f"{name}={size}" for name, size in small.items()),)  # of a sub-mesh its axes alone
     sizes = {name: small.get(name, 1) for name in declared}
     written = [" ".join(f"{name}={size}" for name, size in sizes.items())]
-    for old, new in mesh.derived:
-        if sizes.keys() >= {*old} and mesh.names.keys() >= {*new}:
-            found = _divided(math.prod(sizes[name] for name in old), {name: mesh.names[name] for name in new})
-            written.append(equation_text(old, found))
-            sizes |= found
+    for old, new in _equations(mesh, declared):
+        product = old[0] if len(old) == 1 else f"({' '.join(old)})"
+        parts = _divided(math.prod(sizes[name] for name in old), {name: mesh.names[name] for name in new})
+        flat, split = f"{new[0]} = {' '.join(old)}", " ".join(f"{name}={size}" for name, size in parts.items())
+        written.append(flat if len(new) == 1 else f"{product} = {split}")
     return tuple(written)
+
+
+def _equations(mesh: Mesh, declared: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """The further names of a mesh: axes, and the names whose product is theirs."""
+    rest = [name for name in mesh.namespace if name not in declared]
+    while rest:
+        new = next(([*rest[:count]] for count in range(1, len(rest) + 1) if _factors(mesh, rest[:count])), None)
+        if new is not None:
+            yield _factors(mesh, new), new
+        rest = rest[len(new or rest[:1]) :]
+
+
+def _factors(mesh: Mesh, names: Sequence[str]) -> list[str]:
+    """The axes whose product is that of some names; none where it cuts an axis, or there is none."""
+    try:
+        return mesh.factored(Layout.product(*map(mesh.layout, names))) or []
+    except MeshError:  # the names share ranks
+        return []
 
 
 def _divided(total: int, names: Mapping[str, int]) -> dict[str, int]:
