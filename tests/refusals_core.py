@@ -211,7 +211,7 @@ CROSSED = (
 )
 
 BLOCKS = (
-    *[(f"axes.{call}", "ExpressionError", f"{call.partition('(')[0]} takes no blocks", "torch.split", "torch.cat") for call in (
+    *[(f"axes.{call}", "ExpressionError", "blocks stand in the rules of transfers alone", "torch.split", "torch.cat") for call in (
         "rearrange(D('n@tp d', 16, 4), '(f + f) d -> f d, f d')",
         "rearrange([D('n d', 8, 4), D('n d', 8, 4)], 'q d, k d -> (q + k) d')",
         "rearrange(L(4, 4), '(a@tp + b@tp) d -> a@tp d, b@tp d', a=2)",

@@ -40,7 +40,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from axes.algebra.errors import ExpressionError, shortened
 
@@ -53,9 +53,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "same")
 Span = tuple[int, int]
 T = TypeVar("T")
 
-_LONGEST_CACHED = 4096
 _LONGEST_TEXT = 50_000
-_LONGEST_NAME = 255
 
 
 def place_text(axes: Iterable[object]) -> str:
@@ -124,22 +122,16 @@ class Dim:
         return text if self.place is None else f"{text}@{self.place}"
 
 
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """`left = right`."""
+class Sides(NamedTuple, Generic[T]):
+    """`left = right` of an equation, `left -> right` of a mesh expression."""
 
     text: str
-    left: tuple[Item, ...]
-    right: tuple[Item, ...]
+    left: tuple[T, ...]
+    right: tuple[T, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MeshExpression:
-    """`left -> right`."""
-
-    text: str
-    left: tuple[Dim, ...]
-    right: tuple[Dim, ...]
+Equation = Sides[Item]
+MeshExpression = Sides[Dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,22 +216,16 @@ def _tokens(text: str) -> list[_Token]:
         if start != at:
             break
         at = stop
-        kind = match.lastgroup or ""
-        if kind == "space":
-            continue
-        word = match.group()
-        if kind == "name":
-            behind = found[-1] if found and found[-1].kind == "int" and found[-1].stop == start else None
-            same = unicodedata.normalize("NFKC", word[: _LONGEST_NAME + 1])
-            for wrong, message in (
-                (behind is not None, "a name doesn't start with a digit"),
-                (len(word) > _LONGEST_NAME, f"a name has at most {_LONGEST_NAME} characters"),
-                (not word.isidentifier(), "a name is an identifier of Python: letters, digits and underscores"),
-                (same != word, f"Python reads this name as '{same}'; write it so"),
-            ):
-                if wrong:
-                    raise ExpressionError(message, text, start if behind is None else behind.start, stop)
-        found.append(_Token(word if kind == "sign" else kind, word, start, stop))
+        kind, word = match.lastgroup or "", match.group()
+        if kind == "name" and found and (found[-1].kind, found[-1].stop) == ("int", start):
+            raise ExpressionError("a name doesn't start with a digit", text, found[-1].start, stop)
+        same = unicodedata.normalize("NFKC", word)  # as Python reads the names of keywords
+        if kind == "name" and not (word.isidentifier() and same == word):
+            hint = "" if same == word else f"; write {shortened(same)}"
+            message = f"a name is an identifier of Python: letters, digits and underscores{hint}"
+            raise ExpressionError(message, text, start, stop)
+        if kind != "space":
+            found.append(_Token(word if kind == "sign" or word == "_" else kind, word, start, stop))
     if at < len(text):
         why = "is reserved" if text[at] in _RESERVED else "has no meaning here"
         raise ExpressionError(f"{shortened(text[at])} {why}", text, at)
@@ -270,32 +256,23 @@ def checked_spec(spec: object) -> str:
     return checked_text(spec, "; a Sharding's text is its .spec" if type(spec).__name__ == "Sharding" else "")
 
 
-class _Language(NamedTuple):
-    """Which signs the names of a text stand between, and what an error expects outside of groups and in them."""
-
-    signs: frozenset[str]
-    outside: str
-    inside: str = "an axis name in the group"
-
-
-_NAMES = _Language(frozenset(), "an axis name")
-_EQUATION = _Language(frozenset("("), "an axis name")
-_MESH = _Language(frozenset(("(", "dots")), "an axis name, '(' or '...'")
-_TENSOR = _Language(
-    frozenset(("(", "dots", "int", "_", "@")),
-    "a dim name, a number, '_', '...' or '('",
-    "a dim name, a number or '...' in the group",
+_NO_BLOCKS = (
+    "blocks stand in the rules of transfers alone. Blocks of one size are a dim, as in '(three h) d -> three h d'; "
+    "others are taken apart with torch.split, and put together with torch.cat, in an axes.shard_map"
 )
-_RULE = _TENSOR._replace(signs=_TENSOR.signs | {"+"})
 
 
 class _Parser:
-    """A cursor over the tokens of one text in one language."""
+    """A cursor over the tokens of one text: about a mesh, about `tensors`, or about tensors that hold `blocks`."""
 
-    def __init__(self, text: object, language: _Language, hint: str = ""):
-        self.text, self.language, self.of_tensors = checked_text(text, hint), language, "@" in language.signs
-        self.tokens = _tokens(self.text)
-        self.at = 0
+    def __init__(self, text: str, tensors: bool = False, blocks: bool = False):
+        self.text, self.tokens, self.at = text, _tokens(text), 0
+        self.tensors, self.blocks = tensors, blocks
+        self.outside = "a dim name, a number, '_', '...' or '('" if tensors else "an axis name, '(' or '...'"
+        self.inside = "a dim name, a number or '...' in the group" if tensors else "an axis name in the group"
+        plus = next((token for token in self.tokens if token.kind == "+"), None)
+        if plus is not None and tensors and not blocks:
+            self.wrong(_NO_BLOCKS, plus.span)
 
     @property
     def token(self) -> _Token:
@@ -313,17 +290,12 @@ class _Parser:
         self.at += 1
         return self.tokens[self.at - 1]
 
-    def sign(self, kind: str) -> bool:
-        """Take a sign that the language has."""
-        return kind in self.language.signs and self.take(kind) is not None
-
     def need(self, kind: str, expected: str) -> _Token:
         return self.take(kind) or self.fail(expected)
 
     def fail(self, expected: str) -> NoReturn:
-        token = self.token
-        found = "the end" if token.kind == "end" else shortened(token.text)
-        raise ExpressionError(f"expected {expected}, found {found}", self.text, token.start, token.stop)
+        found = "the end" if self.token.kind == "end" else shortened(self.token.text)
+        self.wrong(f"expected {expected}, found {found}", self.token.span)
 
     def wrong(self, message: str, span: Span) -> NoReturn:
         raise ExpressionError(message, self.text, *span)
@@ -339,22 +311,17 @@ class _Parser:
             self.wrong(f"a size is a whole number from 1 to {LARGEST_SIZE}, found {shortened(token.text)}", token.span)
         return value
 
-    def name(self, expected: str) -> str:
-        token = self.need("name", expected)
-        if token.text == "_":
-            self.wrong(f"expected {expected}, found '_'", token.span)
-        return token.text
-
-    def size(self) -> int | None:
-        """`= INT` where it follows; `=-1` says that the size is to be solved."""
-        if not self.ahead("=", "int"):
-            return None
-        self.at += 2
-        token = self.tokens[self.at - 1]
-        return None if token.text == "-1" else self.integer(token)
+    def item(self, expected: str) -> Item:
+        """A name with its size, where `= INT` follows; `=-1` says that the size is to be solved."""
+        token, size = self.need("name", expected), None
+        if self.ahead("=", "int"):
+            self.at += 2
+            number = self.tokens[self.at - 1]
+            size = None if number.text == "-1" else self.integer(number)
+        return Item(token.text, size, self.span(token.start))
 
     def place(self) -> Place | None:
-        if not self.sign("@"):
+        if not (self.tensors and self.take("@")):
             return None
         start, names = self.token.start, list[str]()
         grouped = self.take("(")
@@ -375,24 +342,22 @@ class _Parser:
     def factor(self, in_group: bool) -> Factor:
         token, size = self.token, None
         name: str | None = token.text
-        if self.sign("int"):
+        bare = ("dots", "_") if self.tensors and not in_group else ("dots",) if self.tensors or not in_group else ()
+        if self.tensors and self.take("int"):
             name, size = None, self.integer(token)
-        elif token.kind == "dots" and (not in_group or self.of_tensors) and self.sign("dots"):
-            pass
-        elif token.text == "_" and not in_group and "_" in self.language.signs:
+        elif token.kind in bare:
             self.at += 1
         else:
-            self.name(self.language.inside if in_group else self.language.outside)
-            size = self.size()
+            size = self.item(self.inside if in_group else self.outside).size
         place = self.place()
         return Factor(name, size, place, self.span(token.start))
 
     def dim(self) -> Dim:
-        start = self.token.start
-        label = self.name("") if "dots" in self.language.signs and self.ahead("name", "=", "(") else None
-        if label is not None:
-            self.at += 1
-        if self.token.kind != "(" or "(" not in self.language.signs:
+        start, label = self.token.start, None
+        if not self.tensors and self.ahead("name", "=", "("):
+            label = self.token.text
+            self.at += 2
+        if self.token.kind != "(":
             factor = self.factor(in_group=False)
             return Dim((factor,), span=factor.span)
         factors = self.group()
@@ -404,44 +369,37 @@ class _Parser:
 
     def group(self, within: bool = False) -> tuple[Factor, ...]:
         """`(dp cp)`, or blocks `(q + k)` as one factor, which may stand `within` another group."""
-        start = self.need("(", "'('").start
-        blocks: list[list[Factor]] = [[]]
+        start, blocks = self.token.start, list[list[Factor]]([[]])
+        self.at += 1
         while self.token.kind not in (")", "end"):
-            if self.token.kind == "(" and not within and "+" in self.language.signs:
-                at = self.at
-                inner = self.group(within=True)
-                if not inner or not inner[0].blocks:
-                    self.at = at
-                    self.closing()
-                blocks[-1].extend(inner)
-            elif self.token.kind == "(":
+            nested = self.token
+            if nested.kind == "(" and (within or not self.blocks):
                 self.closing()
-            elif blocks[-1] and self.sign("+"):
+            elif nested.kind == "(":
+                blocks[-1].extend(self.group(within=True))
+                if not blocks[-1] or not blocks[-1][-1].blocks:
+                    self.wrong("groups don't nest", nested.span)
+            elif self.blocks and blocks[-1] and self.take("+"):
                 blocks.append([])
-            elif self.token.kind == "+" and "+" not in self.language.signs:
-                message = "blocks stand in the rules of transfers alone; of one size they are a number, as in '(2 f)'"
-                self.wrong(message, self.token.span)
             else:
                 blocks[-1].append(self.factor(in_group=True))
-        if not blocks[-1] and (len(blocks) > 1 or not self.of_tensors):
-            self.fail("a dim name or a number in each block" if len(blocks) > 1 else self.language.inside)
+        if not blocks[-1] and (len(blocks) > 1 or not self.tensors):
+            self.fail(self.inside)
         self.closing()
         if len(blocks) == 1:
             return tuple(blocks[0])
-        for block in blocks:
-            _check_once(self.text, items_of(block), "{} stands twice in one block")
-            for factor in block:
-                if factor.name == "..." or factor.blocks:
-                    self.wrong("a block holds names and numbers: no '...', and no blocks", factor.span)
+        for factor in itertools.chain(*blocks):
+            if factor.name == "..." or factor.blocks:
+                self.wrong("a block holds names and numbers: no '...', and no blocks", factor.span)
         return (Factor(None, None, None, self.span(start), tuple(map(tuple, blocks))),)
 
     def product(self) -> tuple[Item, ...]:
-        if self.token.kind == "(" and "(" in self.language.signs:
+        if self.token.kind == "(":
             return items_of(self.group())
-        found = [self.factor(in_group=False)]
+        found = [self.item("an axis name")]
         while self.token.kind in ("name", "int"):
-            found.append(self.factor(in_group=False))
-        return items_of(found)
+            found.append(self.item("an axis name"))
+        return tuple(found)
 
     def dims(self, *stop: str) -> tuple[Dim, ...]:
         found: list[Dim] = []
@@ -449,7 +407,7 @@ class _Parser:
             found.append(self.dim())
         dots = [factor for dim in found for factor in dim.factors if factor.name == "..."]
         if len(dots) > 1:
-            self.wrong(f"'...' stands once {'on a side' if self.language is _MESH else 'in a spec'}", dots[1].span)
+            self.wrong(f"'...' stands once {'in a spec' if self.tensors else 'on a side'}", dots[1].span)
         return tuple(found)
 
     # what is of tensors alone
@@ -458,16 +416,13 @@ class _Parser:
         token = self.token
         if self.take("*"):
             return Pending("*", None, token.span)
-        expected = f"one of {', '.join(REDUCTIONS)} with '@', or '*', after '|'"
-        if token.kind != "name" or token.text not in REDUCTIONS:
-            self.fail(expected)
+        if token.text not in REDUCTIONS:
+            self.fail(f"one of {', '.join(REDUCTIONS)} with '@', or '*', after '|'")
         self.at += 1
-        if self.token.kind != "@":
-            self.fail(f"'@' and the axes over which '{token.text}' is pending")
-        place = self.place()
-        if place is not None and "*" in place.names:
+        place = self.place() or self.fail(f"'@' and the axes over which '{token.text}' is pending")
+        if "*" in place.names:
             self.wrong("write '| *' for whatever is pending", place.span)
-        return Pending(token.text, place, (token.start, self.tokens[self.at - 1].stop))
+        return Pending(token.text, place, self.span(token.start))
 
     def spec(self) -> Spec:
         dims = self.dims("|", ",")
@@ -497,12 +452,12 @@ class _Parser:
 
 
 def _cached_by_text(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Cache by text; what isn't text, or is absurdly long, goes straight to the parser."""
+    """Cache by text; what isn't text, or is absurdly long, is refused before."""
     cached = functools.lru_cache(maxsize=4096)(parse)
 
     @functools.wraps(parse)
     def parsed(text: str) -> T:
-        return cached(text) if type(text) is str and len(text) <= _LONGEST_CACHED else parse(text)
+        return cached(checked_text(text))
 
     return parsed
 
@@ -519,12 +474,9 @@ def parse_declaration(text: str) -> tuple[Item, ...]:
       dp dp
          ^^
     """
-    parser = _Parser(text, _NAMES, ". A mesh is declared by names and sizes, like 'dp=2 tp=4'")
-    if parser.token.kind == "end":
-        parser.fail("at least one axis")
+    parser = _Parser(text)
     items = parser.product()
-    if parser.token.kind != "end":
-        parser.fail("an axis name or the end of the list")
+    parser.need("end", "an axis name or the end of the list")
     _check_once(parser.text, items, "{} is declared twice")
     return items
 
@@ -536,7 +488,7 @@ def parse_equation(text: str) -> Equation:
     >>> [item.name for item in parse_equation("fsdp = dp cp").right]
     ['dp', 'cp']
     """
-    parser = _Parser(text, _EQUATION)
+    parser = _Parser(text)
     left = parser.product()
     parser.need("=", "'='")
     right = parser.product()
@@ -553,7 +505,7 @@ def parse_mesh(text: str) -> MeshExpression:
     >>> str(parse_mesh("dp cp tp -> fsdp=(dp cp) tp").right[0])
     'fsdp=(dp cp)'
     """
-    parser = _Parser(text, _MESH)
+    parser = _Parser(text)
     left = parser.dims()
     for dim in left:
         if dim.name is not None:
@@ -574,7 +526,7 @@ def parse_tensor(text: str) -> TensorExpression:
     >>> str(expression.operands[0]), [str(spec) for spec in expression.results]
     ('b s@tp d', ['b s d'])
     """
-    return _Parser(text, _TENSOR).expression()
+    return _Parser(text, tensors=True).expression()
 
 
 @_cached_by_text
@@ -585,7 +537,7 @@ def parse_blocks(text: str) -> TensorExpression:
     >>> [[str(factor) for factor in block] for block in dim.factors[0].blocks]
     [['h', 'k'], ['g@tp']]
     """
-    return _Parser(text, _RULE).expression()
+    return _Parser(text, tensors=True, blocks=True).expression()
 
 
 @_cached_by_text

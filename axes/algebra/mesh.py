@@ -41,6 +41,8 @@ from axes.algebra.sizes import checked_rank, tuple_of, whole_number, written_siz
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
+_DECLARED = ". A mesh is declared by names and sizes, like 'dp=2 tp=4'"
+
 
 class Mesh:
     """Named axes over ranks, from text. Algebra alone: no process, no device, any number of ranks.
@@ -96,7 +98,7 @@ class Mesh:
         sizes: Mapping[str, int] | None = None,
         **keywords: int,
     ):
-        items = parse_declaration(declaration)
+        items = parse_declaration(checked_text(declaration, _DECLARED))
         parsed = [parse_equation(text) for text in equations]
         universe = None if ranks is None else Universe.of(ranks)
         world_size = None if universe is None else universe.size

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened, shown, suggestion
-from axes.algebra.flow.reading import check_no_blocks, read
+from axes.algebra.flow.reading import read
 from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -194,7 +194,6 @@ def _of_shard(
 
 @read_once
 def _check_dims(text: str, ndim: int) -> None:
-    check_no_blocks("reshard", text)
     tree = parse_tensor(text)
     sides = [*tree.operands, *(tree.results or ())]
     names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in sides]

@@ -185,7 +185,6 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
     Raises `ExpressionError` where names stand where they can't, `SizeError` for another number of
     dims.
     """
-    check_no_blocks(kind, text)
     tree = parse_tensor(text)
     if tree.results is None:
         raise ExpressionError(f"{kind} needs '->' and the result behind it", text, len(text) - 1, len(text))
@@ -217,17 +216,6 @@ def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[in
         if slot.axes is not None and "*" in slot.axes:
             reading.fail(f"write '*' at the name in {slot}@{place_text(slot.axes)} that it is about", slot.span)
     return reading
-
-
-def check_no_blocks(kind: str, text: object) -> None:
-    """`ExpressionError` for a text with '+', which stands in specs and in the rules of transfers."""
-    if isinstance(text, str) and "+" in text:
-        raise ExpressionError(
-            f"{kind} takes no blocks. Blocks of one size are a dim, as in '(three h) d -> three h d'; others are taken "
-            "apart with torch.split, and put together with torch.cat, in an axes.shard_map",
-            text,
-            text.index("+"),
-        )
 
 
 def _counted(count: int, noun: str) -> str:
