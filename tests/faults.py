@@ -206,14 +206,14 @@ def listening() -> dict[str, int]:
     return found
 
 
-def ports_of(pids: set[int]) -> set[int]:
-    """The ports on which these processes listen."""
+def sockets_of(pids: set[int]) -> set[str]:
+    """The sockets on which these processes listen."""
     known, found = listening(), set()
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
             for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    found |= {known[link] for link in [os.readlink(fd)] if link in known}
+                    found |= {os.readlink(fd)} & known.keys()
     return found
 
 
@@ -224,7 +224,7 @@ class Watch:
         self.row, self.folder = row, folder
         self.who: dict[int, dict[str, int]] = {}
         self.gone: dict[int, float] = {}
-        self.ports: set[int] = set()
+        self.sockets: set[str] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
@@ -255,8 +255,8 @@ class Watch:
                     self.gone[rank] = time.monotonic()
             if all((self.folder / f"ended{rank}").exists() for rank in self.row.survivors):
                 self._let_go()
-            if not self.ports and self.fault_at is not None:
-                self.ports = ports_of({who[name] for who in self.who.values() for name in ("pid", "launcher")})
+            if not self.sockets and self.fault_at is not None:
+                self.sockets = sockets_of({who[name] for who in self.who.values() for name in ("pid", "launcher")})
 
     def _let_go(self) -> None:
         """Ends what launchers wait for though every rank has finished: a rank that is stopped, the other host."""
@@ -293,7 +293,8 @@ class Watch:
                 if pid in pids or os.getpgid(pid) in groups or str(self.folder).encode() in environ:
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                     found.append(f"process {pid}, {command:.80}")
-        found += [f"port {port}" for port in sorted(self.ports & set(listening().values()))]
+        # By the socket: another process may have been given the port since.
+        found += [f"port {port}" for socket, port in listening().items() if socket in self.sockets]
         return found + [f"file {f.name}" for f in (self.folder / "tmp").iterdir() if not f.name.startswith(TORCHS)]
 
 
