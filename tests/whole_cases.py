@@ -809,6 +809,9 @@ ELSEWHERE: dict[int, tuple[Grid, ...]] = {
 }
 """Meshes of some ranks of an island."""
 
+PATIENT = {2: Grid("w=2", patience=TIMEOUT + 1), 4: Grid("v=2 w=2", ("vw = v w",), patience=TIMEOUT + 1)}
+"""Meshes with groups of their own, whose axes no other mesh has: torch takes DeviceMeshes with the same axes for one."""
+
 EXTENTS = (0, 1, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 12, 12, 16, 24)
 FLOATS = (torch.float64,) * 6 + (torch.float32, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.complex128)
@@ -859,7 +862,7 @@ class Draw:
             if self.chance(0.35) and self.ranks in ORDERS:
                 grid = replace(grid, order=random.choice(ORDERS[self.ranks]))
             if self.chance(0.08) and grid.order is None and self.ranks in (2, 4):
-                grid = replace(grid, patience=TIMEOUT + 1)
+                grid = PATIENT[self.ranks]
                 self.features.add("groups of its own")
         if grid.order is not None and list(grid.order) != sorted(grid.order):
             self.features.add("permuted ranks")
