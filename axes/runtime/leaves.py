@@ -6,7 +6,7 @@ start, so that torch's own operations find it there, also where `requires_grad_(
 that torch makes of another tensor (`nn.Parameter(x)`, `x.detach()`, a copy, one that was saved) has no
 hooks; it gets this one from the first operation of axes that uses it.
 
-`grad="pending"` takes the hook away, until a use that doesn't say so: of several the last one counts.
+`grad="pending"` takes the hook away. Where several operations use one leaf, the last of them decides.
 """
 
 from __future__ import annotations

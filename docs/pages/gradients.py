@@ -411,7 +411,7 @@ ROWS = (
     ),
     Row(
         "mean -> R",
-        "As P -> R, divided by the number of ranks once each way.",
+        "As P -> R. The result is divided by the number of ranks, and so is its gradient.",
         both("b s d | mean@tp -> b s d", R, P, S),
     ),
     Row(
@@ -614,8 +614,8 @@ with axes.simulate(4):
 
 What axes makes (`shard`, `from_local`, `zeros` and so on) resolves its gradient whoever uses it first, torch's own
 operations included, and whenever it comes to need one. What torch makes of it (`nn.Parameter(x)`, `x.detach()`, a copy)
-does from the first operation of axes on. With `grad="pending"` the gradient is left to the caller: of several uses of a
-leaf the last one counts.
+does from the first operation of axes on. With `grad="pending"` the gradient is left to the caller. Where
+several operations use one leaf, the last of them decides whether its gradient is resolved.
 
 A gradient is differentiable in turn: with `create_graph=True` second derivatives and those after them are one device's,
 across the border as well, where `same` stays `same`.
