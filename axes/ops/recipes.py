@@ -136,12 +136,8 @@ def redistribution(
     if view == "local" and not is_symbolic(shape):
         return lambda x: moves(x.dtype).of_tile(x.shape).apply(x, async_op)
 
-    def moved(x: torch.Tensor) -> torch.Tensor:
-        # A DTensor's shard has the shape that it says; only a function of the caller's is differentiated on it.
-        move = moves(x.dtype)
-        return move.apply(x, async_op) if x.requires_grad else move.there(x, async_op)
-
-    return moved
+    # A DTensor's shard has the shape that it says.
+    return lambda x: moves(x.dtype).apply(x, async_op)
 
 
 def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[NamedLayout, ...]]:

@@ -45,11 +45,11 @@ from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.linear import Border, linear
 from axes.runtime.packing import strides_of
-from axes.runtime.redistribute import Frame, frame_of
+from axes.runtime.programs import Run
+from axes.runtime.redistribute import zeros_around
 from axes.runtime.routes import Route, Spec, gradient_sharding, route
-from axes.runtime.symbols import found_for, spec_at
+from axes.runtime.symbols import hints, spec_at, vary
 from axes.runtime.torch_placements import (
-    contiguous_strides,
     sharding_of_placements,
     sharding_of_spec,
     torch_placements,
@@ -151,9 +151,9 @@ def enter_global(
 def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
     if local.is_contiguous():
-        return (contiguous_strides if type(local) in PLAIN else strides_of)(tuple(shape))
+        return strides_of(shape)
     order = sorted(range(local.ndim), key=lambda dim: (-local.stride(dim), dim))
-    packed = contiguous_strides(tuple(shape[dim] for dim in order))
+    packed = strides_of([shape[dim] for dim in order])
     by_dim = dict(zip(order, packed, strict=True))
     return tuple(by_dim[dim] for dim in range(local.ndim))
 
@@ -265,7 +265,7 @@ def _enter(local: torch.Tensor, spec: Spec, counted: Placements, changes: Change
         found = _entered(spec, counted, cotangent)
         moved = found.route.take(cotangent)
         local = leave_global(moved, _still_same(spec.placements, counted, moved.placements), changes)
-        local = local if found.frame is None else found.frame.around(local)
+        local = local if found.around is None else found.around(local)
         return local if found.share == 1 else local / found.share
 
     # What becomes of a DTensor's copies is said where it becomes a plain tensor: a result has none but in a region.
@@ -290,7 +290,7 @@ class _Entering:
     """
 
     route: Route
-    frame: Frame | None
+    around: Run | None
     share: int
     framed: tuple[Sharding, Sharding]
 
@@ -299,13 +299,10 @@ def _entered(value: Spec, counted: Placements, cotangent: DTensor) -> _Entering:
     spec = torch_private.spec_of(cotangent)
     if type(torch_private.local_of(cotangent)) is torch.Tensor:
         return _entering(value, counted, spec)
-    found = found_for(
-        spec.shape,
-        spec.mesh.size(),
-        lambda like: _entering(spec_at(value, like), counted, spec_at(spec, like)),
-        lambda found: cuts_of(*found.route.stages, *found.framed),
-    )
-    return replace(found, route=found.route.at(tuple(spec.shape), spec.tensor_meta.stride))
+    numbers = hints(spec.shape)
+    found = _entering(spec_at(value, numbers), counted, spec_at(spec, numbers))
+    shape = vary(spec.shape, cuts_of(*found.route.stages, *found.framed))
+    return replace(found, route=found.route.at(shape))
 
 
 @of_world(4096)
@@ -320,4 +317,4 @@ def _entering(value: Spec, counted: Placements, cotangent: Spec) -> _Entering:
     copies = math.prod(size for mine, theirs, size in pairs if mine.is_replicate() and theirs.is_replicate())
     # And what is pending as a mean, of each rank: summands of it are smaller.
     means = [_pending_size(value.mesh, each, "avg", "mean") for each in (counted, there.spec.placements)]
-    return _Entering(there, frame_of(*framed, shape), copies * math.prod(means), framed)
+    return _Entering(there, zeros_around(*framed, shape), copies * math.prod(means), framed)

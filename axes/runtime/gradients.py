@@ -34,8 +34,8 @@ from dataclasses import dataclass, replace
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.layout import Layout, Mode, NamedLayout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.planning.digits import sizes_of
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.planning.digits import aligned
+from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding
 
 Same = frozenset[Mode] | None
 """The digits that are `same` on one side; None for all that are replicated: the global view."""
@@ -130,30 +130,15 @@ def _digits_of(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> _
 
 def _appended(sides: _Digits, source: ShardedDim, target: ShardedDim, sliced: Set[Mode]) -> ShardedDim:
     """The source's split of a dim, and after it the target's by digits that the source is replicated over."""
-    sizes = sizes_of(target) or sizes_of(source)
-    mine, theirs = _factors(source, sizes), _factors(target, sizes)
+    pair = aligned(source, target)
+    if pair is None:
+        raise ShardingError(f"'{source}' and '{target}' split factors of one dim that have no common gradient")
+    factors = zip(*[end.factors for end in pair], strict=True)
     return ShardedDim(
-        tuple(
-            replace(one, axes=(*one.axes, *_within(sides, two.layouts, sliced)))
-            for one, two in zip(mine, theirs, strict=True)
-        )
+        tuple([replace(one, axes=(*one.axes, *_within(sides, two.layouts, sliced))) for one, two in factors])
     )
 
 
 def _within(sides: _Digits, layouts: Iterable[Layout], sliced: Set[Mode]) -> tuple[NamedLayout, ...]:
     kept = ([digit for digit in sides.refined[layout] if digit in sliced] for layout in layouts if layout.size > 1)
     return tuple([sides.mesh.called(Layout.of(each)) for each in kept if each])
-
-
-def _factors(dim: ShardedDim, sizes: tuple[int, ...] | None) -> tuple[ShardedFactor, ...]:
-    found = sizes_of(dim)
-    if found == sizes:
-        return dim.factors
-    assert sizes is not None
-    if found is not None:
-        raise ShardingError(f"factors of {found} and {sizes} of one dim have no common gradient")
-    # An ordinary split is one of the major factor, where that divides.
-    if dim.pieces > 1 and sizes[0] % dim.pieces:
-        raise ShardingError(f"a dim of factors {sizes} is split into {dim.pieces} across them; it has no gradient here")
-    major, *further = (ShardedFactor(None, size) for size in sizes)
-    return (replace(major, axes=dim.axes), *further)

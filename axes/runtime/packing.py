@@ -68,11 +68,10 @@ class Boxes:
             parts = tuple([(start * more, times(box, multiples)) for start, box in parts])
         if not parts:
             return Run(0, 0)
-        at, counts = [_place(box, shape) for _, box in parts], [elements_of(box) for _, box in parts]
-        dense = parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
-        if dense and _adjoin(at, counts) and all(_is_run(box, shape) for _, box in parts):
-            return Run(at[0], at[-1] + counts[-1])
-        return Boxes(parts)
+        counts, runs = [elements_of(box) for _, box in parts], [_run(box, shape) for _, box in parts]
+        at = [run for run in runs if run is not None]
+        dense = len(at) == len(runs) and parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
+        return Run(at[0], at[-1] + counts[-1]) if dense and _adjoin(at, counts) else Boxes(parts)
 
 
 @dataclass(frozen=True)
@@ -149,31 +148,28 @@ def _adjoin(starts: Sequence[int], counts: Sequence[int]) -> bool:
     return all(start + count == after for start, count, after in zip(starts, counts, starts[1:], strict=False))
 
 
-def strides_of(shape: Shape) -> Shape:
-    """Strides of a row-major tensor."""
+def strides_of(shape: Sequence[int]) -> Shape:
+    """Strides of a row-major tensor, as torch has them.
+
+    >>> strides_of((2, 3, 4))
+    (12, 4, 1)
+    """
     found, stride = [], 1
     for extent in reversed(shape):
         found.append(stride)
-        stride *= extent
+        stride *= extent or 1
     return tuple(reversed(found))
 
 
-def _place(box: Region, shape: Shape) -> int:
-    """Where a box of a row-major tile begins."""
-    at = 0
-    for (start, _), extent in zip(box, shape, strict=True):
-        at = at * extent + start
-    return at
-
-
-def _is_run(box: Region, shape: Shape) -> bool:
-    """Whether a box of a tile of `shape` is one stretch of memory."""
-    whole = True
+def _run(box: Region, shape: Shape) -> int | None:
+    """Where a box of a row-major tile begins, if it is one stretch of memory."""
+    at, stride, whole = 0, 1, True
     for (start, stop), extent in zip(reversed(box), reversed(shape), strict=True):
         if not whole and stop - start > 1:
-            return False
+            return None
         whole = whole and stop - start == extent
-    return True
+        at, stride = at + start * stride, stride * extent
+    return at
 
 
 def _nested(at: Sequence[Shape]) -> list[tuple[int, Shape]] | None:
@@ -280,22 +276,12 @@ def unpacker(places: Places, shape: Shape) -> Pack:
         ordered = sorted(read, key=lambda mode: -mode[0])
         sizes, strides = tuple(mode[1] for mode in ordered), tuple(mode[2] for mode in ordered)
         return lambda buffer: torch.reshape(torch.as_strided_copy(buffer, sizes, strides), shape)
-    write = filler(places)
+    views = _viewer(places)
 
     def unpack(buffer: torch.Tensor) -> torch.Tensor:
         tile = buffer.new_empty(shape)
-        write(tile, buffer)
+        for start, stop, view in views(tile):
+            view.copy_(buffer[start:stop].view(view.shape))
         return tile
 
     return unpack
-
-
-def filler(places: Places) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A function that writes the boxes of a flat buffer into a row-major tile that exists."""
-    views = _viewer(places)
-
-    def fill(tile: torch.Tensor, buffer: torch.Tensor) -> None:
-        for start, stop, view in views(tile):
-            view.copy_(buffer[start:stop].view(view.shape))
-
-    return fill

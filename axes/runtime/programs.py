@@ -30,16 +30,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
+from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Cuts, Plan, cuts_of
 from axes.algebra.planning.boxes import Region
-from axes.algebra.planning.exchange import Exchange
+from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
@@ -47,13 +48,13 @@ from axes.runtime import packing, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.check import in_part
 from axes.runtime.communicator import REDUCED, Communicator, communicator, recorded_communicator
+from axes.runtime.groups import group_of
 from axes.runtime.packing import (
     Boxes,
     Part,
     Shape,
     arranged,
     elements_of,
-    filler,
     packer,
     slices_of,
     times,
@@ -72,8 +73,6 @@ class Prepared:
 
     plan: at the smallest of these shapes, of which the others are multiples. stages: how a tensor lies on its way.
     is_only: whether there is no other plan that is cheaper at other sizes.
-    group_of: the group of a step, None where this rank doesn't communicate in it; made at first use.
-    device_type: where tensors are, which says what backend serves them.
     comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
     """
 
@@ -81,9 +80,7 @@ class Prepared:
     stages: tuple[Sharding, ...]
     is_only: bool
     dtype: torch.dtype
-    group_of: Callable[[Step], dist.ProcessGroup | None]
-    device_type: str
-    comm_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype | None
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -92,8 +89,14 @@ class Prepared:
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """The group of each step."""
-        return tuple(self.group_of(step) for step in self.plan.steps)
+        """The group of each step, made at first use; None where this rank doesn't communicate in it."""
+        meshes = self.plan.source.mesh, self.plan.target.mesh
+        return tuple([_group(meshes, step) for step in self.plan.steps])
+
+    @property
+    def device_type(self) -> str:
+        """Where tensors are, which says what backend serves them."""
+        return self.plan.source.mesh.binding.device_type
 
     @cached_property
     def steps(self) -> dict[int, LocalStep]:
@@ -131,6 +134,25 @@ class Prepared:
         return tuple([mine // one if one else size // (whole or 1) or 1 for size, whole, mine, one in sizes])
 
 
+def _group(meshes: tuple[Mesh, Mesh], step: Step) -> dist.ProcessGroup | None:
+    """The group of a step; None where nothing is sent or this rank takes no part."""
+    if step.kind == "slice" or not step.takes_part(step.rank):
+        return None
+    if step.layout is None:
+        mesh = _union_of(*meshes)
+        return group_of(mesh, mesh.layout_of_all, "union")
+    mesh = next(mesh for mesh in meshes if mesh.universe == step.source.universe)
+    if mesh.universe.position(step.rank) is None:
+        return None
+    return group_of(mesh, step.layout, " ".join(step.axes))
+
+
+@functools.lru_cache(maxsize=64)
+def _union_of(one: Mesh, two: Mesh) -> Mesh:
+    """All ranks of two meshes as one axis, those of the first before the others."""
+    return Mesh("union", ranks=ranks_of_both(one.universe, two.universe))._with(binding=one.binding)
+
+
 def held_shape(source: Sharding, shape: Shape, rank: int) -> Shape:
     """The shape of a rank's tile; that of nothing where it has none."""
     held = source.tile(shape, rank)
@@ -162,6 +184,37 @@ class BoundProgram:
     def traced_at(self, tile: Shape) -> Run:
         """The program of functional collectives, for a tile whose sizes may be symbolic."""
         return _compiled(self, tile, False)
+
+    @cached_property
+    def operation(self) -> Operation:
+        """What the ranks of the program do together: all those of its meshes through this one."""
+        program, made = self.program, self.program.plan
+        meshes = made.source.mesh, made.target.mesh
+        lines = [
+            mesh.universe.line(mesh.extent, made.rank)
+            for mesh in meshes
+            if mesh.universe.position(made.rank) is not None
+        ]
+        members: Sequence[int] = sorted({rank for line in lines for rank in line})
+        if meshes[0].universe != meshes[1].universe:
+            members = sorted(_union_of(*meshes).universe.ranks)
+        named = (
+            self.said,
+            "redistribution",
+            "",
+            "",
+            "",
+            Universe.of(members).ranks,
+            program.plan.dtype,
+            program.device_type,
+        )
+        compared = f"{made.fingerprint} of {self.tensor}" if program.sends else ""
+        return Operation(*named, compared=compared, mesh=meshes[0], part=self._first_part)
+
+    def _first_part(self) -> str:
+        """The first collective of this rank's, as errors show it."""
+        steps = zip(self.program.plan.steps, self.program.groups, strict=True)
+        return next((part_text(step, group) for step, group in steps if group is not None), "")
 
     @property
     def said(self) -> str:
@@ -308,18 +361,21 @@ class LocalStep:
     """A step as this rank carries it out on a small tensor, whose multiples it carries out in the same way.
 
     `tile` and `shape`, before and after, have one dim for each factor, as the boxes do. factors: how many of them the
-    dims have; None where each has one.
+    dims have; None where each has one. receives: of the stack of `layers` tiles that a `reduce_move` reduces. copies:
+    of a slice.
     """
 
     kind: str
-    rank: int
-    op: str | None
+    op: str
     divisor: int
+    layers: int
     is_even: bool
     factors: tuple[int, ...] | None
     tile: Shape
     shape: Shape
-    exchange: Exchange
+    sends: Side
+    receives: Side
+    copies: tuple[tuple[Region, Region], ...]
 
     def opened(self, multiples: Shape) -> Shape:
         """The multiples of the factors by those of the dims: the factors of a group are as they are."""
@@ -338,62 +394,43 @@ class LocalStep:
             shape = tuple([math.prod(shape[start:stop]) for start, stop in ends])
         return lambda x: run(x.view(tile)).view(shape)
 
-    def copies(self, multiples: Shape) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """What the rank keeps: boxes of its tile, and those where they come to lie."""
-        many = (1, *multiples) if self.kind == "reduce_move" else multiples
-        pairs = zip(self.exchange.copies, self._keeps, strict=True)
-        return [(slices_of(times(box, multiples)), slices_of(times(kept, many))) for (box, _), kept in pairs]
-
-    @cached_property
-    def side(self) -> Callable[..., Side]:
-        """What the rank "sends" of its tile, or "receives" of its new one: of the stack that a `reduce_move` reduces.
-
-        `side("sends", True)` is with what it keeps. In a collective whose parts have one size, so have these.
-        """
-        return functools.lru_cache(maxsize=4)(self._side)
-
-    def _side(self, end: Literal["sends", "receives"], kept: bool = False) -> Side:
-        exchange, comes = self.exchange, end == "receives"
-        messages = exchange.receives if comes else exchange.sends
-        boxed = [(m.peer, self._on_layer(m.layer, m.regions) if comes else m.regions) for m in messages]
-        if kept:
-            mine = self._keeps if comes else tuple([box for box, _ in exchange.copies])
-            boxed = sorted([*boxed, (exchange.ranks.index(self.rank), mine)])
-        counts, parts, lengths, start = [0] * len(exchange.ranks), list[Part](), list[int](), 0
-        for number, (peer, boxes) in enumerate(boxed):
-            start = number * exchange.padded or start
-            for box in boxes:
-                if count := elements_of(box):
-                    parts.append((start, box))
-                    lengths.append(count)
-                    start += count
-                    counts[peer] += count
-        stacked = comes and self.kind == "reduce_move"
-        shape = (exchange.layers, *self.shape) if stacked else self.shape if comes else self.tile
-        size, places = len(boxed) * exchange.padded or start, arranged(parts, lengths) if parts else Boxes(())
-        return Side(places, shape, counts, size, size > sum(counts))
-
-    @cached_property
-    def _keeps(self) -> tuple[Region, ...]:
-        """Where what the rank keeps comes to lie."""
-        return self._on_layer(self.exchange.layer, tuple([box for _, box in self.exchange.copies]))
-
     @cached_property
     def is_balanced(self) -> bool:
-        """Whether each rank sends as much to each rank as it gets from each, what it keeps included."""
+        """Whether each rank sends as much to each rank as it gets from each, itself included."""
         # Between even tiles the counts of one rank are, in another order, those of every other.
-        return self.is_even and len({n for end in ("sends", "receives") for n in self.side(end, True).counts}) == 1
-
-    def _on_layer(self, layer: int, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
-        return tuple(((layer, layer + 1), *box) for box in boxes) if self.kind == "reduce_move" else boxes
+        return self.is_even and len({*self.sends.counts, *self.receives.counts}) == 1
 
 
 def local_step(step: Step) -> LocalStep:
     """A step on this rank, of a tensor of the step's own shape."""
-    opened, own = step.opened, step.rank
+    opened, exchange = step.opened, step.exchange()
     factors = None if opened is step else tuple(map(len, step.factors))
-    tiles = held_shape(opened.source, opened.shape, own), held_shape(opened.target, opened.shape, own)
-    return LocalStep(step.kind, own, step.op, step.divisor, step.is_even, factors, *tiles, step.exchange())
+    tile, shape = (held_shape(end, opened.shape, step.rank) for end in (opened.source, opened.target))
+    # What a rank keeps goes through an exchange like the rest: so the boxes are as regular as they can be.
+    here, kept = exchange.ranks.index(step.rank), zip(*exchange.copies, strict=True)
+    own = [Message(here, boxes, 0, exchange.layer) for boxes in kept]
+    sends, receives = sorted([*exchange.sends, *own[:1]]), sorted([*exchange.receives, *own[1:]])
+    stack = shape
+    if step.kind == "reduce_move":
+        receives = [m._replace(regions=tuple([((m.layer, m.layer + 1), *box) for box in m.regions])) for m in receives]
+        stack = (exchange.layers, *shape)
+    sides = _side(sends, tile, exchange), _side(receives, stack, exchange)
+    how = step.kind, step.op or "sum", step.divisor, exchange.layers, step.is_even, factors
+    return LocalStep(*how, tile, shape, *sides, exchange.copies)
+
+
+def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side:
+    counts, parts, lengths, start = [0] * len(exchange.ranks), list[Part](), list[int](), 0
+    for number, message in enumerate(messages):
+        start = number * exchange.padded or start
+        for box in message.regions:
+            if count := elements_of(box):
+                parts.append((start, box))
+                lengths.append(count)
+                start += count
+                counts[message.peer] += count
+    size, places = len(messages) * exchange.padded or start, arranged(parts, lengths) if parts else Boxes(())
+    return Side(places, shape, counts, size, size > sum(counts))
 
 
 def _larger(shape: Shape, multiples: Shape) -> Shape:
@@ -403,7 +440,8 @@ def _larger(shape: Shape, multiples: Shape) -> Shape:
 
 def _slice(step: LocalStep, multiples: Shape, eager: bool) -> Run:
     """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
-    copies, tile, shape = step.copies(multiples), _larger(step.tile, multiples), _larger(step.shape, multiples)
+    tile, shape = _larger(step.tile, multiples), _larger(step.shape, multiples)
+    copies = [tuple([slices_of(times(box, multiples)) for box in pair]) for pair in step.copies]
     if len(copies) == 1:
         only = copies[0][0]
         cut = [dim for dim, (box, size) in enumerate(zip(only, tile, strict=True)) if box != slice(0, size)]
@@ -411,34 +449,47 @@ def _slice(step: LocalStep, multiples: Shape, eager: bool) -> Run:
             dim, start, length = cut[0], only[cut[0]].start, shape[cut[0]]
             return lambda x: torch.narrow_copy(x, dim, start, length)  # half the time of a view and a copy
         return lambda x: x[only].clone(memory_format=torch.contiguous_format)
-    return lambda x: _copied(x, x.new_empty(shape), copies)
 
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(shape)
+        for source, target in copies:
+            out[target].copy_(x[source])
+        return out
 
-def _copied(x: torch.Tensor, out: torch.Tensor, boxes: Sequence[tuple[Any, Any]]) -> torch.Tensor:
-    """`out` with boxes of `x`."""
-    for source, target in boxes:
-        out[target].copy_(x[source])
-    return out
+    return run
 
 
 def _communicating(step: LocalStep, multiples: Shape, link: Communicator, by_exchange: bool, owned: bool) -> Run:
-    op, divisor = step.op or "sum", step.divisor
-    if step.kind == "all_reduce":
+    """A tile packed, sent by a collective, and unpacked, with as few copies as can be, or none."""
+    kind, op, divisor, layers = step.kind, step.op, step.divisor, step.layers
+    if kind == "all_reduce":
         return lambda x: link.all_reduce(x, op, owned, divisor)
-    if step.kind == "all_gather":
-        return _through(step, multiples, link.all_gather)
-    layers, reduce = step.exchange.layers, _local_reduction(step)
-    if step.kind != "reduce_scatter":
-        move = _exchanged(step, multiples, link)
-        return move if step.kind != "reduce_move" else lambda x: reduce(move(x))
+    sends, receives, reduce = step.sends.times(multiples), step.receives.times(multiples), _local_reduction(step)
+    if kind == "all_gather":
+        return _through(sends, receives, link.all_gather)
+    exchange, scatter = link.all_to_all, link.reduce_scatter
     if by_exchange:
-        return _through(step, multiples, lambda x, shape: reduce(link.all_to_all(x, None, None, (layers, *shape))))
-    return _through(step, multiples, lambda x, shape: link.reduce_scatter(x, op, shape, divisor))
+        return _through(sends, receives, lambda x, shape: reduce(exchange(x, None, None, (layers, *shape))))
+    if kind == "reduce_scatter":
+        return _through(sends, receives, lambda x, shape: scatter(x, op, shape, divisor))
+    # Where all counts are equal, on all ranks alike, backends have another algorithm.
+    got, given = (None, None) if step.is_balanced else (receives.counts, sends.counts)
+    run = _through(sends, receives, lambda x, shape: exchange(x, got, given, shape))
+    return run if kind != "reduce_move" else lambda x: reduce(run(x))
+
+
+def _through(sends: Side, receives: Side, move: Callable[[torch.Tensor, Shape], torch.Tensor]) -> Run:
+    """Packed, moved by what gives a tensor of a shape, and unpacked."""
+    pack, shape = packer(sends.places, sends.shape, sends.size), receives.shape
+    if isinstance(receives.places, packing.Run) and not receives.is_padded:
+        return lambda x: move(pack(x), shape)
+    flat, unpack = (receives.size,), unpacker(receives.places, shape)
+    return lambda x: unpack(move(pack(x), flat))
 
 
 def _local_reduction(step: LocalStep) -> Run:
     """Reduces the first dim, in order; 16-bit floats in 32 bits."""
-    op, divisor, layers = step.op or "sum", step.divisor, step.exchange.layers
+    op, divisor, layers = step.op, step.divisor, step.layers
     if op == "max":
         return lambda stack: stack.amax(0)
     if op == "min":
@@ -453,41 +504,3 @@ def _local_reduction(step: LocalStep) -> Run:
         return stack.sum(0, dtype=wide).div_(divisor).to(stack.dtype)
 
     return mean
-
-
-def _through(
-    step: LocalStep, multiples: Shape, move: Callable[[torch.Tensor, Shape], torch.Tensor], kept: bool = False
-) -> Run:
-    """A tile packed, sent by a collective that gives a tensor of a shape, and unpacked, with few copies or none."""
-    sends, receives = (step.side(end, kept).times(multiples) for end in ("sends", "receives"))
-    pack, shape = packer(sends.places, sends.shape, sends.size), receives.shape
-    if isinstance(receives.places, packing.Run) and not receives.is_padded:
-        return lambda x: move(pack(x), shape)
-    flat, unpack = (receives.size,), unpacker(receives.places, shape)
-    return lambda x: unpack(move(pack(x), flat))
-
-
-def _exchanged(step: LocalStep, multiples: Shape, link: Communicator) -> Run:
-    """Boxes of the tile sent, boxes of the result received, and the rank's own boxes copied.
-
-    Where it makes both sides regular, what the rank keeps goes through the collective as well: then
-    there is at most one strided copy on either side, and often none. Where all counts are equal it
-    must, on all ranks alike: backends have another algorithm for that.
-    """
-    move, ends = link.all_to_all, ("sends", "receives")
-    if step.is_balanced:
-        return _through(step, multiples, lambda x, shape: move(x, None, None, shape), kept=True)
-    sends, receives = (step.side(end, True).times(multiples) for end in ends)
-    if not isinstance(sends.places, Boxes) and not isinstance(receives.places, Boxes):
-        given, got = sends.counts, receives.counts
-        return _through(step, multiples, lambda x, shape: move(x, got, given, shape), kept=True)
-    sends, receives = (step.side(end, False).times(multiples) for end in ends)
-    given, got, count, shape = sends.counts, receives.counts, (receives.size,), receives.shape
-    pack, fill, copies = packer(sends.places, sends.shape, sends.size), filler(receives.places), step.copies(multiples)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(shape)
-        fill(out, move(pack(x), got, given, count))
-        return _copied(x, out, copies)
-
-    return run

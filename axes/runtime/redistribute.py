@@ -27,13 +27,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from axes.algebra.chunks import tile_shape
 from axes.algebra.cost import CostModel
@@ -42,9 +41,7 @@ from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Choices, choices_between, cuts_of
 from axes.algebra.planning.boxes import Region, regions
-from axes.algebra.planning.step import Step
 from axes.algebra.sharding import PendingReduction, Sharding
-from axes.algebra.universe import Universe
 from axes.runtime import flags
 from axes.runtime.check import (
     compare_operation,
@@ -53,12 +50,11 @@ from axes.runtime.check import (
     waited,
 )
 from axes.runtime.gradients import Same, of_shards, transposed
-from axes.runtime.groups import current_world, group_of, of_world
-from axes.runtime.linear import Kept, around, linear
-from axes.runtime.packing import slices_of, times
-from axes.runtime.programs import BoundProgram, Prepared, check_dtypes, name_of, part_text
-from axes.runtime.symbols import fixed, found_for, hints, is_symbolic
-from axes.runtime.trace import Operation
+from axes.runtime.groups import current_world, of_world
+from axes.runtime.linear import Kept, both_ways, linear
+from axes.runtime.packing import slices_of
+from axes.runtime.programs import BoundProgram, Prepared, Run, check_dtypes, name_of
+from axes.runtime.symbols import found_for, hints, is_symbolic, vary
 from axes.runtime.transforms import PLAIN
 from axes.runtime.writes import writable
 
@@ -84,9 +80,7 @@ def moves_of(
     with the source's. `source_same` and `target_same` are axes that are `same` on that side, in the local view alone.
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
     """
-    sized = sized_dims(source, target)
     same: tuple[Same, Same] = (None, None)
-    shape = tuple([fixed(size) if dim in sized else size for dim, size in enumerate(shape)])
     source, target = source.at(hints(shape)), target.at(hints(shape))
     if view == "local":
         source, target, same = of_shards(source, target, source_same, target_same)
@@ -113,19 +107,22 @@ def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torc
         # What `collective` does, at no price where nobody listens: ranks compare the program, and listeners hear of its
         # steps.
         if flags.check:
-            compare_operation(_operation(made))
+            compare_operation(made.operation)
         recorded, sent = flags.watched, local.contiguous()
         try:
             if async_op:
                 if sent is local and made.program.sends:
                     sent = sent.clone()  # the caller may write to its own before it has been sent
-                return under_way(made.form(False, recorded)(sent), _operation, made)
+                return under_way(made.form(False, recorded)(sent), _OPERATION, made)
             return made.form(True, True)(sent) if recorded else made.eager(sent)
         except RuntimeError as error:
             if not made.program.sends:
                 raise
-            raise_located(error, _operation, made)
+            raise_located(error, _OPERATION, made)
     return made.traced_at(tuple(local.shape))(local.contiguous())
+
+
+_OPERATION = operator.attrgetter("operation")
 
 
 def carried(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torch.Tensor:
@@ -133,7 +130,9 @@ def carried(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> 
 
     A DTensor has a version of its own: autograd wouldn't see that another one changed its memory.
     """
-    return waited(local).clone() if made.program.idle else run(made, local, async_op)
+    if made.program.idle:
+        return waited(local).clone(memory_format=torch.contiguous_format)
+    return run(made, local, async_op)
 
 
 # --- programs by what they do ---------------------------------------------------------------------
@@ -164,41 +163,31 @@ class Program:
         check_takes_part(source, target)
         self.source, self.target, self.dtype, self.comm_dtype = source, target, dtype, comm_dtype
         self._ranks = math.lcm(source.universe.size, target.universe.size)
-        self._sized = sized_dims(source, target)
         self._kept = functools.lru_cache(maxsize=4096)(self._bound)
-        self._choices = functools.lru_cache(maxsize=64)(self._weighed)
         self._prepared = functools.lru_cache(maxsize=64)(self._prepare)
 
     def bound(self, shape: Shape) -> BoundProgram:
         """The program for tensors of a shape; kept where that is numbers. `ShardingError` where there is none."""
-        return self._bound(shape) if is_symbolic(shape) else self._kept(shape)
+        if not is_symbolic(shape):
+            return self._kept(shape)
+        found = self._kept(hints(shape)).program
+        return BoundProgram(found, vary(shape, cuts_of(self.source, self.target, *found.stages)))
 
     def _bound(self, shape: Shape) -> BoundProgram:
-        source, target, numbers, own = self.source, self.target, shape, self._sized
-        if is_symbolic(shape):
-            shape = tuple([fixed(size) if dim in own else size for dim, size in enumerate(shape)])
-            numbers = hints(shape)
-        if own:
-            source, target = source.at(numbers), target.at(numbers)
-            own = sized_dims(source, target)
+        source, target = self.source.at(shape), self.target.at(shape)
 
         def find(like: Shape) -> Prepared:
-            found = self._choices(source, target, like)
-            return self._prepared(found, found.cheapest(numbers))
+            found = choices_between(source, target, like, name_of(self.dtype), model_of(source.mesh))
+            return self._prepared(found, found.cheapest(shape))
 
-        return BoundProgram(found_for(shape, self._ranks, find, lambda found: found.cuts, own), shape)
-
-    def _weighed(self, source: Sharding, target: Sharding, shape: Shape) -> Choices:
-        return choices_between(source, target, shape, name_of(self.dtype), model_of(source.mesh))
+        return BoundProgram(
+            found_for(shape, self._ranks, find, lambda found: found.cuts, sized_dims(source, target)), shape
+        )
 
     def _prepare(self, found: Choices, at: int) -> Prepared:
         made = found.plan(at, found.least(at), current_world().rank)
         check_dtypes(made, self.dtype, self.comm_dtype)
-        binding = made.source.mesh.binding
-        assert binding is not None, "a plan is made ready on meshes of a running job"
-        group_of_step = functools.partial(_group, (made.source.mesh, made.target.mesh))
-        how = self.dtype, group_of_step, binding.device_type, self.comm_dtype
-        return Prepared(made, found.states(at), len(found.sequences) == 1, *how)
+        return Prepared(made, found.states(at), len(found.sequences) == 1, self.dtype, self.comm_dtype)
 
 
 program = of_world(4096)(Program)
@@ -216,99 +205,7 @@ def model_of(mesh: Mesh) -> CostModel:
     return CostModel() if mesh.ranks_per_node is None else CostModel(ranks_per_node=mesh.ranks_per_node)
 
 
-def _group(meshes: tuple[Mesh, Mesh], step: Step) -> dist.ProcessGroup | None:
-    """The group of a step; None where nothing is sent or this rank takes no part."""
-    if step.kind == "slice" or not step.takes_part(step.rank):
-        return None
-    if step.layout is None:
-        mesh = union_of(*meshes)
-        return group_of(mesh, mesh.layout_of_all, "union")
-    mesh = next(mesh for mesh in meshes if mesh.universe == step.source.universe)
-    if mesh.universe.position(step.rank) is None:
-        return None
-    return group_of(mesh, step.layout, " ".join(step.axes))
-
-
-@functools.lru_cache(maxsize=64)
-def union_of(one: Mesh, two: Mesh) -> Mesh:
-    """All ranks of two meshes as one axis, those of the first before the others."""
-    has = set(one.universe.ranks)
-    ranks = [*one.universe.ranks, *(rank for rank in two.universe.ranks if rank not in has)]
-    return Mesh("union", ranks=ranks)._with(binding=one.binding)
-
-
-@of_world(4096)
-def _operation(bound: BoundProgram) -> Operation:
-    """What the ranks of a program do together: all those of its meshes through this one."""
-    program, made = bound.program, bound.program.plan
-    meshes = made.source.mesh, made.target.mesh
-    here = [mesh for mesh in meshes if mesh.universe.position(made.rank) is not None]
-    lines = (mesh.universe.line(mesh.extent, made.rank) for mesh in here)
-    members: Sequence[int] = sorted({rank for line in lines for rank in line})
-    if meshes[0].universe != meshes[1].universe:
-        members = sorted(union_of(*meshes).universe.ranks)
-    ranks, compared = Universe.of(members).ranks, f"{made.fingerprint} of {bound.tensor}"
-    named = bound.said, "redistribution", "", "", "", ranks, name_of(program.dtype), program.device_type
-    part = functools.partial(_first_part, program)
-    return Operation(*named, compared=compared if program.sends else "", mesh=meshes[0], part=part)
-
-
-def _first_part(program: Prepared) -> str:
-    """The first collective of this rank's in a program, as errors show it."""
-    steps = zip(program.plan.steps, program.groups, strict=True)
-    return next((part_text(step, group) for step, group in steps if group is not None), "")
-
-
 # --- moves, there and back --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way of a move: a program, and what the way back may need beside, zeros around the result and a division."""
-
-    made: BoundProgram
-    frame: Frame | None = None
-    divisor: int = 1
-
-    def __call__(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
-        """This rank's tile at the end."""
-        y = run(self.made, x, async_op)
-        if self.frame is not None:
-            y = self.frame.around(y)
-        return y if self.divisor == 1 else y / self.divisor
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps of the program."""
-        return self.made.program.plan.steps
-
-    @cached_property
-    def idle(self) -> bool:
-        """Whether nothing changes."""
-        return not self.steps and self.frame is None and self.divisor == 1
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where a tile lies in a larger one of `shape`, and so do multiples: `(box of the tile, box of the larger)`."""
-
-    tile: Shape
-    shape: Shape
-    boxes: tuple[tuple[Region, Region], ...]
-
-    def around(self, x: torch.Tensor) -> torch.Tensor:
-        """The larger tile, zero where `x` has nothing to say."""
-        multiples = [size // own if own else 1 for size, own in zip(x.shape, self.tile, strict=True)]
-        boxes = [(times(inner, multiples), times(outer, multiples)) for inner, outer in self.boxes]
-        shape = tuple(map(operator.mul, self.shape, multiples))
-        if len(boxes) == 1 and self.boxes[0][0] == tuple([(0, size) for size in self.tile]):
-            ends = zip(reversed(boxes[0][1]), reversed(shape), strict=True)
-            return torch.nn.functional.pad(x, [n for (start, stop), size in ends for n in (start, size - stop)])
-        out = x.new_zeros(shape)
-        for inner, outer in boxes:
-            out[slices_of(outer)].copy_(x[slices_of(inner)])
-        # A rank that has nothing to say takes part in the derivative all the same.
-        return out if boxes or not x.requires_grad else out + x.sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,27 +224,28 @@ class Move:
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
     @cached_property
-    def there(self) -> Way:
+    def there(self) -> BoundProgram:
         """From the source to the target."""
-        return Way(program(self.source, self.target, self.dtype, self.comm_dtypes[0]).bound(self.shape))
+        return program(self.source, self.target, self.dtype, self.comm_dtypes[0]).bound(self.shape)
 
     @cached_property
-    def back(self) -> Way:
-        """From the target's gradient to the source's."""
+    def way_back(self) -> tuple[BoundProgram, Run | None, int]:
+        """From the target's gradient to the source's: a program, zeros around its result, and what divides it."""
         arriving, middle, divisor = transposed(self.source, self.target, self.same)
-        means = math.prod(step.divisor for step in self.there.steps)
+        means = math.prod([step.divisor for step in self.there.program.plan.steps])
         made = program(arriving, middle, self.dtype, self.comm_dtypes[1]).bound(self.shape)
-        return Way(made, frame_of(middle, self.source, self.shape), divisor * means)
+        return made, zeros_around(middle, self.source, self.shape), divisor * means
 
     @cached_property
     def idle(self) -> bool:
         """Whether neither the tensor nor its gradient changes."""
-        return self.there.idle and self.back.idle
+        made, around, divisor = self.way_back
+        return self.there.program.idle and made.program.idle and around is None and divisor == 1
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The kinds of reductions that are resolved, in order: "sum", "max" or "min"."""
-        return tuple(step.op for step in self.there.steps if step.op is not None)
+        return tuple([step.op for step in self.there.program.plan.steps if step.op is not None])
 
     @cached_property
     def reached(self) -> tuple[BoundProgram, BoundProgram, Move]:
@@ -361,7 +259,7 @@ class Move:
     @cached_property
     def one_by_one(self) -> tuple[Move, Move]:
         """The first of several kinds of reductions on its own, and the others."""
-        first = next(step for step in self.there.steps if step.op is not None)
+        first = next(step for step in self.there.program.plan.steps if step.op is not None)
         middle, (source_same, target_same) = replace(self.source, pending=first.target.pending), self.same
         return (
             replace(self, target=middle, same=(source_same, source_same)),
@@ -370,7 +268,7 @@ class Move:
 
     def of_tile(self, tile: Shape) -> Move:
         """The move itself; `ShardingError` where this isn't the shape of this rank's tile of the source."""
-        own = self.there.made.tile
+        own = self.there.tile
         if tile != own:
             raise ShardingError(
                 f"the tile of {list(self.shape)} on this rank is {list(own)} by '{self.source}'; found {list(tile)}"
@@ -380,52 +278,65 @@ class Move:
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return run(self.there.made, x, async_op)
+            return run(self.there, x, async_op)
         if self.idle:
             return x
         if not {"max", "min"}.intersection(self.classes):
-            return _linear(x, self, False, async_op)
+            return both_ways(lambda x: run(self.there, x, async_op), self._back, x)
         if len(self.classes) == 1:
             return _extreme(x, self, async_op)
         first, rest = self.one_by_one
         return rest.apply(first.apply(x), async_op)
 
-    def pull(self, g: torch.Tensor, reverse: bool = False) -> torch.Tensor:
-        """The source's gradient from the target's, or in `reverse` that gradient's own; differentiable."""
-        if g.requires_grad and torch.is_grad_enabled():
-            return _linear(g, self, not reverse)
-        return (self.there if reverse else self.back)(g)
+    def pull(self, g: torch.Tensor) -> torch.Tensor:
+        """The source's gradient from the target's; differentiable."""
+        return both_ways(self._back, lambda g: run(self.there, g), g)
+
+    def _back(self, g: torch.Tensor) -> torch.Tensor:
+        made, around, divisor = self.way_back
+        y = run(made, g)
+        y = y if around is None else around(y)
+        return y if divisor == 1 else y / divisor
 
 
-def frame_of(middle: Sharding, source: Sharding, shape: Shape) -> Frame | None:
-    """Where this rank's tile of `middle` lies in its tile of `source`; None where it is all of it."""
-    if is_symbolic(shape):
-        found = cuts_of(middle, source)
-        return found_for(shape, source.universe.size, lambda like: frame_of(middle, source, like), lambda _: found)
-    rank = current_world().rank
+def zeros_around(middle: Sharding, source: Sharding, shape: Shape) -> Run | None:
+    """What puts this rank's tile of `middle` within zeros, as its tile of `source`; None where that is the same tile.
+
+    It is of the sizes of this call, and in a graph good for all that both divide as they divide these.
+    """
+    shape, rank = hints(shape), current_world().rank
     inner, outer = middle.tile(shape, rank), source.tile(shape, rank)
     if inner == outer or inner is None or outer is None:
         return None
-    pairs = zip(regions(inner, inner), regions(inner, outer), strict=True) if math.prod(tile_shape(inner)) else ()
-    return Frame(tile_shape(inner), tile_shape(outer), tuple(pairs))
+    tile, larger = tile_shape(inner), tile_shape(outer)
+    places = [*zip(regions(inner, inner), regions(inner, outer), strict=True)] if math.prod(tile) else []
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        # In a graph sizes vary, and boxes with them.
+        sizes = [(size, own) if own else (1, 1) for size, own in zip(x.shape, tile, strict=True)]
+        boxes = [(_scaled(inner, sizes), _scaled(outer, sizes)) for inner, outer in places]
+        whole = [stop for _, stop in _scaled([(0, size) for size in larger], sizes)]
+        if len(boxes) == 1 and places[0][0] == tuple([(0, size) for size in tile]):
+            ends = zip(reversed(boxes[0][1]), reversed(whole), strict=True)
+            return torch.nn.functional.pad(x, [n for (start, stop), size in ends for n in (start, size - stop)])
+        out = x.new_zeros(whole)
+        for inner, outer in boxes:
+            out[slices_of(outer)].copy_(x[slices_of(inner)])
+        # A rank that has nothing to say takes part in the derivative all the same.
+        return out if boxes or not x.requires_grad else out + x.sum()
+
+    return around
 
 
-def _linear(x: torch.Tensor, made: Move, reverse: bool, async_op: bool = False) -> torch.Tensor:
-    """A move or its way back, differentiable: each is the other's gradient."""
-    way, way_back = (made.back, made.there) if reverse else (made.there, made.back)
-
-    def pull(g: torch.Tensor) -> torch.Tensor:
-        if way_back.idle and (made.idle or not g.requires_grad):
-            return g  # itself: of two leaves that share it, torch gives each a copy
-        return made.pull(g, reverse)
-
-    return linear(lambda x: writable(way(x, async_op), x), pull, x)
+def _scaled(box: Iterable[tuple[int, int]], sizes: Sequence[tuple[int, int]]) -> Region:
+    """A box of a tile, in one of which each size is another: `(this size, that of the tile)`."""
+    return tuple([(start * n // own, stop * n // own) for (start, stop), (n, own) in zip(box, sizes, strict=True)])
 
 
 def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
     """A pending maximum or minimum, resolved. Its gradient goes to where it was reached, in equal parts."""
     if is_symbolic(made.shape):
-        _ = made.reached[2].back  # what it asks of sizes can't be asked in the backward pass any more
+        _ = made.reached[2].way_back  # what it asks of sizes can't be asked in the backward pass any more
 
     def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
         extreme, total, summed = made.reached
@@ -434,7 +345,7 @@ def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
             share = hits / run(total, hits)
         return summed.pull(g) * share
 
-    return around(lambda x: writable(made.there(x, async_op), x), back, x, keep=(True, False))
+    return linear(lambda x: writable(run(made.there, x, async_op), x), back, x, keep=(True, False))
 
 
 def _as_sum(source: Sharding, target: Sharding) -> tuple[PendingReduction, ...]:

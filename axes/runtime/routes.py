@@ -41,8 +41,8 @@ from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import BoundProgram
 from axes.runtime.redistribute import Dtypes, Program, both, carried, program
-from axes.runtime.symbols import found_for, is_symbolic
-from axes.runtime.torch_placements import contiguous_strides, sharding_of_spec, torch_placements
+from axes.runtime.symbols import found_for, hints, is_symbolic, spec_at, vary
+from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.writes import writable
 
 Shape = tuple[int, ...]
@@ -70,11 +70,11 @@ class Route:
         """Into what these cut a tensor."""
         return cuts_of(*self.stages)
 
-    def at(self, shape: Shape, strides: Shape) -> Route:
+    def at(self, shape: Shape) -> Route:
         """The same for tensors of another shape that is cut alike."""
-        only = self.made.program.is_only
+        only = self.made.program.is_only or is_symbolic(shape)
         made = BoundProgram(self.made.program, shape) if only else self.program.bound(shape)
-        spec = torch_private.resized_spec(self.spec, shape, strides if made.program.idle else strides_of(shape))
+        spec = torch_private.resized_spec(self.spec, shape, strides_of(shape))
         return Route(self.program, made, spec, self.comm_dtypes, self.stays)
 
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
@@ -119,27 +119,23 @@ def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
 
     @of_world(4096)
     def of_kind(mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Route:
-        return find(torch_private.dtensor_spec(mesh, placements, shape, contiguous_strides(shape), dtype), *how)
+        return find(torch_private.dtensor_spec(mesh, placements, shape, strides_of(shape), dtype), *how)
 
-    def settle(spec: Spec, *how: Any) -> Route:
-        meta = spec.tensor_meta
-        shape = tuple(meta.shape)
-        there = found_for(
-            shape,
-            spec.mesh.size(),
-            lambda like: of_kind(spec.mesh, spec.placements, like, meta.dtype, *how),
-            lambda route: route.cuts,
-        )
-        return there.at(shape, meta.stride)
+    @of_world(4096)
+    def kept(spec: Spec, *how: Any) -> Route:
+        shape = tuple(spec.shape)
 
-    kept = of_world(4096)(settle)
+        def at(like: Shape) -> Route:
+            return of_kind(spec.mesh, spec.placements, like, spec.tensor_meta.dtype, *how)
+
+        return found_for(shape, spec.mesh.size(), at, lambda route: route.cuts).at(shape)
 
     @functools.wraps(find)
     def found(spec: Spec, *how: Any) -> Route:
         if not is_symbolic(spec.shape):
             return kept(spec, *how)
-        meta = spec.tensor_meta
-        return settle(torch_private.dtensor_spec(spec.mesh, spec.placements, meta.shape, meta.stride, meta.dtype), *how)
+        made = kept(spec_at(spec, hints(spec.shape)), *how)
+        return made.at(vary(spec.shape, made.cuts))
 
     return found
 
@@ -160,7 +156,7 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
     device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
     placements = torch_placements(target)
     stays = made.program.idle and device_mesh is spec.mesh and placements == spec.placements
-    result = torch_private.dtensor_spec(device_mesh, placements, shape, contiguous_strides(shape), dtype)
+    result = torch_private.dtensor_spec(device_mesh, placements, shape, strides_of(shape), dtype)
     return Route(moving, made, result, comm_dtypes, stays)
 
 
@@ -204,16 +200,12 @@ def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...
 def unsharded(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
     there = _to_whole(torch_private.spec_of(x))
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return carried(there.made, torch_private.local_of(x))
-    shape = tuple(x.shape)
-    spec = torch_private.resized_spec(there.spec, shape, strides_of(shape))
 
     def whole(x: DTensor) -> torch.Tensor:
         local = torch_private.local_of(x)
         return writable(carried(there.made, local), local)
 
-    return linear(whole, lambda g: there.back(_replicated(g.contiguous(), spec)), x)
+    return linear(whole, lambda g: there.back(_replicated(g.contiguous(), there.spec)), x)  # type: ignore[no-any-return]
 
 
 @of_sizes

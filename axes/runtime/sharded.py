@@ -44,9 +44,8 @@ from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of
 from axes.runtime.routes import route, unsharded
 from axes.runtime.shards import Given, read_shard, whole_of
-from axes.runtime.symbols import fixed, found_for, is_symbolic, spec_at
+from axes.runtime.symbols import fixed, hints, is_symbolic, spec_at, vary
 from axes.runtime.torch_placements import (
-    contiguous_strides,
     sharding_of_placements,
     sharding_of_spec,
     torch_placements,
@@ -289,15 +288,12 @@ def _left(
     if spec is None and not needed:
         return torch_private.local_of(x)
     held = torch_private.spec_of(x)
+    how = spec, where, grad, needed
     if not is_symbolic(held.shape):
-        counted, _ = _leaving(held, spec, where, grad, needed)
+        counted, _ = _leaving(held, *how)
     else:
-        counted, _ = found_for(
-            held.shape,
-            held.mesh.size(),
-            lambda like: _leaving(spec_at(held, like), spec, where, grad, needed),
-            lambda found: cuts_of(*found[1]),
-        )
+        counted, written = _leaving(spec_at(held, hints(held.shape)), *how)
+        vary(held.shape, cuts_of(*written))
     return leave_global(x, counted)
 
 
@@ -383,9 +379,7 @@ def _cut(tensor: torch.Tensor, sharding: Sharding) -> DTensor:
 
     def shard(tensor: torch.Tensor) -> DTensor:
         whole = torch_private.dtensor(tensor.detach().contiguous(), spec)
-        found = route(torch_private.spec_of(whole), sharding, (None, None)).moved(whole)
-        copy = torch_private.local_of(found).clone(memory_format=torch.contiguous_format)
-        return torch_private.dtensor(copy, torch_private.spec_of(found))
+        return route(spec, sharding, (None, None)).moved(whole)
 
     return linear(shard, unsharded, tensor)
 
@@ -417,7 +411,7 @@ def dtensor_of(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], de
     # torch's own from_local takes the shape of a scalar for none at all.
     whole = tuple(shape)
     placements = torch_placements(sharding)
-    spec = torch_private.dtensor_spec(device_mesh, placements, whole, contiguous_strides(whole), local.dtype)
+    spec = torch_private.dtensor_spec(device_mesh, placements, whole, strides_of(whole), local.dtype)
     return torch_private.dtensor(local, spec)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from axes.algebra.errors import AxesError, MeshError, ShardingError, SizeError
+from axes.algebra.errors import MeshError, ShardingError, SizeError
 from axes.algebra.layout import Layout, NamedLayout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
@@ -27,7 +27,7 @@ from axes.algebra.specs import marked_sharding
 from axes.runtime.agreement import ranks_text
 from axes.runtime.axis_groups import AxisGroup, gathered_numbers, group_over, traced_numbers
 from axes.runtime.groups import current_world, of_world
-from axes.runtime.symbols import are_equal, fixed, is_symbolic, small_size
+from axes.runtime.symbols import are_equal, fixed, hints
 from axes.runtime.torch_placements import torch_placements
 
 Given = tuple[tuple[str, int], ...]
@@ -188,24 +188,11 @@ def _unequal(what: str, part: LocalPart, whole: Shape, told: Sequence[Shape], ra
 
 def traced_placements_of(part: LocalPart, spec: str, whole: Sequence[Any]) -> tuple[Any, ...]:
     """`placements_of` in a graph, where sizes may be symbolic, and may vary where they are multiples of their parts."""
-    sharding, local = part.sharding, part.local
-    if not is_symbolic((*local, *whole)):
-        return placements_of(part, spec, tuple(whole))
-    try:
-        pairs = [_stand_ins(sharding.mesh, *each) for each in zip(sharding.dims, local, whole, strict=True)]
-        here, there = (tuple(sizes) for sizes in zip(*pairs, strict=True))
-        return placements_of(part._replace(local=here), spec, there)
-    except (AxesError, ValueError):  # also where the shape has another number of dims, which is said below
-        return placements_of(part._replace(local=tuple(map(fixed, local))), spec, tuple(map(fixed, whole)))
-
-
-def _stand_ins(mesh: Mesh, dim: ShardedDim, local: int, whole: int) -> tuple[int, int]:
-    """Numbers for a size on this rank and in whole."""
-    count = dim.pieces
-    if len(dim.factors) != 1 or dim.factors[0].size is not None or whole % count or not are_equal(whole, local * count):
-        return fixed(local), fixed(whole)
-    here = small_size(local, mesh.size)
-    return here, here * count
+    for dim, here, size in zip(part.sharding.dims, part.local, whole, strict=False):  # another number is refused below
+        is_one = len(dim.factors) == 1 and dim.factors[0].size is None
+        if not (is_one and size % dim.pieces == 0 and are_equal(size, here * dim.pieces)):
+            fixed(here), fixed(size)
+    return placements_of(part._replace(local=hints(part.local)), spec, hints(whole))
 
 
 def told_even(x: torch.Tensor, what: str, mesh: Mesh, parts: Sequence[LocalPart]) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 Where every size that is cut is a multiple of the pieces into which it is cut, plans, placements and gradients are the
 same ones at every size, with all boxes scaled. So they are found for small sizes that share the divisors, and kept by
-these (`found_for`). A symbolic size, which `torch.compile` traces so that one graph serves tensors of many shapes, is
-one that divides by everything; the graph is guarded on what was found dividing it. Where a size isn't a multiple, what
-is found is for this size alone.
+these (`found_for`). Where a size isn't a multiple, what is found is for this size alone. For a symbolic size, which
+`torch.compile` traces so that one graph serves tensors of many shapes, it is found at the size of the call that is
+traced, and the graph is guarded on dividing by the pieces as that does (`vary`).
 """
 
 from __future__ import annotations
@@ -82,20 +82,16 @@ def spec_at(spec: Any, shape: Shape) -> Any:
 
 
 def found_for(
-    shape: Sequence[int],
-    ranks: int,
-    find: Callable[[Shape], Found],
-    cuts: Callable[[Found], Cuts],
-    fixed_dims: Collection[int] = (),
+    shape: Shape, ranks: int, find: Callable[[Shape], Found], cuts: Callable[[Found], Cuts], own: Collection[int] = ()
 ) -> Found:
     """What is found for a shape, by the small one that is cut alike on this many ranks.
 
-    `cuts` are those that it makes. Sizes that these don't divide stand for themselves, and in a graph are fixed; as all
-    do where nothing is found.
+    `cuts` are those that it makes. Sizes that these don't divide stand for themselves, as those of the dims `own` do;
+    and all of them where nothing is found.
     """
-    own, symbols = {*fixed_dims}, [(dim, size) for dim, size in enumerate(shape) if type(size) is not int]
+    own = {*own}
     while True:
-        like = [fixed(size) if dim in own else small_size(size, ranks) for dim, size in enumerate(shape)]
+        like = [size if dim in own else small_size(size, ranks) for dim, size in enumerate(shape)]
         try:
             found = find(tuple(like))
         except AxesError:
@@ -105,11 +101,21 @@ def found_for(
             continue
         # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
         odd = odd_dims(shape, cuts(found)) | odd_dims(like, cuts(found))
-        # Nor can one vary of which shards have a single element: torch takes a size of 1 for a number.
-        odd.update([dim for dim, size in symbols if hint(size) == cuts(found)[dim][1]])
         if odd <= own:
             return found
         own |= odd
+
+
+def vary(shape: Sequence[int], cuts: Cuts) -> Shape:
+    """The shape for which what was found at its `hints` is good in a graph: symbols, where these sizes divide by what
+    they are cut into, and numbers elsewhere.
+    """
+    found = []
+    for size, (pieces, divisor) in zip(shape, cuts, strict=True):
+        # Nor can a size vary of which shards have a single element: torch takes a size of 1 for a number.
+        may = type(size) is not int and divisor and hint(size) != pieces and size % divisor == 0
+        found.append(size if may else fixed(size))
+    return tuple(found)
 
 
 def varying(uses: Sequence[tuple[Any, Any, int]]) -> dict[Any, Any]:
@@ -129,15 +135,13 @@ def varying(uses: Sequence[tuple[Any, Any, int]]) -> dict[Any, Any]:
 
 
 def small_size(size: int, ranks: int) -> int:
-    """A small size that shares its divisors with the number of ranks; all of them where `size` is a symbol.
+    """A small size that shares its divisors with the number of ranks.
 
     A size equal to its number of parts is kept: a leading dim of 1 makes a tile contiguous, which larger ones don't.
 
     >>> [small_size(size, 8) for size in (4096, 100, 8, 0)]
     [16, 12, 8, 0]
     """
-    if type(size) is not int:
-        return 2 * ranks
     return size if ranks % (size or 1) == 0 else _small_size(math.gcd(size, ranks), ranks)
 
 

@@ -57,17 +57,3 @@ def sharding_of_spec(spec: Any) -> Sharding:
 def sharding_of_placements(device_mesh: Any, placements: tuple[Any, ...], ndim: int) -> Sharding:
     """The sharding of a tensor with these placements; `ShardingError` for such as no spec can say."""
     return sharding_from(Mesh.from_device_mesh(device_mesh), placements, ndim)
-
-
-@functools.lru_cache(maxsize=4096)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous tensor.
-
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    found, stride = [], 1
-    for extent in reversed(shape):
-        found.append(stride)
-        stride *= max(1, extent)
-    return tuple(reversed(found))
