@@ -264,7 +264,7 @@ PROGRAMS: dict[str, Program] = {
     "norm of shards": on_ax(lambda x, m: axes.rms_norm(x, "m@ax n", over="m", m=m), (8, 7, 8), (1, 2, 2), local=True),
     "labels of shards": Program("ax=2", lambda x, ids, v: axes.cross_entropy(x, ids, "s v@ax, s -> ", v=v), lambda v: {"s v@ax": numbers(3, v), "s": integers(8, 3)}, (8, 9), (1, 2), None, True),
     "rows of shards": Program("ax=2", lambda ids, w, v: axes.embedding(ids, w, "s, v@ax d -> s d", v=v), lambda v: {"s": integers(8, 3), "v@ax d": numbers(v, 5)}, (8, 9), (1, 2), None, True),
-    "merge": on_two(lambda x: axes.rearrange(x, "b@dp s d -> (b s)@dp d"), rows("b@dp s d", 3, 5), graphs=(1, 2, 3)),
+    "merge": on_two(lambda x: axes.rearrange(x, "b@dp s d -> (b s)@dp d"), rows("b@dp s d", 3, 5), (20, 28, 22), (1, 2, 3)),
     "gram": on_two(lambda x: axes.einsum(x, x, "b@dp s, b@dp t -> s@dp t"), rows("b@dp s", 4), graphs=(1, 1, 2)),
     "moved": Program("cp=2", moved, lambda n: {"b s@cp d": numbers(3, n, 10)}, (4, 8, 12), (1, 2, 3)),
     "flowing": Program("cp=2", flowing, lambda n: {"b n@cp": numbers(5, n), "n@cp": numbers(n)}, (8, 12, 7), (1, 1, 2)),
