@@ -549,8 +549,6 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Rules.explain": Door(rules.explain, "b (h d)", algebra, (8, 8), sizes={"h": 2}, sized=True),
         "use_rules": Door(lambda rules: entered(axes.use_rules(rules)), rules),
         "constrain": Door(axes.constrain, x, "b d", mesh=mesh, rules=rules, sized=True),
-        # errors
-        "ExpressionError": Door(lambda *a: str(axes.ExpressionError(*a)), "a message", "b d", 1, 2),
         # sharded tensors
         "shard": Door(axes.shard, plain, "b@dp (h@tp k)", source_rank=None, sizes={"h": 8}, sized=True, **ends),
         "shard from a rank": Door(axes.shard, plain, "b@dp d@tp", source_rank=0, sized=True, **ends),

@@ -222,15 +222,9 @@ def test_a_name_may_be_that_of_a_parameter(name):
     ).local_shape((12,)) == (6,)
 
 
-def test_a_misspelled_option_is_held_against_those_of_all_functions_that_take_sizes():
-    named = [getattr(home, name) for home in (axes, axes.nn) for name in home.__all__]
-    sized = [list(inspect.signature(f).parameters.values()) for f in named if inspect.isfunction(f)]
-    options = {
-        p.name for of in sized if any(p.kind is p.VAR_KEYWORD for p in of) for p in of if p.default is not p.empty
-    }
-    for option in options - {"op", "table"}:  # what stands in its place, without a name
-        said = refusal(AxesError, functools.partial(Mesh, "dp", **{f"{option}_": "x"})) or ""
-        assert f"there is no option '{option}_'" in said, said
+def test_a_misspelled_option_is_neither_a_size_nor_an_option():
+    assert "'devise', which is no option" in (refusal(SizeError, lambda: Mesh("dp", devise="cpu")) or "")
+    assert "there is no option 'spek'" in (refusal(SizeError, lambda: MESH.sharding("b", spek="b@dp")) or "")
 
 
 # ---------------------------------------------------------------------------- rules

@@ -25,7 +25,8 @@ class _Stack(threading.local):
         self.rules: list[Any] = []
 
 
-_stack = _Stack()
+stack = _Stack()
+"""The meshes and the rules that blocks of this thread have entered, the innermost last."""
 
 
 def ambient_mesh() -> Mesh | None:
@@ -33,35 +34,14 @@ def ambient_mesh() -> Mesh | None:
 
     This, `push` and `pop` have another body in compiled graphs: see `axes.runtime.graphs`.
     """
-    meshes = _stack.meshes
-    return meshes[-1] if meshes else None
-
-
-def ambient_outside() -> Mesh | None:
-    """The innermost mesh of this thread where a graph is compiled, without those that the graph itself enters."""
-    return _stack.meshes[-1] if _stack.meshes else None
+    return stack.meshes[-1] if stack.meshes else None
 
 
 def push(mesh: Mesh) -> None:
     """Makes `mesh` the ambient one until `pop`."""
-    _stack.meshes.append(mesh)
+    stack.meshes.append(mesh)
 
 
 def pop() -> None:
     """Returns to the mesh that was ambient before."""
-    _stack.meshes.pop()
-
-
-def innermost_rules() -> Any:
-    """The innermost rules of this thread, or None."""
-    return _stack.rules[-1] if _stack.rules else None
-
-
-def push_rules(rules: Any) -> None:
-    """Makes `rules` the ambient ones until `pop_rules`."""
-    _stack.rules.append(rules)
-
-
-def pop_rules() -> None:
-    """Returns to the rules that were ambient before."""
-    _stack.rules.pop()
+    stack.meshes.pop()

@@ -53,8 +53,6 @@ class ExpressionError(AxesError):
     """
 
     def __init__(self, message: str, text: str = "", start: int = 0, stop: int | None = None):
-        if not all(map(isinstance, (message, text, start, stop), (str, str, int, int | None))):
-            raise TypeError("the message and the text of an error are strings, its start and stop whole numbers")
         self.message, self.text = message, text
         self.start, self.stop = start, start + 1 if stop is None else stop
         super().__init__(f"{message}\n{pointed(text, self.start, self.stop)}" if text else message)

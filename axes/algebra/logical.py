@@ -80,6 +80,7 @@ class Choice:
         return () if self.rule is None else self.rule.axes
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True)
 class Rules:
     """A table from logical names to mesh axes.
 
@@ -96,6 +97,9 @@ class Rules:
     >>> Rules([("mlp", "tp"), ("embed", ("dp", "tp")), ("embed", "dp"), ("...", None)])
     Rules([('mlp', 'tp'), ('embed', ('dp', 'tp')), ('embed', 'dp'), ('...', None)])
     """
+
+    rules: tuple[Rule, ...]
+    strict: bool
 
     def __init__(
         self, table: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = (), /, *, strict: bool = False, **more: Axes
@@ -159,14 +163,6 @@ class Rules:
         """The logical names that the table is about, in its order."""
         return tuple(dict.fromkeys(rule.name for rule in self.rules))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rules):
-            return NotImplemented
-        return (self.rules, self.strict) == (other.rules, other.strict)
-
-    def __hash__(self) -> int:
-        return hash((self.rules, self.strict))
-
     def __repr__(self) -> str:
         pairs = [(r.name, None if not r.axes else r.axes[0] if len(r.axes) == 1 else r.axes) for r in self.rules]
         return f"Rules({pairs!r}{', strict=True' if self.strict else ''})"
@@ -178,8 +174,8 @@ def _rule(pair: object) -> Rule:
             f"a rule is a pair of a logical name and its axes, like ('heads', 'tp'); found {shown(pair)}"
         )
     name, axes = pair
-    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) if _is_names(axes) else None
-    if names is None or not all(each.isidentifier() for each in names):
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, (tuple, list)) or not all(isinstance(axis, str) and axis.isidentifier() for axis in names):
         raise ShardingError(f"the rule of {shortened(name)} is an axis, a tuple of axes, or None; found {shown(axes)}")
     if name == EVERYTHING and names:
         raise ShardingError(f"'...' is every other name, whose dims stay whole: its axes are None; found {shown(axes)}")
@@ -187,11 +183,7 @@ def _rule(pair: object) -> Rule:
         raise ShardingError(f"a logical name is a name, or '...'; found {shortened(name)}")
     if len(set(names)) < len(names):
         raise ShardingError(f"the rule of {shortened(name)} has an axis twice: {shown(axes)}")
-    return Rule(name, names)
-
-
-def _is_names(axes: object) -> bool:
-    return isinstance(axes, (tuple, list)) and all(isinstance(each, str) for each in axes)
+    return Rule(name, tuple(names))
 
 
 def _shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -297,14 +289,13 @@ def use_rules(rules: Rules) -> Iterator[Rules]:
     ...     ambient_rules().names
     ('batch', 'embed')
     """
-    ambient.push_rules(checked_rules(rules, "use_rules"))
+    ambient.stack.rules.append(checked_rules(rules, "use_rules"))
     try:
         yield rules
     finally:
-        ambient.pop_rules()
+        ambient.stack.rules.pop()
 
 
 def ambient_rules() -> Rules | None:
     """The innermost rules of this thread, or None."""
-    found: Rules | None = ambient.innermost_rules()
-    return found
+    return ambient.stack.rules[-1] if ambient.stack.rules else None

@@ -25,14 +25,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from axes.algebra import ambient, providers
 from axes.algebra.equations import declared, defined
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
-from axes.algebra.grammar import LARGEST_SIZE, checked_text, parse_declaration, parse_equation
+from axes.algebra.grammar import checked_text, parse_declaration, parse_equation
 from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout
 from axes.algebra.mesh_expression import Rearrangement, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
@@ -42,6 +41,10 @@ from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
 _DECLARED = ". A mesh is declared by names and sizes, like 'dp=2 tp=4'"
+
+
+_FIELDS = ("universe", "axis_names", "namespace", "ranks_per_node", "binding", "_view")
+"""What makes a mesh; all else follows."""
 
 
 class Mesh:
@@ -60,21 +63,6 @@ class Mesh:
     >>> Mesh("dp tp=4", ranks=range(8)).shape
     {'dp': 2, 'tp': 4}
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_hash",
-        "_view",
-        "axis_names",
-        "binding",
-        "extent",
-        "layout_of_all",
-        "layouts",
-        "namespace",
-        "ranks_per_node",
-        "size",
-        "universe",
-    )
 
     universe: Universe
     axis_names: tuple[str, ...]
@@ -106,47 +94,30 @@ class Mesh:
         names = tuple(item.name for item in items)
         if universe is None:
             universe = Universe(range(math.prod(namespace[name].size for name in names)))
-        self._set(universe, names, namespace, _checked_node(ranks_per_node), None, None)
+        node = _checked_node(ranks_per_node)
+        self.__setstate__(dict(zip(_FIELDS, (universe, names, namespace, node, None, None), strict=True)))
 
-    def _set(
-        self,
-        universe: Universe,
-        axis_names: tuple[str, ...],
-        namespace: Mapping[str, Layout],
-        ranks_per_node: int | None,
-        binding: Any,
-        view: int | None,
-    ) -> None:
-        layouts = tuple(namespace[name] for name in axis_names)
-        whole = _whole(axis_names, layouts)
-        values = {
-            "universe": universe,
-            "axis_names": axis_names,
-            "layouts": layouts,
-            "namespace": MappingProxyType(namespace),
-            "ranks_per_node": ranks_per_node,
-            "binding": binding,
-            "layout_of_all": whole,
-            "extent": Layout.of(sorted(whole.modes, key=lambda mode: -mode[1])),
-            "size": whole.size,
-            "_view": view,
-            "_hash": hash((universe, axis_names, tuple(namespace.items()), ranks_per_node, binding)),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _FIELDS}
 
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "universe": self.universe,
-            "axis_names": self.axis_names,
-            "namespace": dict(self.namespace),
-            "ranks_per_node": self.ranks_per_node,
-            "binding": self.binding,
-            "view": self._view,
-        }
+    def __setstate__(self, fields: Mapping[str, Any]) -> None:
+        self.__dict__.update(fields)
+        layouts = tuple([self.namespace[name] for name in self.axis_names])
+        whole = _whole(self.axis_names, layouts)
+        extent = Layout.of(sorted(whole.modes, key=lambda mode: -mode[1]))
+        self.__dict__.update(
+            layouts=layouts, layout_of_all=whole, extent=extent, size=whole.size, _hash=hash(self._key)
+        )
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        names = tuple(self.namespace.items())
+        return (self.universe, self.axis_names, names, self.ranks_per_node, self.binding)
 
     def _with(self, **changed: Any) -> Mesh:
-        return _of_fields({**self._fields(), **changed})
+        mesh = object.__new__(Mesh)
+        mesh.__setstate__({**self.__getstate__(), **changed})
+        return mesh
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Mesh is immutable")
@@ -290,17 +261,13 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").at(5).coordinate
         {'dp': 1, 'tp': 1}
         """
-        view = whole_number(rank)
-        if view is None or not 0 <= view < LARGEST_SIZE:
-            raise MeshError(f"a rank is a whole number from 0; found {shown(rank)}")
-        return self._seen_from(view)
+        return self._seen_from(checked_rank("a rank", rank))
 
     def _seen_from(self, view: int | None) -> Mesh:
         if view == self._view:
             return self
         mesh = object.__new__(Mesh)
-        for name in self.__slots__[1:]:  # all but that for weak references
-            object.__setattr__(mesh, name, view if name == "_view" else getattr(self, name))
+        mesh.__dict__.update(self.__dict__, _view=view)
         return mesh
 
     # new meshes
@@ -364,8 +331,7 @@ class Mesh:
 
         Meshes of one universe share one root, so that FSDP2 can combine them.
         """
-        self._bound("device_mesh")
-        return providers.runtime("mesh.device_mesh").device_mesh(self)
+        return self._bound("device_mesh").device_mesh(self)
 
     def create_groups(self, /, *names: str) -> None:
         """Makes process groups now, in this order on every rank; all axes of the mesh without names.
@@ -373,8 +339,7 @@ class Mesh:
         Groups are otherwise made when they are first used, and ranks that first use two overlapping
         groups in different orders wait for each other.
         """
-        self._bound("create_groups")
-        providers.runtime("mesh.create_groups").create_groups(self, names or self.axis_names)
+        self._bound("create_groups").create_groups(self, names or self.axis_names)
 
     def abort(self) -> None:
         """Ends the process groups of the mesh now, without the other ranks: for a rank that gives up.
@@ -384,17 +349,19 @@ class Mesh:
         underway, on other threads too; over gloo that ends with its own timeout. A mesh whose default group
         lives can be used again where all its ranks have aborted: groups are made anew.
         """
-        self._bound("abort")
-        providers.runtime("mesh.abort").abort(self)
+        self._bound("abort").abort(self)
 
-    def _bound(self, what: str) -> None:
+    def _bound(self, what: str) -> Any:
+        """The runtime, for what only the process that the mesh is seen from can have."""
         if self.binding is None:
             raise MeshError(
                 f"{what} needs a mesh that is bound to torch.distributed; this one is algebra alone. "
                 "Make it with axes.init_mesh(...)"
             )
-        if self._view is not None and self._view != providers.runtime(what).rank():
+        runtime = providers.runtime(what)
+        if self._view is not None and self._view != runtime.rank():
             raise MeshError(f"{what} belongs to this process; the mesh is seen from rank {self._view} (mesh.at)")
+        return runtime
 
     def __enter__(self) -> Mesh:
         ambient.push(self)
@@ -408,21 +375,10 @@ class Mesh:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Mesh) or self._hash != other._hash:
-            return NotImplemented if not isinstance(other, Mesh) else False
-        return (
-            self.axis_names == other.axis_names
-            and tuple(self.namespace.items()) == tuple(other.namespace.items())
-            and self.universe == other.universe
-            and self.ranks_per_node == other.ranks_per_node
-            and self.binding == other.binding
-        )
+        return isinstance(other, Mesh) and self._hash == other._hash and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _of_fields, (self._fields(),)
 
     @property
     def declared(self) -> tuple[str, ...]:
@@ -632,8 +588,7 @@ class Axis:
 
         One communicator per ordered list of ranks, whoever asks and under whatever name.
         """
-        self.mesh._bound("axis.group")
-        return providers.runtime("axis.group").group(self.mesh, self.layout, self.name)
+        return self.mesh._bound("axis.group").group(self.mesh, self.layout, self.name)
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, layout={self.layout})"
@@ -643,12 +598,6 @@ class Axis:
 def _rearranged(mesh: Mesh, expression: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
     found = mesh._carried_out(expression, sizes)
     return mesh._with(axis_names=found.axis_names, namespace=found.namespace)
-
-
-def _of_fields(fields: Mapping[str, Any]) -> Mesh:
-    mesh = object.__new__(Mesh)
-    mesh._set(**fields)
-    return mesh
 
 
 def listed(ranks: range | tuple[int, ...], most: int = 64) -> str:

@@ -147,7 +147,7 @@ def plan(
     """
     shape = checked_shape(shape)
     source, target = _seen(source, shape), _seen(target, shape)
-    rank = source.universe.rank(0) if rank is None else checked_rank("rank", rank)
+    rank = source.universe.ranks[0] if rank is None else checked_rank("rank", rank)
     return _plan(source, target, shape, dtype, cost_model, rank)
 
 
@@ -217,7 +217,7 @@ def choices(
     """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
     shape = checked_shape(shape)
     found = choices_between(_seen(source, shape), _seen(target, shape), shape, dtype, cost_model)
-    return [found.plan(at, shape, source.universe.rank(0)) for at in range(len(found.sequences))]
+    return [found.plan(at, shape, source.universe.ranks[0]) for at in range(len(found.sequences))]
 
 
 class Choices:

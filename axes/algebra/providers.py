@@ -8,72 +8,16 @@ it is with pictures (`_repr_html_`), which the top layer draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from axes.algebra.errors import MeshError
-from axes.algebra.layout import Layout
-from axes.algebra.opaque import DeviceMesh, Placement, ProcessGroup
 
-if TYPE_CHECKING:
-    from axes.algebra.mesh import Mesh
-    from axes.algebra.sharding import Sharding
+Runtime: TypeAlias = Any
+"""The module `axes.runtime.bridge`: what it has is what the algebra asks of a running job."""
 
-
-class Runtime(Protocol):
-    """What `axes.runtime` provides."""
-
-    def rank(self) -> int:
-        """The global rank of this process."""
-
-    def group(self, mesh: Mesh, layout: Layout, name: str) -> ProcessGroup:
-        """The process group of this process along `layout`."""
-
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        """The torch `DeviceMesh` of the mesh's axes."""
-
-    def create_groups(self, mesh: Mesh, names: Sequence[str]) -> None:
-        """Makes the groups of these names now, in this order on every rank."""
-
-    def abort(self, mesh: Mesh) -> None:
-        """Ends the groups among the mesh's ranks without the other ranks."""
-
-    def from_device_mesh(self, device_mesh: DeviceMesh) -> Mesh:
-        """The mesh that adopts a torch `DeviceMesh`."""
-
-    def from_placements(
-        self, mesh: Mesh, placements: tuple[Placement, ...], ndim: int, shape: Sequence[int] | None
-    ) -> Sharding:
-        """The sharding of DTensor placements on the mesh's axes, of a tensor of this shape where there is one."""
-
-    def placements(self, sharding: Sharding) -> tuple[Placement, ...]:
-        """The DTensor placements of a sharding on its mesh's axes."""
-
-    def carry_out(
-        self, move: Any, tensors: Mapping[str, Any], into: Mapping[str, Any] | None, pages: Any
-    ) -> dict[str, Any]:
-        """Carry a `Transfer` out with this rank's tensors."""
-
-
-class Shown(Protocol):
-    """A picture of a value."""
-
-    def svg(self) -> str:
-        """The picture as SVG."""
-
-    def html(self) -> str:
-        """The picture as a page of its own."""
-
-    def _repr_html_(self) -> str:
-        """The picture as a part of a page, as notebooks ask for it."""
-
-
-class Pictures(Protocol):
-    """What `axes.show` provides."""
-
-    def drawn(self, value: object) -> Shown:
-        """The picture of a value."""
-
+Pictures: TypeAlias = Any
+"""The module `axes.show.show`, whose `drawn` gives the picture of a value: `svg()`, `html()`, `_repr_html_()`."""
 
 _provider: Callable[[], Runtime] | None = None
 _pictures: Callable[[], Pictures] | None = None
@@ -85,7 +29,7 @@ def provide(runtime: Callable[[], Runtime], pictures: Callable[[], Pictures]) ->
     _provider, _pictures = runtime, pictures
 
 
-def picture_of(value: object) -> Shown:
+def picture_of(value: object) -> Any:
     """The picture of a value; `MeshError` where the algebra is used without what draws."""
     if _pictures is None:
         raise MeshError("a picture needs axes.show; import axes, not axes.algebra alone")

@@ -92,7 +92,7 @@ def _check_names(given: Mapping[str, int], *ends: End) -> None:
     known = dict.fromkeys(name for end in ends if isinstance(end, str) for name in factors_by_name(end))
     for name in given:
         if name not in known:
-            raise unknown_size(name, 1, known, "the specs")
+            raise unknown_size(name, known, "the specs")
 
 
 # --- reshard --------------------------------------------------------------------------------------

@@ -24,50 +24,6 @@ from typing import Any
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.grammar import LARGEST_SIZE, Item
 
-OPTIONS = (
-    "async_op",
-    "atol",
-    "bias",
-    "bucket_mb",
-    "check",
-    "codec",
-    "comm_dtype",
-    "cost_model",
-    "device",
-    "device_type",
-    "dry_run",
-    "dtype",
-    "eps",
-    "grad",
-    "ignore_index",
-    "mesh",
-    "options",
-    "padding_idx",
-    "pages",
-    "ranks",
-    "ranks_per_node",
-    "reduction",
-    "reference",
-    "requires_grad",
-    "results",
-    "rtol",
-    "rules",
-    "seed",
-    "shape",
-    "shapes",
-    "sizes",
-    "source_mesh",
-    "source_rank",
-    "spec",
-    "specs",
-    "strict",
-    "target_mesh",
-    "timeout",
-    "training",
-    "weight",
-)
-"""The options of the functions that take sizes as keywords: a misspelled one looks like a size."""
-
 _SHOWN = 12
 _PLAIN = frozenset({int})
 
@@ -130,10 +86,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
     (4, 8)
     """
     found = whole_numbers(shape)
-    for extent in found or ():  # in a graph there is no `min` of sizes, and a generator takes longer
-        if extent < 0:
-            found = None
-    if found is None:
+    if found is None or any(extent < 0 for extent in found):
         raise SizeError(f"a shape is whole numbers from 0; found {shown(shape)}")
     return found
 
@@ -149,23 +102,20 @@ def checked_tensor_shape(shape: object) -> tuple[int, ...]:
 def checked_rank(what: str, rank: object) -> int:
     """A rank as a plain `int`; `MeshError`, which says what was given, for anything else."""
     found = whole_number(rank)
-    if found is None or found.bit_length() > 4096:
+    if found is None or not 0 <= found < LARGEST_SIZE:
         raise MeshError(f"{what} is a whole number from 0; found {shown(rank)}")
     return found
 
 
 def checked_flag(what: str, value: object) -> bool:
-    """True or False, as a bool or a number; `ShardingError`, which says what was given, for anything else.
+    """True or False; `ShardingError`, which says what was given, for anything else.
 
-    >>> checked_flag("async_op", True), checked_flag("async_op", 0)
-    (True, False)
+    >>> checked_flag("async_op", True)
+    True
     """
-    if value is True or value is False:
-        return value
-    found = whole_number(value)
-    if found not in (0, 1) and type(value).__name__ not in ("bool", "bool_"):  # torch's symbolic bools, NumPy's
+    if not isinstance(value, bool):
         raise ShardingError(f"{what} is True or False; found {shown(value)}")
-    return bool(value)
+    return value
 
 
 def checked_texts(what: str, values: object, hint: str) -> Mapping[str, str]:
@@ -187,13 +137,13 @@ def given_sizes(
     `known` are the names that may have one, of the text that `where` says. Raises `SizeError` for an unknown name, for
     what isn't a whole number from 1, and where two places disagree. -1 and None mean "to be solved".
     """
-    check_mapping(sizes)
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise SizeError(f"sizes is a mapping from names to sizes; found {type(sizes).__name__}")
     names = None if known is None else dict.fromkeys(known)
     found: dict[str, int] = {}
     for name, value in [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]:
-        is_option = names is None and name in keywords and value is not None and whole_number(value) is None
-        if is_option or (names is not None and name not in names):
-            raise unknown_size(name, value, names or (), where)
+        if names is not None and name not in names:
+            raise unknown_size(name, names, where)
         size = checked_size(str(name), value)
         if size is not None and found.setdefault(str(name), size) != size:
             raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {size}")
@@ -218,38 +168,14 @@ def written_sizes(
     return tuple([(name, found[name]) for name in sorted(found)])
 
 
-_WHOLE_OPTIONS = frozenset(
-    {"source_rank", "ignore_index", "padding_idx", "seed", "bucket_mb", "concat_dim", "split_dim"}
-)
-"""The options that take whole numbers, as sizes do."""
+def unknown_size(name: object, known: Iterable[str], where: str = "the expression") -> SizeError:
+    """The error for the size of a name that a text doesn't have.
 
-
-def unknown_size(name: object, value: object, known: Iterable[str], where: str = "the expression") -> SizeError:
-    """The error for a keyword that is no size: what isn't a whole number is taken for an option.
-
-    >>> unknown_size("async", True, ["b"])
-    SizeError("there is no option 'async'; did you mean 'async_op'? The size of a dim is a whole number; found True")
-    >>> unknown_size("src_rank", 0, ["b"])
-    SizeError("a size is given for 'src_rank', which isn't in the expression; did you mean 'source_rank'?")
+    >>> unknown_size("head", ["heads"])
+    SizeError("a size is given for 'head', which is no option and isn't in the expression; did you mean 'heads'?")
     """
-    names, is_size = list(known), whole_number(value) is not None
-    options = [each for each in OPTIONS if not is_size or each in _WHOLE_OPTIONS]
-    near = suggestion(str(name), [each for each in (*names, *options) if each != name])
-    near = near if near.startswith("; did you mean") else ""
-    if value is not None and not is_size:
-        hint = near or "."
-        return SizeError(
-            f"there is no option {shortened(name)}{hint} The size of a dim is a whole number; found {shown(value)}"
-        )
-    return SizeError(
-        f"a size is given for {shortened(name)}, which isn't in {where}{near or suggestion(str(name), names)}"
-    )
-
-
-def check_mapping(sizes: object) -> None:
-    """`SizeError` for sizes that aren't a mapping."""
-    if sizes is not None and not isinstance(sizes, Mapping):
-        raise SizeError(f"sizes is a mapping from names to sizes; found {type(sizes).__name__}")
+    near = suggestion(str(name), [each for each in known if each != name])
+    return SizeError(f"a size is given for {shortened(name)}, which is no option and isn't in {where}{near}")
 
 
 def checked_size(name: str, value: object) -> int | None:
@@ -260,8 +186,9 @@ def checked_size(name: str, value: object) -> int | None:
     if size == -1:
         return None
     if size is None or not 1 <= size <= LARGEST_SIZE:
+        hint = "" if isinstance(value, int) else f", and there is no option {shortened(name)}"
         raise SizeError(
-            f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shown(value)}"
+            f"the size of {shortened(name)} is a whole number from 1 to {LARGEST_SIZE}; found {shown(value)}{hint}"
         )
     return size
 

@@ -59,7 +59,7 @@ class EndsOfSpecs:
         """`SizeError` for a size of a name that no spec has."""
         for name in self.sizes:
             if name not in self.used:
-                raise unknown_size(name, 1, sorted(self.used), "the specs")
+                raise unknown_size(name, sorted(self.used), "the specs")
 
 
 def on_own_ranks(sharding: Sharding) -> Sharding:

@@ -624,7 +624,7 @@ def transfer(
     if isinstance(codec, Mapping):
         check_patterns("codec", codec, after)
     ends.check_used()
-    rank = found[0].source.universe.rank(0) if found else 0
+    rank = found[0].source.universe.ranks[0] if found else 0
     nodes = next(
         (e.mesh.ranks_per_node for one in found for e in (one.source, one.target) if e.mesh.ranks_per_node), _NODE
     )

@@ -1,7 +1,7 @@
 """A universe: the job's ranks in an order. Position `p` in `0..size-1` is global rank `ranks[p]`.
 
 >>> island = Universe.of(range(2048, 4096))
->>> island.rank(5), island.position(2053), island.position(7)
+>>> island.ranks[5], island.position(2053), island.position(7)
 (2053, 5, None)
 
 Consecutive ranks are kept as a range, so a universe of a million ranks costs nothing.
@@ -34,10 +34,8 @@ class Universe:
         if listed is None or isinstance(ranks, Set | Mapping):
             raise MeshError(f"ranks is a sequence of distinct integers; found {shown(ranks)}")
         ends = [listed[0], listed[-1]] if isinstance(listed, range) and listed else listed
-        if not listed or min(ends) < 0:
-            raise MeshError(f"ranks holds at least one rank, none of them negative; found {shown(ranks)}")
-        if max(ends) >= LARGEST_SIZE:
-            raise MeshError(f"ranks are below {LARGEST_SIZE}; found {shown(ranks)}")
+        if not listed or min(ends) < 0 or max(ends) >= LARGEST_SIZE:
+            raise MeshError(f"ranks holds at least one rank, all of them from 0 and below 2**48; found {shown(ranks)}")
         step = listed[1] - listed[0] if len(listed) > 1 else 1
         if step > 0 and (isinstance(listed, range) or all(b - a == step for a, b in pairwise(listed))):
             return cls(range(listed[0], listed[-1] + 1, step))
@@ -57,10 +55,6 @@ class Universe:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
-
-    def rank(self, position: int) -> int:
-        """The global rank at a position."""
-        return self.ranks[position]
 
     def position(self, rank: int) -> int | None:
         """Where a global rank lies, or None where it isn't of this universe."""

@@ -27,7 +27,7 @@ import torch
 from axes.algebra.errors import ExpressionError, ShardingError, SizeError, shortened, shown
 from axes.algebra.flow.rules import REDUCTIONS
 from axes.algebra.grammar import Spec, TensorExpression, parse_spec, parse_tensor
-from axes.algebra.sizes import check_mapping, checked_flag, checked_size
+from axes.algebra.sizes import checked_flag, checked_size, given_sizes
 from axes.nn.annotations import annotate
 from axes.nn.functions import (
     checked_eps,
@@ -67,9 +67,8 @@ class Einsum(torch.nn.Module):
         **keywords: int,
     ):
         super().__init__()
-        check_mapping(sizes)
         self.input, weight, result = _two(expression, "Einsum")
-        self.expression, self.sizes = expression, {**(sizes or {}), **keywords}
+        self.expression, self.sizes = expression, given_sizes(keywords, sizes)
         self.weight = _parameter(weight, self.sizes, expression, device, dtype)
         annotate(self, {"weight": _without_places(weight, self.sizes)})
         names = _names(result)

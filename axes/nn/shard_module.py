@@ -221,7 +221,7 @@ def _entries(
         _check_rules(rules, {name for each in found for name in _names(each.logical)})
     loose = [name for name in sizes if name not in needed]
     if loose:
-        raise unknown_size(loose[0], 1, sorted(needed), "any spec")
+        raise unknown_size(loose[0], sorted(needed), "any spec")
     return found
 
 

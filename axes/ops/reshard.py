@@ -221,7 +221,7 @@ def _many(tensors: Mapping[str, Any], specs: Any, mesh: Mesh | None, sizes: Size
     for name, _ in sizes:
         if not any(name in own for own in names.values()):
             known = {each for own in names.values() for each in own}
-            raise unknown_size(name, 1, sorted(known), "the specs")
+            raise unknown_size(name, sorted(known), "the specs")
     given = {name: tuple([each for each in sizes if each[0] in own]) for name, own in names.items()}
     if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
         return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}

@@ -196,8 +196,8 @@ _entered: WeakKeyDictionary[object, list[Mesh]] = WeakKeyDictionary()
 
 @torch.compiler.substitute_in_graph(ambient.ambient_mesh)
 def _ambient_mesh() -> Mesh | None:
-    name = _keep_entered()
-    return getattr(kept, name) if name else ambient.ambient_outside()
+    name, outside = _keep_entered(), ambient.stack.meshes
+    return getattr(kept, name) if name else outside[-1] if outside else None
 
 
 @torch.compiler.substitute_in_graph(ambient.push)

@@ -187,7 +187,7 @@ def _cells(
             yield Cell(LEFT_OUT)
             node = None
             continue
-        rank = mesh.universe.rank(start + last.offset(column))
+        rank = mesh.universe.ranks[start + last.offset(column)]
         apart = [] if here is None else [i for i, (a, b) in enumerate(zip((*at, column), here, strict=True)) if a != b]
         tone = apart[0] if len(apart) == 1 else None
         previous, node = node, None if per_node is None else rank // per_node
@@ -202,7 +202,7 @@ def _nodes(mesh: Mesh, start: int) -> str:
     if per_node is None:
         return ""
     offsets = last.offsets()
-    ends = [mesh.universe.rank(start + offset) // per_node for offset in (offsets[0], offsets[-1])]
+    ends = [mesh.universe.ranks[start + offset] // per_node for offset in (offsets[0], offsets[-1])]
     return f"node {ends[0]}" if ends[0] == ends[1] else f"nodes {ends[0]}..{ends[1]}"
 
 

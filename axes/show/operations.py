@@ -557,7 +557,7 @@ def _check_used(tree: TensorExpression, sizes: Mapping[str, int]) -> None:
     names = {factor.name for factor in _factors(tree) if factor.name}
     for name in sizes:
         if name not in names:
-            raise unknown_size(name, 1, sorted(names), f"'{tree.text}'")
+            raise unknown_size(name, sorted(names), f"'{tree.text}'")
 
 
 def _result(region: Region, number: int, spec: Spec, dtype: str, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _messages(
     resolved: tuple[Digit, ...],
     ranks_per_node: int,
 ) -> GroupExchange:
-    members, first = None if group is None else Layout.of(group), source.universe.rank(0)
+    members, first = None if group is None else Layout.of(group), source.universe.ranks[0]
     return group_between(source, target, shape, members, first, Layout.of(resolved), ranks_per_node)
 
 
