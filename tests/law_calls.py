@@ -16,6 +16,7 @@ from tests.whole_laws import (
     make_whole,
     mesh_of,
     next_grid,
+    pending_in,
     refusal_of_case,
     result_shape,
     spec_of_case,
@@ -28,7 +29,7 @@ def sizes(d: Draw) -> None:
     grid, g = d.grid(computed=True)
     found = case(d.random, kind=d.random.choice(("rearrange", "reduce", "reduce", "repeat", "einsum")), mesh=grid.mesh)
     grouped = {n for slots in (*found.operands, found.result) for slot in slots if len(slot) > 1 for n in slot}
-    pendings = [tuple((q.op, tuple(map(str, q.axes))) for q in s.pending) for s in found.shardings]
+    pendings = list(map(pending_in, found.shardings))
     said = {name for name in found.sizes if f"{name}=" in found.text}
     for number in range(3):
         drawn = {n: d.random.choice((1, 2, 3, 4, 5, 6, 7, 8)) for n in found.sizes if n not in grouped | said}

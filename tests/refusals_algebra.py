@@ -188,7 +188,7 @@ SHARDINGS = (
         ("b s", (4,), "ShardingError", "the spec 'b s' has 2 dims, the tensor 1: [4]"),
         ("s=4", (5,), "SizeError", "the sizes don't multiply to the dim:  s=4 = 5    (dim of [5] in 's=4')"),
         ("(a=2 b@tp)", (7,), "SizeError", "the sizes don't multiply to the dim:  (a=2 b@tp) = 7"),
-        ("(a=4 b)@tp", (6,), "SizeError", "the sizes don't multiply to the dim:  (a=4 b)@tp = 6"),
+        ("(a=4 b=2)@tp", (6,), "SizeError", "the sizes don't multiply to the dim:  (a=4 b=2)@tp = 6"),
         ("(a=2 h@tp)", (6,), "ShardingError", "3 doesn't divide into 2 parts: h@tp is split inside a group"),
         ("(a@tp b)", (6,), "SizeError", "more than one size is missing in  (a@tp b) = 6"),
         ("b", (-1,), "SizeError", "a shape is whole numbers from 0; found (-1,)"),

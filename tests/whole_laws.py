@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import axes
+from axes.algebra.sharding import reductions
 from tests.flow_cases import Case
 from tests.flow_cases import case as flow_case
 from tests.strategies import place
@@ -606,6 +607,11 @@ def inplace(d: Draw) -> None:
 # ---------------------------------------------------------------------------- operations
 
 
+def pending_in(sharding: axes.Sharding) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What is pending, by the names of the mesh."""
+    return tuple((op, tuple(map(sharding.mesh.called, each))) for op, each in reductions(sharding.pending))
+
+
 def spec_of_case(
     grid: Grid, found: Case, slots: Sequence[Sequence[str]], splits: Mapping[str, Sequence[str]], pending: Pending = ()
 ) -> str:
@@ -676,7 +682,7 @@ def operations(d: Draw) -> None:
         return
     d.features |= {f"operation {found.kind}", *({f"reduce {found.op}"} if found.kind == "reduce" else ())}
     names = [*"uvw"[: len(found.operands)]]
-    pendings = [tuple((q.op, tuple(map(str, q.axes))) for q in sharding.pending) for sharding in found.shardings]
+    pendings = list(map(pending_in, found.shardings))
     specs = [
         spec_of_case(grid, found, slots, found.places, q) for slots, q in zip(found.operands, pendings, strict=True)
     ]

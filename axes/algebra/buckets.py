@@ -175,7 +175,7 @@ def _most(source: Sharding, target: Sharding, shape: tuple[int, ...], link: Link
 
 
 def _pieces(sharding: Sharding) -> int:
-    return math.prod(axis.size for dim in sharding.dims for axis in dim.axes)
+    return math.prod(dim.pieces for dim in sharding.dims)
 
 
 def _interleaved(tensors: Sequence[Carriage]) -> list[TensorPiece]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -250,37 +249,6 @@ def checked_layout(value: object) -> Layout:
     if not isinstance(value, Layout):
         raise MeshError(f"a layout is an axes.Layout, like mesh.layout('tp'); found {shown(value)}")
     return value
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NamedLayout:
-    """A layout and what its author calls it, for printing: two are equal where their layouts are.
-
-    A layout of size 1 has no digits; of such a one the name is all that there is.
-
-    >>> NamedLayout(Layout((2,), (1,)), "tp") == NamedLayout(Layout((2,), (1,)), "heads")
-    True
-    """
-
-    layout: Layout
-    name: str
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, NamedLayout):
-            return self is other
-        modes = self.layout.modes
-        return modes == other.layout.modes and (modes != () or self.name == other.name)
-
-    def __hash__(self) -> int:
-        return hash(self.layout if self.layout.modes else self.name)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks along it."""
-        return self.layout.size
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def digits(*layouts: Layout) -> tuple[tuple[Mode, ...], ...]:

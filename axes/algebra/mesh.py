@@ -32,7 +32,7 @@ from axes.algebra.equations import declared, defined
 from axes.algebra.errors import MeshError, shown, unknown_axis
 from axes.algebra.explanation import Explanation
 from axes.algebra.grammar import checked_text, parse_declaration, parse_equation
-from axes.algebra.layout import Layout, Mode, NamedLayout, checked_layout
+from axes.algebra.layout import Layout, Mode, checked_layout
 from axes.algebra.mesh_expression import Rearrangement, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
@@ -162,11 +162,6 @@ class Mesh:
         if self._view is not None:
             return self._view
         return providers.runtime("mesh.rank").rank() if self.binding is not None else self.universe.ranks[0]
-
-    @property
-    def looks(self) -> int | None:
-        """What equal meshes may differ in: the rank that `at` has said."""
-        return self._view
 
     def layout(self, name: str) -> Layout:
         """What a name means; `MeshError` with the nearest name for one that isn't known.
@@ -422,55 +417,67 @@ class Mesh:
         >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
         ['tp', 'dp']
         """
-        found = [axis.name for axis in self._called(checked_layout(layout).modes, self.axes)]
+        found = [name for name, _ in self._called(checked_layout(layout).modes, self.axes)]
         return found if {*self.axis_names}.issuperset(found) else None
 
-    def calls(self, modes: Iterable[Mode]) -> tuple[NamedLayout, ...]:
+    def calls(self, modes: Iterable[Mode]) -> tuple[str, ...]:
         """Digits in order by the longest names that the mesh has for them; what has none is called by its digits.
 
         >>> mesh = Mesh("dp=2 cp=2 tp=2", "both = dp cp")
         >>> print(*mesh.calls([(2, 1), (4, 2)]), *mesh.calls([(8, 1)]), *mesh.calls([(4, 1)]))
         tp both both tp cp tp
         """
-        return self._called(modes, dict(sorted(self.namespace.items(), key=lambda item: -item[1].size)))
+        return tuple(map(self.called, self.parts(modes)))
 
-    def _called(self, modes: Iterable[Mode], names: Mapping[str, Layout]) -> tuple[NamedLayout, ...]:
+    def parts(self, modes: Iterable[Mode]) -> tuple[Layout, ...]:
+        """Digits in order as the longest layouts for which the mesh has a name; what has none digit by digit."""
+        longest = dict(sorted(self.namespace.items(), key=lambda item: -item[1].size))
+        return tuple([layout for _, layout in self._called(modes, longest)])
+
+    def _called(self, modes: Iterable[Mode], names: Mapping[str, Layout]) -> list[tuple[str, Layout]]:
         """Digits in order by the first of some names that they begin with."""
         rest = list(Layout.of(modes).modes)
-        found: list[NamedLayout] = []
+        found: list[tuple[str, Layout]] = []
         while rest:
             for name, layout in names.items():
                 behind = _behind(rest, layout) if layout.size > 1 else None
                 if behind is not None:
-                    found.append(NamedLayout(layout, name))
+                    found.append((name, layout))
                     rest = behind
                     break
             else:
-                found.append(self.called(Layout.of([rest.pop(0)])))
-        return tuple(found)
+                digit = Layout.of([rest.pop(0)])
+                found.append((self.called(digit), digit))
+        return found
 
-    def called(self, layout: Layout) -> NamedLayout:
-        """A layout by the first name that the mesh has for it, else by its digits.
+    def called(self, layout: Layout) -> str:
+        """The axis that has a layout, or the first further name that the mesh has for it, else its digits.
 
         >>> Mesh("dp=2 tp=2").called(Layout((2,), (2,)))
-        NamedLayout(layout=2:2, name='dp')
+        'dp'
         """
         checked_layout(layout)
-        name = next((name for name, other in self.namespace.items() if other == layout), str(layout))
-        return NamedLayout(layout, name)
+        names = (*self.axis_names, *self.namespace)
+        return next((name for name in names if self.namespace[name] == layout), str(layout))
 
-    def named(self, names: Iterable[str]) -> tuple[NamedLayout, ...]:
-        """Names as the layouts that they have here. Raises `MeshError` for a name that isn't one."""
+    def splits(self, names: Iterable[str]) -> tuple[Layout, ...]:
+        """Axes by name as what they split: an axis of one rank splits nothing, and is left out.
+
+        Raises `MeshError` for a name that isn't one.
+
+        >>> Mesh("dp=2 pp=1").splits(["pp", "dp"])
+        (2:1,)
+        """
         found = tuple_of(names)
         if found is None:
             raise MeshError(f"names of axes are a sequence, like ('dp', 'tp'); found {shown(names)}")
-        return tuple([NamedLayout(self.layout(name), name) for name in found])
+        return tuple([layout for layout in map(self.layout, found) if layout.size > 1])
 
     def along(self, layout: Layout) -> Mesh:
         """The mesh of this rank's line along a layout, as one axis: who is elsewhere isn't of it."""
         if checked_layout(layout) == self.extent:
             return self
-        name = " ".join(map(str, self.calls(layout.modes))) or "1"
+        name = " ".join(self.calls(layout.modes)) or "1"
         return self._with(axis_names=(name,), namespace={**self.namespace, name: layout})
 
     def made_of(self, layouts: Iterable[Layout]) -> list[str] | None:

@@ -24,7 +24,7 @@ from axes.algebra.chunks import Runs, Tile, count
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown
 from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.exchange import Pieces, pieces_of
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import Sharding, Slots
 from axes.algebra.sizes import tuple_of, whole_numbers
 
 Shape = tuple[int, ...]
@@ -113,7 +113,7 @@ class PageLink:
         return f"{len(self.pages[0])} pages, dim {self.dim}, {pools}"
 
 
-def sorted_link(dim: int, dims: tuple[ShardedDim, ShardedDim], counts: tuple[int, int], pages: Lists) -> PageLink:
+def sorted_link(dim: int, dims: tuple[Slots, Slots], counts: tuple[int, int], pages: Lists) -> PageLink:
     """The link of a list between pools of so many pages, with the pages of each piece together."""
     owners = [_owners(pieces_of(pool, (size,)), each) for pool, size, each in zip(dims, counts, pages, strict=True)]
     order = sorted(range(len(pages[0])), key=list(zip(*owners, strict=True)).__getitem__)
@@ -139,7 +139,7 @@ def _owners(pool: Pieces, pages: Sequence[int]) -> list[int]:
 
 def page_dim(name: str, end: Sharding) -> int:
     """The number of the dim of pages; `ShardingError` where a tensor has none."""
-    dims = [at for at, dim in enumerate(end.dims) if len(dim.factors) == 1 and dim.factors[0].name == name]
+    dims = [at for at in range(end.ndim) if end.names_of(at) == (name,)]
     if len(dims) != 1:
         raise ShardingError(
             f"pages= says that {shown(name)} is a dim of pages; '{end}' has no such dim outside of groups"
@@ -149,8 +149,8 @@ def page_dim(name: str, end: Sharding) -> int:
 
 def check_page_dims(at: int, source: Sharding, target: Sharding, tensor: str) -> None:
     """`ShardingError` where the dim of pages of a source isn't a dim like it of the target."""
-    name = source.dims[at].factors[0].name
-    if len(target.dims[at].factors) != 1 or target.dims[at].factors[0].name != name:
+    (name,) = source.names_of(at)
+    if target.names_of(at) != (name,):
         raise ShardingError(
             f"'{name}' is dim {at} of {shortened(tensor)}, '{source}'; of the target, '{target}', it isn't"
         )

@@ -26,7 +26,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run, cut_box
 from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.exchange import Pieces, pieces_of
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import Sharding, Slots
 
 Shape = tuple[int, ...]
 
@@ -202,7 +202,7 @@ _MOST_CUTS = 4096
 
 
 @lru_cache(maxsize=4096)
-def _most_in_a_piece(steps: tuple[tuple[int, int], ...], dim: ShardedDim, extents: Shape, begin: int) -> int:
+def _most_in_a_piece(steps: tuple[tuple[int, int], ...], dim: Slots, extents: Shape, begin: int) -> int:
     """The most elements of nested steps `(size, stride)` from `begin` on that one piece of a dim has.
 
     Of a dim that is cut into more than `_MOST_CUTS` pieces a bound: as many as the largest piece has.
@@ -214,7 +214,7 @@ def _most_in_a_piece(steps: tuple[tuple[int, int], ...], dim: ShardedDim, extent
     """
     every = math.prod([size for size, _ in steps])
     if dim.pieces > _MOST_CUTS:
-        sizes = [[layout.size for layout in factor.layouts] for factor in dim.factors]
+        sizes = [[layout.size for layout in slot.layouts] for slot in dim]
         return min(every, math.prod(map(largest_chunk, extents, sizes)))
     most = 0
     for piece in pieces_of(dim, extents).runs:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import ShardingError, shown
-from axes.algebra.layout import Layout, NamedLayout
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding, classes, same_cuts
-from axes.algebra.splits import Cut, cuts, of_cuts
+from axes.algebra.sharding import Sharding, Slots, classes, pending_text, reductions, same_cuts
+from axes.algebra.splits import Cut, cuts, of_cuts, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +47,26 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     """
     mesh = sharding.mesh
     found = {name: PlacementSpec() for name in mesh.axis_names}
-    for pending in sharding.pending:
-        for name in _unordered(mesh, pending.axes):
-            found[name] = PlacementSpec(op=pending.op)
+    for op, layouts in reductions(sharding.pending):
+        for name in _unordered(mesh, layouts):
+            found[name] = PlacementSpec(op=op)
     _check_order_of_pending(sharding)
-    strided: dict[str, ShardedDim] = {}
-    for index, dim in enumerate(sharding.dims):
-        ends = cuts(_in_axes(mesh, dim), 0)
-        order = sorted(range(len(ends)), key=lambda at: mesh.axis_names.index(ends[at][1].name))
+    strided: dict[str, str] = {}
+    for index in range(sharding.ndim):
+        ends = cuts(_in_axes(sharding, index), 0)
+        order = sorted(range(len(ends)), key=lambda at: mesh.layouts.index(ends[at][1]))
         for number, at in enumerate(order):
             before, axis = ends[at]
             is_behind = before > math.prod(other.size for _, other in ends[:at])
             if len(order) > 1 and is_behind:
                 raise ShardingError(
-                    f"DTensor can't express {dim}: two axes on a dim with an unsplit factor in front; "
-                    "make the factor in front a dim of its own"
+                    f"DTensor can't express {sharding.text_of(index)}: two axes on a dim with an unsplit factor in "
+                    "front; make the factor in front a dim of its own"
                 )
             in_front = before // math.prod(ends[other][1].size for other in order[:number] if other < at)
-            found[axis.name] = PlacementSpec(index, in_front)
+            found[mesh.axis_names[mesh.layouts.index(axis)]] = PlacementSpec(index, in_front)
             if in_front > 1:
-                strided.setdefault("factor" if is_behind else "order", dim)
-        found |= {axis.name: PlacementSpec(index) for axis in _in_axes(mesh, dim).axes if axis.size == 1}
+                strided.setdefault("factor" if is_behind else "order", sharding.text_of(index))
     if len(strided) > 1:
         # torch 2.13 undoes strided shards either as an order of axes or as strides, never both.
         raise ShardingError(
@@ -86,69 +85,65 @@ def _check_order_of_pending(sharding: Sharding) -> None:
     if len(sharding.pending) < 2:
         return
     mesh = sharding.mesh
-    written = [(p.op, name) for p in sharding.pending for name in _unordered(mesh, p.axes)]
-    written = [entry for entry in written if mesh.namespace[entry[1]].size > 1]
+    written = [(op, name) for op, layouts in reductions(sharding.pending) for name in _unordered(mesh, layouts)]
     in_order = sorted(written, key=lambda entry: mesh.axis_names.index(entry[1]))
     if list(map(set, classes(written))) != list(map(set, classes(in_order))):
-        text = " ".join(map(str, sharding.pending))
+        text, first = (pending_text(mesh, entries) for entries in (sharding.pending, sharding.pending[:1]))
         order = ", ".join(repr(name) for _, name in written)
         raise ShardingError(
             f"'| {text}' is resolved in the order in which it stands, and DTensor keeps only that of the mesh, "
-            f"{' '.join(mesh.axis_names)}; resolve {sharding.pending[0]} first, or use the sub-mesh mesh[{order}]"
+            f"{' '.join(mesh.axis_names)}; resolve {first} first, or use the sub-mesh mesh[{order}]"
         )
 
 
-def _in_axes(mesh: Mesh, dim: ShardedDim) -> ShardedDim:
+def _in_axes(sharding: Sharding, dim: int) -> Slots:
     """A dim split by axes of the mesh itself; `ShardingError` where a size in front of one isn't known."""
-    factors = [replace(factor, axes=mesh.named(mesh_axes(mesh, factor.axes))) for factor in dim.factors]
-    for number, factor in enumerate(factors):
-        behind = [axis for other in factors[number + 1 :] for axis in other.axes if axis.size > 1]
-        if factor.size is None and behind:
+    mesh, slots = sharding.mesh, sharding.dims[dim]
+    for at, slot in enumerate(slots):
+        behind = [layout for other in slots[at + 1 :] for layout in other.layouts]
+        if slot.size is None and behind:
+            open_ = [name for name, each in zip(sharding.names_of(dim), slots, strict=True) if each.size is None]
             raise ShardingError(
-                f"DTensor needs the sizes of the factors in front of '{behind[0]}' in {dim}; "
-                f"write them: {' '.join(f'{f.name}=...' for f in dim.factors if f.size is None)}"
+                f"DTensor needs the sizes of the factors in front of '{mesh.called(behind[0])}' in "
+                f"{sharding.text_of(dim)}; write them: {' '.join(f'{name}=...' for name in open_)}"
             )
-    return ShardedDim(tuple(factors))
+    return Slots([replace(slot, layouts=mesh.splits(mesh_axes(mesh, slot.layouts))) for slot in slots])
 
 
-def mesh_axes(mesh: Mesh, axes: Sequence[NamedLayout]) -> list[str]:
+def mesh_axes(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
     """A product of layouts as axes of the mesh itself; `ShardingError` where it cuts one."""
     found: list[str] = []
     modes: list[tuple[int, int]] = []
-    for axis in axes:
-        if not modes and axis.name in mesh.axis_names and mesh.namespace[axis.name] == axis.layout:
-            found.append(axis.name)
-        else:
-            modes.extend(axis.layout.modes)
-            names = mesh.factored(Layout.of(modes))
-            if names is not None:
-                found.extend(names)
-                modes = []
+    for layout in layouts:
+        modes.extend(layout.modes)
+        names = mesh.factored(Layout.of(modes))
+        if names is not None:
+            found.extend(names)
+            modes = []
     if modes:
-        _not_whole(mesh, axes)
+        _not_whole(mesh, layouts)
     return found
 
 
-def _unordered(mesh: Mesh, axes: Sequence[NamedLayout]) -> list[str]:
+def _unordered(mesh: Mesh, layouts: Sequence[Layout]) -> list[str]:
     """`mesh_axes`, where the order means nothing, so that pieces of an axis may stand apart."""
-    named = [axis for axis in axes if axis.name in mesh.axis_names and mesh.namespace[axis.name] == axis.layout]
-    rest = mesh.made_of(axis.layout for axis in axes if axis not in named)
-    return [*(axis.name for axis in named), *(_not_whole(mesh, axes) if rest is None else rest)]
+    found = mesh.made_of(layouts)
+    return _not_whole(mesh, layouts) if found is None else found
 
 
-def _not_whole(mesh: Mesh, axes: Sequence[NamedLayout]) -> NoReturn:
+def _not_whole(mesh: Mesh, layouts: Sequence[Layout]) -> NoReturn:
     raise ShardingError(
-        f"'{' '.join(map(str, axes))}' isn't a product of whole axes of {mesh!r}, so DTensor can't express it; "
-        "use the sub-mesh that has these axes, like mesh['dp', 'tp']"
+        f"'{' '.join(map(mesh.called, layouts))}' isn't a product of whole axes of {mesh!r}, so DTensor can't express "
+        "it; use the sub-mesh that has these axes, like mesh['dp', 'tp']"
     )
 
 
 def check_axes_are_whole(sharding: Sharding) -> None:
     """`ShardingError` where a sharding cuts an axis of its mesh, for which DTensor has no placement."""
-    for factor in (factor for dim in sharding.dims for factor in dim.factors):
-        mesh_axes(sharding.mesh, factor.axes)
-    for pending in sharding.pending:
-        _unordered(sharding.mesh, pending.axes)
+    for slot in (slot for dim in sharding.dims for slot in dim):
+        mesh_axes(sharding.mesh, slot.layouts)
+    for _, layouts in reductions(sharding.pending):
+        _unordered(sharding.mesh, layouts)
 
 
 def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
@@ -156,16 +151,15 @@ def check_torch_can(sharding: Sharding, shape: Sequence[int]) -> None:
     specs = placement_specs(sharding)
     for index, (dim, extents) in enumerate(zip(sharding.dims, sharding.extents(shape), strict=True)):
         count = dim.pieces
-        if len(dim.factors) > 1 or extents[0] % count == 0:
+        if len(dim) > 1 or extents[0] % count == 0:
             continue
-        levels = [name for name, spec in zip(sharding.mesh.axis_names, specs, strict=True) if spec.dim == index]
-        plain = ShardedDim((replace(dim.factors[0], axes=sharding.mesh.named(levels)),))
+        levels = [layout for layout, spec in zip(sharding.mesh.layouts, specs, strict=True) if spec.dim == index]
         strided = any(spec.dim == index and spec.split_factor > 1 for spec in specs)
-        if strided or not same_cuts(dim, plain, extents[0]):
+        if strided or not same_cuts(dim, split(*levels), extents[0]):
             raise ShardingError(
-                f"{dim} cuts a dim of {extents[0]} into {count} uneven parts, which DTensor on {sharding.mesh!r} "
-                f"would cut otherwise; make the size a multiple of {count}, or use a sub-mesh with these axes in "
-                "this order"
+                f"{sharding.text_of(index)} cuts a dim of {extents[0]} into {count} uneven parts, which DTensor on "
+                f"{sharding.mesh!r} would cut otherwise; make the size a multiple of {count}, or use a sub-mesh with "
+                "these axes in this order"
             )
 
 
@@ -186,8 +180,8 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
     if len(placements) != mesh.ndim:
         raise ShardingError(f"{mesh!r} has {mesh.ndim} axes; found {len(placements)} placements")
     ends: list[list[Cut]] = [[] for _ in range(ndim)]
-    pending: list[PendingReduction] = []
-    for axis, placement in zip(mesh.named(mesh.axis_names), placements, strict=True):
+    pending: list[tuple[str, Layout]] = []
+    for (axis, layout), placement in zip(mesh.axes.items(), placements, strict=True):
         if type(placement).__name__ not in _KNOWN:
             raise ShardingError(
                 f"axis '{axis}' has {shown(placement)}, whose meaning only torch knows; resolve it by torch's own "
@@ -199,37 +193,39 @@ def _read(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Sharding:
             op = {"avg": "mean"}.get(op, op)
             if op not in ("sum", "mean", "max", "min"):
                 raise ShardingError(f"a pending '{op}' has no name in axes; resolve it first")
-            if pending and pending[-1].op == op:
-                pending[-1] = PendingReduction(op, (*pending[-1].axes, axis))
-            else:
-                pending.append(PendingReduction(op, (axis,)))
+            pending += [(op, layout)] * (layout.size > 1)
         elif dim is not None:
             dim = dim + ndim if dim < 0 else dim
             if not 0 <= dim < ndim:
                 raise ShardingError(f"{placement} is about dim {dim} of a tensor with {ndim} dims")
-            _cut(ends[dim], axis, placement)
-    dims = []
+            if layout.size > 1 and not _cut(ends[dim], layout, placement):
+                raise ShardingError(
+                    f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec"
+                )
+    dims = list(map(of_cuts, [None] * ndim, ends))
     for index, found in enumerate(ends):
-        large = [(before, axis.size) for before, axis in found if axis.size > 1]
-        if len(large) > 1 and large[-1][0] > math.prod(size for _, size in large[:-1]):
+        if len(found) > 1 and found[-1][0] > math.prod(layout.size for _, layout in found[:-1]):
             # FSDP2 makes such placements, and puts other rows on the ranks than they say.
             raise ShardingError(
                 f"dim {index} of {list(placements)} on {mesh!r} is split by two axes and by a factor, and torch "
                 "doesn't keep to such placements. Where fully_shard made them, give it a shard_placement_fn for "
                 "another dim, or make the factor a dim of its own"
             )
-        split = of_cuts("_", None, found)
-        # `_` has no place in a group, so what is left of the dim gets a name.
-        dims.append(split if len(split.factors) == 1 else of_cuts(f"inner{index}", None, found))
-    return Sharding(mesh, tuple(dims), tuple(pending))
+    # `_` has no place in a group, so what is left of the dim gets a name.
+    names = [("",) * (len(dim) - 1) + (f"inner{at}" if len(dim) > 1 else "",) for at, dim in enumerate(dims)]
+    return Sharding(mesh, tuple(dims), tuple(pending), tuple(names))
 
 
-def _cut(ends: list[Cut], axis: NamedLayout, placement: Any) -> None:
-    """Adds one more shard to the cuts of a dim: as many unsplit pieces stay in front of it as the placement says."""
+def _cut(ends: list[Cut], layout: Layout, placement: Any) -> bool:
+    """Adds one more shard to the cuts of a dim: as many unsplit pieces stay in front of it as the placement says.
+
+    False where it doesn't fit what others split already.
+    """
     at, end, left = 0, 1, getattr(placement, "split_factor", 1)
     gaps = [before // reach for (before, _), reach in zip(ends, [1, *(b * a.size for b, a in ends)], strict=False)]
     while at < len(ends) and (gaps[at] == 1 or (left > 1 and left % gaps[at] == 0)):
         left, end, at = left // gaps[at], ends[at][0] * ends[at][1].size, at + 1
-    if at < len(ends) and gaps[at] % (left * axis.size):
-        raise ShardingError(f"{placement} on axis '{axis}' doesn't fit what other axes split already; it has no spec")
-    ends.insert(at, (end * left, axis))
+    if at < len(ends) and gaps[at] % (left * layout.size):
+        return False
+    ends.insert(at, (end * left, layout))
+    return True

@@ -33,7 +33,7 @@ from axes.algebra.planning.crossing import crossings
 from axes.algebra.planning.digits import Digit, Space, State, common, sorted_classes
 from axes.algebra.planning.exchange import ranks_of_both
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding, cached_with_names
+from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.universe import Universe
 
@@ -109,6 +109,12 @@ class Plan:
         during = (step.output_bytes + step.send_bytes + step.receive_bytes for step in self.steps)
         return held + max(made, *during, 0)
 
+    @property
+    def states(self) -> tuple[Sharding, ...]:
+        """How the tensor lies before the first step and after each, in the names of the source and of the target."""
+        between = [replace(step.target, names=self.source.names) for step in self.steps[:-1]]
+        return (self.source, *between, *[self.target][: len(self.steps)])
+
     def at(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
         return replace(self, rank=rank, steps=tuple(replace(step, rank=rank) for step in self.steps))
@@ -148,7 +154,8 @@ def plan(
     shape = checked_shape(shape)
     source, target = _seen(source, shape), _seen(target, shape)
     rank = source.universe.ranks[0] if rank is None else checked_rank("rank", rank)
-    return _plan(source, target, shape, dtype, cost_model, rank)
+    # What is kept is of shardings that are equal, whatever the names of their dims.
+    return replace(_plan(source, target, shape, dtype, cost_model, rank), source=source, target=target)
 
 
 def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -156,8 +163,8 @@ def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
 
     `same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone.
     """
-    if any(p.op == "same" for p in end.pending):
-        end = replace(end, pending=tuple(p for p in end.pending if p.op != "same"))
+    if any(op == "same" for op, _ in end.pending):
+        end = replace(end, pending=tuple([entry for entry in end.pending if entry[0] != "same"]))
     return end.at(shape)
 
 
@@ -193,18 +200,16 @@ def odd_dims(shape: Sequence[int], found: Cuts) -> set[int]:
 
 def _without_names(end: Sharding) -> tuple[object, ...]:
     """What a sharding says, for ranks to compare."""
-    dims = [[(factor.size, factor.layouts) for factor in dim.factors] for dim in end.dims]
-    pending = [(p.op, [axis.layout for axis in p.axes]) for p in end.pending]
-    return end.universe, end.mesh.extent, dims, pending
+    return end.universe, end.mesh.extent, end.dims, end.pending
 
 
-@cached_with_names(4096)
+@lru_cache(maxsize=4096)
 def _plan(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel, rank: int) -> Plan:
     found = choices_between(source, target, shape, dtype, model)
     return found.plan(found.cheapest(shape), shape, rank)
 
 
-@cached_with_names(4096)
+@lru_cache(maxsize=4096)
 def choices_between(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> Choices:
     """The sequences of stages worth weighing between two shardings as planning sees them (`Sharding.at`)."""
     check_pair(source, target, shape, dtype)
@@ -228,7 +233,9 @@ class Choices:
     """
 
     def __init__(self, source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel):
-        self.source, self.target, self.shape, self.dtype, self.model = source, target, shape, dtype, model
+        # It is kept for shardings that are equal, whatever the names of their dims.
+        self.source, self.target = replace(source, names=()), replace(target, names=())
+        self.shape, self.dtype, self.model = shape, dtype, model
         self.space, self.sequences = _sequences(source, target, shape, model)
         self.states = lru_cache(maxsize=256)(self._states)
 
@@ -333,7 +340,7 @@ def check_pair(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype
     for end in (source, target):
         if end.ndim != len(shape):
             raise ShardingError(f"'{end}' has {end.ndim} dims; the tensor has shape {list(shape)}")
-        unknown = next((p.op for p in end.pending if p.op not in OPS), None)
+        unknown = next((op for op, _ in end.pending if op not in OPS), None)
         if unknown is not None:
             raise ShardingError(f"'{end}' has '{unknown}' pending; known reductions: {', '.join(OPS)}")
     if source.universe == target.universe:
@@ -360,12 +367,14 @@ def _impossible(source: Sharding, target: Sharding, why: str) -> ShardingError:
 def _check_pending(source: Sharding, target: Sharding) -> None:
     if not target.pending:
         return
-    ends = [[(p.op, axis) for p in end.pending for axis in p.axes] for end in (source, target)]
-    layouts = [axis.layout for end in ends for _, axis in end]
+    layouts = [layout for _, layout in (*source.pending, *target.pending)]
     refined = common_digits(layouts) if source.universe == target.universe else None
     if refined is None:
         raise _impossible(source, target, "nothing can become pending on other axes than it is")
-    has, keeps = ({digit: (op, axis) for op, axis in end for digit in refined[axis.layout]} for end in ends)
+    has, keeps = (
+        {digit: (op, end.mesh.called(layout)) for op, layout in end.pending for digit in refined[layout]}
+        for end in (source, target)
+    )
     for digit, (op, axis) in keeps.items():
         if digit not in has:
             why = f"the target has {op} pending over {axis}, where the source has nothing"
@@ -389,10 +398,7 @@ def _check_pending(source: Sharding, target: Sharding) -> None:
 
 def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:
     itemsize_of(dtype)
-    for pending in source.pending:
-        op = pending.op
-        if pending in target.pending or all(axis.size == 1 for axis in pending.axes):
-            continue
+    for op, _ in [entry for entry in source.pending if entry not in target.pending]:
         if op == "mean" and not dtype.startswith(("float", "bfloat", "complex")):
             raise _impossible(source, target, f"a mean of {dtype} isn't {dtype}; convert it first, or take the sum")
         if op in ("max", "min") and dtype.startswith("complex"):

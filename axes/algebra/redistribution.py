@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from axes.algebra import plan as planning
@@ -24,7 +26,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sharding import Sharding, cached_with_names
+from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_tensor_shape, unknown_size, written_sizes
 from axes.algebra.specs import check_same_dims, factors_by_name, parsed_sharding, read_sharding
 
@@ -111,7 +113,9 @@ def retargeted(
     there, and `ShardingError` for anything else.
     """
     try:
-        return _meant(source.sized(shape), spec, where or mesh or source.mesh, mesh or source.mesh, sizes).sized(shape)
+        found = _meant(source.sized(shape), spec, where or mesh or source.mesh, mesh or source.mesh, sizes)
+        names = [mine if any(mine) else had for mine, had in zip(found.names, source.names, strict=False)]
+        return replace(found, mesh=found.mesh._seen_from((mesh or source.mesh)._view), names=tuple(names)).sized(shape)
     except ExpressionError:
         raise
     except AxesError as error:
@@ -119,7 +123,7 @@ def retargeted(
         raise kind(f"{error}\n  source  {source}\n  target  {spec}") from None
 
 
-@cached_with_names(4096)
+@lru_cache(4096)
 def _meant(source: Sharding, spec: str, where: Mesh, mesh: Mesh, sizes: Sizes) -> Sharding:
     """The sharding on `mesh` that a spec means for what lies as `source`, whatever sizes the tensor has."""
     if mesh.universe == source.mesh.universe:

@@ -19,15 +19,15 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from axes.algebra import providers
 from axes.algebra.chunks import Runs, Tile, factor_runs, largest_chunk, nested_chunk, same_chunks
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.grammar import place_text
-from axes.algebra.layout import Layout, NamedLayout, common_digits, digits
+from axes.algebra.layout import Layout, common_digits, digits
 from axes.algebra.opaque import Placement
 from axes.algebra.sizes import checked_rank, checked_shape, tuple_of, whole_number
 from axes.algebra.universe import Universe
@@ -44,115 +44,100 @@ _MOST_DIMS = 4096
 LINEAR = frozenset({"sum", "mean"})
 """The reductions that pass through anything linear."""
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+Names = tuple[tuple[str, ...], ...]
+"""For each dim the names of its slots, for printing; "" is one that has none, as a number in a group."""
 
-def cached_with_names(maxsize: int) -> Callable[[F], F]:
-    """A cache for functions of meshes and shardings whose result shows names, or the rank that a mesh is seen from.
-
-    Meshes and shardings are equal that differ in these, so its key has them beside the arguments, which are positional.
-    """
-
-    def decorate(make: F) -> F:
-        kept = functools.lru_cache(maxsize)(lambda _, *key: make(*key))
-        found: Any = functools.wraps(make)(lambda *key: kept(_looks(key), *key))
-        found.cache_clear, found.cache_info = kept.cache_clear, kept.cache_info
-        return cast("F", found)
-
-    return decorate
-
-
-def _looks(value: object) -> object:
-    """What equality leaves out of a value, or of each part of a tuple."""
-    return tuple(map(_looks, value)) if isinstance(value, tuple) else getattr(value, "looks", None)
+Pending = tuple[tuple[str, Layout], ...]
+"""Reductions that haven't happened yet: the value is `op` over the ranks along a layout."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedFactor:
-    """A name, its size where it is known, and the axes that split it, major first.
+class Slot:
+    """A dim, or a factor of a dim that is written as a group: the layouts that split it, major first, and its size
+    where that is written."""
 
-    `name` is for printing, None for a plain number. A group that is split as a whole is one factor, whose
-    size is a multiple of the sizes known in it.
-    """
-
-    name: str | None = field(compare=False)
+    layouts: tuple[Layout, ...] = ()
     size: int | None = None
-    axes: tuple[NamedLayout, ...] = ()
-    multiple: int = 1
-
-    def __str__(self) -> str:
-        text = str(self.size) if self.name is None else self.name
-        grouped = text.startswith("(")  # a group that is split as a whole shows its sizes inside
-        text += f"={self.size}" if self.name is not None and self.size is not None and not grouped else ""
-        return f"{text}@{place_text(self.axes)}" if self.axes else text
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces the factor is split."""
-        return math.prod([axis.layout.size for axis in self.axes])
+        """Into how many pieces the slot is split."""
+        return math.prod([layout.size for layout in self.layouts])
+
+
+class Slots(tuple[Slot, ...]):
+    """How a dim is split: its slots, major first; more than one where it was written as a group."""
+
+    __slots__ = ()
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layouts that split the factor, each of which is one `torch.chunk`."""
-        return tuple([axis.layout for axis in self.axes])
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedDim:
-    """One dim: its factors, major first; more than one where it was written as a group."""
-
-    factors: tuple[ShardedFactor, ...]
-
-    def __str__(self) -> str:
-        text = " ".join(map(str, self.factors))
-        return text if len(self.factors) == 1 else f"({text})"
+        """The layouts that split the dim or one of its factors, each of which is one `torch.chunk`."""
+        return tuple([layout for slot in self for layout in slot.layouts])
 
     @property
-    def axes(self) -> tuple[NamedLayout, ...]:
-        """The axes that split the dim or one of its factors."""
-        return tuple([axis for factor in self.factors for axis in factor.axes])
+    def unsplit(self) -> Slots:
+        """The dim without what splits it."""
+        return Slots([Slot((), slot.size) for slot in self])
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one factor, of any size."""
-        major, *further = self.factors
-        return not further and major.size is None and major.multiple == 1
+        """Whether it is one slot, of any size."""
+        return len(self) == 1 and self[0].size is None
 
     @property
     def pieces(self) -> int:
         """Into how many pieces the dim is split."""
-        return math.prod([axis.layout.size for axis in self.axes])
+        return math.prod([layout.size for layout in self.layouts])
 
 
-@dataclass(frozen=True, slots=True)
-class PendingReduction:
-    """A reduction that hasn't happened yet: the value is `op` over the ranks of `axes`."""
+def slots_text(mesh: Mesh, slots: Slots, names: Sequence[str] = ()) -> str:
+    """A dim as a spec writes it."""
+    texts = []
+    for slot, name in zip(slots, names or [""] * len(slots), strict=True):
+        text = name or ("_" if slot.size is None else str(slot.size))
+        sized = name and slot.size is not None and not name.startswith("(")  # a group has its sizes inside
+        text += f"={slot.size}" if sized else ""
+        texts.append(f"{text}@{layouts_text(mesh, slot.layouts)}" if slot.layouts else text)
+    return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"
 
-    op: str
-    axes: tuple[NamedLayout, ...]
 
-    def __str__(self) -> str:
-        return f"{self.op}@{place_text(self.axes)}"
+def layouts_text(mesh: Mesh, layouts: Iterable[Layout]) -> str:
+    """Layouts as they stand behind an `@`, by the names that a mesh has for them: `tp`, or `(cp tp)`."""
+    return place_text(map(mesh.called, layouts))
+
+
+def reductions(pending: Iterable[tuple[str, Layout]]) -> list[tuple[str, list[Layout]]]:
+    """Pending reductions in order, one for neighbours of the same kind."""
+    return [(op, [layout for _, layout in run]) for op, run in itertools.groupby(pending, operator.itemgetter(0))]
+
+
+def pending_text(mesh: Mesh, pending: Iterable[tuple[str, Layout]]) -> str:
+    """What is pending, as a spec writes it behind the `|`."""
+    return " ".join([f"{op}@{layouts_text(mesh, layouts)}" for op, layouts in reductions(pending)])
 
 
 @dataclass(frozen=True)
 class Sharding:
     """How a tensor lies on a mesh. Made by `mesh.sharding(text)` or `from_placements`.
 
-    A value: two are equal that put the same data on the same ranks by the same digits of them. Names are for
-    printing. Pending reductions are resolved in their order, the first innermost.
+    A value: two are equal that put the same data on the same ranks by the same digits of them. The names of dims are
+    for printing alone; axes are printed by the first name that the mesh has for them, and those of one rank, which
+    split nothing, aren't part of it. Pending reductions are resolved in their order, the first innermost.
 
     Raises `ShardingError` where an axis isn't made of the mesh's axes, or where two places take
     the same ranks.
     """
 
     mesh: Mesh
-    dims: tuple[ShardedDim, ...]
-    pending: tuple[PendingReduction, ...] = ()
+    dims: tuple[Slots, ...]
+    pending: Pending = ()
+    names: Names = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if not {*map(type, self.dims)} <= {ShardedDim}:
+        if not {*map(type, self.dims)} <= {Slots}:
             raise ShardingError("a Sharding is made by mesh.sharding(text), or by Sharding.from_placements")
         _check_axes(self)
 
@@ -164,7 +149,7 @@ class Sharding:
         return hash((self.mesh, self.dims, self.pending))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Sharding, (self.mesh, self.dims, self.pending)  # a hash is a process's own
+        return Sharding, (self.mesh, self.dims, self.pending, self.names)  # a hash is a process's own
 
     @property
     def ndim(self) -> int:
@@ -174,12 +159,17 @@ class Sharding:
     @functools.cached_property
     def spec(self) -> str:
         """Canonical text: `mesh.sharding(sharding.spec) == sharding`."""
-        return " ".join([*map(str, self.dims), *(["|"] if self.pending else []), *map(str, self.pending)])
+        pending = ["|", pending_text(self.mesh, self.pending)] if self.pending else []
+        return " ".join([*map(self.text_of, range(self.ndim)), *pending])
 
-    @property
-    def looks(self) -> tuple[str, int | None]:
-        """What equal shardings may differ in: names, and the rank that the mesh is seen from."""
-        return self.spec, self.mesh.looks
+    def text_of(self, dim: int) -> str:
+        """One of the dims as the spec writes it."""
+        return slots_text(self.mesh, self.dims[dim], self.names_of(dim))
+
+    def names_of(self, dim: int) -> tuple[str, ...]:
+        """The names of the slots of a dim."""
+        found = self.names[dim] if self.names else ()
+        return found if len(found) == len(self.dims[dim]) else ("",) * len(self.dims[dim])
 
     def __str__(self) -> str:
         return self.spec
@@ -225,11 +215,11 @@ class Sharding:
     def largest_tile(self, shape: Sequence[int]) -> int:
         """Elements of the largest tile, in closed form."""
         pairs = [
-            (size, factor)
+            (size, slot)
             for dim, extents in zip(self.dims, self.extents(shape), strict=True)
-            for size, factor in zip(extents, dim.factors, strict=True)
+            for size, slot in zip(extents, dim, strict=True)
         ]
-        return math.prod(largest_chunk(size, [axis.size for axis in factor.axes]) for size, factor in pairs)
+        return math.prod(largest_chunk(size, [layout.size for layout in slot.layouts]) for size, slot in pairs)
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether every dim divides into its pieces, as split factors of a group always do."""
@@ -239,7 +229,7 @@ class Sharding:
     @functools.cached_property
     def _pieces(self) -> tuple[int, ...]:
         """Into how many pieces each dim has to divide."""
-        return tuple([1 if len(dim.factors) > 1 else dim.pieces for dim in self.dims])
+        return tuple([1 if len(dim) > 1 else dim.pieces for dim in self.dims])
 
     @property
     def universe(self) -> Universe:
@@ -248,10 +238,8 @@ class Sharding:
 
     @property
     def used(self) -> tuple[Layout, ...]:
-        """Every layout that splits a dim or is pending, those of size 1 left out."""
-        split = [axis for dim in self.dims for axis in dim.axes]
-        pending = [axis for reduction in self.pending for axis in reduction.axes]
-        return tuple([axis.layout for axis in (*split, *pending) if axis.size > 1])
+        """Every layout that splits a dim or is pending."""
+        return (*[layout for dim in self.dims for layout in dim.layouts], *[layout for _, layout in self.pending])
 
     def extents(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Per dim the sizes of its factors, solved from the tensor's shape.
@@ -320,9 +308,10 @@ class Sharding:
     def sized(self, shape: Sequence[int]) -> Sharding:
         """The same with the size of every factor of a group filled in from a tensor's shape."""
         whole = checked_shape(shape)
-        if all(len(dim.factors) == 1 for dim in self.dims):
+        if all(len(dim) == 1 for dim in self.dims):
             return self
-        return _sized(self, whole)
+        pairs = zip(self.dims, self.extents(whole), strict=True)
+        return replace(self, dims=tuple([_of_sizes(*each) if len(each[0]) > 1 else each[0] for each in pairs]))
 
     def at(self, shape: Sequence[int]) -> Sharding:
         """What planning sees of it for tensors of this shape: the sizes of all factors of groups, and of a group
@@ -333,19 +322,27 @@ class Sharding:
         '(b s)@dp (qkv=3 heads=2@tp d=4)'
         """
         whole = checked_shape(shape)
-        _extents(self, whole)  # refuses what doesn't fit
-        return self if self.is_plain else _at(self, whole)
+        extents = self.extents(whole)  # refuses what doesn't fit
+        if self.is_plain:
+            return self
+        dims, names = [], []
+        for slots, sizes, mine in zip(self.dims, extents, map(self.names_of, range(self.ndim)), strict=True):
+            if any(slot.layouts for slot in slots[1:]):
+                dims.append(_of_sizes(slots, sizes))
+                names.append(mine)
+            else:  # the major factor alone is split, and with it the dim
+                inner = " ".join([name or str(slot.size) for name, slot in zip(mine, slots, strict=True)])
+                dims.append(Slots((Slot(slots[0].layouts),)))
+                names.append((f"({inner})" if len(slots) > 1 else mine[0],))
+        return replace(self, dims=tuple(dims), names=tuple(names))
 
     def named(self, names: Sequence[str]) -> Sharding:
         """The same with other names for the dims that aren't groups."""
         found = tuple_of(names)
         if found is None or len(found) != self.ndim or not all(isinstance(name, str) for name in found):
             raise ShardingError(f"'{self}' has {self.ndim} dims, each with a name that is text; found {shown(names)}")
-        dims = []
-        for dim, name in zip(self.dims, found, strict=True):
-            single = len(dim.factors) == 1
-            dims.append(ShardedDim((replace(dim.factors[0], name=name),)) if single else dim)
-        return replace(self, dims=tuple(dims))
+        pairs = zip(found, map(self.names_of, range(self.ndim)), strict=True)
+        return replace(self, names=tuple([(name,) if len(mine) == 1 else mine for name, mine in pairs]))
 
     def on(self, mesh: Mesh) -> Sharding:
         """The same in the names of another mesh, whose axes have the same layouts in the same order.
@@ -358,25 +355,18 @@ class Sharding:
         """
         if not isinstance(mesh, type(self.mesh)):
             raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {shown(mesh)}")
-        if mesh == self.mesh:
-            return self if mesh.looks == self.mesh.looks else replace(self, mesh=mesh)
+        if mesh is self.mesh:
+            return self
         if mesh.layouts != self.mesh.layouts:
             raise ShardingError(
                 f"'{self}' is on {self.mesh!r}; on {mesh!r}, whose axes have other layouts, it can't be the same. "
                 "Moving a tensor there is axes.reshard(x, spec, mesh=mesh)"
             )
-        mine = self.mesh.named(self.mesh.axis_names)
-        names = dict(zip(mine, mesh.axis_names, strict=True))
-
-        def renamed(axes: tuple[NamedLayout, ...]) -> tuple[NamedLayout, ...]:
-            return tuple([replace(axis, name=names.get(axis) or mesh.called(axis.layout).name) for axis in axes])
-
-        dims = tuple(ShardedDim(tuple(replace(f, axes=renamed(f.axes)) for f in dim.factors)) for dim in self.dims)
-        return Sharding(mesh, dims, tuple(replace(p, axes=renamed(p.axes)) for p in self.pending))
+        return replace(self, mesh=mesh)
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether every dim is one factor, of any size."""
+        """Whether every dim is one slot, of any size."""
         return all(dim.is_plain for dim in self.dims)
 
     # inside
@@ -388,7 +378,7 @@ class Sharding:
 
     @functools.cached_property
     def _layouts(self) -> list[tuple[tuple[Layout, ...], ...]]:
-        return [tuple([factor.layouts for factor in dim.factors]) for dim in self.dims]
+        return [tuple([slot.layouts for slot in slots]) for slots in self.dims]
 
     def _tile_at(self, shape: Shape, position: int) -> Tile:
         parts = self._parts(shape, position)
@@ -412,32 +402,28 @@ def _intervals(layouts: tuple[tuple[Layout, ...], ...], extents: Shape, position
 def _check_axes(sharding: Sharding) -> None:
     """Every axis is made of the mesh's axes, and no two places share a digit."""
     mesh = sharding.mesh
-    held: list[ShardedDim | PendingReduction] = [*sharding.dims, *sharding.pending]
-    places = [(place, axis) for place in held for axis in place.axes]
-    if _are_apart(mesh, tuple([axis for _, axis in places])):
+    if _are_apart(mesh, sharding.used):
         return
-    for _, axis in places:
-        if not mesh.extent.contains(axis.layout):
-            raise ShardingError(f"axis '{axis}' isn't made of the axes of {mesh!r}")
-    for (there, other), (where, axis) in itertools.combinations(places, 2):
-        if axis == other or axis.layout.overlaps(other.layout):
-            both = (
-                f"axis '{axis}' is used twice"
-                if axis.name == other.name
-                else f"axes '{other}' and '{axis}' share ranks"
-            )
+    places = [(sharding.text_of(at), layout) for at, dim in enumerate(sharding.dims) for layout in dim.layouts]
+    places += [(pending_text(mesh, [entry]), entry[1]) for entry in sharding.pending]
+    for _, layout in places:
+        if not mesh.extent.contains(layout):
+            raise ShardingError(f"axis '{mesh.called(layout)}' isn't made of the axes of {mesh!r}")
+    for (there, other), (where, layout) in itertools.combinations(places, 2):
+        if layout.overlaps(other):
+            name, before = mesh.called(layout), mesh.called(other)
+            both = f"axis '{name}' is used twice" if name == before else f"axes '{before}' and '{name}' share ranks"
             raise ShardingError(f"{both}: in {there} and in {where}; each axis splits one place or is pending")
     try:
-        digits(*(axis.layout for _, axis in places))
+        digits(*(layout for _, layout in places))
     except MeshError as error:
         raise ShardingError(f"axes of one sharding are digits of the same factorization: {error}") from None
 
 
 @functools.lru_cache(maxsize=4096)
-def _are_apart(mesh: Mesh, axes: tuple[NamedLayout, ...]) -> bool:
-    """Whether axes are made of the mesh's own and no two of them share a digit."""
-    layouts = [axis.layout for axis in axes]
-    if len(set(axes)) < len(axes) or not all(map(mesh.extent.contains, layouts)):
+def _are_apart(mesh: Mesh, layouts: tuple[Layout, ...]) -> bool:
+    """Whether layouts are made of the mesh's own and no two of them share a digit."""
+    if len(set(layouts)) < len(layouts) or not all(map(mesh.extent.contains, layouts)):
         return False
     return common_digits(layouts) is not None and not any(
         one.overlaps(two) for one, two in itertools.combinations(layouts, 2)
@@ -452,74 +438,52 @@ def _extents(sharding: Sharding, shape: Shape) -> tuple[tuple[int, ...], ...]:
         )
     if sharding.is_plain:
         return tuple([(size,) for size in shape])
-    return tuple(_factor_sizes(sharding, dim, extent, shape) for dim, extent in zip(sharding.dims, shape, strict=True))
+    return tuple([_sizes(sharding, dim, shape) for dim in range(sharding.ndim)])
 
 
-def _sized(sharding: Sharding, shape: Shape) -> Sharding:
-    dims = []
-    for dim, extents in zip(sharding.dims, sharding.extents(shape), strict=True):
-        if len(dim.factors) > 1:
-            factors = (replace(f, size=size) for f, size in zip(dim.factors, extents, strict=True))
-            dim = ShardedDim(tuple(factors))
-        dims.append(dim)
-    return replace(sharding, dims=tuple(dims))
+def _of_sizes(slots: Slots, sizes: Sequence[int]) -> Slots:
+    return Slots([Slot(slot.layouts, size) for slot, size in zip(slots, sizes, strict=True)])
 
 
-@cached_with_names(8192)
-def _at(sharding: Sharding, shape: Shape) -> Sharding:
-    dims = tuple(map(_whole, _sized(sharding, shape).dims))
-    return sharding if dims == sharding.dims else replace(sharding, dims=dims)
-
-
-def _whole(dim: ShardedDim) -> ShardedDim:
-    """A dim without its own size, as one factor where its major factor alone is split: then that splits the dim."""
-    major, *further = dim.factors
-    if any(factor.axes for factor in further):
-        return dim
-    names = " ".join(str(f.size) if f.name is None else f.name for f in dim.factors)
-    return ShardedDim((ShardedFactor(f"({names})" if further else names, None, major.axes),))
-
-
-def _factor_sizes(sharding: Sharding, dim: ShardedDim, extent: int, shape: Shape) -> tuple[int, ...]:
-    known = [factor.size for factor in dim.factors]
-    missing = known.count(None)
-    rest = math.prod(size for size in known if size is not None)
+def _sizes(sharding: Sharding, dim: int, shape: Shape) -> tuple[int, ...]:
+    """The sizes of the slots of a dim."""
+    slots, extent = sharding.dims[dim], shape[dim]
+    missing = sum(slot.size is None for slot in slots)
+    known = math.prod([slot.size for slot in slots if slot.size is not None])
 
     def filled() -> str:
-        return f"{dim} = {shown(extent)}    (dim of {shown(list(shape))} in '{sharding}')"
+        return f"{sharding.text_of(dim)} = {shown(extent)}    (dim of {shown(list(shape))} in '{sharding}')"
 
     if missing > 1:
         raise SizeError(f"more than one size is missing in  {filled()}")
-    multiple = math.prod(factor.multiple if factor.size is None else factor.size for factor in dim.factors)
-    if (missing and extent % multiple) or (not missing and rest != extent):
+    if (missing and extent % known) or (not missing and known != extent):
         raise SizeError(f"the sizes don't multiply to the dim:  {filled()}")
-    sizes = tuple(extent // rest if size is None else size for size in known)
-    if len(dim.factors) > 1:
-        for factor, size in zip(dim.factors, sizes, strict=True):
-            count = factor.pieces
-            if size % count:
-                raise ShardingError(
-                    f"{size} doesn't divide into {count} parts: {factor} is split inside a group:  {filled()}"
-                    f"{_fewer(sharding.mesh, factor, size)}"
-                )
+    sizes = tuple([extent // known if slot.size is None else slot.size for slot in slots])
+    for at, (slot, size) in enumerate(zip(slots, sizes, strict=True)):
+        if len(slots) > 1 and size % slot.pieces:
+            name = sharding.names_of(dim)[at]
+            raise ShardingError(
+                f"{size} doesn't divide into {slot.pieces} parts: {slots_text(sharding.mesh, Slots((slot,)), (name,))} "
+                f"is split inside a group:  {filled()}{_fewer(sharding.mesh, slot, size, name)}"
+            )
     return sizes
 
 
-def _fewer(mesh: Mesh, factor: ShardedFactor, size: int) -> str:
+def _fewer(mesh: Mesh, slot: Slot, size: int, name: str) -> str:
     """What to write where an axis has more ranks than a factor has parts."""
-    if len(factor.axes) != 1 or factor.pieces % size or size == 1:
+    if len(slot.layouts) != 1 or slot.pieces % size or size == 1:
         return ""
-    axis = str(factor.axes[0])
+    axis = mesh.called(slot.layouts[0])
     parts = [part for name in mesh.axis_names for part in (("kv", "rep") if name == axis else (name,))]
     return (
         f'\nsplit the axis first, in two steps: declare the mesh with "({axis}) = kv={size} rep", and shard on '
-        f"mesh{parts}, {factor.name or 'the factor'} over kv alone: ranks along rep have the same"
+        f"mesh{parts}, {name or 'the factor'} over kv alone: ranks along rep have the same"
     )
 
 
 def _same_pending(one: Sharding, two: Sharding) -> bool:
     """The same reductions over the same digits; order matters only between reductions that don't commute."""
-    ends = [[(p.op, axis.layout) for p in end.pending for axis in p.axes] for end in (one, two)]
+    ends = one.pending, two.pending
     found = common_digits([layout for end in ends for _, layout in end])
     if found is None:
         return False
@@ -537,22 +501,22 @@ def kind_of(op: str) -> str:
     return "sum" if op in LINEAR else op
 
 
-def _whole_size(dim: ShardedDim) -> int | None:
-    """The size of a dim where its factors say it."""
-    sizes = [factor.size for factor in dim.factors]
+def _whole_size(slots: Slots) -> int | None:
+    """The size of a dim where its slots say it."""
+    sizes = [slot.size for slot in slots]
     return math.prod(s for s in sizes if s is not None) if None not in sizes else None
 
 
-def _pieces(dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None]]:
-    """A dim from the major side, whatever its factors: digits that split it, and how much stays whole behind them.
+def _pieces(slots: Slots, whole: int | None) -> list[tuple[Layout, int | None]]:
+    """A dim from the major side, whatever its slots: digits that split it, and how much stays whole behind them.
 
     None is a size that is open; a dim of size `whole` leaves none open.
     """
-    known = math.prod(factor.size for factor in dim.factors if factor.size is not None)
+    known = math.prod(slot.size for slot in slots if slot.size is not None)
     found: list[tuple[Layout, int | None]] = []
-    for factor in dim.factors:
-        layout = Layout.product(*factor.layouts)
-        size = whole // known if factor.size is None and whole is not None else factor.size
+    for slot in slots:
+        layout = Layout.product(*slot.layouts)
+        size = whole // known if slot.size is None and whole is not None else slot.size
         rest = None if size is None else size // layout.size
         before, between = found[-1] if found else (Layout(), 1)
         if found and not layout.modes:
@@ -564,15 +528,15 @@ def _pieces(dim: ShardedDim, whole: int | None) -> list[tuple[Layout, int | None
     return found
 
 
-def same_cuts(mine: ShardedDim, theirs: ShardedDim, extent: int) -> bool:
+def same_cuts(mine: Slots, theirs: Slots, extent: int) -> bool:
     """Whether two dims of this extent are cut the same on every rank."""
     if extent == 0 or mine == theirs:
         return True
-    even = [len(dim.factors) > 1 or extent % dim.pieces == 0 for dim in (mine, theirs)]
+    even = [len(slots) > 1 or extent % slots.pieces == 0 for slots in (mine, theirs)]
     if any(even):
         # Equal pieces are never the same as unequal ones.
         return all(even) and _pieces(mine, extent) == _pieces(theirs, extent)
-    found = common_digits([axis.layout for dim in (mine, theirs) for axis in dim.axes])
+    found = common_digits([*mine.layouts, *theirs.layouts])
     if found is None:
         return False
-    return same_chunks(extent, *[[found[axis.layout] for axis in dim.axes] for dim in (mine, theirs)])
+    return same_chunks(extent, *[[found[layout] for layout in slots.layouts] for slots in (mine, theirs)])

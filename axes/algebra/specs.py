@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from axes.algebra import grammar
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened
 from axes.algebra.grammar import checked_spec, has_dots, parse_spec, without_dots
-from axes.algebra.layout import NamedLayout
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.layout import Layout
+from axes.algebra.sharding import Sharding, Slot, Slots, slots_text
 from axes.algebra.sizes import given_sizes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def parsed_sharding(
 
 def marked_sharding(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...] = (), ndim: int | None = None
-) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+) -> tuple[Sharding, tuple[Layout, ...]]:
     """The sharding of a spec that may say `same`, and the axes that are `same`: they are about gradients alone."""
     found, same = _parsed(mesh, checked_spec(spec), sizes, ndim, True)
     return found.on(mesh), same
@@ -42,13 +42,13 @@ def marked_sharding(
 @functools.lru_cache(maxsize=4096)
 def _parsed(
     mesh: Mesh, spec: str, sizes: tuple[tuple[str, Any], ...], ndim: int | None, marks: bool
-) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+) -> tuple[Sharding, tuple[Layout, ...]]:
     try:
         return read_sharding(mesh, spec, sizes, ndim, marks=marks)
     except (ShardingError, MeshError) as error:
         if spec in str(error):
             raise
-        raise type(error)(f"{error}\n  in  {grammar.Spec.__str__(parse_spec(spec))[:200]}") from None
+        raise type(error)(f"{error}\n  in  {' '.join(spec.split())[:200]}") from None
 
 
 def read_sharding(
@@ -58,7 +58,7 @@ def read_sharding(
     ndim: int | None,
     source: Sharding | None = None,
     marks: bool = False,
-) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+) -> tuple[Sharding, tuple[Layout, ...]]:
     """The sharding of a spec on a mesh, and the axes that are `same`, which it may say where there are `marks`.
 
     source: how the tensor lies, where there is one: `*` stands for what it has, and `...` for dims that stay.
@@ -69,13 +69,13 @@ def read_sharding(
     dims = _without_dots(spec, tree, ndim, source).dims
     if source is not None and len(dims) != source.ndim:
         raise ShardingError(f"the spec has {len(dims)} dims, the tensor {source.ndim}")
-    had: Iterable[ShardedDim | None] = [None] * len(dims) if source is None else source.dims
-    found = [_dim(mesh, spec, dim, given, source, has) for dim, has in zip(dims, had, strict=True)]
-    pending: list[PendingReduction] = []
-    same: tuple[NamedLayout, ...] = ()
+    found = [_dim(mesh, spec, dim, given, source, at) for at, dim in enumerate(dims)]
+    _check_once(mesh, spec, tree, dims)
+    pending: list[tuple[str, Layout]] = []
+    same: tuple[Layout, ...] = ()
     for each in tree.pending or ():
         if each.op == "*" and source is not None:
-            pending = [replace(p, axes=_kept(mesh, source.mesh, p.axes)) for p in source.pending]
+            pending = [(op, kept) for op, layout in source.pending for kept in _kept(mesh, source.mesh, (layout,))]
         elif each.op == "*":
             _wrong("'| *' is whatever arises; a sharding says what is pending, like '| sum@tp'", spec, each.span)
         elif each.op == "same" and not marks:
@@ -83,10 +83,25 @@ def read_sharding(
         elif each.op == "same":
             same += _axes(mesh, spec, each.place)
         else:
-            pending.append(PendingReduction(each.op, _axes(mesh, spec, each.place)))
+            pending += [(each.op, layout) for layout in _axes(mesh, spec, each.place)]
+    what = mesh, tuple([slots for slots, _ in found])
     if same:
-        Sharding(mesh, tuple(found), (*pending, PendingReduction("same", same)))  # refuses what is split or pending
-    return Sharding(mesh, tuple(found), tuple(pending)), same
+        Sharding(*what, (*pending, *[("same", layout) for layout in same]))  # refuses what is split or pending
+    return Sharding(*what, tuple(pending), tuple([names for _, names in found])), same
+
+
+def _check_once(mesh: Mesh, spec: str, tree: grammar.Spec, dims: Iterable[grammar.Dim]) -> None:
+    """Refuse axes that stand twice or share ranks, by the names that the spec has for them and whatever their size."""
+    places = [(str(dim), place) for dim in dims for place in grammar.dim_places(dim)]
+    places += [(str(each), each.place) for each in tree.pending or () if each.place is not None]
+    seen: dict[str, str] = {}
+    every = [(where, name, place.span) for where, place in places for name in place.names if name != "*"]
+    for where, name, span in every:
+        for other, there in seen.items():
+            if name == other or mesh.layout(name).overlaps(mesh.layout(other)):
+                both = f"axis '{name}' is used twice" if name == other else f"axes '{other}' and '{name}' share ranks"
+                _wrong(f"{both}: in {there} and in {where}; each axis splits one place or is pending", spec, span)
+        seen[name] = where
 
 
 def check_same_dims(source: str | Sharding, target: str | Sharding) -> None:
@@ -125,61 +140,53 @@ def factors_by_name(spec: str) -> dict[str, tuple[int, int | None]]:
 
 
 def _dim(
-    mesh: Mesh,
-    spec: str,
-    dim: grammar.Dim,
-    sizes: Mapping[str, int],
-    source: Sharding | None = None,
-    had: ShardedDim | None = None,
-) -> ShardedDim:
-    """A dim of a spec. had: that of the source, which `*` stands for."""
+    mesh: Mesh, spec: str, dim: grammar.Dim, sizes: Mapping[str, int], source: Sharding | None, at: int
+) -> tuple[Slots, tuple[str, ...]]:
+    """A dim of a spec, and the names in it; `*` in it stands for what splits the dim of the source."""
+    names = tuple([factor.name or "" for factor in dim.factors])
     stars = [place for place in grammar.dim_places(dim) if "*" in place.names]
-    if stars and source is not None and had is not None:
+    if stars and source is not None:
+        had, called = source.dims[at], source.names_of(at)
+        kept = _kept(mesh, source.mesh, had.layouts)
         if stars[0].names == ("*",) and (dim.place is not None or len(dim.factors) == 1):
-            return ShardedDim(tuple([replace(f, axes=_kept(mesh, source.mesh, f.axes)) for f in had.factors]))
-        if len(dim.factors) > 1 or len(had.factors) > 1:
-            _wrong(f"'*' in {dim} would be what the dim has, {had}; in a group write the axes", spec, dim.span)
-        axes = [
-            axis
-            for name in stars[0].names
-            for axis in (_kept(mesh, source.mesh, had.axes) if name == "*" else mesh.named((name,)))
-        ]
-        return ShardedDim((replace(had.factors[0], name=dim.factors[0].name or had.factors[0].name, axes=tuple(axes)),))
-    factors = [
-        ShardedFactor(f.name, f.size if f.name is None else sizes.get(f.name), _axes(mesh, spec, f.place))
-        for f in dim.factors
-    ]
-    if dim.grouped and (dim.place is not None or not any(factor.axes for factor in factors)):
+            return Slots([replace(slot, layouts=_kept(mesh, source.mesh, slot.layouts)) for slot in had]), called
+        if len(dim.factors) > 1 or len(had) > 1:
+            text = source.text_of(at)
+            _wrong(f"'*' in {dim} would be what the dim has, {text}; in a group write the axes", spec, dim.span)
+        layouts = [each for name in stars[0].names for each in (kept if name == "*" else mesh.splits((name,)))]
+        return Slots((Slot(tuple(layouts), had[0].size),)), names if dim.factors[0].name else called
+    slots = [Slot(_axes(mesh, spec, f.place), f.size if f.name is None else sizes.get(f.name)) for f in dim.factors]
+    if dim.grouped and (dim.place is not None or not any(slot.layouts for slot in slots)):
         # Split as a whole, or not at all: to a sharding such a group is one name.
-        known = [factor.size for factor in factors]
-        multiple = math.prod(size for size in known if size is not None)
-        name = f"({' '.join(str(ShardedFactor(f.name, f.size)) for f in factors)})"
-        axes_of_all = _axes(mesh, spec, dim.place)
-        return ShardedDim((ShardedFactor(name, None if None in known else multiple, axes_of_all, multiple),))
-    return ShardedDim(tuple(factors))
+        known = [slot.size for slot in slots]
+        whole = None if None in known else math.prod(size for size in known if size is not None)
+        name = slots_text(mesh, Slots([Slot((), size) for size in known]), names)
+        return Slots((Slot(_axes(mesh, spec, dim.place), whole),)), (f"({name})" if len(slots) == 1 else name,)
+    return Slots(slots), names
 
 
-def _axes(mesh: Mesh, spec: str, place: grammar.Place | None) -> tuple[NamedLayout, ...]:
+def _axes(mesh: Mesh, spec: str, place: grammar.Place | None) -> tuple[Layout, ...]:
     if place is not None and "*" in place.names:
         _wrong("'*' is what a tensor has; a sharding names its axes", spec, place.span)
-    return () if place is None else mesh.named(place.names)
+    return () if place is None else mesh.splits(place.names)
 
 
-def _kept(mesh: Mesh, home: Mesh, axes: Iterable[NamedLayout]) -> tuple[NamedLayout, ...]:
-    """Axes of `home` as axes of `mesh`, by their own names where these mean the same there."""
-    found: list[NamedLayout] = []
-    for axis in axes:
+def _kept(mesh: Mesh, home: Mesh, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+    """Layouts that split something on `home` as those of axes of `mesh`."""
+    found: list[Layout] = []
+    for layout in layouts:
+        name = home.called(layout)
         if mesh.universe != home.universe:
             raise ShardingError(
-                f"'*' stands for '{axis}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
+                f"'*' stands for '{name}' of {home!r}, which {mesh!r} on other ranks hasn't; write its axes"
             )
-        names = [axis.name] if mesh.namespace.get(axis.name) == axis.layout else None
-        if names is None and axis.layout in mesh.namespace.values():
-            names = [mesh.called(axis.layout).name]
-        names = mesh.factored(axis.layout) if names is None else names
+        if layout in mesh.namespace.values():
+            found.append(layout)
+            continue
+        names = mesh.factored(layout)
         if names is None:
-            raise ShardingError(f"'*' stands for '{axis}' ({axis.layout}), which isn't a product of axes of {mesh!r}")
-        found.extend(mesh.named(names))
+            raise ShardingError(f"'*' stands for '{name}' ({layout}), which isn't a product of axes of {mesh!r}")
+        found.extend(mesh.splits(names))
     return tuple(found)
 
 

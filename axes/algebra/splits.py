@@ -1,163 +1,135 @@
-"""Splits: where axes cut a dim, handed down from a dim to the names in it and back.
+"""Splits: where layouts cut a dim, handed down from a dim to the names in it and back.
 
-How a name is split is a `ShardedDim`, as of a dim. A dim that is a group of names hands its splits down to them
-(`handed_down`), and takes those of its names together (`of_names`). Axes of size one split nothing, and are left out.
+How a name is split is told as of a dim, by `Slots`. A dim that is a group of names hands its splits down to them
+(`handed_down`), and takes those of its names together (`of_names`).
 
 >>> from axes.algebra.mesh import Mesh
->>> (tp,) = Mesh("tp=2").named(["tp"])
->>> [str(each) for each in handed_down(split("hd", tp), [("h", 6), ("d", 2)])]
-['h@tp', 'd']
->>> handed_down(split("sp", tp), [("s", 3), ("p", 5)]) is None       # 15 is cut into 8 and 7
+>>> tp = Mesh("tp=2").layout("tp")
+>>> handed_down(split(tp), [6, 2]) == [split(tp), split()]
 True
->>> str(of_names([(split("three"), 3), (split("h", tp), 4)]))
-'(three=3 h=4@tp)'
+>>> handed_down(split(tp), [3, 5]) is None       # 15 is cut into 8 and 7
+True
+>>> of_names([(split(), 3), (split(tp), 4)])
+(Slot(layouts=(), size=3), Slot(layouts=(2:1,), size=4))
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.layout import Mode, NamedLayout, digits
+from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import Slot, Slots
 
-Entry = tuple[str, NamedLayout]
-"""`(op, axis)`, a pending reduction over one axis."""
-
-Cut = tuple[int, NamedLayout]
-"""`(pieces in front, axis)`: where in a dim, counted from its major side, an axis splits it."""
+Cut = tuple[int, Layout]
+"""`(pieces in front, layout)`: where in a dim, counted from its major side, a layout splits it."""
 
 
-def split(name: str, *axes: NamedLayout) -> ShardedDim:
-    """A name that is split over axes, major first; over none, unsplit."""
-    return ShardedDim((ShardedFactor(name, None, axes),))
+def split(*layouts: Layout) -> Slots:
+    """A dim that is split over layouts, major first; over none, unsplit."""
+    return Slots((Slot(layouts),))
 
 
-def cuts(dim: ShardedDim, extent: int) -> list[Cut]:
-    """Where axes split a dim of this extent, in order."""
+def cuts(slots: Slots, extent: int) -> list[Cut]:
+    """Where layouts split a dim of this extent, in order."""
     found: list[Cut] = []
     front = 1
-    for factor in _sized(dim, extent):
+    for slot in _sized(slots, extent):
         before = front
-        for axis in factor.axes:
-            if axis.size > 1:
-                found.append((before, axis))
-            before *= axis.size
-        front *= factor.size or 2 * factor.pieces  # an empty factor is cut as one that is larger than its pieces
+        for layout in slot.layouts:
+            found.append((before, layout))
+            before *= layout.size
+        front *= slot.size or 2 * slot.pieces  # an empty factor is cut as one that is larger than its pieces
     return found
 
 
-def _sized(dim: ShardedDim, extent: int) -> list[ShardedFactor]:
-    """The factors of a dim, with the one size that they leave open."""
-    known = math.prod(factor.size or 1 for factor in dim.factors)
-    return [factor if factor.size else replace(factor, size=extent // known) for factor in dim.factors]
+def _sized(slots: Slots, extent: int) -> list[Slot]:
+    """The slots of a dim, with the one size that they leave open."""
+    known = math.prod(slot.size or 1 for slot in slots)
+    return [slot if slot.size else replace(slot, size=extent // known) for slot in slots]
 
 
-def of_cuts(name: str, extent: int | None, found: Iterable[Cut]) -> ShardedDim:
-    """The dim that is split so, of any size or this one: one factor more wherever a cut leaves a gap."""
-    factors: list[ShardedFactor] = []
-    start, axes = 1, tuple[NamedLayout, ...]()
-    for before, axis in found:
-        if before != start * math.prod([each.size for each in axes]):
-            factors.append(ShardedFactor(None, before // start, axes))
-            start, axes = before, ()
-        axes = (*axes, axis)
-    return ShardedDim((*factors, ShardedFactor(name, extent // start if extent and factors else None, axes)))
+def of_cuts(extent: int | None, found: Iterable[Cut]) -> Slots:
+    """The dim that is split so, of any size or this one: one slot more wherever a cut leaves a gap."""
+    slots: list[Slot] = []
+    start, layouts = 1, tuple[Layout, ...]()
+    for before, layout in found:
+        if before != start * math.prod([each.size for each in layouts]):
+            slots.append(Slot(layouts, before // start))
+            start, layouts = before, ()
+        layouts = (*layouts, layout)
+    return Slots((*slots, Slot(layouts, extent // start if extent and slots else None)))
 
 
-def handed_down(dim: ShardedDim, names: Sequence[tuple[str, int]]) -> list[ShardedDim] | None:
-    """How the names in a dim are split, or None where a cut doesn't fall on them evenly.
+def handed_down(slots: Slots, sizes: Sequence[int]) -> list[Slots] | None:
+    """How the names in a dim are split, by their sizes, or None where a cut doesn't fall on them evenly.
 
-    An axis goes to the name that its cuts lie in; a name that is split completely passes the next axis on.
+    A layout goes to the name that its cuts lie in; a name that is split completely passes the next one on.
     """
-    found: list[list[Cut]] = [[] for _ in names]
-    every = cuts(dim, math.prod(size for _, size in names))
-    large = [at for at, (_, size) in enumerate(names) if size > 1]
-    if len(large) < 2 and names:
+    found: list[list[Cut]] = [[] for _ in sizes]
+    every = cuts(slots, math.prod(sizes))
+    large = [at for at, size in enumerate(sizes) if size > 1]
+    if len(large) < 2 and sizes:
         found[large[0] if large else 0] = every
     else:
         at, front = 0, 1
-        for before, axis in every:
-            while at + 1 < len(names) and before >= front * names[at][1]:
-                front *= names[at][1]
+        for before, layout in every:
+            while at + 1 < len(sizes) and before >= front * sizes[at]:
+                front *= sizes[at]
                 at += 1
-            if before % front or names[at][1] % (before // front * axis.size):
+            if before % front or sizes[at] % (before // front * layout.size):
                 return None
-            found[at].append((before // front, axis))
-    splits = [of_cuts(*name, each) for name, each in zip(names, found, strict=True)]
-    return [dim] if splits == [dim] and len(dim.factors) > 1 else splits  # whose factors have names
+            found[at].append((before // front, layout))
+    return list(map(of_cuts, sizes, found))
 
 
-def of_names(names: Sequence[tuple[ShardedDim, int]], empty: bool = False) -> ShardedDim:
+def of_names(names: Sequence[tuple[Slots, int]], empty: bool = False) -> Slots:
     """The dim that consists of names that are split so, with these sizes; an `empty` one has others in their place.
 
     Raises `ShardingError` where their shards aren't regular shards of the dim.
     """
     if len(names) < 2:
-        return names[0][0] if names else ShardedDim((ShardedFactor(None, 1),))
-    every = [factor for dim, extent in names for factor in _sized(dim, extent)]
-    text = f"({' '.join(str(f.size) if f.name is None else f.name for f in every)})"
-    found: list[ShardedFactor] = []
-    large = [factor for factor in every if factor.size != 1 or factor.pieces != 1]
-    for factor in large:
-        size, last = factor.size or 1, found[-1] if found else None
-        if len(large) > 1 and size % factor.pieces:
-            raise ShardingError(
-                f"{factor} is split into {factor.pieces} uneven parts inside {text}, "
-                "and a split factor of a group must divide"
-            )
+        return names[0][0] if names else Slots((Slot((), 1),))
+    every = [slot for slots, extent in names for slot in _sized(slots, extent)]
+    found: list[Slot] = []
+    large = [slot for slot in every if slot.size != 1 or slot.pieces != 1]
+    for slot in large:
+        size, last = slot.size or 1, found[-1] if found else None
+        if len(large) > 1 and size % slot.pieces:
+            raise ShardingError(f"a factor of {size} is split into {slot.pieces} uneven parts inside a group")
         # Pieces that are used up hand the rest of the split on to what follows.
-        if last and (not (last.axes or factor.axes) or (last.axes and last.size == last.pieces)):
-            found[-1] = ShardedFactor(None, (last.size or 1) * size, (*last.axes, *factor.axes))
+        if last and (not (last.layouts or slot.layouts) or (last.layouts and last.size == last.pieces)):
+            found[-1] = Slot((*last.layouts, *slot.layouts), (last.size or 1) * size)
         else:
-            found.append(factor)
-    if not any(factor.axes for factor in found[1:]):
-        return split(text, *(found[0].axes if found else ()))
-    return of_open_size(ShardedDim(tuple(found))) if empty else ShardedDim(tuple(found))
+            found.append(slot)
+    if not any(slot.layouts for slot in found[1:]):
+        return split(*(found[0].layouts if found else ()))
+    return of_open_size(Slots(found)) if empty else Slots(found)
 
 
-def of_open_size(dim: ShardedDim) -> ShardedDim:
-    """The dim with a last factor whose size follows from the others, as of an empty dim."""
-    return ShardedDim((*dim.factors[:-1], replace(dim.factors[-1], size=None)))
+def of_open_size(slots: Slots) -> Slots:
+    """The dim with a last slot whose size follows from the others, as of an empty dim."""
+    return Slots((*slots[:-1], replace(slots[-1], size=None)))
 
 
 class Digits:
-    """Axes as sets of digits that all of them share: their common refinement."""
+    """Layouts as sets of digits that all of them share: their common refinement."""
 
-    def __init__(self, mesh: Mesh, axes: Iterable[NamedLayout]):
+    def __init__(self, mesh: Mesh, layouts: Iterable[Layout]):
         self.mesh = mesh
-        layouts = tuple(dict.fromkeys(axis.layout for axis in axes))
-        self._of = dict(zip(layouts, digits(*layouts), strict=True))
+        every = tuple(dict.fromkeys(layouts))
+        self._of = dict(zip(every, digits(*every), strict=True))
 
-    def of(self, axes: Iterable[NamedLayout]) -> tuple[Mode, ...]:
-        """The digits of axes in order; an axis of size one has none."""
-        return tuple([digit for axis in axes for digit in self._of[axis.layout]])
+    def of(self, layouts: Iterable[Layout]) -> tuple[Mode, ...]:
+        """The digits of layouts in order."""
+        return tuple([digit for layout in layouts for digit in self._of[layout]])
 
-    def pick(self, axis: NamedLayout, wanted: frozenset[Mode]) -> tuple[NamedLayout, ...]:
-        """What of an axis consists of the digits in `wanted`."""
-        mine = self._of[axis.layout]
+    def pick(self, layout: Layout, wanted: frozenset[Mode]) -> tuple[Layout, ...]:
+        """What of a layout consists of the digits in `wanted`."""
+        mine = self._of[layout]
         if all(digit in wanted for digit in mine):
-            return (axis,) if mine or not wanted else ()
-        return self.mesh.calls(digit for digit in mine if digit in wanted)
-
-
-def pending_of(entries: Iterable[Entry]) -> tuple[PendingReduction, ...]:
-    """`(op, axis)` in order of resolution as a sharding writes them: one entry per run of an op."""
-    runs = itertools.groupby(entries, itemgetter(0))
-    return tuple(PendingReduction(op, tuple(axis for _, axis in run)) for op, run in runs)
-
-
-def all_axes(*shardings: Sharding) -> list[NamedLayout]:
-    """The axes that split a dim of some shardings, or are pending."""
-    splits = [axis for sharding in shardings for dim in sharding.dims for axis in dim.axes]
-    return splits + [axis for sharding in shardings for reduction in sharding.pending for axis in reduction.axes]
-
-
-def entries_of(pending: Iterable[PendingReduction]) -> list[Entry]:
-    """A sharding's pending reductions as `(op, axis)` in order."""
-    return [(reduction.op, axis) for reduction in pending for axis in reduction.axes]
+            return (layout,)
+        return self.mesh.parts(digit for digit in mine if digit in wanted)

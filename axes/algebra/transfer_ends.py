@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError, shortened, shown, suggestion
@@ -18,7 +19,7 @@ from axes.algebra.layout_rules import LayoutRules
 from axes.algebra.mesh import Mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding, cached_with_names
+from axes.algebra.sharding import Names, Sharding, Slot, Slots
 from axes.algebra.sizes import unknown_size, whole_number
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
@@ -33,24 +34,26 @@ class EndsOfSpecs:
     def __init__(self, sizes: dict[str, int], rules: LayoutRules | None):
         self.sizes, self.used = sizes, set[str]() if rules is None else set(rules._names)
         self.home: Mesh | None = None
-        self.found = cached_with_names(4096)(self._found)
+        self.found = lru_cache(4096)(self._found)
 
     def sharding(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], side: str) -> Sharding:
         """The sharding of a spec, or a sharding, for a tensor of this shape; its mesh is of its own ranks alone."""
         if isinstance(end, Sharding):
-            return self.found(end, None, shape)
+            return self.found(end, None, shape, end.names, end.mesh._view)
         if not isinstance(end, str):
             raise ShardingError(f"a {side} is a spec, like 'f@tp d', or a Sharding; found {shown(end)}")
-        return self.found(end, required_mesh(mesh, "axes.transfer"), shape)
+        mesh = required_mesh(mesh, "axes.transfer")
+        return self.found(end, mesh, shape, (), mesh._view)
 
-    def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding:
+    def _found(self, end: End, mesh: Mesh | None, shape: tuple[int, ...], *_: Names | int | None) -> Sharding:
+        """The same, kept for the names of the end and the view of its mesh: equal ones may differ in these."""
         if isinstance(end, str):
             assert mesh is not None, "a spec is read on a mesh"
             names = names_in_spec(end)
             self.used.update(names)
             sizes = tuple(sorted((name, size) for name, size in self.sizes.items() if name in names))
             end = parsed_sharding(mesh, end, sizes, len(shape))
-        if any(reduction.op != "same" for reduction in end.pending):
+        if any(op != "same" for op, _ in end.pending):
             raise ShardingError(f"'{end}' has something pending; resolve it first, with axes.reshard")
         self.home = self.home or (end.mesh if end.mesh.binding is not None else None)
         return on_own_ranks(replace(end, pending=())).at(shape)
@@ -79,26 +82,23 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
             f"Say which one it is, by one of its ranks: mesh.at(rank)[{names}]"
         )
     ranks = mesh.universe.line(mesh.extent, mesh.rank)
-    layouts = (*mesh.layouts, *sharding.used)
-    extent, *cut = digits(mesh.extent, *layouts)
-    strides, stride = {}, 1
-    for size, old in reversed(extent):
-        strides[size, old] = stride
-        stride *= size
-    moved = {
-        layout: Layout.of([(size, strides[size, old]) for size, old in each])
-        for layout, each in zip(layouts, cut, strict=True)
-    }
-    namespace = dict(zip(mesh.axis_names, (moved[layout] for layout in mesh.layouts), strict=True))
+
+    def moved(layout: Layout) -> Layout:
+        extent, cut = digits(mesh.extent, layout)
+        strides, stride = {}, 1
+        for size, old in reversed(extent):
+            strides[old] = stride
+            stride *= size
+        return Layout.of([(size, strides[old]) for size, old in cut])
+
+    namespace = {name: moved(layout) for name, layout in mesh.namespace.items() if mesh.extent.contains(layout)}
     # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
     small = mesh._with(universe=Universe.of(ranks), namespace=namespace, view=None, binding=None)
 
-    def on_small(factor: ShardedFactor) -> ShardedFactor:
-        axes = (axis if axis.size == 1 else replace(axis, layout=moved[axis.layout]) for axis in factor.axes)
-        return replace(factor, axes=tuple(axes))
+    def on_small(slot: Slot) -> Slot:
+        return Slot(tuple(map(moved, slot.layouts)), slot.size)
 
-    dims = (ShardedDim(tuple(map(on_small, dim.factors))) for dim in sharding.dims)
-    return Sharding(small, tuple(dims))
+    return Sharding(small, tuple([Slots(map(on_small, dim)) for dim in sharding.dims]), names=sharding.names)
 
 
 def meshes_by_name(given: Meshes | None, side: str) -> Callable[[str], Mesh | None]:

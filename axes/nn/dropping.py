@@ -188,7 +188,7 @@ def _check_said(spec: str, said: Sharding, sharding: Sharding, whole: tuple[int,
 
 
 def _check_linear(sharding: Sharding) -> None:
-    if any(pending.op not in ("sum", "mean") for pending in sharding.pending):
+    if any(op not in ("sum", "mean") for op, _ in sharding.pending):
         raise ShardingError(f"axes.nn.dropout of a pending max or min would change it; resolve '{sharding}' first")
 
 

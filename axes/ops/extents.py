@@ -106,7 +106,7 @@ def traced_extents(found: Recipe, shapes: Sequence[Shape], given: Given) -> Exte
     for place, (operand, shape) in enumerate(zip(found.inputs, shapes, strict=True)):
         whole = found.whole(operand.groups)
         for dim, (size, extent, split) in enumerate(zip(shape, whole, operand.source.dims, strict=True)):
-            is_cut_once = (place, dim) in alone and len(split.factors) == 1
+            is_cut_once = (place, dim) in alone and len(split) == 1
             may = type(size) is not int and is_cut_once and extent % hint(size) == 0
             uses.append((alone.get((place, dim)), size * (extent // hint(size)) if may else size, int(may)))
     return Extents(found, _dividing(found, {**found.size, **varying(uses)}))

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, gradient, unmoved
-from axes.algebra.sharding import PendingReduction, Sharding
+from axes.algebra.layout import Layout
+from axes.algebra.sharding import Sharding, pending_text
 from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, bind
 from axes.runtime import flags, torch_private
@@ -228,9 +229,9 @@ def _arrived(forward: Recipe, spec: Spec) -> Sharding:
 
 def _on_shards(made: BoundRecipe, x: DTensor) -> DTensor:
     """What isn't linear: differentiated by torch on this rank's shard, as in a region of this one operation."""
-    pending = [p for s in (made.recipe.inputs[0].source, made.recipe.result.output) for p in s.pending]
+    pending = [entry for s in (made.recipe.inputs[0].source, made.recipe.result.output) for entry in s.pending]
     if pending and made.recipe.op in ("max", "min"):
-        return linear(functools.partial(_run, made), functools.partial(_refuse, made.recipe, pending[0]), x)
+        return linear(functools.partial(_run, made), functools.partial(_refuse, made.recipe, pending[:1]), x)
     changes, (local, counted, counted_result) = Changes(), _as_region(made)
     shard = leave_global(x, counted, changes)
     changes.watch(x, shard)
@@ -258,9 +259,10 @@ def _as_region(made: BoundRecipe) -> tuple[BoundRecipe, tuple[Any, ...], tuple[A
     return bind(made.extents, None, made.comm_dtype), counted(placements), counted(made.placements)
 
 
-def _refuse(found: Recipe, pending: PendingReduction, _: DTensor) -> NoReturn:
+def _refuse(found: Recipe, pending: Sequence[tuple[str, Layout]], _: DTensor) -> NoReturn:
+    text = pending_text(found.mesh, pending)
     raise ShardingError(
-        f"a {found.op} is differentiable where it is resolved in the same expression; found {pending} pending\n"
+        f"a {found.op} is differentiable where it is resolved in the same expression; found {text} pending\n"
         f"in  {found.text}\nname its axes on the left and leave out the '|'"
     )
 

@@ -33,7 +33,7 @@ from axes.algebra import ambient
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.grammar import Spec
-from axes.algebra.layout import Layout, NamedLayout, digits
+from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import required_mesh, use_mesh
 from axes.algebra.universe import Universe
@@ -70,7 +70,7 @@ class ModuleFunction:
     module: torch.nn.Module
     forward: Callable[..., Any]
     call: RegionCall
-    same: tuple[NamedLayout, ...] = ()
+    same: tuple[Layout, ...] = ()
     home: Mesh | None = None
     own: list[torch.Tensor] = field(default_factory=list)
     shards: list[tuple[DTensor, torch.Tensor]] = field(default_factory=list)
@@ -108,7 +108,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
-        self.ran: tuple[RegionCall, tuple[NamedLayout, ...], Mesh | None] = RegionCall(""), (), None
+        self.ran: tuple[RegionCall, tuple[Layout, ...], Mesh | None] = RegionCall(""), (), None
         self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
@@ -253,9 +253,11 @@ def _forward(module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs
         return state.run(ModuleFunction(module, own, state.call), state.call, args, kwargs)
     # A region inside a region: its shards are those of the region around it, and so is what a gradient means.
     outer = _stack.regions[-1]
-    same = _same_on_the_left(expression, mesh or ambient_mesh())
-    if {axis.layout for axis in same} != {axis.layout for axis in outer.same}:
-        mine, theirs = (" ".join(map(str, axes)) or "no axis" for axes in (same, outer.same))
+    names = mesh or ambient_mesh()
+    same = _same_on_the_left(expression, names)
+    if {*same} != {*outer.same}:
+        called = str if names is None else names.called
+        mine, theirs = (" ".join(map(called, layouts)) or "no axis" for layouts in (same, outer.same))
         raise ShardingError(
             f"a region inside a region: its inputs are the same over {mine}, those of the region around it over "
             f"{theirs}; write same@ in both or in neither\n  in  shard_map '{expression}'"
@@ -276,7 +278,7 @@ def without_same(spec: Spec) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _same_on_the_left(expression: str, mesh: Mesh | None) -> tuple[NamedLayout, ...]:
+def _same_on_the_left(expression: str, mesh: Mesh | None) -> tuple[Layout, ...]:
     """The axes of a mesh that every input of the expression declares `same`, be it by a name of several."""
     if mesh is None:
         return ()
@@ -284,7 +286,7 @@ def _same_on_the_left(expression: str, mesh: Mesh | None) -> tuple[NamedLayout, 
     for spec in read_region(expression).inputs:
         names = [name for p in spec.pending or () if p.op == "same" and p.place is not None for name in p.place.names]
         said.append(set(mesh.made_of(map(mesh.layout, names)) or names))
-    return mesh.named(sorted(set.intersection(*said))) if said else ()
+    return mesh.splits(sorted(set.intersection(*said))) if said else ()
 
 
 # --- parameters
@@ -354,14 +356,14 @@ def _axes_of(device_mesh: Any) -> str:
 
 
 @of_world(1024)
-def _not_summed(mesh: Mesh, same: tuple[NamedLayout, ...], *device_meshes: Any) -> tuple[str, ...]:
+def _not_summed(mesh: Mesh, same: tuple[Layout, ...], *device_meshes: Any) -> tuple[str, ...]:
     """The axes of a mesh that are neither `same` nor in one of these device meshes."""
     over = [each for each in device_meshes if each is not None]
     if any(Universe.of(torch_private.root_ranks(each)) != mesh.universe for each in over):
         return ()  # one of other ranks, of whose axes nothing is known here
     there = [Layout.of(modes) for each in over for modes in torch_private.dims_of(each)]
     try:
-        wanted, *summed = digits(mesh.layout_of_all, *there, *(axis.layout for axis in same))
+        wanted, *summed = digits(mesh.layout_of_all, *there, *same)
     except MeshError:  # they cut the ranks in other places
         wanted, summed = mesh.layout_of_all.modes, []
     missing = Layout.of(digit for digit in wanted if not any(digit in each for each in summed))
@@ -449,25 +451,21 @@ def _shards(xs: Iterable[DTensor], region: ModuleFunction) -> dict[int, torch.Te
     return shards
 
 
-def _counted_same(x: DTensor, same: tuple[NamedLayout, ...]) -> tuple[Placement, ...] | None:
+def _counted_same(x: DTensor, same: tuple[Layout, ...]) -> tuple[Placement, ...] | None:
     """The placements by which a parameter's gradient is whole along these axes; None without axes."""
     return _counted_spec(torch_private.spec_of(x), same) if same else None
 
 
 @of_world(1024)
-def _counted_spec(spec: Any, same: tuple[NamedLayout, ...]) -> tuple[Placement, ...]:
+def _counted_spec(spec: Any, same: tuple[Layout, ...]) -> tuple[Placement, ...]:
     held = sharding_of_spec(spec)
-    modes = Layout.of(sorted((mode for axis in same for mode in axis.layout.modes), key=lambda mode: -mode[1]))
-    touched = [
-        axis
-        for axis in held.mesh.named(held.mesh.axis_names)
-        if axis.layout not in held.used and modes.overlaps(axis.layout)
-    ]
-    for axis in touched:
-        if not modes.contains(axis.layout):
+    modes = Layout.of(sorted((mode for layout in same for mode in layout.modes), key=lambda mode: -mode[1]))
+    touched = [layout for layout in held.mesh.layouts if layout not in held.used and modes.overlaps(layout)]
+    for layout in touched:
+        if not modes.contains(layout):
             raise ShardingError(
-                f"a parameter lies on {held.mesh!r}, and the region's inputs are the same along a part of '{axis}': "
-                "put it on a mesh that has this part as an axis"
+                f"a parameter lies on {held.mesh!r}, and the region's inputs are the same along a part of "
+                f"'{held.mesh.called(layout)}': put it on a mesh that has this part as an axis"
             )
     return counted_as_same(held.mesh, spec.placements, tuple(touched))
 

@@ -23,7 +23,7 @@ from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.recipe import Groups, Op, Shape
 from axes.algebra.flow.rules import REDUCTIONS
-from axes.algebra.layout import NamedLayout
+from axes.algebra.layout import Layout
 from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction, reshaping
 from axes.ops.extents import Extents, extents_of
@@ -99,8 +99,8 @@ def _program(extents: Extents, view: View, comm_dtype: Dtypes, async_op: bool) -
 
 def is_extreme_across_ranks(found: Recipe) -> bool:
     """Whether a maximum or minimum arises over ranks here, and is resolved here."""
-    kept = {axis for p in found.result.target.pending if p.op != "same" for axis in p.axes}
-    inherited = any(p.op != "same" for p in found.inputs[0].source.pending)
+    kept = {layout for op, layout in found.result.target.pending if op != "same"}
+    inherited = any(op != "same" for op, _ in found.inputs[0].source.pending)
     return found.op in ("max", "min") and bool(found.result.derived.pending) and not kept and not inherited
 
 
@@ -140,12 +140,12 @@ def redistribution(
     return lambda x: moves(x.dtype).apply(x, async_op)
 
 
-def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[NamedLayout, ...]]:
+def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
     """A sharding without what is `same`, and the axes that are: they are about gradients alone."""
-    same = tuple(axis for p in sharding.pending if p.op == "same" for axis in p.axes)
+    same = tuple(layout for op, layout in sharding.pending if op == "same")
     if not same:
         return sharding, ()
-    return replace(sharding, pending=tuple(p for p in sharding.pending if p.op != "same")), same
+    return replace(sharding, pending=tuple([entry for entry in sharding.pending if entry[0] != "same"])), same
 
 
 def _joined(stages: Iterable[Stage | None]) -> Stage | None:
@@ -280,7 +280,7 @@ def extreme(extents: Extents, raw: bool, comm_dtype: Dtypes, async_op: bool) -> 
     """
     found = extents.recipe
     derived, total, op = found.result.derived, _with(extents, op="sum"), str(found.op)
-    group = group_along(found.mesh, tuple([axis.name for p in derived.pending for axis in p.axes]))
+    group = group_along(found.mesh, tuple([found.mesh.called(layout) for _, layout in derived.pending]))
     operand = found.inputs[0].groups if raw else _singles(found.inputs[0].atoms)
     atoms = _singles(found.result.atoms)
     most, count = (_single(each, operand, atoms) for each in (extents, total))
@@ -344,7 +344,7 @@ def _reduction(extents: Extents, atoms: Sequence[str], dims: tuple[int, ...]) ->
     if op in ("max", "min") and count == 0:
         return functools.partial(_identity, reduced_by("sum"), op)
     if op == "mean" and found.counted:
-        group = group_along(found.mesh, tuple([axis.name for axis in found.counted]))
+        group = group_along(found.mesh, tuple(map(found.mesh.called, found.counted)))
         return functools.partial(_share, dims, math.prod(extents.computed[a] for a in atoms), group)
     if op == "mean" and found.divisor != 0:
         # This rank's share of the mean: its own mean, by how much of the whole it has.

@@ -116,11 +116,11 @@ def check_outputs(region: Region, outputs: Sequence[DTensor], check: Check) -> N
 def check_gradients(region: Region, shards: Sequence[torch.Tensor], check: Check) -> None:
     """Compares, in backward, gradients that every rank has the same: of pending tensors, and where it is said."""
     for place, (shard, each) in enumerate(zip(shards, region.inputs, strict=True)):
-        pending = tuple(axis for p in each.sharding.pending for axis in p.axes)
+        pending = tuple(layout for _, layout in each.sharding.pending)
         for what, axes in (("pending", pending), ("'same'", each.same)):
             if axes and shard.requires_grad:
                 mesh = each.sharding.mesh
-                label, names = f"the gradient of tensor {place}, which is {what},", mesh.made_of(a.layout for a in axes)
+                label, names = f"the gradient of tensor {place}, which is {what},", mesh.made_of(axes)
                 shard.register_hook(functools.partial(_check_gradient, region, check, label, mesh, names or ()))
 
 

@@ -45,7 +45,7 @@ def traced_region(request: Request, specs: Sequence[Held]) -> tuple[Region, Mapp
     for place, (each, spec) in enumerate(zip(found.inputs, specs, strict=True)):
         for at, (dim, split, size) in enumerate(zip(each.dims, each.sharding.dims, spec.shape, strict=True)):
             name = key_of(dim) or (place, at)
-            may = name not in stay and len(split.factors) == 1 and not _is_opened(found, dim)
+            may = name not in stay and len(split) == 1 and not _is_opened(found, dim)
             uses.append((name, size, split.pieces if may else 0))
     return found, {**found.sizes, **varying(uses)}
 
@@ -68,7 +68,7 @@ def traced_results(
         known = [whole_size(named, *each) for each in zip(dims, sharding.dims, shape, strict=True)]
         parts.append(LocalPart(sharding, shape, tuple(known)))
         for split, local, whole in zip(sharding.dims, shape, parts[-1].even, strict=True):
-            if len(split.factors) != 1 or whole % split.pieces or not are_equal(whole, local * split.pieces):
+            if len(split) != 1 or whole % split.pieces or not are_equal(whole, local * split.pieces):
                 fixed(local), fixed(whole)
         wholes = tuple(map(hint, parts[-1].even))
         numbers.append((LocalPart(sharding, hints(shape), wholes), wholes))

@@ -23,10 +23,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
 from axes.algebra.grammar import Dim, Factor, Spec, check_different, parse_tensor
-from axes.algebra.layout import NamedLayout
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_axes_are_whole, check_torch_can
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, same_cuts
+from axes.algebra.sharding import Sharding, Slot, Slots, same_cuts, slots_text
 from axes.algebra.specs import parsed_sharding
 from axes.ops.request import Request
 from axes.runtime.border import counted_as_same as _counted
@@ -34,7 +34,7 @@ from axes.runtime.groups import of_world
 from axes.runtime.shards import LocalPart
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
-Axes = tuple[NamedLayout, ...]
+Axes = tuple[Layout, ...]
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
 Held = Any
@@ -151,7 +151,7 @@ class Region:
     mesh: Mesh
     home: Mesh
     device_mesh: Any
-    splits: Mapping[str, ShardedDim]
+    splits: Mapping[str, Slots]
     sizes: Mapping[Any, int]
     inputs: tuple[RegionInput, ...]
     alone: bool = False
@@ -211,7 +211,7 @@ def _made(text: str, mesh: Mesh | None, is_given: bool, ends: Sequence[tuple[Sha
         dims, same = expanded(spec, len(shape), f"tensor {place}"), _same(names, spec)
         inputs.append(RegionInput(spec, dims, sharding, shape, _counted(sharding.mesh, placements, same), same))
     sizes = _sizes(reading, inputs)
-    splits: dict[str, ShardedDim] = {}
+    splits: dict[str, Slots] = {}
     for place, each in enumerate(inputs):
         _check_lies(reading, names, place, each, sizes)
         _take_over(splits, reading, each)
@@ -283,17 +283,19 @@ def _check_lies(
     told = [None if flows(reading, d) or _is_relative(d) else _explicit(names, d, sizes) for d in each.dims]
     is_open = any(pending.op == "*" for pending in spec.pending or ())
     pending = () if is_open else _pending(names, spec).pending
-    _with_same(Sharding(names, tuple([d for d in told if d is not None]), pending), each.same)
+    said = [d for d in told if d is not None]
+    dims, called = tuple([d.dims[0] for d in said]), tuple([d.names[0] for d in said])
+    _with_same(Sharding(names, dims, pending, called), each.same)
     held = Sharding(actual.mesh, (), actual.pending)
     fits = _is_replicated(actual, each.same) and (is_open or Sharding(names, (), pending).is_equivalent(held))
     if fits and all(
-        d is None or Sharding(names, (d,)).is_equivalent(Sharding(actual.mesh, (split,)), (extent,))
+        d is None or d.is_equivalent(Sharding(actual.mesh, (split,)), (extent,))
         for d, split, extent in zip(told, actual.dims, each.shape, strict=True)
     ):
         return
     pendings = [str(p) for p in spec.pending or () if p.op != "same"]
-    dims = [f"{'_' if _is_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in each.dims]
-    target = " ".join([*dims, *(["|"] if pendings else []), *pendings])
+    texts = [f"{'_' if _is_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in each.dims]
+    target = " ".join([*texts, *(["|"] if pendings else []), *pendings])
     shown = actual.named([key_of(dim) or "_" for dim in each.dims])
     raise ShardingError(
         f"tensor {place} isn't sharded as the left side says\n"
@@ -303,10 +305,10 @@ def _check_lies(
     )
 
 
-def _explicit(names: Mesh, dim: Dim, sizes: Mapping[str, int]) -> ShardedDim:
-    """A dim as it is written, with the sizes of its factors where they are known; a tensor may have none of one."""
+def _explicit(names: Mesh, dim: Dim, sizes: Mapping[str, int]) -> Sharding:
+    """A dim alone as it is written, with its factors' sizes where they are known; a tensor may have none of one."""
     known = {f.name: sizes[f.name] for f in dim.factors if f.name is not None and sizes.get(f.name)}
-    return parsed_sharding(names, str(dim), tuple(sorted(known.items()))).dims[0]
+    return parsed_sharding(names, str(dim), tuple(sorted(known.items())))
 
 
 def _pending(names: Mesh, spec: Spec) -> Sharding:
@@ -316,7 +318,7 @@ def _pending(names: Mesh, spec: Spec) -> Sharding:
 
 def _same(names: Mesh, spec: Spec) -> Axes:
     """The axes over which a spec says `same`."""
-    return tuple(a for p in spec.pending or () if p.op == "same" and p.place for a in names.named(p.place.names))
+    return tuple(a for p in spec.pending or () if p.op == "same" and p.place for a in names.splits(p.place.names))
 
 
 def _is_replicated(sharding: Sharding, axes: Axes) -> bool:
@@ -329,10 +331,10 @@ def _is_replicated(sharding: Sharding, axes: Axes) -> bool:
 
 def _with_same(sharding: Sharding, axes: Axes) -> Sharding:
     """The sharding that is also `same` over axes; `ShardingError` where these split it or are pending."""
-    return replace(sharding, pending=(*sharding.pending, PendingReduction("same", axes))) if axes else sharding
+    return replace(sharding, pending=(*sharding.pending, *[("same", layout) for layout in axes])) if axes else sharding
 
 
-def _take_over(splits: dict[str, ShardedDim], reading: RegionExpression, each: RegionInput) -> None:
+def _take_over(splits: dict[str, Slots], reading: RegionExpression, each: RegionInput) -> None:
     """Remembers how each dim is split, for results with that dim. Where it flows the tensors agree."""
     for dim, split, extent in zip(each.dims, each.sharding.dims, each.shape, strict=True):
         key = key_of(dim)
@@ -340,9 +342,8 @@ def _take_over(splits: dict[str, ShardedDim], reading: RegionExpression, each: R
             continue
         other = splits.setdefault(key, split)
         if not same_cuts(split, other, extent) and (flows(reading, dim) or _is_relative(dim)):
-            raise ShardingError(
-                f"the tensors disagree on how '{key}' is split, {other} and {split}; reshard one of them"
-            )
+            one, two = (slots_text(each.sharding.mesh, slots) for slots in (other, split))
+            raise ShardingError(f"the tensors disagree on how '{key}' is split, {one} and {two}; reshard one of them")
 
 
 # coming out
@@ -409,37 +410,39 @@ def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding
     return sharding
 
 
-def _split(region: Region, dim: Dim) -> ShardedDim:
+def _split(region: Region, dim: Dim) -> Slots:
     """How a dim of a result is split."""
     key = key_of(dim)
     if flows(region.reading, dim):
         if key is not None and key in region.splits:
             return region.splits[key]
         _check_new(region, dim)
-        return ShardedDim((ShardedFactor(key if key else "_"),))
+        return Slots((Slot(),))
     if not _is_relative(dim):
-        return _explicit(region.mesh, dim, region.sizes)
+        return _explicit(region.mesh, dim, region.sizes).dims[0]
     if key is None or key not in region.splits:
         raise ShardingError(f"'*' in {dim} is how '{key}' is split on the left, where it isn't")
     split = region.splits[key]
-    if len(split.factors) > 1:
-        raise ShardingError(f"'*' in {dim} would be {split}, which is split inside; write it out")
+    if len(split) > 1:
+        text = slots_text(region.home, split)
+        raise ShardingError(f"'*' in {dim} would be {text}, which is split inside; write it out")
     names = place.names if (place := dim.factors[0].place) else ()
-    axes = [axis for name in names for axis in (split.axes if name == "*" else region.mesh.named((name,)))]
-    return ShardedDim((ShardedFactor(key, None, tuple(axes)),))
+    layouts = [each for name in names for each in (split.layouts if name == "*" else region.mesh.splits((name,)))]
+    return Slots((Slot(tuple(layouts)),))
 
 
 def _check_new(region: Region, dim: Dim) -> None:
     """A new name is unsplit; refuses one that only seems new, since a split tensor has it in a group or out of one."""
     names = {factor.name for factor in dim.factors}
     for key, split in region.splits.items():
-        if split.axes and names & set(key.strip("()").split()):
+        if split.layouts and names & set(key.strip("()").split()):
+            text = slots_text(region.home, split, (key,) if len(split) == 1 else ())
             raise ShardingError(
-                f"{dim} on the right was part of '{key}' on the left, which is {split}; write how it is split now"
+                f"{dim} on the right was part of '{key}' on the left, which is {text}; write how it is split now"
             )
 
 
-def whole_size(region: Region, dim: Dim, split: ShardedDim, local: int) -> int | None:
+def whole_size(region: Region, dim: Dim, split: Slots, local: int) -> int | None:
     """The global size of a dim of a result: that of its name, or its own where it isn't split; else nobody knows it."""
     key, sizes = key_of(dim), region.sizes
     for known in (key, (key, split)):

@@ -37,10 +37,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError, shown
-from axes.algebra.layout import NamedLayout
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import cuts_of
-from axes.algebra.sharding import PendingReduction, Sharding
+from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.linear import Border, linear
@@ -57,7 +57,7 @@ from axes.runtime.torch_placements import (
 from axes.runtime.transforms import PLAIN
 
 Placements = tuple[Placement, ...]
-Axes = tuple[NamedLayout, ...]
+Axes = tuple[Layout, ...]
 
 
 def gradient_of_local(placements: Sequence[Placement]) -> Placements:
@@ -165,7 +165,7 @@ def counted_as_same(mesh: Mesh, placements: Placements, same: Axes) -> Placement
     """The placements to apply the rule by, where axes are `same`: as those of pending values, gradients are whole."""
     if not same:
         return placements
-    pending = torch_placements(Sharding(mesh, (), (PendingReduction("sum", same),)))
+    pending = torch_placements(Sharding(mesh, (), tuple([("sum", layout) for layout in same])))
     return tuple(mine if mine.is_partial() else other for mine, other in zip(pending, placements, strict=True))
 
 

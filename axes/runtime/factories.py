@@ -200,11 +200,12 @@ def _check_dtype(function: str, dtype: object, requires_grad: bool) -> None:
 
 
 def _shape(sharding: Sharding) -> tuple[int, ...]:
-    missing = [factor.name for dim in sharding.dims for factor in dim.factors if factor.size is None]
+    every = [pair for at, dim in enumerate(sharding.dims) for pair in zip(sharding.names_of(at), dim, strict=True)]
+    missing = [name for name, slot in every if slot.size is None]
     if missing:
         names = " and ".join(f"'{name}'" for name in missing)
         raise SizeError(f"{names} needs a size in '{sharding}', like {missing[0]}=8")
-    return tuple(math.prod(factor.size or 1 for factor in dim.factors) for dim in sharding.dims)
+    return tuple(math.prod(slot.size or 1 for slot in dim) for dim in sharding.dims)
 
 
 def draw_into(local: torch.Tensor, sharding: Sharding, shape: Sequence[int], draw: Draw, seed: int) -> None:

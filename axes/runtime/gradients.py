@@ -32,17 +32,17 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.layout import Layout, Mode, NamedLayout, digits
+from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.planning.digits import aligned
-from axes.algebra.sharding import PendingReduction, ShardedDim, Sharding
+from axes.algebra.sharding import Pending, Sharding, Slots, slots_text
 
 Same = frozenset[Mode] | None
 """The digits that are `same` on one side; None for all that are replicated: the global view."""
 
 
 def of_shards(
-    source: Sharding, target: Sharding, source_same: Iterable[NamedLayout], target_same: Iterable[NamedLayout]
+    source: Sharding, target: Sharding, source_same: Iterable[Layout], target_same: Iterable[Layout]
 ) -> tuple[Sharding, Sharding, tuple[frozenset[Mode], frozenset[Mode]]]:
     """Both ends of a redistribution in the local view, on the axes that one side mentions, and what is `same` there.
 
@@ -56,8 +56,8 @@ def of_shards(
     return source, target, same
 
 
-def _modes(axes: Iterable[NamedLayout]) -> frozenset[Mode]:
-    return frozenset(mode for axis in axes for mode in axis.layout.modes)
+def _modes(layouts: Iterable[Layout]) -> frozenset[Mode]:
+    return frozenset(mode for layout in layouts for mode in layout.modes)
 
 
 def transposed(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> tuple[Sharding, Sharding, int]:
@@ -83,10 +83,9 @@ def transposed(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> t
     return arriving, middle, math.prod(size for size, _ in whole)
 
 
-def _pending(summands: Iterable[Mode], target: Sharding) -> tuple[PendingReduction, ...]:
+def _pending(summands: Iterable[Mode], target: Sharding) -> Pending:
     """Sums over `summands`, and what the target keeps pending: that isn't touched on the way back."""
-    axes = tuple([target.mesh.called(Layout.of([digit])) for digit in summands])
-    return ((PendingReduction("sum", axes),) if axes else ()) + target.pending
+    return (*[("sum", Layout.of([digit])) for digit in summands], *target.pending)
 
 
 @dataclass(frozen=True)
@@ -116,29 +115,28 @@ def _digits_of(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> _
 
     def roles(end: Sharding, side: Same) -> dict[Mode, str]:
         found = {digit: "same" for layout in declared for digit in refined[layout] if layout.modes[0] in (side or ())}
-        places = [("split", axis) for dim in end.dims for axis in dim.axes]
-        places += [("pending", axis) for pending in end.pending for axis in pending.axes]
-        for role, axis in places:
-            for digit in refined.get(axis.layout, ()):
+        places = [("split", layout) for dim in end.dims for layout in dim.layouts]
+        places += [("pending", layout) for _, layout in end.pending]
+        for role, layout in places:
+            for digit in refined[layout]:
                 if digit in found:
-                    raise ShardingError(f"'{axis}' can't be same in '{end}': it is {role}")
+                    raise ShardingError(f"'{end.mesh.called(layout)}' can't be same in '{end}': it is {role}")
                 found[digit] = role
         return found
 
     return _Digits(source.mesh, refined[source.mesh.extent], roles(source, same[0]), roles(target, same[1]), refined)
 
 
-def _appended(sides: _Digits, source: ShardedDim, target: ShardedDim, sliced: Set[Mode]) -> ShardedDim:
+def _appended(sides: _Digits, source: Slots, target: Slots, sliced: Set[Mode]) -> Slots:
     """The source's split of a dim, and after it the target's by digits that the source is replicated over."""
     pair = aligned(source, target)
     if pair is None:
-        raise ShardingError(f"'{source}' and '{target}' split factors of one dim that have no common gradient")
-    factors = zip(*[end.factors for end in pair], strict=True)
-    return ShardedDim(
-        tuple([replace(one, axes=(*one.axes, *_within(sides, two.layouts, sliced))) for one, two in factors])
-    )
+        one, two = (slots_text(sides.mesh, slots) for slots in (source, target))
+        raise ShardingError(f"'{one}' and '{two}' split factors of one dim that have no common gradient")
+    slots = zip(*pair, strict=True)
+    return Slots([replace(a, layouts=(*a.layouts, *_within(sides, b.layouts, sliced))) for a, b in slots])
 
 
-def _within(sides: _Digits, layouts: Iterable[Layout], sliced: Set[Mode]) -> tuple[NamedLayout, ...]:
-    kept = ([digit for digit in sides.refined[layout] if digit in sliced] for layout in layouts if layout.size > 1)
-    return tuple([sides.mesh.called(Layout.of(each)) for each in kept if each])
+def _within(sides: _Digits, layouts: Iterable[Layout], sliced: Set[Mode]) -> tuple[Layout, ...]:
+    kept = ([digit for digit in sides.refined[layout] if digit in sliced] for layout in layouts)
+    return tuple([Layout.of(each) for each in kept if each])

@@ -649,7 +649,7 @@ def _summed(name: str, end: Sharding, shapes: Mapping[int, list[int]], link: Job
     first = next(iter(shapes.values()))
     found = []
     for at, dim in enumerate(end.dims):
-        if len(dim.factors) > 1:
+        if len(dim) > 1:
             found.append(first[at] * dim.pieces)
             continue
         layout = pieces_of(dim, (0,)).layout
@@ -665,7 +665,7 @@ def _summed(name: str, end: Sharding, shapes: Mapping[int, list[int]], link: Job
 def _mesh_text(end: Sharding, mesh: Mesh) -> dict[str, Any]:
     """The mesh of a sharding: its ranks as numbers in the job, and the digits of its axes and of those in the spec."""
     names = dict(zip(end.mesh.axis_names, end.mesh.layouts, strict=True))
-    names |= {axis.name: axis.layout for dim in end.dims for axis in dim.axes}
+    names |= {end.mesh.called(layout): layout for layout in end.used}
     axes = {name: [list(mode) for mode in layout.modes] for name, layout in names.items()}
     ranks = [mesh.universe.position(rank) for rank in end.universe.ranks]
     return {"ranks": ranks, "names": list(end.mesh.axis_names), "axes": axes, "node": mesh.ranks_per_node}

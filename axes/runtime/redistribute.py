@@ -37,11 +37,11 @@ import torch
 from axes.algebra.chunks import tile_shape
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
-from axes.algebra.layout import Layout, NamedLayout, digits
+from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Choices, choices_between, cuts_of
 from axes.algebra.planning.boxes import Region, regions
-from axes.algebra.sharding import PendingReduction, Sharding
+from axes.algebra.sharding import Pending, Sharding
 from axes.runtime import flags
 from axes.runtime.check import (
     compare_operation,
@@ -58,7 +58,7 @@ from axes.runtime.symbols import found_for, hints, is_symbolic, vary
 from axes.runtime.transforms import PLAIN
 from axes.runtime.writes import writable
 
-Axes = tuple[NamedLayout, ...]
+Axes = tuple[Layout, ...]
 Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 """`comm_dtype`: one for values and gradients, or one for each."""
@@ -348,11 +348,10 @@ def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
     return linear(lambda x: writable(run(made.there, x, async_op), x), back, x, keep=(True, False))
 
 
-def _as_sum(source: Sharding, target: Sharding) -> tuple[PendingReduction, ...]:
+def _as_sum(source: Sharding, target: Sharding) -> Pending:
     """What the source has pending, as a sum over all that the target has no longer."""
-    kept = [axis.layout for pending in target.pending for axis in pending.axes]
-    refined = digits(*kept, *(axis.layout for pending in source.pending for axis in pending.axes))
+    kept = [layout for _, layout in target.pending]
+    refined = digits(*kept, *(layout for _, layout in source.pending))
     still = {digit for layout in refined[: len(kept)] for digit in layout}
     resolved = dict.fromkeys(digit for layout in refined[len(kept) :] for digit in layout if digit not in still)
-    summed = tuple([source.mesh.called(Layout.of([digit])) for digit in resolved])
-    return (PendingReduction("sum", summed), *target.pending)
+    return (*[("sum", Layout.of([digit])) for digit in resolved], *target.pending)

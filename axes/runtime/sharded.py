@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,15 +23,16 @@ from torch.distributed.tensor.placement_types import Placement
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import ShardingError
 from axes.algebra.grammar import checked_spec
-from axes.algebra.layout import NamedLayout
+from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules, ambient_rules
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.plan import cuts_of
 from axes.algebra.scopes import required_mesh
-from axes.algebra.sharding import Indices, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import Indices, Sharding
 from axes.algebra.sizes import checked_rank, checked_shape, checked_tensor_shape, written_sizes
 from axes.algebra.specs import marked_sharding, parsed_sharding
+from axes.algebra.splits import split
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.axis_groups import broadcast, group_over
@@ -217,8 +217,8 @@ def _from_local(
     given = tuple([(name, n if type(n) is int else fixed(n)) for name, n in zip(names, numbers, strict=False)])
     part, same = read_shard(mesh, spec, tuple(local.shape), given, None if is_open else numbers[count:])
     if part.open:  # a gradient of which nothing is said is refused before anything is sent
-        plain = tuple([ShardedDim((ShardedFactor("_", None, dim.axes),)) for dim in part.sharding.dims])
-        _counted(local, mesh, spec, torch_placements(replace(part.sharding, dims=plain)), same, grad)
+        plain = tuple([split(*dim.layouts) for dim in part.sharding.dims])
+        _counted(local, mesh, spec, torch_placements(Sharding(mesh, plain, part.sharding.pending)), same, grad)
     local, placements, whole = whole_of(f"axes.from_local '{spec}'", part, spec, local)
     counted = _counted(local, mesh, spec, placements, same, grad)
     made = enter_global(local, mesh.device_mesh, placements, whole, counted)
@@ -231,7 +231,7 @@ def _apart(sizes: Given) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _counted(
-    local: torch.Tensor, mesh: Mesh, spec: str, placements: Placements, same: tuple[NamedLayout, ...], grad: Use | None
+    local: torch.Tensor, mesh: Mesh, spec: str, placements: Placements, same: tuple[Layout, ...], grad: Use | None
 ) -> Placements | None:
     """The placements by which the gradient of a tensor goes that enters alone; None where it needs none."""
     if not (local.requires_grad and torch.is_grad_enabled()):

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError
-from axes.algebra.layout import Layout, NamedLayout, digits
+from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import Sharding, Slots
 from axes.algebra.specs import marked_sharding
 from axes.runtime.agreement import ranks_text
 from axes.runtime.axis_groups import AxisGroup, gathered_numbers, group_over, traced_numbers
@@ -61,7 +61,7 @@ class LocalPart(NamedTuple):
 
 def read_shard(
     mesh: Mesh, spec: str, local: Shape, given: Given, shape: Sequence[int] | None = None
-) -> tuple[LocalPart, tuple[NamedLayout, ...]]:
+) -> tuple[LocalPart, tuple[Layout, ...]]:
     """What a shard of this shape is a part of, by its spec, and the axes that the spec says are `same`.
 
     The whole size of a dim is known where it isn't split, by the `given` sizes of names, or by the whole `shape`.
@@ -77,7 +77,7 @@ def read_shard(
         return LocalPart(sharding, local, tuple(shape)), same
     known: list[int | None] = []
     for dim, extent in zip(sharding.dims, local, strict=True):
-        sizes = [factor.size for factor in dim.factors]
+        sizes = [slot.size for slot in dim]
         written = math.prod([size for size in sizes if size is not None]) if sizes and None not in sizes else None
         known.append(extent if written is None and dim.pieces == 1 else written)
     return LocalPart(sharding, local, tuple(known)), same
@@ -150,12 +150,12 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch
 
 
 @of_world(1024)
-def _tellers(mesh: Mesh, dims: tuple[ShardedDim, ...]) -> tuple[AxisGroup, tuple[int, ...]]:
+def _tellers(mesh: Mesh, dims: tuple[Slots, ...]) -> tuple[AxisGroup, tuple[int, ...]]:
     """The group of the ranks along all axes that split one of these dims, this one among them; and the ranks."""
-    axes = [axis for dim in dims for axis in dim.axes]
-    modes = {mode for each in digits(*(axis.layout for axis in axes)) for mode in each}
+    layouts = [layout for dim in dims for layout in dim.layouts]
+    modes = {mode for each in digits(*layouts) for mode in each}
     layout = Layout.of(sorted(modes, key=lambda mode: mode[1], reverse=True))
-    name = " ".join(dict.fromkeys(axis.name for axis in axes))
+    name = " ".join(dict.fromkeys(map(mesh.called, layouts)))
     return group_over(mesh, layout, name), tuple(mesh.ranks_of(layout, current_world().rank) or ())
 
 
@@ -189,8 +189,7 @@ def _unequal(what: str, part: LocalPart, whole: Shape, told: Sequence[Shape], ra
 def traced_placements_of(part: LocalPart, spec: str, whole: Sequence[Any]) -> tuple[Any, ...]:
     """`placements_of` in a graph, where sizes may be symbolic, and may vary where they are multiples of their parts."""
     for dim, here, size in zip(part.sharding.dims, part.local, whole, strict=False):  # another number is refused below
-        is_one = len(dim.factors) == 1 and dim.factors[0].size is None
-        if not (is_one and size % dim.pieces == 0 and are_equal(size, here * dim.pieces)):
+        if not (dim.is_plain and size % dim.pieces == 0 and are_equal(size, here * dim.pieces)):
             fixed(here), fixed(size)
     return placements_of(part._replace(local=hints(part.local)), spec, hints(whole))
 

@@ -269,7 +269,7 @@ def _gradients_of_shards(subject: Recipe, dtype: str) -> list[Moved] | None:
     found: list[Moved] = []
     for source, target, shape in reversed(subject.moves):
         (source, before), (target, after) = map(unmarked, (source, target))
-        if any(p.op in ("max", "min") for p in source.pending):
+        if any(op in ("max", "min") for op, _ in source.pending):
             return None
         one, two, same = of_shards(source, target, before, after)
         arriving, middle, _ = transposed(one, two, same)

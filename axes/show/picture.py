@@ -252,12 +252,11 @@ def _moved(source: Sharding, target: Sharding, names: Names, found: Recipe, dtyp
 
 def _unmarked(sharding: Sharding) -> Sharding:
     """Without what is `same`: that is about gradients alone."""
-    return replace(sharding, pending=tuple(p for p in sharding.pending if p.op != "same"))
+    return replace(sharding, pending=tuple([entry for entry in sharding.pending if entry[0] != "same"]))
 
 
 def _planned(made: Plan, names: Names) -> Iterator[Row | Between]:
-    for scene in trace(made):
-        now = made.source if scene.step is None else scene.step.target
+    for scene, now in zip(trace(made), made.states, strict=True):
         if scene.step is not None:
             detail = " ".join(scene.step.axes) if scene.arrows else "no communication"
             yield Between((scene.step.kind, detail), scene.arrows)
@@ -267,10 +266,10 @@ def _planned(made: Plan, names: Names) -> Iterator[Row | Between]:
 def _joints(now: Sharding) -> dict[int, str]:
     """What joins a rank's summand to the one before it."""
     found = {}
-    for pending in now.pending:
+    for op, layout in now.pending:
         for position, rank in enumerate(now.universe.ranks):
-            if any(axis.layout.coordinate(position) for axis in pending.axes):
-                found[rank] = "+" if pending.op == "sum" else pending.op
+            if layout.coordinate(position):
+                found[rank] = "+" if op == "sum" else op
     return found
 
 

@@ -42,7 +42,7 @@ from axes.algebra.plan import Plan, bytes_text, itemsize_of, time_text
 from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import Sharding
 from axes.show.panels import Board, Cell, Drawing, Head, Listing, Panel, Remark, Room, Sheet
 from axes.show.picture import MOST, arrivals, of_plan
 from axes.show.rank_text import LEFT_OUT, folded, joined, short_ranks
@@ -70,8 +70,8 @@ def sheet_of_plan(made: Plan, room: Room) -> Sheet:
 
 def dim_names(sharding: Sharding) -> tuple[str, ...]:
     """The dims as the spec calls them, without their axes; by their number where they have no name."""
-    factors = ([replace(factor, axes=()) for factor in dim.factors] for dim in sharding.dims)
-    texts = (str(ShardedDim(tuple(each))) for each in factors)
+    whole = replace(sharding, dims=tuple([dim.unsplit for dim in sharding.dims]), pending=())
+    texts = map(whole.text_of, range(whole.ndim))
     return tuple(f"dim {at}" if text == "_" else text for at, text in enumerate(texts))
 
 
@@ -92,7 +92,7 @@ def _tiles(made: Plan) -> Listing:
     """What this rank has before the first step and after each."""
     itemsize = itemsize_of(made.dtype)
     rows = []
-    stages = [("before", made.source), *((f"after {at}", step.target) for at, step in enumerate(made.steps, 1))]
+    stages = [(f"after {at}" if at else "before", state) for at, state in enumerate(made.states)]
     for name, sharding in stages:
         held = sharding.universe.position(made.rank) is not None
         local = sharding.local_shape(made.shape, made.rank) if held else None

@@ -32,10 +32,9 @@ from functools import cached_property
 
 from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
 from axes.algebra.errors import MeshError
-from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text, itemsize_of
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import Sharding, Slot, Slots, layouts_text, reductions, slots_text
 from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet
 from axes.show.rank_text import LEFT_OUT, folded, joined, short_ranks
 
@@ -72,20 +71,21 @@ class CutDim:
     extents: of its factors. Before the last factor that is split every index is a block of its own.
     """
 
-    dim: ShardedDim
+    dim: Slots
     extents: tuple[int, ...]
+    names: tuple[str, ...]
 
     @cached_property
     def last(self) -> int:
         """The last factor that is split, -1 where none is."""
-        return max((at for at, factor in enumerate(self.dim.factors) if factor.axes), default=-1)
+        return max((at for at, factor in enumerate(self.dim) if factor.layouts), default=-1)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """How many parts each factor has."""
         return tuple(
             max(1, extent) if at < self.last else factor.pieces
-            for at, (factor, extent) in enumerate(zip(self.dim.factors, self.extents, strict=True))
+            for at, (factor, extent) in enumerate(zip(self.dim, self.extents, strict=True))
         )
 
     @property
@@ -115,25 +115,23 @@ class CutDim:
     def _part_span(self, at: int, part: int) -> tuple[int, int]:
         if at < self.last:
             return part, part + 1
-        return nested_chunk(self.extents[at], _cuts(self.dim.factors[at], part))
+        return nested_chunk(self.extents[at], _cuts(self.dim[at], part))
 
     def offset(self, block: int) -> int:
         """How far the ranks that hold a block are from those that hold the first, in positions."""
         return sum(
-            axis.layout.offset(index)
+            layout.offset(index)
             for at, part in enumerate(self.parts(block))
-            for axis, (_, index) in zip(
-                self.dim.factors[at].axes, _cuts(self.dim.factors[at], self._piece(at, part)), strict=True
-            )
+            for layout, (_, index) in zip(self.dim[at].layouts, _cuts(self.dim[at], self._piece(at, part)), strict=True)
         )
 
     def block_at(self, position: int) -> int:
         """The first block that the rank at a position holds."""
         found = 0
-        for at, (factor, extent, count) in enumerate(zip(self.dim.factors, self.extents, self.counts, strict=True)):
+        for at, (factor, extent, count) in enumerate(zip(self.dim, self.extents, self.counts, strict=True)):
             piece = 0
-            for axis in factor.axes:
-                piece = piece * axis.size + axis.layout.coordinate(position)
+            for layout in factor.layouts:
+                piece = piece * layout.size + layout.coordinate(position)
             found = found * count + (piece * (extent // factor.pieces) if at < self.last else piece)
         return found
 
@@ -141,12 +139,12 @@ class CutDim:
         """Which of the pieces that ranks hold a block is a part of."""
         found = 0
         for at, part in enumerate(self.parts(block)):
-            found = found * self.dim.factors[at].pieces + self._piece(at, part) * bool(self.dim.factors[at].axes)
+            found = found * self.dim[at].pieces + self._piece(at, part) * bool(self.dim[at].layouts)
         return found
 
     def _piece(self, at: int, part: int) -> int:
         """Which piece of a factor one of its parts is of. Pieces are even where the parts are single indices."""
-        return part * self.dim.factors[at].pieces // max(1, self.extents[at]) if at < self.last else part
+        return part * self.dim[at].pieces // max(1, self.extents[at]) if at < self.last else part
 
     def label(self, block: int) -> str:
         """The indices of a block."""
@@ -155,30 +153,29 @@ class CutDim:
 
     def factors_label(self, block: int) -> str:
         """The indices of a block in the factors of the dim; nothing for a dim of one factor."""
-        if len(self.dim.factors) == 1 or self.last < 0:
+        if len(self.dim) == 1 or self.last < 0:
             return ""
         texts = []
         for at, part in enumerate(self.parts(block)[: self.last + 1]):
-            factor = self.dim.factors[at]
             first, stop = self._part_span(at, part)
-            texts.append(f"{factor.name or factor.size} {first}" + ("" if stop == first + 1 else f":{stop}"))
+            texts.append(f"{self.names[at] or self.dim[at].size} {first}" + ("" if stop == first + 1 else f":{stop}"))
         return ", ".join(texts)
 
     def sizes(self) -> str:
         """How much of the dim a rank has: one number, or the least and the most."""
         most = least = 1
-        for factor, extent in zip(self.dim.factors, self.extents, strict=True):
-            pieces = [axis.size for axis in factor.axes]
+        for factor, extent in zip(self.dim, self.extents, strict=True):
+            pieces = [layout.size for layout in factor.layouts]
             most, least = most * largest_chunk(extent, pieces), least * smallest_chunk(extent, pieces)
         return f"{most:,}" if most == least else f"{least:,}..{most:,}"
 
 
-def _cuts(factor: ShardedFactor, piece: int) -> list[tuple[int, int]]:
+def _cuts(factor: Slot, piece: int) -> list[tuple[int, int]]:
     """A piece of a factor as what its axes cut out: `(parts, which of them)`, major first."""
     found = []
-    for axis in reversed(factor.axes):
-        piece, index = divmod(piece, axis.size)
-        found.append((axis.size, index))
+    for layout in reversed(factor.layouts):
+        piece, index = divmod(piece, layout.size)
+        found.append((layout.size, index))
     return found[::-1]
 
 
@@ -206,8 +203,11 @@ class Blocks:
         written = sharding
         if shape is None:
             sharding = replace(sharding, dims=tuple(map(_sized, sharding.dims)))
-        whole = tuple(math.prod(f.size or 1 for f in dim.factors) for dim in sharding.dims) if shape is None else shape
-        cut = tuple(CutDim(*pair) for pair in zip(sharding.dims, sharding.extents(whole), strict=True))
+        whole = tuple(math.prod(slot.size or 1 for slot in dim) for dim in sharding.dims) if shape is None else shape
+        cut = tuple(
+            CutDim(dim, sizes, sharding.names_of(at))
+            for at, (dim, sizes) in enumerate(zip(sharding.dims, sharding.extents(whole), strict=True))
+        )
         return cls(sharding, None if shape is None else tuple(whole), cut, seen, position, written)
 
     @cached_property
@@ -222,15 +222,15 @@ class Blocks:
         return 0 if self.position is None else self.position - extent.offset(extent.coordinate(self.position))
 
     @cached_property
-    def reductions(self) -> tuple[PendingReduction, ...]:
+    def reductions(self) -> list[tuple[str, list[Layout]]]:
         """What is pending, without what is the same on all ranks."""
-        return tuple(p for p in self.sharding.pending if p.op != "same" and math.prod(a.size for a in p.axes) > 1)
+        return reductions(entry for entry in self.sharding.pending if entry[0] != "same")
 
     @cached_property
     def copies(self) -> Layout:
         """Along which digits the ranks have copies."""
-        split = [axis.layout for dim in self.sharding.dims for axis in dim.axes]
-        pending = [axis.layout for reduction in self.reductions for axis in reduction.axes]
+        split = [layout for dim in self.sharding.dims for layout in dim.layouts]
+        pending = [layout for _, layouts in self.reductions for layout in layouts]
         return self.sharding.mesh.extent.divide(Layout.product(*split, *pending))
 
     def holders(self, blocks: Sequence[int], width: int | None) -> str:
@@ -245,15 +245,15 @@ class Blocks:
         return copies or f"{self._summands(start, level, width)} {LEFT_OUT}"
 
     def _summands(self, start: int, level: int, width: int | None) -> str:
-        pending = self.reductions[level]
-        layout = Layout.product(*(axis.layout for axis in pending.axes))
-        room = None if width is None else max(1, width - len(pending.op) - 2)
+        op, layouts = self.reductions[level]
+        layout = Layout.product(*layouts)
+        room = None if width is None else max(1, width - len(op) - 2)
         if level == 0:
-            return f"{pending.op}({self._ranks(start, layout, room)})"
+            return f"{op}({self._ranks(start, layout, room)})"
         inner = joined(
             layout.size, lambda at: self._summands(start + layout.offset(at), level - 1, None), " ", room, LEFT_OUT
         )
-        return f"{pending.op}({inner})"
+        return f"{op}({inner})"
 
     def _ranks(self, start: int, layout: Layout, width: int | None) -> str:
         offsets, universe = layout.offsets(), self.sharding.universe
@@ -278,15 +278,13 @@ class Blocks:
 
     def name(self, dim: int) -> str:
         """A dim as the spec calls it, without its axes; by its number where it has no name."""
-        factors = [replace(factor, axes=()) for factor in self.written.dims[dim].factors]
-        text = str(ShardedDim(tuple(factors)))
+        text = slots_text(self.written.mesh, self.written.dims[dim].unsplit, self.written.names_of(dim))
         return f"dim {dim}" if text == "_" else text
 
 
-def _sized(dim: ShardedDim) -> ShardedDim:
+def _sized(dim: Slots) -> Slots:
     """A dim of which every factor has a size: as many parts as it is cut into, where none is known."""
-    sizes = (factor.size or factor.pieces * factor.multiple for factor in dim.factors)
-    return ShardedDim(tuple(replace(f, size=size) for f, size in zip(dim.factors, sizes, strict=True)))
+    return Slots([Slot(slot.layouts, slot.size or slot.pieces) for slot in dim])
 
 
 # --- the sheet ------------------------------------------------------------------------------------
@@ -411,11 +409,13 @@ def _dims(blocks: Blocks) -> Listing:
     if blocks.shape is not None and blocks.position is not None:
         held = blocks.sharding.tile(blocks.shape, blocks.rank)
     for dim, cut in enumerate(blocks.dims):
-        if len(cut.dim.factors) == 1:
-            axes = " ".join(map(str, cut.dim.axes))
+        mesh = blocks.sharding.mesh
+        if len(cut.dim) == 1:
+            axes = " ".join(map(mesh.called, cut.dim.layouts))
         else:
-            split = [factor for factor in cut.dim.factors if factor.axes]
-            axes = " ".join(f"{factor.name or factor.size}@{place_text(factor.axes)}" for factor in split)
+            named = zip(cut.names, cut.dim, strict=True)
+            split = [(name or slot.size, slot.layouts) for name, slot in named if slot.layouts]
+            axes = " ".join(f"{name}@{layouts_text(mesh, layouts)}" for name, layouts in split)
         row = [blocks.name(dim), axes or "-", f"{cut.dim.pieces:,}"]
         if blocks.shape is not None:
             row[1:1] = [f"{blocks.shape[dim]:,}"]
@@ -434,9 +434,9 @@ def _remarks(blocks: Blocks) -> list[str]:
     """What the blocks alone don't say: copies, what is pending, blocks that are empty."""
     found = []
     if blocks.copies.size > 1:
-        over = " ".join(map(str, blocks.sharding.mesh.calls(blocks.copies.modes)))
+        over = " ".join(blocks.sharding.mesh.calls(blocks.copies.modes))
         found.append(f"copies: {blocks.copies.size:,} of each block, over {over}")
-    for pending in blocks.reductions:
-        size = math.prod(axis.size for axis in pending.axes)
-        found.append(f"{pending} is pending: {pending.op}(..) are {size:,} ranks whose {pending.op} is the value")
+    for op, layouts in blocks.reductions:
+        size, text = math.prod(each.size for each in layouts), f"{op}@{layouts_text(blocks.sharding.mesh, layouts)}"
+        found.append(f"{text} is pending: {op}(..) are {size:,} ranks whose {op} is the value")
     return found

@@ -13,7 +13,7 @@ from axes.algebra.flow import Recipe, gradient, recipe
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import PendingReduction, Sharding
+from axes.algebra.sharding import Sharding
 from axes.runtime.gradients import transposed
 from axes.show.picture import of_recipe
 from docs.pages.page import WRITTEN, Session, block, inline, paragraph, table
@@ -209,7 +209,7 @@ def arrivals(found: Recipe) -> list[Sharding]:
     result = found.result.output
     names = names_of(result)
     whole = result.mesh.sharding(" ".join(names))
-    sums = (PendingReduction("sum", result.mesh.named(result.mesh.axis_names)),)
+    sums = tuple([("sum", layout) for layout in result.mesh.layouts])
     ways = [replace(result, pending=()), whole, replace(whole, pending=sums)]
     ways += [replace(i.source, pending=()) for i in found.inputs if names_of(i.source) == names]
     return list(dict.fromkeys(ways))
@@ -217,7 +217,7 @@ def arrivals(found: Recipe) -> list[Sharding]:
 
 def names_of(sharding: Sharding) -> tuple[str, ...]:
     """The names of the dims, none of which is a group here."""
-    return tuple(str(factor.name) for dim in sharding.dims for factor in dim.factors)
+    return tuple(name for (name,) in map(sharding.names_of, range(sharding.ndim)))
 
 
 def steps_of(plans: Sequence[Plan]) -> list[Step]:

@@ -12,26 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError
-from axes.algebra.flow.reading import Mark, Reading, Slot, Term, atom_text
+from axes.algebra.flow.reading import Dim, Mark, Reading, Term, atom_text, names_of
 from axes.algebra.flow.recipe import Shape
-from axes.algebra.grammar import Item, place_text
-from axes.algebra.layout import Mode, NamedLayout
+from axes.algebra.grammar import Item
+from axes.algebra.layout import Layout, Mode
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, same_cuts
+from axes.algebra.sharding import LINEAR, Pending, Sharding, Slots, layouts_text, pending_text, same_cuts, slots_text
 from axes.algebra.sizes import Product, given_sizes, solve
-from axes.algebra.splits import (
-    Digits,
-    Entry,
-    all_axes,
-    entries_of,
-    handed_down,
-    of_names,
-    of_open_size,
-    pending_of,
-    split,
-)
+from axes.algebra.splits import Digits, handed_down, of_names, of_open_size, split
 
-Named = tuple[NamedLayout, ...]
+Layouts = tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
@@ -41,24 +31,24 @@ class Operand:
 
     number: int
     term: Term
-    dims: tuple[ShardedDim, ...]
-    atoms: tuple[ShardedDim, ...]
-    pending: tuple[Entry, ...]
+    dims: tuple[Slots, ...]
+    atoms: tuple[Slots, ...]
+    pending: Pending
 
     @property
-    def splits(self) -> list[tuple[str, ShardedDim]]:
+    def splits(self) -> list[tuple[str, Slots]]:
         """The atoms in order, and how each is split."""
         return [*zip(self.term.atoms, self.atoms, strict=True)]
 
-    def text(self) -> str:
-        """The operand as it is, in the expression's names."""
-        atoms, texts = list(map(str, self.atoms)), list[str]()
+    def text(self, mesh: Mesh) -> str:
+        """The operand as it is, in the names of the expression and of a mesh."""
+        atoms = [slots_text(mesh, slots, names_of([atom], slots)) for atom, slots in self.splits]
+        texts = []
         for slot, dim in zip(self.term.slots, self.dims, strict=True):
             inner = " ".join([atoms.pop(0) for _ in slot.marks])
-            one = "1" + (f"@{place_text(dim.axes)}" if dim.axes else "")
+            one = "1" + (f"@{layouts_text(mesh, dim.layouts)}" if dim.layouts else "")
             texts.append({0: one, 1: inner}.get(len(slot.marks), f"({inner})"))
-        pending = pending_of(self.pending)
-        return " ".join([*texts, *(["|"] if pending else []), *map(str, pending)])
+        return " ".join([*texts, *(["|", pending_text(mesh, self.pending)] if self.pending else [])])
 
 
 class Operands:
@@ -78,14 +68,14 @@ class Operands:
     ):
         self.reading, self.mesh, self.actual = reading, mesh, shardings
         self.is_global = shardings[0] is not None
-        self.written = mesh.named(reading.axes)
-        self.digits = Digits(mesh, [*self.written, *all_axes(*[s for s in shardings if s is not None])])
-        self.mentioned = frozenset(self.digits.of(self.written))
+        written = mesh.splits(reading.axes)
+        self.digits = Digits(mesh, [*written, *[each for s in shardings if s is not None for each in s.used]])
+        self.mentioned = frozenset(self.digits.of(written))
         self.assumed: set[str] = set()
         self.sizes = self._sizes(shapes, dict(given))
         # A dim without elements is split as one that all ranks divide.
         self.cut = {atom: size or mesh.size for atom, size in self.sizes.items()}
-        self._stars: dict[str, list[Named]] = {}
+        self._stars: dict[str, list[Layouts]] = {}
         self.operands = [self._operand(number, shape) for number, shape in enumerate(shapes)]
         self.stars = {atom: found[0] for atom, found in self._stars.items()}
         self.splits = self._common()
@@ -103,7 +93,7 @@ class Operands:
         equations = []
         for number, (term, shape) in enumerate(zip(reading.operands, shapes, strict=True)):
             for dim, (slot, extent) in enumerate(zip(term.slots, shape, strict=True)):
-                count = 1 if self.is_global else math.prod(axis.size for axis in self.named(a for _, a, _ in slot.uses))
+                count = 1 if self.is_global else math.prod(self.mesh.layout(axis).size for _, axis, _ in slot.uses)
                 open_ = [atom for atom in slot.atoms if atom not in known]
                 # A plain shard of a known size may be uneven; it is checked against its rank's share.
                 if count == 1 or open_:
@@ -123,33 +113,38 @@ class Operands:
                 raise SizeError(f"{found[atom]} isn't a multiple of  {parts}  for {atom} in  {reading.text}")
         return found
 
-    def extent(self, slot: Slot) -> int:
+    def extent(self, slot: Dim) -> int:
         """The whole size of a dim."""
         return math.prod(self.sizes[atom] for atom in slot.atoms)
 
-    def joined(self, slot: Slot, splits: Sequence[ShardedDim]) -> ShardedDim:
+    def joined(self, slot: Dim, splits: Sequence[Slots]) -> Slots:
         """The dim whose atoms are split so."""
         try:
             return of_names([*zip(splits, map(self.cut.__getitem__, slot.atoms), strict=True)], not self.extent(slot))
-        except ShardingError as error:
-            raise ShardingError(f"{error}\nin  {self.reading.text}") from None
-
-    def handed_down(self, dim: ShardedDim, slot: Slot, advice: str) -> list[ShardedDim]:
-        """How the atoms of a dim are split; `ShardingError` where its split doesn't fall on them."""
-        names = [(atom_text(atom), self.cut[atom]) for atom in slot.atoms]
-        found = handed_down(dim, names)
-        if found is None:
-            sizes = " ".join(f"{name}={size}" for name, size in names)
+        except ShardingError:
+            uneven = [pair for pair in zip(slot.atoms, splits, strict=True) if self.cut[pair[0]] % pair[1].pieces]
+            atom, (part,) = uneven[0]
+            text = slots_text(self.mesh, Slots((replace(part, size=self.cut[atom]),)), (atom_text(atom),))
             raise ShardingError(
-                f"{place_text(dim.axes)} splits {slot} into {dim.pieces} parts that don't fall "
+                f"{text} is split into {part.pieces} uneven parts inside {slot}, and a split factor of a group must "
+                f"divide\nin  {self.reading.text}"
+            ) from None
+
+    def handed_down(self, dim: Slots, slot: Dim, advice: str) -> list[Slots]:
+        """How the atoms of a dim are split; `ShardingError` where its split doesn't fall on them."""
+        found = handed_down(dim, [self.cut[atom] for atom in slot.atoms])
+        if found is None:
+            sizes = " ".join(f"{atom_text(atom)}={self.cut[atom]}" for atom in slot.atoms)
+            raise ShardingError(
+                f"{layouts_text(self.mesh, dim.layouts)} splits {slot} into {dim.pieces} parts that don't fall "
                 f"on its names: ({sizes})\nin  {self.reading.text}\n{advice}, or choose sizes that divide"
             )
         every = zip(slot.atoms, found, strict=False)  # a scalar's dim has no names
         return [each if self.sizes[atom] else of_open_size(each) for atom, each in every]
 
-    def named(self, axes: Any) -> Named:
+    def named(self, axes: Any) -> Layouts:
         """Axes by their names, `*` left out."""
-        return self.mesh.named(axis for axis in axes or () if axis != "*")
+        return self.mesh.splits(axis for axis in axes or () if axis != "*")
 
     # rules 1 and 2: what each operand's atoms are
 
@@ -159,7 +154,7 @@ class Operands:
             dims = tuple(map(self._declared, term.slots))
             pending = self.declared_pending(term)
         else:
-            dims, pending = actual.dims, tuple(entries_of(actual.pending))
+            dims, pending = actual.dims, actual.pending
         splits = [
             self.handed_down(dim, slot, f"axes.reshard it to '{slot}' before")
             for dim, slot in zip(dims, term.slots, strict=True)
@@ -171,27 +166,25 @@ class Operands:
             self._assert_pending(has)
         found = []
         for slot, dim, each in zip(term.slots, dims, splits, strict=True):
-            if slot.axes is not None and not same_cuts(
-                dim, split(str(slot), *self.named(slot.axes)), self.extent(slot)
-            ):
+            if slot.axes is not None and not same_cuts(dim, split(*self.named(slot.axes)), self.extent(slot)):
                 self._mismatch(has)
             found += [self._asserted(has, slot, *pair) for pair in zip(slot.marks, each, strict=True)]
         return replace(has, atoms=tuple(found))
 
-    def _declared(self, slot: Slot) -> ShardedDim:
+    def _declared(self, slot: Dim) -> Slots:
         """How a dim of a plain tensor is split."""
         if slot.axes is not None:
-            return split(str(slot), *self.named(slot.axes))
-        return self.joined(slot, [split(atom_text(mark.atom), *self.named(mark.axes)) for mark in slot.marks])
+            return split(*self.named(slot.axes))
+        return self.joined(slot, [split(*self.named(mark.axes)) for mark in slot.marks])
 
-    def declared_pending(self, term: Term) -> tuple[Entry, ...]:
+    def declared_pending(self, term: Term) -> Pending:
         """What a term says is pending, and over which axes its gradient is the same."""
         if self.is_global:
             for p in term.pending or ():
                 if p.op == "same":
                     self.reading.fail("'same' is about gradients of plain tensors; a DTensor has none", p.span)
         places = [(p.op, p.place.names) for p in term.pending or () if p.place]
-        return tuple((op, axis) for op, names in places for axis in self.mesh.named(names))
+        return tuple((op, layout) for op, names in places for layout in self.mesh.splits(names))
 
     def _check_local(self, has: Operand, shape: Shape) -> None:
         """A plain tensor is the shard that the declaration says this rank has."""
@@ -215,26 +208,26 @@ class Operands:
                 f"'{has.term.text}'; found {list(shape)}\nin  {self.reading.text}"
             )
 
-    def _asserted(self, has: Operand, slot: Slot, mark: Mark, state: ShardedDim) -> ShardedDim:
+    def _asserted(self, has: Operand, slot: Dim, mark: Mark, state: Slots) -> Slots:
         """How an atom is split, once it is held against what the text says of it."""
         atom, axes = mark.atom, mark.axes
         if slot.axes is not None or atom not in self.reading.explicit:
             return state
         if axes == ("*",) or (axes is None and atom in self.reading.starred):
-            self._stars.setdefault(atom, []).append(state.axes)
+            self._stars.setdefault(atom, []).append(state.layouts)
             return state
         wanted = self.named(axes)
         if axes and "*" in axes:
             # `h@(* cp)`: `*` is what h has beside cp.
-            at, have = axes.index("*"), self.digits.of(state.axes)
+            at, have = axes.index("*"), self.digits.of(state.layouts)
             front, back = (self.named(some) for some in (axes[:at], axes[at:]))
             rest = have[len(self.digits.of(front)) : len(have) - len(self.digits.of(back))]
             if (*self.digits.of(front), *rest, *self.digits.of(back)) != have:
                 self._mismatch(has)
-            star = self.mesh.calls(rest)
+            star = self.mesh.parts(rest)
             self._stars.setdefault(atom, []).append(star)
             wanted = (*front, *star, *back)
-        found = split(atom_text(atom), *(axis for axis in wanted if axis.size > 1))
+        found = split(*wanted)
         if same_cuts(state, found, self.cut[atom]):
             return found
         if self.extent(slot):
@@ -257,16 +250,16 @@ class Operands:
         raise ShardingError(
             f"{which} isn't sharded as the left side says\n"
             f"  says  {has.term.text}\n"
-            f"  has   {has.text()}\n"
+            f"  has   {has.text(self.mesh)}\n"
             f"in  {self.reading.text}\n"
-            f"write '{has.text()}' on the left, or axes.reshard it before"
+            f"write '{has.text(self.mesh)}' on the left, or axes.reshard it before"
         )
 
     # what the operands say together
 
-    def _common(self) -> dict[str, ShardedDim]:
+    def _common(self) -> dict[str, Slots]:
         """How each atom of the operands is split; rule 3 forbids to make it so."""
-        found: dict[str, tuple[ShardedDim, Operand]] = {}
+        found: dict[str, tuple[Slots, Operand]] = {}
         self._check_pending()
         for operand in self.operands:
             for atom, state in operand.splits:
@@ -276,47 +269,54 @@ class Operands:
         for atom, bound in self._stars.items():
             for axes in bound:
                 if self.digits.of(axes) != self.digits.of(bound[0]):
-                    places = f"{place_text(bound[0])} in one place, {place_text(axes)} in another"
+                    one, two = (layouts_text(self.mesh, each) for each in (bound[0], axes))
+                    places = f"{one} in one place, {two} in another"
                     self.reading.fail(f"'*' of '{atom}' is {places}", self.reading.span_of(atom))
         splits = {atom: state for atom, (state, _) in found.items()}
         owner: dict[Mode, str] = {}
-        for atom, axis in [(atom, axis) for atom, state in splits.items() for axis in state.axes]:
-            for digit in self.digits.of((axis,)):
+        for atom, layout in [(atom, layout) for atom, state in splits.items() for layout in state.layouts]:
+            for digit in self.digits.of((layout,)):
                 if owner.setdefault(digit, atom) != atom:
-                    self._conflict(f"'{axis}' is wanted by '{owner[digit]}' and by '{atom}'")
+                    self._conflict(f"'{self.mesh.called(layout)}' is wanted by '{owner[digit]}' and by '{atom}'")
         return splits
 
-    def _disagree(self, atom: str, one: tuple[ShardedDim, Operand], other: tuple[ShardedDim, Operand]) -> NoReturn:
+    def _disagree(self, atom: str, one: tuple[Slots, Operand], other: tuple[Slots, Operand]) -> NoReturn:
         if one[1] is other[1]:
             raise ShardingError(
-                f"a diagonal needs '{atom}' unsplit in both places\n  has   {one[1].text()}\nin  {self.reading.text}\n"
-                "axes.reshard the tensor before"
+                f"a diagonal needs '{atom}' unsplit in both places\n  has   {one[1].text(self.mesh)}\n"
+                f"in  {self.reading.text}\naxes.reshard the tensor before"
             )
-        has, bare = (one, other) if one[0].axes else (other, one)
-        atoms = tuple([split(atom_text(atom), *has[0].axes) if name == atom else had for name, had in bare[1].splits])
+        has, bare = (one, other) if one[0].layouts else (other, one)
+        atoms = tuple([split(*has[0].layouts) if name == atom else had for name, had in bare[1].splits])
         raise ShardingError(
-            f"the operands disagree on '{atom}': {place_of(atom, one[0])} and {place_of(atom, other[0])}\n"
+            f"the operands disagree on '{atom}': {self.place_of(atom, one[0])} and {self.place_of(atom, other[0])}\n"
             f"{self.lines()}\nin  {self.reading.text}\n"
-            f"axes.reshard operand {bare[1].number + 1} to '{replace(bare[1], atoms=atoms).text()}' before"
+            f"axes.reshard operand {bare[1].number + 1} to '{replace(bare[1], atoms=atoms).text(self.mesh)}' before"
         )
 
     def lines(self) -> str:
         """The operands as they are, a line each."""
         if len(self.operands) == 1:
-            return f"  has   {self.operands[0].text()}"
-        return "\n".join(f"  operand {operand.number + 1}  {operand.text()}" for operand in self.operands)
+            return f"  has   {self.operands[0].text(self.mesh)}"
+        return "\n".join(f"  operand {operand.number + 1}  {operand.text(self.mesh)}" for operand in self.operands)
+
+    def place_of(self, atom: str, state: Slots) -> str:
+        """An atom with its place, quoted as one writes it."""
+        text = slots_text(self.mesh, state, names_of([atom], state))
+        return text if len(state) > 1 else f"'{text}'"
 
     def _check_pending(self) -> None:
         """In an einsum a digit is pending in one operand, and the others are replicated over it."""
         if self.reading.kind != "einsum":
             return
         every = [pair for operand in self.operands for pair in operand.splits]
-        splits = {digit: atom for atom, state in every for digit in self.digits.of(state.axes)}
+        splits = {digit: atom for atom, state in every for digit in self.digits.of(state.layouts)}
         waiting: dict[Mode, int] = {}
-        for number, op, axis in [(each.number + 1, *entry) for each in self.operands for entry in each.pending]:
+        for number, op, layout in [(each.number + 1, *entry) for each in self.operands for entry in each.pending]:
+            axis = self.mesh.called(layout)
             if op not in (*LINEAR, "same"):
                 self._conflict(f"a pending {op} can't be multiplied; resolve it first")
-            for digit in self.digits.of((axis,)) if op != "same" else ():
+            for digit in self.digits.of((layout,)) if op != "same" else ():
                 if digit in splits:
                     self._conflict(f"'{axis}' splits '{splits[digit]}' and is pending in operand {number}")
                 if (before := waiting.setdefault(digit, number)) != number:
@@ -328,10 +328,3 @@ class Operands:
     def _conflict(self, message: str) -> NoReturn:
         advice = "axes.reshard one of them before" if len(self.operands) > 1 else "axes.reshard it before"
         raise ShardingError(f"{message}\n{self.lines()}\nin  {self.reading.text}\n{advice}")
-
-
-def place_of(atom: str, state: ShardedDim) -> str:
-    """An atom with its place, quoted as one writes it."""
-    if len(state.factors) > 1:
-        return str(state)
-    return f"'{atom}@{place_text(state.axes)}'" if state.axes else f"'{atom}'"

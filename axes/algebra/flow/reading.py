@@ -40,7 +40,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Dim:
     """One dim: its atoms in order, and the place behind the group where it has one."""
 
     marks: tuple[Mark, ...]
@@ -69,7 +69,7 @@ class Slot:
 class Term:
     """One tensor of an expression. `pending` is None where there is no `|`."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[Dim, ...]
     pending: tuple[grammar.Pending, ...] | None
     text: str
 
@@ -177,6 +177,19 @@ def atom_text(atom: str) -> str:
     return "..." if atom.startswith("...") else atom.partition("#")[0]
 
 
+def names_of(atoms: Sequence[str], slots: Sequence[object]) -> tuple[str, ...]:
+    """The names of the slots of a dim that consists of these atoms.
+
+    >>> names_of(["h", "d"], [0, 1]), names_of(["h", "d"], [0]), names_of(["h"], [0, 1])
+    (('h', 'd'), ('(h d)',), ('', 'h'))
+    """
+    texts = tuple(map(atom_text, atoms))
+    if len(slots) == 1 and len(texts) > 1:
+        return (f"({' '.join(texts)})",)
+    last = texts if len(texts) == 1 else ("",)
+    return texts if len(texts) == len(slots) else (*[""] * (len(slots) - 1), *last)
+
+
 @functools.lru_cache(maxsize=4096)
 def read(kind: str, text: str, ranks: tuple[int, ...], units: frozenset[tuple[int, int]] = frozenset()) -> Reading:
     """The reading of `text` for tensors with `ranks` dims. Cached.
@@ -262,7 +275,7 @@ def _dots(text: str, spec: grammar.Spec, rank: int, index: int) -> int | None:
 
 
 def _term(spec: grammar.Spec, dots: tuple[str, ...], index: int) -> Term:
-    slots: list[Slot] = []
+    slots: list[Dim] = []
     for at, dim in enumerate(spec.dims):
         marks: list[Mark] = []
         for number, factor in enumerate(dim.factors):
@@ -273,11 +286,11 @@ def _term(spec: grammar.Spec, dots: tuple[str, ...], index: int) -> Term:
             marks.extend([Mark(atom, axes, factor.span) for atom in atoms])
         outer = None if dim.place is None else dim.place.names
         if has_dots(dim) and not dim.grouped:
-            slots.extend([Slot((mark,), None, dim.span) for mark in marks])
+            slots.extend([Dim((mark,), None, dim.span) for mark in marks])
         elif len(marks) == 1 and outer is not None:
-            slots.append(Slot((replace(marks[0], axes=outer),), None, dim.span))
+            slots.append(Dim((replace(marks[0], axes=outer),), None, dim.span))
         else:
-            slots.append(Slot(tuple(marks), outer if marks else None, dim.span))
+            slots.append(Dim(tuple(marks), outer if marks else None, dim.span))
     return Term(tuple(slots), spec.pending, str(spec))
 
 
@@ -355,6 +368,6 @@ def _merged(term: Term, wholes: tuple[tuple[str, tuple[str, ...]], ...]) -> Term
     return replace(
         term,
         slots=tuple(
-            Slot((Mark(names[s.atoms], s.axes, s.span),), None, s.span) if s.atoms in names else s for s in term.slots
+            Dim((Mark(names[s.atoms], s.axes, s.span),), None, s.span) if s.atoms in names else s for s in term.slots
         ),
     )

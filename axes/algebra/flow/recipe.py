@@ -20,13 +20,14 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from axes.algebra.layout import NamedLayout
+from axes.algebra.flow.reading import names_of
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding
+from axes.algebra.sharding import Sharding, Slots
 
 Shape = tuple[int, ...]
 Groups = tuple[tuple[str, ...], ...]
@@ -44,6 +45,17 @@ def op_name(op: Op) -> str:
         return op
     is_function = isinstance(op, types.FunctionType | types.BuiltinFunctionType)
     return f"{op.__name__ if is_function else type(op).__name__}()"
+
+
+def sharding_of(mesh: Mesh, groups: Groups, dims: Iterable[Slots], pending: Iterable[tuple[str, Layout]]) -> Sharding:
+    """How a tensor lies whose dims consist of these atoms, after which they are called."""
+    every = tuple(dims)
+    return Sharding(mesh, every, tuple(pending), tuple(map(names_of, groups, every)))
+
+
+def singles(atoms: Iterable[str]) -> Groups:
+    """One dim for each atom."""
+    return tuple([(atom,) for atom in atoms])
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class Recipe:
     sizes: the whole size of every atom; all else is the same for other sizes that the same splits divide.
     averages: whether the local sum is divided by the count of a mean (also in the gradient of a mean).
     multiplier: and multiplied by this: the ranks over which a mean is left pending as a mean.
-    counted: the axes that split reduced dims of which this rank knows its own part alone: in the local
+    counted: the layouts that split reduced dims of which this rank knows its own part alone: in the local
     view, where the whole size isn't given. Over these, ranks add up the count of a mean.
     """
 
@@ -100,12 +112,7 @@ class Recipe:
     result: Output
     averages: bool = False
     multiplier: int = 1
-    counted: tuple[NamedLayout, ...] = ()
-
-    @functools.cached_property
-    def looks(self) -> tuple[str, int | None]:
-        """What equal recipes may differ in, as equal shardings do."""
-        return str(self), self.mesh.looks
+    counted: tuple[Layout, ...] = ()
 
     @functools.cached_property
     def size(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ wants, and the recipe that does it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,15 +21,15 @@ from typing import Any, NoReturn
 
 from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.flow.carrier import carrier_of, check_axes
-from axes.algebra.flow.operands import Operand, Operands, place_of
-from axes.algebra.flow.reading import KINDS, Axes, Reading, atom_text, is_name, read
-from axes.algebra.flow.recipe import Input, Output, Recipe, Shape
+from axes.algebra.flow.operands import Operand, Operands
+from axes.algebra.flow.reading import KINDS, Axes, Reading, is_name, read
+from axes.algebra.flow.recipe import Input, Output, Recipe, Shape, sharding_of, singles
 from axes.algebra.grammar import place_text
-from axes.algebra.layout import NamedLayout
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, cached_with_names
-from axes.algebra.splits import Entry, pending_of, split
+from axes.algebra.sharding import LINEAR, Sharding, Slots, layouts_text, pending_text
+from axes.algebra.splits import split
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all")
 """The reductions by name; the first four also across ranks."""
@@ -81,7 +82,7 @@ def _standing(
     """
     standing, wholes = [list(shape) for shape in shapes], dict[str, int]()
     pairs = [(atom, shardings[operand], dim) for operand, dim, atom in reading.alone]
-    as_they_are = {*given, *(atom for atom, s, dim in pairs if s is not None and len(s.dims[dim].factors) > 1)}
+    as_they_are = {*given, *(atom for atom, s, dim in pairs if s is not None and len(s.dims[dim]) > 1)}
     for operand, dim, atom in reading.alone:
         uses = reading.operands[operand].slots[dim].uses if shardings[operand] is None else []
         count = math.prod([mesh.layout(axis).size for _, axis, _ in uses])
@@ -107,7 +108,7 @@ def recipe_at(
     return _Result(Operands(reading, carrier, shardings, shapes, sizes), op).recipe()
 
 
-@cached_with_names(4096)
+@functools.lru_cache(maxsize=4096)
 def _kept(_: int, *args: Any) -> Recipe:
     """The same, kept for a rank."""
     return recipe_at(*args)
@@ -132,34 +133,35 @@ class _Result:
         self.has, self.op = has, op
         self.reading, self.mesh, self.digits = has.reading, has.mesh, has.digits
         self.gone = [atom for atom in has.splits if atom not in self.reading.result.atoms]
-        self.split = [(atom, axis) for atom in self.gone for axis in has.splits[atom].axes]
+        self.split = [(atom, layout) for atom in self.gone for layout in has.splits[atom].layouts]
         self.unknown = list(dict.fromkeys(atom for atom, _ in self.split if atom in has.assumed))
         # Ranks count what they reduce together, all of it, where one size of it is unknown.
-        self.counted = tuple(dict.fromkeys(axis for _, axis in self.split)) if self.unknown else ()
-        stars = [axis for atom in self.gone for axis in has.stars.get(atom, ())]
+        self.counted = tuple(dict.fromkeys(layout for _, layout in self.split)) if self.unknown else ()
+        stars = [layout for atom in self.gone for layout in has.stars.get(atom, ())]
         self.resolved = has.mentioned | frozenset(self.digits.of(stars))
 
     # rule 4: what is pending
 
-    def _kept(self, operand: Operand) -> list[Entry]:
+    def _kept(self, operand: Operand) -> list[tuple[str, Layout]]:
         """What is pending in an operand as it is computed on. What is the same becomes an ordinary replica there, but
         for a rearrangement: it commutes with communication, so that all of it happens at once, later."""
         return [entry for entry in operand.pending if entry[0] != "same" or self.reading.kind == "rearrange"]
 
-    def _check_passes(self, inherited: Sequence[Entry]) -> None:
+    def _check_passes(self, inherited: Sequence[tuple[str, Layout]]) -> None:
         """Pending values pass only reductions that commute with theirs."""
-        for op, axis in inherited if self.reading.kind == "reduce" else ():
+        for op, layout in inherited if self.reading.kind == "reduce" else ():
             if op != self.op and not {op, self.op} <= LINEAR:
+                clause = pending_text(self.mesh, [(op, layout)])
                 raise ShardingError(
                     f"'{self.op}' doesn't pass a pending {op}\n{self.has.lines()}\n"
-                    f"in  {self.reading.text}\nresolve it first: '| {op}@{axis}' on the left of a rearrange"
+                    f"in  {self.reading.text}\nresolve it first: '| {clause}' on the left of a rearrange"
                 )
 
-    def _arising(self) -> list[Entry]:
+    def _arising(self) -> list[tuple[str, Layout]]:
         """What the local computation leaves pending."""
         if self.split and self.op not in _ACROSS:
             atom = self.split[0][0]
-            place = place_text(self.has.splits[atom].axes)
+            place = layouts_text(self.mesh, self.has.splits[atom].layouts)
             raise ShardingError(
                 f"'{self.op}' doesn't reduce across ranks, and {place} splits '{atom}'\n"
                 f"{self.has.lines()}\n"
@@ -167,27 +169,29 @@ class _Result:
             )
         if self.op == "mean":
             self._check_counted()
-        return [(self._mean_as(axis) if self.op == "mean" else self.op, axis) for _, axis in self.split]
+        return [(self._mean_as(layout) if self.op == "mean" else self.op, layout) for _, layout in self.split]
 
-    def _mean_as(self, axis: NamedLayout) -> str:
+    def _mean_as(self, layout: Layout) -> str:
         """A mean pends as a mean where the shards are even and nobody asked for a sum."""
         if self.counted:
             return "sum"
         places = [(p.op, p.place.names) for p in self.reading.result.pending or () if p.place is not None]
-        wanted = {digit: op for op, names in places for digit in self.digits.of(self.mesh.named(names))}
-        asked = {wanted.get(digit) for digit in self.digits.of((axis,))}
+        wanted = {digit: op for op, names in places for digit in self.digits.of(self.mesh.splits(names))}
+        asked = {wanted.get(digit) for digit in self.digits.of((layout,))}
         states = [(self.has.splits[atom], self.has.sizes[atom]) for atom in self.gone]
-        if all(len(state.factors) > 1 or size % state.pieces == 0 for state, size in states):
+        if all(len(state) > 1 or size % state.pieces == 0 for state, size in states):
             return "sum" if "sum" in asked else "mean"
         if "mean" in asked:
             raise ShardingError(
                 f"a mean over uneven shards isn't the mean of their means\n{self.has.lines()}\n"
                 f"in  {self.reading.text}\n"
-                f"write '| sum@{axis}' on the right; it pends as local sums over the whole size"
+                f"write '| sum@{self.mesh.called(layout)}' on the right; it pends as local sums over the whole size"
             )
         return "sum"
 
-    def _target_pending(self, derived: list[Entry], arising: list[Entry]) -> list[Entry]:
+    def _target_pending(
+        self, derived: list[tuple[str, Layout]], arising: list[tuple[str, Layout]]
+    ) -> Sequence[tuple[str, Layout]]:
         """What the right side leaves pending, in the order of resolution; and what it calls the same."""
         term = self.reading.result
         if term.keeps_any:
@@ -199,9 +203,9 @@ class _Result:
         digits = {(op, digit) for op, axis in derived for digit in self.digits.of((axis,))}
         for op, axis in listed:
             if op != "same" and not digits.issuperset((op, digit) for digit in self.digits.of((axis,))):
-                has = " ".join(map(str, pending_of(derived))) or "nothing"
+                keeps, has = pending_text(self.mesh, [(op, axis)]), pending_text(self.mesh, derived) or "nothing"
                 raise ShardingError(
-                    f"the right side keeps {op}@{axis}, but the result has {has} pending\n{self.has.lines()}\n"
+                    f"the right side keeps {keeps}, but the result has {has} pending\n{self.has.lines()}\n"
                     f"in  {self.reading.text}\nwrite '| *' to keep what arises"
                 )
         rest = [(op, axis, frozenset(self.digits.of((axis,))) - self.resolved) for op, axis in derived]
@@ -231,13 +235,13 @@ class _Result:
             f"give it as a keyword: {', '.join(f'{name}=...' for name in names)}"
         )
 
-    def _check_arising(self, arising: list[Entry]) -> None:
+    def _check_arising(self, arising: list[tuple[str, Layout]]) -> None:
         """Rule 4: a result that would be left pending without a word."""
         hidden = [(op, axis) for op, axis in arising if not self.resolved.issuperset(self.digits.of((axis,)))]
         if hidden:
-            clause, axes = " ".join(map(str, pending_of(hidden))), {axis for _, axis in hidden}
+            clause, axes = pending_text(self.mesh, hidden), {axis for _, axis in hidden}
             atoms = dict.fromkeys(atom for atom, axis in self.split if axis in axes)
-            at = ", ".join(place_of(atom, self.has.splits[atom]) for atom in atoms)
+            at = ", ".join(self.has.place_of(atom, self.has.splits[atom]) for atom in atoms)
             raise ShardingError(
                 f"the result would be left pending: {clause}\n{self.has.lines()}\nin  {self.reading.text}\n"
                 f"write {at} on the left to have it reduced, or '| {clause}' or '| *' on the right to keep it"
@@ -245,47 +249,46 @@ class _Result:
 
     # rule 3: what the right side wants
 
-    def _target(self) -> dict[str, ShardedDim]:
+    def _target(self) -> dict[str, Slots]:
         """How each atom of the result is split."""
-        found: dict[str, ShardedDim] = {}
+        found: dict[str, Slots] = {}
         for slot in self.reading.result.slots:
             splits = [self._wanted(mark.atom, mark.axes) for mark in slot.marks]
             if slot.axes is not None:
                 advice = f"write '{slot}' on the right, and split the result in a second call"
-                splits = self.has.handed_down(split(str(slot), *self.mesh.named(slot.axes)), slot, advice)
+                splits = self.has.handed_down(split(*self.mesh.splits(slot.axes)), slot, advice)
             found.update(zip(slot.atoms, splits, strict=True))
         return found
 
-    def _wanted(self, atom: str, axes: Axes | None) -> ShardedDim:
-        name = atom_text(atom)
-        has = self.has.splits.get(atom, split(name))
+    def _wanted(self, atom: str, axes: Axes | None) -> Slots:
+        has = self.has.splits.get(atom, split())
         if axes is None:
-            return split(name) if atom in self.reading.explicit and atom not in self.reading.starred else has
-        star = self.has.stars.get(atom, has.axes)
-        if axes == ("*",) and star == has.axes:
+            return split() if atom in self.reading.explicit and atom not in self.reading.starred else has
+        star = self.has.stars.get(atom, has.layouts)
+        if axes == ("*",) and star == has.layouts:
             return has
-        if "*" in axes and len(has.factors) > 1:
+        if "*" in axes and len(has) > 1:
             self.reading.fail(
                 f"'{atom}' is split by one of its factors; '*' has no place to add to", self.reading.span_of(atom)
             )
-        return split(name, *(each for axis in axes for each in (star if axis == "*" else self.mesh.named((axis,)))))
+        return split(*(each for axis in axes for each in (star if axis == "*" else self.mesh.splits((axis,)))))
 
-    def _check_target(self, atoms: dict[str, ShardedDim], pending: Sequence[Entry]) -> None:
+    def _check_target(self, atoms: dict[str, Slots], pending: Sequence[tuple[str, Layout]]) -> None:
         """No digit twice in the result; where one flows into a place that the text gave away, say so."""
-        uses = [(atom, axis) for atom, state in atoms.items() for axis in state.axes]
+        uses = [(atom, axis) for atom, state in atoms.items() for axis in state.layouts]
         owner: dict[Any, str] = {}
         for what, axis in [*uses, *((f"| {op}", axis) for op, axis in pending)]:
-            for key in self.digits.of((axis,)) or (axis,):
+            for key in self.digits.of((axis,)):
                 other = owner.setdefault(key, what)
                 if other == what:
                     continue
                 flowing = [w for w in (what, other) if w in self.has.splits and w not in self.reading.explicit]
                 advice = "write the split of both"
                 if flowing:
-                    written = place_of(flowing[0], self.has.splits[flowing[0]])
+                    written = self.has.place_of(flowing[0], self.has.splits[flowing[0]])
                     advice = f"'{flowing[0]}' came split over it: write {written} on the left to have it moved"
                 raise ShardingError(
-                    f"'{axis}' would split '{other}' and '{what}'\n{self.has.lines()}\n"
+                    f"'{self.mesh.called(axis)}' would split '{other}' and '{what}'\n{self.has.lines()}\n"
                     f"in  {self.reading.text}\n{advice}"
                 )
 
@@ -301,13 +304,13 @@ class _Result:
         pending = self._target_pending([*inherited, *arising], arising)
         target = self._target()
         self._check_target(target, pending)
-        wanted = Sharding(self.mesh, tuple(target[a] for a in atoms), pending_of(pending))
+        wanted = sharding_of(self.mesh, singles(atoms), [target[a] for a in atoms], pending)
         derived = wanted
         if reading.kind != "repeat":
-            derived = Sharding(self.mesh, tuple(has.splits[a] for a in atoms), pending_of([*every, *arising]))
+            derived = sharding_of(self.mesh, singles(atoms), [has.splits[a] for a in atoms], [*every, *arising])
         result = self._output(derived, wanted)
         averages = reading.kind == "reduce" and self.op == "mean" and not self.counted
-        multiplier = math.prod(axis.size for op, axis in arising if op == "mean")
+        multiplier = math.prod(layout.size for op, layout in arising if op == "mean")
         sizes, inputs = tuple(has.sizes.items()), tuple([self._input(operand, wanted) for operand in has.operands])
         found = Recipe(
             reading.kind, reading.text, self.mesh, self.op, sizes, inputs, result, averages, multiplier, self.counted
@@ -317,20 +320,22 @@ class _Result:
         return found
 
     def _input(self, operand: Operand, wanted: Sharding) -> Input:
-        source = Sharding(self.mesh, operand.dims, pending_of(operand.pending))
-        elementary = replace(source, dims=operand.atoms)
+        groups, atoms = tuple([slot.atoms for slot in operand.term.slots]), operand.term.atoms
+        source = sharding_of(self.mesh, groups, operand.dims, operand.pending)
+        elementary = sharding_of(self.mesh, singles(atoms), operand.atoms, operand.pending)
         if self.reading.kind == "repeat":
             # What repeat adds is made where it belongs: communicate before there is more of it.
             splits, pending = dict(zip(self.reading.result.atoms, wanted.dims, strict=True)), wanted.pending
         else:
-            splits, pending = self.has.splits, pending_of(self._kept(operand))
-        prepared = Sharding(self.mesh, tuple(splits[atom] for atom in operand.term.atoms), pending)
-        return Input(tuple(slot.atoms for slot in operand.term.slots), source, elementary, prepared)
+            splits, pending = self.has.splits, tuple(self._kept(operand))
+        prepared = sharding_of(self.mesh, singles(atoms), [splits[atom] for atom in atoms], pending)
+        return Input(groups, source, elementary, prepared)
 
     def _output(self, derived: Sharding, target: Sharding) -> Output:
         slots, splits = self.reading.result.slots, iter(target.dims)
-        dims = tuple([self.has.joined(slot, [next(splits) for _ in slot.marks]) for slot in slots])
-        return Output(tuple(slot.atoms for slot in slots), derived, target, replace(target, dims=dims))
+        groups = tuple([slot.atoms for slot in slots])
+        dims = [self.has.joined(slot, [next(splits) for _ in slot.marks]) for slot in slots]
+        return Output(groups, derived, target, sharding_of(self.mesh, groups, dims, target.pending))
 
     def _check_torch(self, found: Recipe) -> None:
         try:

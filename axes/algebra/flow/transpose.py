@@ -19,18 +19,18 @@ every other axis the gradient stays as it arrived, split or pending, until somet
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow.recipe import Input, Output, Recipe
-from axes.algebra.layout import NamedLayout
+from axes.algebra.flow.recipe import Input, Output, Recipe, sharding_of, singles
+from axes.algebra.layout import Layout
 from axes.algebra.placements import check_torch_can
-from axes.algebra.sharding import LINEAR, ShardedDim, Sharding, cached_with_names
-from axes.algebra.splits import Digits, Entry, all_axes, entries_of, handed_down, of_names, pending_of, split
+from axes.algebra.sharding import LINEAR, Sharding, Slots
+from axes.algebra.splits import Digits, handed_down, of_names, split
 
 
-@cached_with_names(4096)
 def gradient(recipe: Recipe, index: int, arrived: Sharding, lazy: bool = True) -> Recipe:
     """The recipe that takes the cotangent of the result, which arrived with this sharding, and the
     other operands in order, to the gradient of operand `index`. The caller brings the cotangent to the
@@ -40,6 +40,12 @@ def gradient(recipe: Recipe, index: int, arrived: Sharding, lazy: bool = True) -
     and no further.
     """
     assert recipe.op in ("sum", "mean") or recipe.kind in ("rearrange", "repeat")
+    return _gradient(recipe.mesh.rank, recipe, index, arrived, lazy)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient(_: int, recipe: Recipe, index: int, arrived: Sharding, lazy: bool) -> Recipe:
+    """The same, kept for a rank."""
     if lazy:
         try:
             return _transposed(recipe, index, arrived, lazy=True)
@@ -58,7 +64,8 @@ def required(operand: Sharding, arrived: Sharding, lazy: bool = True) -> Shardin
     'b@dp s | sum@tp'
     """
     free = _Free([operand], [operand, arrived], lazy)
-    return free.sharding(operand.dims, arrived.dims, entries_of(arrived.pending))
+    dims, pending = free.kept(operand.dims, arrived.dims, arrived.pending)
+    return replace(operand, dims=tuple(dims), pending=tuple(pending))
 
 
 class _Free:
@@ -66,28 +73,28 @@ class _Free:
 
     def __init__(self, involved: Sequence[Sharding], every: Sequence[Sharding], lazy: bool):
         self.mesh, self.lazy = involved[0].mesh, lazy
-        self.digits = Digits(self.mesh, all_axes(*every))
-        self.involved = {*self.digits.of(all_axes(*involved))}
+        self.digits = Digits(self.mesh, [layout for each in every for layout in each.used])
+        self.involved = {*self.digits.of([layout for each in involved for layout in each.used])}
 
-    def is_free(self, axis: NamedLayout) -> bool:
-        """Whether nothing of an axis is involved; one of size one splits nothing."""
-        mine = self.digits.of((axis,))
-        return bool(mine) and self.involved.isdisjoint(mine)
+    def is_free(self, layout: Layout) -> bool:
+        """Whether nothing of a layout is involved."""
+        return self.involved.isdisjoint(self.digits.of((layout,)))
 
-    def _extended(self, state: ShardedDim, arrived: ShardedDim) -> ShardedDim:
-        """`state` with the free axes of `arrived` as its innermost splits."""
-        free = [axis for axis in arrived.axes if self.lazy and self.is_free(axis) and axis not in state.axes]
-        if free and len(arrived.factors) > 1 and not state.axes and len(free) == len(arrived.axes):
+    def _extended(self, state: Slots, arrived: Slots) -> Slots:
+        """`state` with the free layouts of `arrived` as its innermost splits."""
+        free = [each for each in arrived.layouts if self.lazy and self.is_free(each) and each not in state.layouts]
+        if free and len(arrived) > 1 and not state.layouts and len(free) == len(arrived.layouts):
             return arrived
-        if not free or len(state.factors) > 1 or len(arrived.factors) > 1:
+        if not free or len(state) > 1 or len(arrived) > 1:
             return state
-        (factor,) = state.factors
-        return ShardedDim((replace(factor, axes=(*factor.axes, *free)),))
+        return Slots((replace(state[0], layouts=(*state.layouts, *free)),))
 
-    def sharding(self, dims: Sequence[ShardedDim], arrived: Sequence[ShardedDim], pending: Iterable[Entry]) -> Sharding:
-        """Dims with what may stay of what arrived."""
-        kept = [(op, axis) for op, axis in pending if op in LINEAR and self.is_free(axis)]
-        return Sharding(self.mesh, tuple(map(self._extended, dims, arrived)), pending_of(kept))
+    def kept(
+        self, dims: Iterable[Slots], arrived: Iterable[Slots], pending: Iterable[tuple[str, Layout]]
+    ) -> tuple[list[Slots], list[tuple[str, Layout]]]:
+        """Dims, and what is pending, with what may stay of what arrived."""
+        still = [(op, layout) for op, layout in pending if op in LINEAR and self.is_free(layout)]
+        return list(map(self._extended, dims, arrived)), still
 
 
 def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> Recipe:
@@ -96,42 +103,44 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     computed = [*(i.prepared for i in forward.inputs), result.derived]
     mine = [operand.elementary, operand.source]
     every = [*mine, *(i.elementary for i in forward.inputs), *computed, arrived]
+    atoms = singles(result.atoms)
     free, final = _Free(computed, every, lazy), _Free(mine, every, lazy)
 
     # The cotangent, moved to what splits the result of the local computation.
-    dims: list[ShardedDim] = []
-    landed: list[ShardedDim] = []
+    dims: list[Slots] = []
+    landed: list[Slots] = []
     for dim, group in zip(arrived.sized(forward.whole(result.groups)).dims, result.groups, strict=True):
-        cut = [(atom, forward.cut[atom]) for atom in group]
-        found = handed_down(dim, cut)
-        dims.append(split("_") if found is None else dim)
-        landed += found or [split(atom) for atom in group]
-    source = Sharding(mesh, tuple(dims), arrived.pending)
-    prepared = free.sharding(result.derived.dims, landed, entries_of(arrived.pending))
+        found = handed_down(dim, [forward.cut[atom] for atom in group])
+        dims.append(split() if found is None else dim)
+        landed += (found or [split() for _ in group])[: len(group)]
+    source = sharding_of(mesh, result.groups, dims, arrived.pending)
+    elementary = sharding_of(mesh, atoms, landed, arrived.pending)
+    prepared = sharding_of(mesh, atoms, *free.kept(result.derived.dims, landed, arrived.pending))
     # Of a product with conj(x) the gradient is the conjugate of that of x.
     conjugate = operand.conjugate
-    inputs = [Input(result.groups, source, replace(source, dims=tuple(landed)), prepared, conjugate=conjugate)]
+    inputs = [Input(result.groups, source, elementary, prepared, conjugate=conjugate)]
     states = dict(zip(result.atoms, prepared.dims, strict=True))
 
     # The others as the forward took them, sliced where the cotangent stays split.
     for other in (i for at, i in enumerate(forward.inputs) if at != index):
-        splits = tuple(states.get(atom, had) for atom, had in zip(other.atoms, other.prepared.dims, strict=True))
-        sliced = replace(other.prepared, dims=splits)
+        splits = [states.get(atom, had) for atom, had in zip(other.atoms, other.prepared.dims, strict=True)]
+        sliced = sharding_of(mesh, singles(other.atoms), splits, other.prepared.pending)
         inputs.append(replace(other, prepared=sliced, conjugate=other.conjugate == conjugate))
 
     born = dict(zip(operand.atoms, operand.prepared.dims, strict=True))
     states = born | {atom: dim for i in inputs for atom, dim in zip(i.atoms, i.prepared.dims, strict=True)}
-    entries = [entry for i in inputs for entry in entries_of(i.prepared.pending)]
-    entries += [("sum", axis) for atom, dim in states.items() if atom not in born for axis in dim.axes if axis.size > 1]
+    entries = [entry for i in inputs for entry in i.prepared.pending]
+    entries += [("sum", layout) for atom, dim in states.items() if atom not in born for layout in dim.layouts]
     entries = list(dict.fromkeys(entries))
-    derived = Sharding(mesh, tuple(states[atom] for atom in operand.atoms), pending_of(entries))
-    target = final.sharding(operand.elementary.dims, derived.dims, entries)
+    own = singles(operand.atoms)
+    derived = sharding_of(mesh, own, [states[atom] for atom in operand.atoms], entries)
+    target = sharding_of(mesh, own, *final.kept(operand.elementary.dims, derived.dims, entries))
     rest = iter(target.dims)
-    closed = tuple(
+    closed = [
         of_names([(next(rest), forward.cut[atom]) for atom in group], not extent)
         for group, extent in zip(operand.groups, forward.whole(operand.groups), strict=True)
-    )
-    output = Output(operand.groups, derived, target, replace(target, dims=closed))
+    ]
+    output = Output(operand.groups, derived, target, sharding_of(mesh, operand.groups, closed, target.pending))
     check_torch_can(output.output, forward.whole(output.groups))
     text = f"gradient of  {forward.text}"
     return Recipe("gradient", text, mesh, "sum", forward.sizes, tuple(inputs), output, forward.averages)

@@ -27,7 +27,8 @@ from axes.algebra.planning.candidates import (
 )
 from axes.algebra.planning.digits import Digit, Space, State, common, descending, digits_of, size_of
 from axes.algebra.planning.exchange import GroupExchange, group_between
-from axes.algebra.sharding import ShardedDim, ShardedFactor, Sharding
+from axes.algebra.sharding import Sharding
+from axes.algebra.splits import split
 
 Shape = tuple[int, ...]
 
@@ -38,8 +39,7 @@ def crossings(source: Sharding, target: Sharding, shape: Shape, ranks_per_node: 
     Raises `ShardingError` where the target keeps pending what the source hasn't.
     """
     same = source.universe == target.universe
-    whole = ShardedDim((ShardedFactor("_"),))
-    kept = Sharding(source.mesh, (whole,) * source.ndim, target.pending if same else ())
+    kept = Sharding(source.mesh, (split(),) * source.ndim, target.pending if same else ())
     found, there = common(source, kept, shape), common(target, target, shape)
     if found is None or there is None or not (same or not target.pending):
         raise ShardingError(

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from axes.algebra.chunks import largest_chunk, smallest_chunk
 from axes.algebra.layout import Layout, common_digits
-from axes.algebra.sharding import PendingReduction, ShardedDim, ShardedFactor, Sharding, classes
+from axes.algebra.sharding import Sharding, Slot, Slots, classes
 from axes.algebra.splits import handed_down
 
 Digit = tuple[int, int]
@@ -72,7 +72,7 @@ class State(NamedTuple):
 class Space:
     """What all states of one plan share.
 
-    origin: the sharding that lends its mesh and the names of its dims to those in between.
+    origin: the sharding that lends its mesh to those in between.
     factors: for each dim the sizes of its factors, or its own alone. sizes: of each slot.
     """
 
@@ -137,16 +137,10 @@ class Space:
 
     def sharding(self, state: State) -> Sharding:
         """The sharding that a state describes."""
-        called = self.origin.mesh.called
-        columns = iter([tuple([called(Layout.of(atom)) for atom in slot]) for slot in state.splits])
-        dims = []
-        for sizes, had in zip(self.factors, self.origin.dims, strict=True):
-            whole = len(sizes) == 1
-            name = had.factors[0].name if whole else None
-            factors = [ShardedFactor(name, None if whole else size, next(columns)) for size in sizes]
-            dims.append(ShardedDim(tuple(factors)))
-        items = [item for group in state.pending for item in group]
-        pending = [PendingReduction(op, (called(Layout.of([digit])),)) for op, digit in items]
+        columns = iter([tuple(map(Layout.of, slot)) for slot in state.splits])
+        sizes = [each if len(each) > 1 else (None,) for each in self.factors]
+        dims = [Slots([Slot(next(columns), size) for size in each]) for each in sizes]
+        pending = [(op, Layout.of([digit])) for group in state.pending for op, digit in group]
         return Sharding(self.origin.mesh, tuple(dims), tuple(pending))
 
 
@@ -163,8 +157,8 @@ def common(
         return None
     factors = tuple([sizes_of(pair[0]) or (size,) for pair, size in zip(pairs, shape, strict=True) if pair])
     space = Space(source, factors, tuple([size for sizes in factors for size in sizes]))
-    slots = [[factor.layouts for pair in pairs if pair for factor in pair[side].factors] for side in (0, 1)]
-    pending = [[(p.op, axis.layout) for p in end.pending for axis in p.axes] for end in (source, target)]
+    slots = [[slot.layouts for pair in pairs if pair for slot in pair[side]] for side in (0, 1)]
+    pending = [end.pending for end in (source, target)]
     layouts = [source.mesh.extent, target.mesh.extent]
     layouts += [layout for side in slots for slot in side for layout in slot]
     layouts += [layout for side in pending for _, layout in side]
@@ -182,32 +176,32 @@ def common(
     return space, state(0), state(1)
 
 
-def sizes_of(dim: ShardedDim) -> tuple[int, ...] | None:
-    """The sizes of a dim's factors, or None where it is one."""
-    return tuple([factor.size or 0 for factor in dim.factors]) if len(dim.factors) > 1 else None
+def sizes_of(slots: Slots) -> tuple[int, ...] | None:
+    """The sizes of a dim's slots, or None where it is one."""
+    return tuple([slot.size or 0 for slot in slots]) if len(slots) > 1 else None
 
 
-def aligned(one: ShardedDim, two: ShardedDim) -> tuple[ShardedDim, ShardedDim] | None:
-    """Two splits of one dim with the same factors, or None where they have none in common."""
+def aligned(one: Slots, two: Slots) -> tuple[Slots, Slots] | None:
+    """Two splits of one dim with the same slots, or None where they have none in common."""
     sizes = sizes_of(one) or sizes_of(two)
     if sizes is None:
         return one, two
-    mine, theirs = [dim if sizes_of(dim) == sizes else factored(dim, sizes) for dim in (one, two)]
+    mine, theirs = [slots if sizes_of(slots) == sizes else factored(slots, sizes) for slots in (one, two)]
     return None if mine is None or theirs is None else (mine, theirs)
 
 
-def factored(dim: ShardedDim, sizes: Sequence[int]) -> ShardedDim | None:
-    """A dim that is one factor as factors of these sizes, or None where its splits cut across them.
+def factored(slots: Slots, sizes: Sequence[int]) -> Slots | None:
+    """A dim that is one slot as slots of these sizes, or None where its splits cut across them.
 
     >>> from axes.algebra.mesh import Mesh
     >>> (dim,) = Mesh("tp=2").sharding("h@tp").dims
-    >>> print(factored(dim, (4, 3)), factored(dim, (3, 4)))
-    (4@tp 3) None
+    >>> factored(dim, (4, 3)), factored(dim, (3, 4))
+    ((Slot(layouts=(2:1,), size=4), Slot(layouts=(), size=3)), None)
     """
-    found = handed_down(dim, [("", size or dim.pieces) for size in sizes]) if len(dim.factors) == 1 else None
+    found = handed_down(slots, [size or slots.pieces for size in sizes]) if len(slots) == 1 else None
     if found is None or any(map(operator.mod, sizes, [each.pieces for each in found])):
         return None
-    return ShardedDim(tuple([ShardedFactor(None, size, each.axes) for size, each in zip(sizes, found, strict=True)]))
+    return Slots([Slot(each.layouts, size) for size, each in zip(sizes, found, strict=True)])
 
 
 def _atoms(size: int, layouts: Iterable[Layout], refined: dict[Layout, Atom]) -> tuple[Atom, ...]:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from axes.algebra.chunks import Runs, Tile, all_chunks, factor_runs
 from axes.algebra.layout import Layout, digits
 from axes.algebra.planning.boxes import Region, intersection, regions, volume
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import Sharding, Slots
 from axes.algebra.universe import Universe
 
 
@@ -111,15 +111,15 @@ class Pieces:
 
 
 @lru_cache(maxsize=1024)
-def pieces_of(dim: ShardedDim, extents: tuple[int, ...]) -> Pieces:
+def pieces_of(dim: Slots, extents: tuple[int, ...]) -> Pieces:
     """The pieces of a dim whose factors have these sizes."""
     cuts = [
-        all_chunks(extent, tuple([layout.size for layout in factor.layouts]))
-        for extent, factor in zip(extents, dim.factors, strict=True)
+        all_chunks(extent, tuple([layout.size for layout in slot.layouts]))
+        for extent, slot in zip(extents, dim, strict=True)
     ]
     whole = len(cuts) == 1
     runs = [parts if whole else factor_runs(extents, parts) for parts in product(*cuts)]
-    return Pieces(Layout.product(*[axis.layout for axis in dim.axes]), tuple(runs))
+    return Pieces(Layout.product(*dim.layouts), tuple(runs))
 
 
 Numbers = tuple[int, ...]

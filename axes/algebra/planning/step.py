@@ -52,7 +52,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.planning.boxes import regions, volume
 from axes.algebra.planning.digits import aligned, sizes_of
 from axes.algebra.planning.exchange import Exchange, Message, group_between, ranks_of_both
-from axes.algebra.sharding import ShardedDim, Sharding
+from axes.algebra.sharding import Sharding, Slot, Slots
 
 Shape = tuple[int, ...]
 
@@ -98,7 +98,7 @@ class Step:
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the axes that the group steps through; none between two sets of ranks."""
-        return () if self.layout is None else tuple(map(str, self.source.mesh.calls(self.layout.modes)))
+        return () if self.layout is None else self.source.mesh.calls(self.layout.modes)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -135,7 +135,7 @@ class Step:
         return self.source.divides(self.shape) and self.target.divides(self.shape)
 
     @cached_property
-    def _aligned(self) -> list[tuple[ShardedDim, ShardedDim]]:
+    def _aligned(self) -> list[tuple[Slots, Slots]]:
         """Both sides of each dim, in the same factors where they have any in common."""
         pairs = list(zip(self.source.dims, self.target.dims, strict=True))
         return [aligned(*pair) or pair for pair in pairs]
@@ -152,12 +152,13 @@ class Step:
         """The same step on the tensor with one dim for each of `factors`."""
         if all(len(sizes) == 1 for sizes in self.factors):
             return self
-        ends: tuple[list[ShardedDim], list[ShardedDim]] = ([], [])
+        ends: tuple[list[Slots], list[Slots]] = ([], [])
         for pair, sizes in zip(self._aligned, self.factors, strict=True):
             for dims, dim in zip(ends, pair, strict=True):
-                single = [ShardedDim((replace(factor, size=None),)) for factor in dim.factors]
+                single = [Slots((Slot(slot.layouts),)) for slot in dim]
                 dims.extend(single if len(sizes) > 1 else [dim])
-        source, target = replace(self.source, dims=tuple(ends[0])), replace(self.target, dims=tuple(ends[1]))
+        pairs = zip((self.source, self.target), ends, strict=True)
+        source, target = (replace(end, dims=tuple(dims), names=()) for end, dims in pairs)
         return replace(self, source=source, target=target, shape=tuple([n for sizes in self.factors for n in sizes]))
 
     def exchange(self, rank: int | None = None) -> Exchange:
