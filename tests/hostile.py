@@ -466,7 +466,7 @@ def doors(mesh: axes.Mesh) -> dict[str, Door]:
         "Mesh.described": Door(algebra.described, "tp"),
         "Mesh.factored": Door(algebra.factored, algebra.layout("all")),
         "Mesh.made_of": Door(algebra.made_of, [algebra.layout("tp")]),
-        "Mesh.named": Door(algebra.named, ("tp", "dp")),
+        "Mesh.splits": Door(algebra.splits, ("tp", "dp")),
         "Mesh.create_groups": Door(mesh.create_groups, "dp", "tp"),
         "Mesh.abort": Door(mesh["rep"].abort),
         "Mesh.from_device_mesh": Door(axes.Mesh.from_device_mesh, mesh.device_mesh),
