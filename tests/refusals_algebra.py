@@ -140,7 +140,7 @@ LAYOUTS = (
     *((f"axes.Layout((8,), (1,)).split({sizes})", "SizeError", "has size 8") for sizes in ((), (3,), (4, 4), (8, 0), (-2, -4))),
     ("axes.plan('a', 'a', (4,), axes.Mesh('x=2'), cost_model='fast')", "ShardingError", "cost_model is an axes.CostModel; found 'fast'"),
     ("axes.Layout((2, 3), (6, 1)).split((3, 2))", "SizeError", "it cuts 3:1"),
-    ("axes.Layout((4,), (2,)).complement(12)", "MeshError", "no complement"),
+    ("axes.Layout((4,), (2,)).complement(12)", "MeshError", "12:1 and 4:2 have no common digits: 12 isn't a multiple of 8"),
     ("axes.Layout((2,), (1,)).coordinate(-1)", "MeshError", "a position is a whole number from 0; found -1"),
 )  # fmt: skip
 SIZES = (

@@ -145,8 +145,6 @@ class Layout:
         5
         """
         at, index = checked_rank("a position", position), 0
-        if at < 0:
-            raise MeshError(f"a position is a whole number from 0; found {at}")
         for size, stride in self.modes:
             index = index * size + at // stride % size
         return index
@@ -190,23 +188,12 @@ class Layout:
     def complement(self, size: int) -> Layout:
         """The digits of a universe of `size` positions that this layout doesn't read.
 
-        Raises `MeshError` where `size` isn't a multiple of what the digits span.
+        Raises `MeshError` where its digits aren't digits of these positions.
 
         >>> Layout((2,), (4,)).complement(16)
         (2:8, 4:1)
         """
-        count = whole_number(size)
-        if count is None or count < 1:
-            raise MeshError(f"a complement is in a whole number of positions; found {shown(size)}")
-        found: list[Mode] = []
-        at = 1
-        for mode_size, stride in sorted(self.modes, key=_stride):
-            found.append((stride // at, at))
-            at = stride * mode_size
-        if count % at:
-            raise MeshError(f"{self} has no complement in {count} positions: {at} doesn't divide {count}")
-        found.append((count // at, at))
-        return Layout.of(reversed(found))
+        return Layout((size,), (1,)).divide(self)
 
     def divide(self, other: Layout) -> Layout:
         """What is left of this layout, in its order, without the digits of `other`.
