@@ -73,6 +73,7 @@ class Mesh:
     layout_of_all: Layout
     extent: Layout
     size: int
+    _key: tuple[object, ...]
     _hash: int
     _view: int | None
 
@@ -105,14 +106,9 @@ class Mesh:
         layouts = tuple([self.namespace[name] for name in self.axis_names])
         whole = _whole(self.axis_names, layouts)
         extent = Layout.of(sorted(whole.modes, key=lambda mode: -mode[1]))
-        self.__dict__.update(
-            layouts=layouts, layout_of_all=whole, extent=extent, size=whole.size, _hash=hash(self._key)
-        )
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        names = tuple(self.namespace.items())
-        return (self.universe, self.axis_names, names, self.ranks_per_node, self.binding)
+        key = (self.universe, self.axis_names, tuple(self.namespace.items()), self.ranks_per_node, self.binding)
+        self.__dict__.update(layouts=layouts, layout_of_all=whole, extent=extent, size=whole.size, _key=key)
+        self.__dict__["_hash"] = hash(key)
 
     def _with(self, **changed: Any) -> Mesh:
         mesh = object.__new__(Mesh)
