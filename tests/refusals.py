@@ -163,7 +163,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("axes.reduce(D('a b@tp', 4, 8).to(torch.int64), 'a b@tp -> a', 'mean')", "ShardingError", "a mean of torch.int64 isn't torch.int64; convert it first, or take the sum"),
     ("axes.reduce(D('a b@tp', 4, 8).to(torch.complex64), 'a b@tp -> a', 'max')", "ShardingError", "torch.complex64 has no order, so no max"),
     ("axes.reduce(D('a b@tp', 4, 8)[:0], 'a b -> b', 'max')", "SizeError", "over no elements has no"),
-    ("x = D('a b@tp', 4, 8); axes.rearrange([x, x[:2]], 'n a b -> n a b')", "ShardingError", "have one shape and dtype; found [4, 8] torch.float32, [2, 8] torch.float32"),
+    ("x = D('a b@tp', 4, 8); axes.rearrange([x, x[:2]], 'n a b -> n a b')", "ShardingError", "have one shape, dtype and sharding, and are DTensors"),
     ("axes.softmax(D('a b@tp', 4, 8), 'a b@tp', over=None)", "ShardingError", "over names dims, like 'd' or 'h d'; found None"),
     ("axes.layer_norm(D('a b@tp', 4, 8), 'a b@tp', over='b', eps='x')", "ShardingError", "eps is a number from 0, like 1e-5; found 'x'"),
     ("axes.rms_norm(D('a b@tp', 4, 8), 'a b@tp', over='b', eps=-1.0)", "ShardingError", "eps is a number from 0, like 1e-5; found -1.0"),

@@ -37,8 +37,9 @@ what its rank doesn't use, so every rank uses what it gets. The names are those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, AxisName, axis_layout, check_axis, group_along
-from axes.runtime.linear import Kept, Map, around, both_ways
+from axes.runtime.linear import Kept, Map, both_ways, linear
 from axes.runtime.transforms import check_plain
 from axes.runtime.writes import writable
 
@@ -72,8 +73,7 @@ def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.
     torch.Size([3, 2])
     """
     group = _group("psum", x, axis, mesh)
-    x = x.to(torch.int64) if x.dtype == torch.bool else x
-    return _total(x, "sum", group) if group.size > 1 else x
+    return _total(x.to(torch.int64) if x.dtype == torch.bool else x, "sum", group)
 
 
 def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -92,7 +92,7 @@ def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch
     group = _group("pmean", x, axis, mesh)
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise ShardingError(f"pmean of {x.dtype}: a mean of integers is no integer; write x.float(), or psum")
-    return _total(x, "mean", group) if group.size > 1 else x
+    return _total(x, "mean", group)
 
 
 def pmax(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -148,7 +148,7 @@ def all_gather(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | No
     """
     group = _group("all_gather", x, axis, mesh)
     dim = _dim("all_gather", x, dim)
-    return both_ways(*_gathering(dim, group), x) if group.size > 1 else x
+    return _linear(x, group, partial(axis_groups.all_gather, dim=dim), partial(axis_groups.reduce_scatter, dim=dim))
 
 
 def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -167,9 +167,8 @@ def psum_scatter(x: torch.Tensor, axis: AxisName, dim: int = 0, *, mesh: Mesh | 
     torch.Size([3, 2])
     """
     group = _group("psum_scatter", x, axis, mesh)
-    dim = _dim("psum_scatter", x, dim)
-    x = x.to(torch.int64) if x.dtype == torch.bool else x
-    return both_ways(*_gathering(dim, group)[::-1], x) if group.size > 1 else x
+    dim, x = _dim("psum_scatter", x, dim), x.to(torch.int64) if x.dtype == torch.bool else x
+    return _linear(x, group, partial(axis_groups.reduce_scatter, dim=dim), partial(axis_groups.all_gather, dim=dim))
 
 
 def all_to_all(
@@ -222,9 +221,9 @@ def all_to_all(
     group = _group("all_to_all", x, axis, mesh)
     split_dim, concat_dim = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
     if send_sizes is None and recv_sizes is None:
-        run = partial(axis_groups.all_to_all, split_dim=split_dim, concat_dim=concat_dim, group=group)
-        back = partial(axis_groups.all_to_all, split_dim=concat_dim, concat_dim=split_dim, group=group)
-        return both_ways(run, back, x) if group.size > 1 else x
+        run = partial(axis_groups.all_to_all, split_dim=split_dim, concat_dim=concat_dim)
+        back = partial(axis_groups.all_to_all, split_dim=concat_dim, concat_dim=split_dim)
+        return _linear(x, group, run, back)
     if split_dim != concat_dim:
         raise ShardingError(
             f"all_to_all with send_sizes cuts and concatenates along one dim; found split_dim={split_dim} and "
@@ -232,9 +231,8 @@ def all_to_all(
         )
     sends, receives = _sizes("send_sizes", send_sizes, group), _sizes("recv_sizes", recv_sizes, group)
     _check_sizes(x, split_dim, sends, receives, group)
-    run = partial(axis_groups.exchange, dim=split_dim, sends=sends, receives=receives, group=group)
-    back = partial(axis_groups.exchange, dim=split_dim, sends=receives, receives=sends, group=group)
-    return both_ways(run, back, x) if group.size > 1 else x
+    run = partial(axis_groups.exchange, dim=split_dim, sends=sends, receives=receives)
+    return _linear(x, group, run, partial(axis_groups.exchange, dim=split_dim, sends=receives, receives=sends))
 
 
 def ppermute(
@@ -262,15 +260,15 @@ def ppermute(
     torch.Size([3, 2])
     """
     group = _group("ppermute", x, axis, mesh)
-    if shift is not None and perm is None:
-        target, source = _neighbours(shift, group)
-        return x if target == group.coordinate else _permuted(x, target, source, group)
-    if perm is not None and shift is None:
-        to, origin = _partners(perm, group)
-        if group.size == 1:
-            return x if origin == 0 else torch.zeros_like(x)
-        return _permuted(x, to, origin, group)
-    raise ShardingError("ppermute goes by shift=1 or by perm=[(source, target), ...]; give one of the two")
+    if (shift is None) == (perm is None):
+        raise ShardingError("ppermute goes by shift=1 or by perm=[(source, target), ...]; give one of the two")
+    target, source = _neighbours(shift, group) if perm is None else _partners(perm, group)
+    if group.size == 1 and source is None:
+        return torch.zeros_like(x)
+    if perm is None and target == group.coordinate:
+        return x
+    run = partial(axis_groups.permute, target=target, source=source)
+    return _linear(x, group, run, partial(axis_groups.permute, target=source, source=target))
 
 
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
@@ -305,6 +303,7 @@ def _mesh(what: str, axis: AxisName, mesh: Mesh | None) -> Mesh:
             f"{what}: no mesh says which ranks {shown(axis)} is. Call it in a function that axes.shard_map runs, "
             "inside `with mesh:`, or with mesh=..."
         )
+    check_axis(found, axis)
     return found
 
 
@@ -321,7 +320,6 @@ def _group(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None) -> Axi
 
 @torch.compiler.assume_constant_result
 def _coordinate(mesh: Mesh, axis: AxisName) -> int:
-    check_axis(mesh, axis)
     layout, name = axis_layout(mesh, axis)
     position = mesh.universe.position(mesh.rank)
     if position is None:
@@ -331,7 +329,6 @@ def _coordinate(mesh: Mesh, axis: AxisName) -> int:
 
 @torch.compiler.assume_constant_result
 def _size(mesh: Mesh, axis: AxisName) -> int:
-    check_axis(mesh, axis)
     return axis_layout(mesh, axis)[0].size
 
 
@@ -353,14 +350,10 @@ def _sizes(what: str, sizes: Sequence[int] | None, group: AxisGroup) -> tuple[in
     if isinstance(sizes, torch.Tensor):
         raise ShardingError(f"all_to_all: {what} are Python numbers; found a tensor. Write {what}=counts.tolist()")
     whole = whole_numbers(sizes) if isinstance(sizes, Sequence) else None
-    if whole is None:
+    if whole is None or len(whole) != group.size:
         raise ShardingError(
-            f"all_to_all: {what} are whole numbers, one for each coordinate of '{group.name}'; found {shown(sizes)}"
-        )
-    if len(whole) != group.size:
-        raise ShardingError(
-            f"all_to_all: {what} are one number for each of the {group.size} coordinates of '{group.name}'; "
-            f"found {len(whole)}, {shown(sizes)}"
+            f"all_to_all: {what} are whole numbers, one for each of the {group.size} coordinates of '{group.name}'; "
+            f"found {shown(sizes)}"
         )
     if any(not 0 <= n < 2**63 for n in whole):
         raise SizeError(f"all_to_all over '{group.name}': {what} are 0 or more, of 63 bits; found {shown(sizes)}")
@@ -382,7 +375,7 @@ def _check_sizes(x: torch.Tensor, dim: int, sends: Sequence[int], receives: Sequ
         )
 
 
-def _neighbours(shift: int, group: AxisGroup) -> tuple[int, int]:
+def _neighbours(shift: int | None, group: AxisGroup) -> tuple[int, int]:
     """Where this rank sends to and receives from when all send by `shift`."""
     steps = whole_number(shift)
     if steps is None:
@@ -395,18 +388,17 @@ def _partners(perm: Pairs, group: AxisGroup) -> tuple[int | None, int | None]:
     if not isinstance(perm, Sequence) or not all(map(_is_pair, perm)):
         raise ShardingError(f"ppermute's perm is a list of pairs (source, target); found {shown(perm)}")
     for place, role in enumerate(("source", "target")):
-        seen = set()
-        for at in (pair[place] for pair in perm):
+        found = [pair[place] for pair in perm]
+        for at in found:
             if not 0 <= at < group.size:
                 raise ShardingError(
                     f"ppermute over '{group.name}': coordinates are 0 to {group.size - 1}; found the {role} {at}"
                 )
-            if at in seen:
+            if found.count(at) > 1:
                 raise ShardingError(
                     f"ppermute over '{group.name}': coordinate {at} is the {role} of several pairs; a rank sends to "
                     "one and receives from one. To send to several, all_gather and slice"
                 )
-            seen.add(at)
     here = group.coordinate
     return dict(perm).get(here), {target: source for source, target in perm}.get(here)
 
@@ -418,32 +410,45 @@ def _is_pair(given: object) -> bool:
 # forward and backward: a linear collective is a pair of maps, each the transpose of the other
 
 
+def _linear(x: torch.Tensor, group: AxisGroup, run: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
+    """`run(x, group=group)`, of which `back` is the gradient; a rank alone has it."""
+    if group.size == 1:
+        return x
+    return both_ways(partial(run, group=group), partial(back, group=group), x)
+
+
 def _total(x: torch.Tensor, op: str, group: AxisGroup) -> torch.Tensor:
-    run = partial(axis_groups.all_reduce, op=op, group=group)
-    return both_ways(run, run, x)
+    run = partial(axis_groups.all_reduce, op=op)
+    return _linear(x, group, run, run)
 
 
-def _gathering(dim: int, group: AxisGroup) -> tuple[Map, Map]:
-    return partial(axis_groups.all_gather, dim=dim, group=group), partial(
-        axis_groups.reduce_scatter, dim=dim, group=group
-    )
-
-
-def _permuted(x: torch.Tensor, target: int | None, source: int | None, group: AxisGroup) -> torch.Tensor:
-    run = partial(axis_groups.permute, target=target, source=source, group=group)
-    return both_ways(run, partial(axis_groups.permute, target=source, source=target, group=group), x)
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: str) -> torch.Tensor:
     group = _group(what, x, axis, mesh)
     if x.dtype.is_complex:
         raise ShardingError(f"{what}: complex numbers have no order; take x.abs()")
-    if group.size == 1:
-        return x
+    return extreme(x, op, group) if group.size > 1 else x
+
+
+def extreme(
+    x: torch.Tensor, op: str, group: AxisGroup, most: Map = _same, count: Map = _same, spread: Map = _same
+) -> torch.Tensor:
+    """The maximum (minimum) over the ranks of `most(x)`. Its gradient goes to where it is reached, on whatever rank, in
+    equal parts.
+
+    `most` is the maximum (minimum) over dims of `x`, `count` the sum over the same, and `spread` repeats along them.
+    """
 
     def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
-        """The sum of the gradients, to the ranks that have the maximum (minimum), divided among them."""
-        mine = (kept[0] == kept[1]).to(g.dtype)
-        return _total(g, "sum", group) * (mine / axis_groups.all_reduce(mine, "sum", group))
+        with torch.no_grad():
+            reached = (kept[0] == spread(kept[1])).to(g.dtype)
+            share = reached / spread(axis_groups.all_reduce(count(reached), "sum", group))
+        return share * spread(_total(g, "sum", group))
 
-    return around(lambda x: writable(axis_groups.all_reduce(x, op, group), x), back, x, keep=(True, True))
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return writable(axis_groups.all_reduce(most(x), op, group), x)
+
+    return linear(run, back, x, keep=(True, True))  # type: ignore[no-any-return]

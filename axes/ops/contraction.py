@@ -32,8 +32,8 @@ def contraction(terms: Sequence[Groups], goal: Groups, sizes: Mapping[str, int])
     """
     if len(terms) == 2 and (found := _linear(terms[0], terms[1], goal)) is not None:
         return found
-    text = equation(tuple(map(_flat, terms)), _flat(goal))
-    opening = [reshaping(term, [(atom,) for atom in _flat(term)], sizes) for term in terms]
+    text = equation(tuple(map(flat, terms)), flat(goal))
+    opening = [reshaping(term, [(atom,) for atom in flat(term)], sizes) for term in terms]
     merging = reshaping(goal, goal, sizes)
     if merging is None and not any(opening):
         return functools.partial(torch.einsum, text)
@@ -47,17 +47,18 @@ def contraction(terms: Sequence[Groups], goal: Groups, sizes: Mapping[str, int])
 
 def _linear(one: Groups, two: Groups, goal: Groups) -> Run | None:
     """`... k` times a matrix, as it is or transposed, whose dims may be groups."""
-    firsts, seconds = _flat(one), _flat(two)
+    firsts, seconds = flat(one), flat(two)
     if len({*firsts}) < len(firsts) or len({*seconds}) < len(seconds):
         return None
-    if len(one) < 2 or len(two) != 2 or goal[:-1] != one[:-1] or not {*_flat(goal)}.isdisjoint(one[-1]):
+    if len(one) < 2 or len(two) != 2 or goal[:-1] != one[:-1] or not {*flat(goal)}.isdisjoint(one[-1]):
         return None
     if two == (one[-1], goal[-1]):
         return torch.matmul
     return torch.nn.functional.linear if two == (goal[-1], one[-1]) else None
 
 
-def _flat(groups: Groups) -> Atoms:
+def flat(groups: Groups) -> Atoms:
+    """The atoms of all dims, in order."""
     return tuple([atom for group in groups for atom in group])
 
 

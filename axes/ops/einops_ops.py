@@ -20,7 +20,7 @@ this rank's shard (the local view) it declares it. What an expression means is t
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import einops
@@ -32,12 +32,12 @@ from axes.algebra.flow import recipe
 from axes.algebra.flow.reading import read
 from axes.algebra.flow.recipe import Op, op_name
 from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import checked_size, given_sizes, written_sizes
-from axes.ops.extents import extents_of
+from axes.algebra.sizes import checked_size, given_sizes
 from axes.ops.global_view import Grad
-from axes.ops.recipes import bind, by_function
-from axes.ops.request import ALONE, apply, check_options, requested
+from axes.ops.recipes import BoundRecipe
+from axes.ops.request import ALONE, apply, requested
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.graphs import read_once
@@ -148,15 +148,18 @@ def _called(
     sizes: Sizes | None,
     keywords: dict[str, int],
 ) -> Any:
-    check_options(text, mesh, comm_dtype, async_op, grad)
-    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
+    if type(text) is not str:
+        checked_text(text, ". The tensor comes first, and the expression behind it")
+    request = requested(kind, text, op, mesh, comm_dtype, async_op, grad, sizes, keywords)
     if type(x) is list:
         x = _stacked(kind, x, text)
     if kind == "reduce":
         _check_op(op, x)
-    if (type(x) in PLAIN or not isinstance(x, DTensor)) and lacks_axes(text):
-        return _by_einops(kind, x, text, given, op)
-    return apply(requested(kind, text, op, mesh, given, comm_dtype, async_op), (x,), grad, op if callable(op) else None)
+    function = op if callable(op) else None
+    plain = type(x) in PLAIN or not isinstance(x, DTensor)
+    if plain and lacks_axes(text) and not (function and isinstance(x, torch.Tensor)):
+        return _by_einops(kind, x, text, request.sizes, op)
+    return apply(request, (x,), grad, function)
 
 
 class RefusedByTorch(ShardingError, RuntimeError):
@@ -168,7 +171,7 @@ def lacks_axes(expression: str) -> bool:
     return not ("@" in expression or "|" in expression or "=" in expression)
 
 
-_Pattern = tuple[str, str, str, int, tuple[str, ...], tuple[tuple[str, int], ...]]
+_Pattern = tuple[str, tuple[str, ...], dict[str, int]]
 
 
 @read_once
@@ -176,36 +179,21 @@ def _pattern(kind: str, text: str, rank: int, given: tuple[str, ...]) -> _Patter
     """An expression for a tensor of this rank in einops' own characters, whatever its names are.
 
     einops' reader takes other names and other white space than ours, and what it says of a mistake is about itself.
-    Returns the pattern; for a function that reduces, the pattern before it, the one behind it, and how many dims it
-    leaves; the letters of the names that are `given` a size; and the sizes of the numbers in the text.
+    Returns the pattern, the letters of the names that are `given` a size, and the sizes of the numbers in the text.
     """
     reading = read(kind, text, (rank,))
     given_sizes(dict.fromkeys(given), None, (), reading.names)
     opened = {whole: inner for whole, inner in reading.wholes if not {*given}.isdisjoint(inner)}
-    left, right = (
+    sides = [
         [[each for atom in slot.atoms for each in opened.get(atom, (atom,))] for slot in term.slots]
         for term in reading.terms
-    )
-    atoms = dict.fromkeys(atom for group in (*left, *right) for atom in group)
+    ]
+    atoms = dict.fromkeys(atom for side in sides for group in side for atom in group)
     letters = {atom: f"x{number}" for number, atom in enumerate(atoms)}
-    one, other = _side(left, letters), _side(right, letters)
-    has, wants = ([letters[atom] for group in side for atom in group] for side in (left, right))
-    kept = [letter for letter in wants if letter in has]
-    ordered = " ".join([*kept, *(letter for letter in has if letter not in wants)])
-    return (
-        f"{one} -> {other}",
-        f"{one} -> {ordered}",
-        "" if " ".join(kept) == other else f"{' '.join(kept)} -> {other}",
-        len(kept),
-        tuple(letters[name] for name in given),
-        tuple((letters[atom], int(atom.split("#")[0])) for atom in atoms if "#" in atom),
-    )
-
-
-def _side(groups: Sequence[Sequence[str]], letters: Mapping[str, str]) -> str:
-    """One side of einops' pattern: dims, which are groups of atoms, in letters."""
-    texts = (" ".join(letters[atom] for atom in group) for group in groups)
-    return " ".join(text if len(group) == 1 else f"({text})" for text, group in zip(texts, groups, strict=True))
+    texts = [[" ".join(map(letters.__getitem__, group)) for group in side] for side in sides]
+    one, other = (" ".join(text if text.isalnum() else f"({text})" for text in side) for side in texts)
+    numbers = {letters[atom]: int(atom.split("#")[0]) for atom in atoms if "#" in atom}
+    return f"{one} -> {other}", tuple(letters[name] for name in given), numbers
 
 
 def _by_einops(kind: str, x: Any, text: str, given: tuple[tuple[str, int], ...], op: Op = "") -> Any:
@@ -218,24 +206,17 @@ def _by_einops(kind: str, x: Any, text: str, given: tuple[tuple[str, int], ...],
     if shape is None:
         raise ShardingError(f"axes.{kind} takes a tensor; found {shown(x)}")
     shape = (len(x), *shape) if type(x) is list else shape
-    names = tuple([name for name, _ in given]) if given else ()
-    pattern, before, behind, first, letters, numbers = _pattern(kind, text, len(shape), names)
-    sizes = dict(numbers)
-    for letter, (name, size) in zip(letters, given, strict=True):
-        if size != -1:
-            sizes[letter] = checked_size(name, size)  # type: ignore[assignment]
+    pattern, letters, numbers = _pattern(kind, text, len(shape), tuple([name for name, _ in given]))
+    known = [(letter, checked_size(*each)) for letter, each in zip(letters, given, strict=True)] if given else ()
+    sizes = numbers | {letter: size for letter, size in known if size is not None} if known else numbers
     try:
-        if isinstance(op, str):
-            return getattr(einops, kind)(x, pattern, *((op,) if op else ()), **sizes)
-        x = einops.rearrange(x, before, **sizes)
+        return getattr(einops, kind)(x, pattern, *((op,) if op else ()), **sizes)
     except (einops.EinopsError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         # What is wrong with names and sizes is said as it is of shards and DTensors.
-        bind(extents_of(recipe(kind, text, op_name(op), (None,), (tuple(shape),), ALONE, given)))
+        _ = BoundRecipe(recipe(kind, text, op_name(op), (None,), (tuple(shape),), ALONE, given)).run
         raise RefusedByTorch(f"axes.{kind}: {error}") from None
-    value = by_function(op, text, first, x) if first < len(x.shape) else x
-    return einops.rearrange(value, behind) if behind else value
 
 
 def _check_op(op: Op, x: Any) -> None:
@@ -275,12 +256,11 @@ def _stacked(kind: str, tensors: list[Any], expression: str) -> Any:
         raise ShardingError(f"axes.{kind} takes a list of tensors; found {found}")
     for x in tensors:
         check_dense(x, f"axes.{kind}")
-    if len({(x.shape, x.dtype) for x in tensors}) > 1:
-        found = ", ".join(f"{list(x.shape)} {x.dtype}" for x in tensors)
-        raise ShardingError(f"the tensors of a list have one shape and dtype; found {found}")
-    distributed = [isinstance(x, DTensor) for x in tensors]
-    if any(distributed) and not all(distributed):
-        raise ShardingError(f"axes.{kind} takes DTensors or plain tensors, not both; found a list of both")
-    if any(distributed) and len({(x.device_mesh, x.placements) for x in tensors}) > 1:
-        raise ShardingError("a list of DTensors has one sharding; found several. axes.reshard them before")
+    alike = {(x.shape, x.dtype, (x.device_mesh, x.placements) if isinstance(x, DTensor) else None) for x in tensors}
+    if len(alike) > 1:
+        found = ", ".join(f"{list(x.shape)} {x.dtype} {getattr(x, 'placements', '')}".strip() for x in tensors)
+        raise ShardingError(
+            "the tensors of a list have one shape, dtype and sharding, and are DTensors or plain tensors, not both; "
+            f"found {found}"
+        )
     return torch.stack(tensors)

@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, ShardingError
 from axes.algebra.mesh import Mesh
-from axes.algebra.sizes import written_sizes
 from axes.ops.autocast import of_factor
 from axes.ops.global_view import Grad
-from axes.ops.request import apply, check_options, requested
+from axes.ops.request import apply, requested
 from axes.ops.typed import T
 from axes.runtime import torch_private
 from axes.runtime.redistribute import Dtypes
@@ -66,21 +65,15 @@ def einsum(
     >>> einsum(torch.arange(3.0), torch.arange(3.0), "i, i ->").item()
     5.0
     """
-    check_options("", mesh, comm_dtype, async_op, grad)
-    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
     *tensors, expression = tensors_and_expression or (None,)
     if not isinstance(expression, str) or not tensors:
         raise _wrong_arguments(tensors_and_expression)
+    request = requested("einsum", expression, "sum", mesh, comm_dtype, async_op, grad, sizes, keywords)
     distributed = [isinstance(x, DTensor) for x in tensors]
-    if all(distributed):
-        _check_dtypes(tensors)
-        return apply(requested("einsum", expression, "sum", mesh, given, comm_dtype, async_op), tensors, grad)
-    if torch_private.functorch_is_active():
-        for x in tensors:
-            check_not_wrapped("axes.einsum", x)
-    _check_plain(tensors, distributed)
+    if not all(distributed):
+        _check_plain(tensors, distributed)
     _check_dtypes(tensors)
-    return apply(requested("einsum", expression, "sum", mesh, given, comm_dtype, async_op), tensors, grad)
+    return apply(request, tensors, grad)
 
 
 def _wrong_arguments(found: tuple[object, ...]) -> ExpressionError:
@@ -91,9 +84,9 @@ def _wrong_arguments(found: tuple[object, ...]) -> ExpressionError:
 
 
 def _check_plain(tensors: list[Any], distributed: list[bool]) -> None:
+    for x in tensors if torch_private.functorch_is_active() else ():
+        check_not_wrapped("axes.einsum", x)
     if any(distributed):
-        for x in tensors:
-            check_not_wrapped("axes.einsum", x)
         plain = distributed.index(False) + 1
         raise ShardingError(
             f"einsum takes DTensors or plain tensors, not both: operand {plain} is plain. Make it a DTensor with "

@@ -30,11 +30,11 @@ from axes.algebra.flow import Recipe, gradient, unmoved
 from axes.algebra.layout import Layout
 from axes.algebra.sharding import Sharding, pending_text
 from axes.ops import autocast
-from axes.ops.recipes import BoundRecipe, bind
+from axes.ops.recipes import BoundRecipe, at_sizes
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, enter_global, leave_global
 from axes.runtime.leaves import used
-from axes.runtime.linear import Kept, around, linear
+from axes.runtime.linear import Kept, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.redistribute import both
@@ -78,7 +78,7 @@ def _per_program(make: Callable[..., Made]) -> Callable[..., Made]:
 
     @functools.wraps(make)
     def made(program: BoundRecipe, *key: Any) -> Made:
-        if program.extents.is_symbolic:
+        if program.sized:
             return make(program, *key)
         kept = program.caches.get(make)
         if kept is None:
@@ -98,7 +98,7 @@ def _spec_around(made: BoundRecipe, local: torch.Tensor) -> Spec:
 
 def _spec_at(made: BoundRecipe, dtype: torch.dtype, strides: tuple[int, ...] | None) -> Spec:
     """The same, of its dtype and of the strides of a shard that isn't contiguous."""
-    shape = made.extents.merged(made.recipe.result.groups)
+    shape = made.whole.whole(made.recipe.result.groups)
     whole = strides_of(shape) if strides is None else _whole_strides(shape, strides)
     return torch_private.dtensor_spec(made.device_mesh, made.placements, shape, whole, dtype)
 
@@ -120,22 +120,18 @@ def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
 
 def on_dtensors(made: BoundRecipe, operands: Sequence[DTensor], grad: Grad) -> DTensor:
     """The operation on DTensors; `grad` is what becomes of the gradients of leaves among them."""
-    has_gradient = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands))
-    if has_gradient:
+    run: Callable[..., DTensor] = _run
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
             used(x, grad)
-    run = functools.partial(_function(made) if has_gradient else _run, made)
-    return autocast.applied(made.recipe, run, operands, _cast) if torch_private.autocast_may_be_on() else run(*operands)
+        is_linear = made.recipe.kind != "reduce" or made.recipe.op in _LINEAR_OPS
+        run = _apply_linear if is_linear else _on_shards
+    if torch_private.autocast_may_be_on():
+        return autocast.applied(made.recipe, functools.partial(run, made), operands, _cast)
+    return run(made, *operands)
 
 
 # --- gradients
-
-
-def _function(made: BoundRecipe) -> Callable[..., DTensor]:
-    op = made.recipe.op
-    if made.recipe.kind != "reduce" or op in _LINEAR_OPS:
-        return _apply_linear
-    return _on_shards
 
 
 def _apply_linear(made: BoundRecipe, *operands: DTensor) -> DTensor:
@@ -150,7 +146,7 @@ def _apply_linear(made: BoundRecipe, *operands: DTensor) -> DTensor:
     # An operand is kept for the gradients of the others.
     needed = [x.requires_grad for x in operands]
     keep = [any(needed[:at]) or any(needed[at + 1 :]) for at in range(len(operands))]
-    return around(functools.partial(_run, made), back, *operands, keep=(*keep, False))
+    return linear(functools.partial(_run, made), back, *operands, keep=(*keep, False))  # type: ignore[no-any-return]
 
 
 def _gradients(
@@ -210,13 +206,9 @@ def shared_cotangent(gradients: Sequence[Recipe]) -> Sharding | None:
 @_per_program
 def _gradient(made: BoundRecipe, index: int, spec: Spec) -> BoundRecipe:
     """The gradient of operand `index`, for a cotangent with this spec."""
-    arrived = _arrived(made.recipe, spec)
-
-    def of(forward: Recipe) -> Recipe:
-        return gradient(forward, index, arrived)
-
-    _, dtype = both(made.comm_dtype)
-    return bind(made.extents.derived(of), made.device_mesh, (dtype, dtype))
+    found, (_, dtype) = gradient(made.recipe, index, _arrived(made.recipe, spec)), both(made.comm_dtype)
+    sized = None if made.sized is None else at_sizes(found, made.sized.size)
+    return BoundRecipe(found, sized, made.device_mesh, (dtype, dtype))
 
 
 def _arrived(forward: Recipe, spec: Spec) -> Sharding:
@@ -256,7 +248,8 @@ def _as_region(made: BoundRecipe) -> tuple[BoundRecipe, tuple[Any, ...], tuple[A
     def counted(of: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple([Partial("sum") if same else p for same, p in zip(whole, of, strict=True)])
 
-    return bind(made.extents, None, made.comm_dtype), counted(placements), counted(made.placements)
+    local = BoundRecipe(made.recipe, made.sized, None, made.comm_dtype)
+    return local, counted(placements), counted(made.placements)
 
 
 def _refuse(found: Recipe, pending: Sequence[tuple[str, Layout]], _: DTensor) -> NoReturn:

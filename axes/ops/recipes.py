@@ -1,12 +1,17 @@
 """Recipes made ready: what an expression does to this rank's tensors, as one function.
 
-    made = bind(extents_of(recipe))
+    made = BoundRecipe(recipe)
     local = made.run(*locals)            # gather? -> view -> move? -> compute -> move? -> view
 
-`bind` turns a recipe of the algebra into a `BoundRecipe`, a chain of few functions: views, a reduction
-or a matrix product on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing
-moves, a rearrangement is its views with this rank's sizes. (They are made by functions of torch: methods of a
-tensor, called with a tuple of sizes, take almost twice as long.)
+A `BoundRecipe` makes of a recipe of the algebra a chain of few functions: views, a reduction or a matrix
+product on local tensors, and `axes.runtime.redistribute` where data moves. Where nothing moves, a rearrangement
+is its views with this rank's sizes. (They are made by functions of torch: methods of a tensor, called with a tuple of
+sizes, take almost twice as long.)
+
+While a graph with symbolic sizes is traced, a recipe is that of the sizes of the call that is traced, `sized` by the
+symbols. An atom that is a dim by itself wherever it stands may vary: the recipe is the same one at every multiple of
+the pieces into which it splits the atom, and the graph is guarded on that. Any other size is the number that it is, and
+another one is compiled anew.
 """
 
 from __future__ import annotations
@@ -21,50 +26,58 @@ import torch
 
 from axes.algebra.errors import ShardingError, SizeError, shown
 from axes.algebra.flow import Input, Recipe, unmoved
-from axes.algebra.flow.recipe import Groups, Op, Shape
-from axes.algebra.flow.rules import REDUCTIONS
+from axes.algebra.flow.reading import read
+from axes.algebra.flow.recipe import Groups, Op, Shape, singles
+from axes.algebra.flow.rules import REDUCTIONS, units_of
 from axes.algebra.layout import Layout
 from axes.algebra.sharding import Sharding
-from axes.ops.contraction import contraction, reshaping
-from axes.ops.extents import Extents, extents_of
+from axes.ops.collectives import extreme
+from axes.ops.contraction import contraction, flat, reshaping
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, group_along
-from axes.runtime.linear import Kept, around, both_ways
 from axes.runtime.redistribute import Dtypes, moves_of
-from axes.runtime.symbols import hints, is_symbolic
+from axes.runtime.symbols import fixed, hint, hints, is_symbolic, varying
 from axes.runtime.torch_placements import torch_placements
-from axes.runtime.writes import writable
 
 Run = Callable[..., torch.Tensor]
 Stage = Callable[[torch.Tensor], torch.Tensor]
-View = Literal["global", "local"]
+Sizes = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class BoundRecipe:
     """A recipe, made ready for one rank.
 
-    `run` takes and gives local tensors. `device_mesh` and `placements` are those of the result where these are shards
-    of DTensors, in the global view; None and nothing in the local view. `comm_dtype` and `async_op` are as in
-    `redistribute`. `caches` hold what is made for this operation alone.
+    sized: the recipe with the sizes of this call, some of which are symbols; None where it has them itself.
+    `device_mesh` is that of the result in the global view, where locals are shards of DTensors; None in the local view.
+    `comm_dtype` and `async_op` are as in `redistribute`. `caches` hold what is made for this operation alone.
     """
 
-    extents: Extents
-    run: Run
+    recipe: Recipe
+    sized: Recipe | None = None
     device_mesh: Any = None
-    placements: tuple[Any, ...] = ()
     comm_dtype: Dtypes = None
     async_op: bool = False
     caches: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
+    @functools.cached_property
+    def run(self) -> Run:
+        """From local tensors to the local tensor of the result."""
+        return _program(self)
+
+    @functools.cached_property
+    def placements(self) -> tuple[Any, ...]:
+        """Those of the result, in the global view."""
+        return torch_placements(self.recipe.result.output)
+
     @property
-    def recipe(self) -> Recipe:
-        """What it was made from."""
-        return self.extents.recipe
+    def whole(self) -> Recipe:
+        """The recipe with the sizes of this call."""
+        return self.sized or self.recipe
 
     def calling(self, function: Callable[..., Any]) -> BoundRecipe:
         """The same with the caller's function for its reduction, made for one call: what is kept has no function."""
-        return bind(_with(self.extents, op=function), self.device_mesh, self.comm_dtype, self.async_op)
+        return replace(self, recipe=replace(self.recipe, op=function), caches={})
 
     @functools.cached_property
     def may_be_view(self) -> bool:
@@ -75,29 +88,65 @@ class BoundRecipe:
         kept = {*found.result.atoms}
         return len(found.inputs) == 1 and not found.moves and kept.issuperset(found.inputs[0].atoms)
 
+    def local(self, atoms: tuple[str, ...], sharding: Sharding) -> Shape:
+        """This rank's shape of a tensor with one dim per atom."""
+        mine = sharding.local_shape(self.recipe.shape_of(atoms))
+        if self.sized is None:
+            return mine
+        sizes = zip(self.sized.shape_of(atoms), sharding.dims, mine, strict=True)
+        return tuple([size if type(whole) is int else whole // dim.pieces for whole, dim, size in sizes])
 
-def bind(extents: Extents, device_mesh: Any = None, comm_dtype: Dtypes = None, async_op: bool = False) -> BoundRecipe:
-    """The program of a recipe at these extents, on the rank that its mesh is seen from: in the global view on a
-    `device_mesh`, else in the local view.
+    @functools.cached_property
+    def computed(self) -> Sizes:
+        """What this rank has of each atom during the local computation."""
+        result, found = self.recipe.result, dict[str, int]()
+        for atoms, sharding in (*((i.atoms, i.prepared) for i in self.recipe.inputs), (result.atoms, result.derived)):
+            found.update(zip(atoms, self.local(atoms, sharding), strict=True))
+        return found
+
+
+def traced_sizes(found: Recipe, shapes: Sequence[Shape], given: Sequence[tuple[str, Any]]) -> Recipe | None:
+    """The recipe that was found at the hints of these sizes, with symbols for those that may vary; None where none may.
+
+    `shapes` are those that tensors have, whole or on this rank.
     """
-    view: View = "local" if device_mesh is None else "global"
-    placements = () if device_mesh is None else torch_placements(extents.recipe.result.output)
-    run = _program(extents, view, comm_dtype, async_op)
-    return BoundRecipe(extents, run, device_mesh, placements, comm_dtype, async_op)
+    numbers = tuple(map(hints, shapes))
+    reading = read(found.kind, found.text, tuple(map(len, shapes)), units_of(found.kind, found.text, numbers))
+    alone = {(operand, dim): atom for operand, dim, atom in reading.alone}
+    uses: list[tuple[Any, Any, int]] = [(name, size, int(name in alone.values())) for name, size in given]
+    for place, (operand, shape) in enumerate(zip(found.inputs, shapes, strict=True)):
+        whole = found.whole(operand.groups)
+        for dim, (size, extent, split) in enumerate(zip(shape, whole, operand.source.dims, strict=True)):
+            is_cut_once = (place, dim) in alone and len(split) == 1
+            may = type(size) is not int and is_cut_once and extent % hint(size) == 0
+            uses.append((alone.get((place, dim)), size * (extent // hint(size)) if may else size, int(may)))
+    return at_sizes(found, {**found.size, **varying(uses)})
 
 
-def _program(extents: Extents, view: View, comm_dtype: Dtypes, async_op: bool) -> Run:
-    found = extents.recipe
+def at_sizes(found: Recipe, sizes: Sizes) -> Recipe | None:
+    """The recipe with these sizes of its atoms, its own numbers for those that its splits don't divide; None where that
+    is all of them.
+    """
+    result, pieces = found.result, dict.fromkeys(sizes, 1)
+    ends = [(i.atoms, end) for i in found.inputs for end in (i.elementary, i.prepared)]
+    for atoms, end in (*ends, (result.atoms, result.derived), (result.atoms, result.target)):
+        for atom, dim in zip(atoms, end.dims, strict=True):
+            pieces[atom] = math.lcm(pieces[atom], dim.pieces)
+    kept = {atom: fixed(size) if size % pieces[atom] else size for atom, size in sizes.items()}
+    return replace(found, sizes=tuple(kept.items())) if is_symbolic(tuple(kept.values())) else None
+
+
+def _program(made: BoundRecipe) -> Run:
+    found = made.recipe
     if found.mesh.coordinate is None:
         return _nothing
-    last = _leaving(extents, found.result.derived, view, comm_dtype, async_op)
-    feeds = [_feed(extents, i, view, comm_dtype) for i in found.inputs]
-    if view == "local" and last is not None and is_extreme_across_ranks(found):
-        return _chained(feeds, extreme(extents, feeds[0] is None, comm_dtype, async_op), None)
-    return _chained(feeds, local_computation(extents), last)
+    last, feeds = _leaving(made, found.result.derived), [_feed(made, i) for i in found.inputs]
+    if made.device_mesh is None and last is not None and _is_extreme_across_ranks(found):
+        return _chained(feeds, _extreme(made, feeds[0] is None), None)
+    return _chained(feeds, local_computation(made), last)
 
 
-def is_extreme_across_ranks(found: Recipe) -> bool:
+def _is_extreme_across_ranks(found: Recipe) -> bool:
     """Whether a maximum or minimum arises over ranks here, and is resolved here."""
     kept = {layout for op, layout in found.result.target.pending if op != "same"}
     inherited = any(op != "same" for op, _ in found.inputs[0].source.pending)
@@ -111,32 +160,45 @@ def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
 
 def _chained(feeds: Sequence[Stage | None], compute: Run, last: Stage | None) -> Run:
     """Compose what is done to the operands, to all of them, and to the result; most of it is nothing."""
-    computed = compute
-    if any(feeds):
+    if not any(feeds):
+        return _joined([compute, last])
 
-        def computed(*xs: torch.Tensor) -> torch.Tensor:
-            return compute(*[x if feed is None else feed(x) for feed, x in zip(feeds, xs, strict=True)])
+    def fed(*xs: torch.Tensor) -> torch.Tensor:
+        return compute(*[x if feed is None else feed(x) for feed, x in zip(feeds, xs, strict=True)])
 
-    if last is None or computed is _same:
-        return last or computed
-    return lambda *xs: last(computed(*xs))
+    return _joined([fed, last])
+
+
+def _joined(stages: Iterable[Run | None]) -> Run:
+    """One function after another, without those that do nothing; the first takes what there is."""
+    first, *rest = [stage for stage in stages if stage not in (None, _same)] or [_same]
+    if not rest:
+        return first
+    if len(rest) == 1:
+        (last,) = rest
+        return lambda *xs: last(first(*xs))
+
+    def run(*xs: torch.Tensor) -> torch.Tensor:
+        x = first(*xs)
+        for stage in rest:
+            x = stage(x)
+        return x
+
+    return run
 
 
 # --- moves
 
 
-def redistribution(
-    source: Sharding, target: Sharding, shape: Shape, view: View, comm_dtype: Dtypes, async_op: bool = False
-) -> Stage | None:
-    """The redistribution as a function of the local tensor; None where there is nothing to do."""
-    if unmoved(source, target, hints(shape)):
+def _move(made: BoundRecipe, source: Sharding, target: Sharding, atoms: tuple[str, ...], last: bool) -> Stage | None:
+    """A redistribution of tensors with one dim per atom, the `last` that is done; None where there is nothing to do."""
+    if unmoved(source, target, made.recipe.shape_of(atoms)):
         return None
     (source, source_same), (target, target_same) = map(unmarked, (source, target))
-    moves = moves_of(source, target, shape, view, comm_dtype, source_same, target_same)
-    if view == "local" and not is_symbolic(shape):
-        return lambda x: moves(x.dtype).of_tile(x.shape).apply(x, async_op)
-
-    # A DTensor's shard has the shape that it says.
+    view: Literal["global", "local"] = "local" if made.device_mesh is None else "global"
+    shape = made.whole.shape_of(atoms)
+    moves = moves_of(source, target, shape, view, made.comm_dtype, source_same, target_same)
+    async_op = made.async_op and last
     return lambda x: moves(x.dtype).apply(x, async_op)
 
 
@@ -148,162 +210,128 @@ def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
     return replace(sharding, pending=tuple([entry for entry in sharding.pending if entry[0] != "same"])), same
 
 
-def _joined(stages: Iterable[Stage | None]) -> Stage | None:
-    found = [stage for stage in stages if stage is not None]
-    if len(found) <= 1:
-        return found[0] if found else None
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for stage in found:
-            x = stage(x)
-        return x
-
-    return run
-
-
-def _feed(extents: Extents, operand: Input, view: View, comm_dtype: Dtypes) -> Stage | None:
+def _feed(made: BoundRecipe, operand: Input) -> Stage | None:
     """From an operand to what the local computation takes; None where it takes the operand itself.
 
     Otherwise what it takes has one dim per atom.
     """
-    moving = redistribution(operand.elementary, operand.prepared, extents.shape(operand.atoms), view, comm_dtype)
+    moving = _move(made, operand.elementary, operand.prepared, operand.atoms, False)
     if moving is None:
         return None
-    local = dict(zip(operand.atoms, extents.local(operand.atoms, operand.elementary), strict=True))
-    return _joined([reshaping(operand.groups, _singles(operand.atoms), local), moving])
+    local = dict(zip(operand.atoms, made.local(operand.atoms, operand.elementary), strict=True))
+    return _joined([reshaping(operand.groups, singles(operand.atoms), local), moving])
 
 
-def _leaving(extents: Extents, derived: Sharding, view: View, comm_dtype: Dtypes, async_op: bool) -> Stage | None:
+def _leaving(made: BoundRecipe, derived: Sharding) -> Stage | None:
     """From the derived result, with one dim per atom, to the result; None where that only merges dims."""
-    result = extents.recipe.result
-    moving = redistribution(derived, result.target, extents.shape(result.atoms), view, comm_dtype, async_op)
-    return None if moving is None else _joined([moving, _merging(extents)])
+    result = made.recipe.result
+    moving = _move(made, derived, result.target, result.atoms, True)
+    return None if moving is None else _joined([moving, _merging(made)])
 
 
-def _merging(extents: Extents) -> Stage | None:
-    result = extents.recipe.result
-    local = dict(zip(result.atoms, extents.local(result.atoms, result.target), strict=True))
+def _merging(made: BoundRecipe) -> Stage | None:
+    result = made.recipe.result
+    local = dict(zip(result.atoms, made.local(result.atoms, result.target), strict=True))
     return reshaping(result.groups, result.groups, local)
 
 
 # --- local computation
 
 
-def local_computation(extents: Extents) -> Run:
-    """What a rank computes between what it sends: from operands, or what has been moved of them, to the result."""
-    return _compute(extents, _raw(extents.recipe), merged=not _moves_result(extents.recipe))
-
-
-def computed_shapes(extents: Extents) -> tuple[Shape, ...]:
+def computed_shapes(made: BoundRecipe) -> tuple[Shape, ...]:
     """The shapes that `local_computation` takes on this rank."""
-    found = extents.recipe
+    found = made.recipe
     return tuple(
-        i.source.local_shape(found.whole(i.groups)) if as_is else extents.local(i.atoms, i.prepared)
-        for i, as_is in zip(found.inputs, _raw(found), strict=True)
+        i.source.local_shape(found.whole(i.groups)) if as_is else made.local(i.atoms, i.prepared)
+        for i, as_is in zip(found.inputs, _unmoved_operands(found), strict=True)
     )
 
 
-def _raw(found: Recipe) -> list[bool]:
-    """Which operands are computed on as they come: nothing is moved of them."""
+def _unmoved_operands(found: Recipe) -> list[bool]:
+    """For each operand, whether it reaches the local computation unmoved."""
     return [unmoved(i.elementary, i.prepared, found.shape_of(i.atoms)) for i in found.inputs]
 
 
-def _moves_result(found: Recipe) -> bool:
-    """Whether something is done to the result after it is computed, but for merging its dims."""
-    r = found.result
-    return not unmoved(r.derived, r.target, found.shape_of(r.atoms))
+def local_computation(made: BoundRecipe) -> Run:
+    """What a rank computes between what it sends: from operands, or what has been moved of them, to the result.
 
-
-def _compute(extents: Extents, raw: Sequence[bool], merged: bool) -> Run:
-    """The local computation on operands that are as they came (`raw`) or opened into atoms.
-
-    The result is `merged` into its dims, or has one dim per atom.
+    An operand has its own dims, or where it was moved one dim per atom. The result has its own dims, or where it is yet
+    to be moved one dim per atom.
     """
-    found = extents.recipe
-    terms = [i.groups if as_is else _singles(i.atoms) for i, as_is in zip(found.inputs, raw, strict=True)]
-    goal = found.result.groups if merged else _singles(found.result.atoms)
-    if len(terms) == 1 and not _repeats(found.result.atoms) and not _repeats(found.inputs[0].atoms):
-        return _single(extents, terms[0], goal)
-    return _several(extents, terms, goal)
+    found, result = made.recipe, made.recipe.result
+    as_is = _unmoved_operands(found)
+    terms = [i.groups if raw else singles(i.atoms) for i, raw in zip(found.inputs, as_is, strict=True)]
+    ends = unmoved(result.derived, result.target, found.shape_of(result.atoms))
+    return _computation(made, terms, result.groups if ends else singles(result.atoms), found.op)
 
 
-def _singles(atoms: Sequence[str]) -> Groups:
-    return tuple((atom,) for atom in atoms)
+def _computation(made: BoundRecipe, terms: Sequence[Groups], goal: Groups, op: Op) -> Run:
+    """From tensors whose dims are these groups of atoms to one: a product or a reduction, and views."""
+    found, local = made.recipe, made.computed
+    have, want = flat(terms[0]), flat(goal)
+    known = {atom for term in terms for atom in flat(term)}
+    kept, gone = [atom for atom in dict.fromkeys(want) if atom in known], [atom for atom in have if atom not in want]
+    stages = list[Run | None]()
+    if len(terms) > 1 or _repeats(have):
+        term = goal if kept == [*want] else singles(kept)
+        stages.append(_product_of(found, contraction(terms, term, local)))
+    elif gone:
+        kept = kept if callable(op) else [atom for atom in have if atom in want]
+        term, have = singles(kept), (*kept, *gone) if callable(op) else have
+        reduce = _reduction(made, op, gone, tuple([at for at, atom in enumerate(have) if atom not in want]))
+        stages += [*_views(terms[0], singles(have), local), reduce]
+    else:
+        (term,) = terms
+    if found.divisor != 1 and op != "mean":
+        divisor = made.whole.divisor
+        stages.append(lambda x: x / divisor)
+    return _joined([*stages, *_views(term, goal, local)])
 
 
 def _repeats(atoms: Sequence[str]) -> bool:
-    return len(set(atoms)) < len(atoms)
+    return len({*atoms}) < len(atoms)
 
 
-def _single(extents: Extents, term: Groups, goal: Groups) -> Run:
-    """One operand: views of it, or a reduction."""
-    found, local, divisor = extents.recipe, extents.computed, extents.divisor
-    have, want = [atom for group in term for atom in group], {atom for group in goal for atom in group}
-    gone = [atom for atom in have if atom not in want]
-    if not gone:
-        scaling = [] if found.divisor == 1 else [lambda x: x / divisor]
-        return _joined([*scaling, *_views(term, goal, local)]) or _same
-    kept = [atom for atom in have if atom in want]
-    if callable(found.op):
-        kept = sorted(kept, key=[atom for group in goal for atom in group].index)
-        have = [*kept, *gone]
-        reduce: Run = functools.partial(by_function, found.op, found.text, len(kept))
-    else:
-        reduce = _reduction(extents, gone, tuple([at for at, atom in enumerate(have) if atom not in want]))
-    stages = [*_views(term, _singles(have), local), reduce, *_views(_singles(kept), goal, local)]
-    return _joined(stages) or _same
+def _product_of(found: Recipe, product: Run) -> Run:
+    """The product of the operands, those of them conjugated of which the recipe says it."""
+    conjugate = [i.conjugate for i in found.inputs]
+    if not any(conjugate):
+        return product
+    return lambda *xs: product(*[x.conj() if c and x.is_complex() else x for c, x in zip(conjugate, xs, strict=True)])
 
 
-def _views(term: Groups, goal: Groups, local: Mapping[str, int]) -> list[Stage | None]:
-    """A tensor's dims rearranged and repeated: a reshape, a permutation, an expansion, a reshape, where needed."""
-    have, flat = [atom for group in term for atom in group], [atom for group in goal for atom in group]
-    if term == goal:
-        return []
-    if have == flat:
-        return [reshaping((*term, *goal), goal, local)]
-    return [reshaping(term, _singles(have), local), *_finishing(have, flat, goal, local)]
+def _views(term: Groups, goal: Groups, local: Sizes) -> list[Stage | None]:
+    """A tensor's dims put in order, missing atoms repeated, diagonals written, dims merged, where needed."""
+    have, want = flat(term), flat(goal)
+    if have == want:
+        return [] if term == goal else [reshaping((*term, *goal), goal, local)]
+    distinct = tuple(dict.fromkeys(want))
+    stages, order = [reshaping(term, singles(have), local)], tuple([have.index(a) for a in distinct if a in have])
+    if order != tuple(range(len(have))):
+        stages.append(lambda x: torch.permute(x, order))
+    if len(distinct) > len(have):
+        added = [at for at, atom in enumerate(distinct) if atom not in have]
+        shape = tuple([local[atom] for atom in distinct])
+        stages.append(functools.partial(_repeated, added=added, shape=shape))
+    if len(distinct) < len(want):
+        shape = tuple([local[atom] for atom in want])
+        stages.append(functools.partial(_on_diagonal, atoms=distinct, goal=want, shape=shape))
+    return [*stages, reshaping(goal, goal, local)]
 
 
-def _with(extents: Extents, **changes: Any) -> Extents:
-    """The same extents of a recipe that is another in this."""
-    return replace(extents, recipe=replace(extents.recipe, **changes))
-
-
-# --- a maximum or minimum across ranks, in the local view
-
-
-def extreme(extents: Extents, raw: bool, comm_dtype: Dtypes, async_op: bool) -> Run:
-    """A maximum or minimum over ranks: an all-reduce, then whatever the right side asks for.
+def _extreme(made: BoundRecipe, raw: bool) -> Run:
+    """A maximum or minimum over ranks in the local view: an all-reduce, then whatever the right side asks for.
 
     torch would divide a gradient among the ties of one rank, and communication among ranks; both at
     once is what the maximum of the whole does.
     """
-    found = extents.recipe
-    derived, total, op = found.result.derived, _with(extents, op="sum"), str(found.op)
-    group = group_along(found.mesh, tuple([found.mesh.called(layout) for _, layout in derived.pending]))
-    operand = found.inputs[0].groups if raw else _singles(found.inputs[0].atoms)
-    atoms = _singles(found.result.atoms)
-    most, count = (_single(each, operand, atoms) for each in (extents, total))
-    spread = _single(total, atoms, operand)
-    leave = _leaving(extents, replace(derived, pending=()), "local", comm_dtype, async_op) or _merging(extents) or _same
-
-    def added(x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of values with the dims of the result; differentiable."""
-        run = functools.partial(axis_groups.all_reduce, op="sum", group=group)
-        return both_ways(run, run, x)
-
-    def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
-        """The gradient goes to where the maximum is reached, on whatever rank, in equal parts."""
-        x, value = kept
-        with torch.no_grad():
-            reached = (x == spread(value)).to(x.dtype)
-            share = reached / spread(added(count(reached)))
-        return share * spread(added(g))
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return writable(axis_groups.all_reduce(most(x), op, group), x)
-
-    return lambda x: leave(around(run, back, x, keep=(True, True)))
+    found, result = made.recipe, made.recipe.result
+    group = group_along(found.mesh, tuple([found.mesh.called(layout) for _, layout in result.derived.pending]))
+    operand, atoms = found.inputs[0].groups if raw else singles(found.inputs[0].atoms), singles(result.atoms)
+    most, count = (_computation(made, [operand], atoms, op) for op in (found.op, "sum"))
+    spread = _computation(made, [atoms], operand, "sum")
+    leave = _leaving(made, replace(result.derived, pending=())) or _merging(made)
+    return _joined([lambda x: extreme(x, str(found.op), group, most, count, spread), leave])
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -327,39 +355,33 @@ _REDUCED: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def _reduction(extents: Extents, atoms: Sequence[str], dims: tuple[int, ...]) -> Run:
+def _reduction(made: BoundRecipe, op: Op, atoms: Sequence[str], dims: tuple[int, ...]) -> Run:
     """A reduction of these atoms, which are these dims; of no elements, it gives the reduction's identity."""
-    found, divisor, op = extents.recipe, extents.divisor, extents.recipe.op
-    # For its part of the whole, one size tells as much as another.
-    numbers = extents_of(found).computed if extents.is_symbolic else extents.computed
-    count = math.prod(numbers[a] for a in atoms)
-
-    def reduced_by(op: Op) -> Run:
-        return lambda x: _REDUCED[op](x, dims)
-
-    is_empty = not all(found.size[atom] for atom in atoms)
-    if op in ("max", "min") and not found.counted and is_empty:
-        empty = " and ".join(f"'{atom}'" for atom in atoms if not found.size[atom])
-        raise SizeError(f"a {op} over no elements has no value: {empty} is 0\nin  {found.text}")
+    found, own = made.recipe, made.computed
+    if callable(op):
+        return functools.partial(_by_function, op, found.text, dims)
+    if made.sized is not None:  # for its part of the whole, one size tells as much as another
+        own = replace(made, sized=None).computed
+    count, empty = math.prod([own[atom] for atom in atoms]), [atom for atom in atoms if not found.size[atom]]
+    if op in ("max", "min") and empty and not found.counted:
+        names = " and ".join(f"'{atom}'" for atom in empty)
+        raise SizeError(f"a {op} over no elements has no value: {names} is 0\nin  {found.text}")
     if op in ("max", "min") and count == 0:
-        return functools.partial(_identity, reduced_by("sum"), op)
+        return functools.partial(_identity, dims, op)
     if op == "mean" and found.counted:
         group = group_along(found.mesh, tuple(map(found.mesh.called, found.counted)))
-        return functools.partial(_share, dims, math.prod(extents.computed[a] for a in atoms), group)
-    if op == "mean" and found.divisor != 0:
+        return functools.partial(_share, dims, math.prod([made.computed[atom] for atom in atoms]), group)
+    weight = 1.0
+    if op == "mean" and found.divisor:
         # This rank's share of the mean: its own mean, by how much of the whole it has.
-        weight, own = count * found.multiplier / found.divisor, reduced_by("mean" if count else "sum")
-        return own if weight == 1 else lambda x: own(x) * weight
-    if found.divisor == 1 or op == "mean":
-        return reduced_by(op)
-    total = reduced_by("sum")
-    return lambda x: total(x) / divisor
+        weight, op = count * found.multiplier / found.divisor, op if count else "sum"
+    reduce = _REDUCED[op]
+    return (lambda x: reduce(x, dims)) if weight == 1 else (lambda x: reduce(x, dims) * weight)
 
 
-def by_function(function: Callable[..., Any], text: str, first: int, x: Any) -> Any:
-    """What the caller's function makes of `x` over its dims from the `first` on; `ShardingError` if it keeps these."""
-    dims, wanted = tuple(range(first, len(x.shape))), list(x.shape[:first])
-    found = function(x, dims)
+def _by_function(function: Callable[..., Any], text: str, dims: tuple[int, ...], x: Any) -> Any:
+    """What the caller's function makes of `x` over its last dims; `ShardingError` if it keeps these."""
+    wanted, found = list(x.shape[: dims[0]]), function(x, dims)
     shape = getattr(found, "shape", None)
     if shape is None or list(shape) != wanted:
         what = shown(found) if shape is None else f"a tensor of {list(shape)}"
@@ -382,55 +404,14 @@ def _share(dims: tuple[int, ...], count: int, group: AxisGroup, x: torch.Tensor)
     return (torch.sum(x, dims, dtype=wide) / whole).to(x.dtype)
 
 
-def _identity(total: Run, op: str, x: torch.Tensor) -> torch.Tensor:
+def _identity(dims: tuple[int, ...], op: str, x: torch.Tensor) -> torch.Tensor:
     """The maximum or minimum of nothing, which still is a function of `x` as on every other rank."""
-    info = torch.finfo(x.dtype) if x.is_floating_point() else None
+    total = torch.sum(x, dims)
     if x.dtype is torch.bool:
-        return total(x).to(x.dtype) if op == "max" else ~total(x).to(x.dtype)
-    limits = torch.iinfo(x.dtype) if info is None else None
-    least = -math.inf if limits is None else limits.min
-    most = math.inf if limits is None else limits.max
-    return (total(x) + (least if op == "max" else most)).to(x.dtype)
-
-
-def _several(extents: Extents, terms: Sequence[Groups], goal: Groups) -> Run:
-    """Several operands, or a diagonal: a contraction, with views around it where dims are groups."""
-    found, local, divisor = extents.recipe, extents.computed, extents.divisor
-    atoms = tuple(tuple(atom for group in term for atom in group) for term in terms)
-    known = {atom for each in atoms for atom in each}
-    flat = tuple(atom for group in goal for atom in group)
-    kept = tuple(dict.fromkeys(atom for atom in flat if atom in known))
-    direct = kept == flat
-    product = contraction(terms, goal if direct else _singles(kept), local)
-    conjugate = [i.conjugate for i in found.inputs]
-    scaling = [] if found.divisor == 1 else [lambda x: x / divisor]
-    after = _joined([*scaling, *([] if direct else _finishing(kept, flat, goal, local))])
-    if after is None and not any(conjugate):
-        return product
-
-    def run(*xs: torch.Tensor) -> torch.Tensor:
-        value = product(*[x.conj() if c and x.is_complex() else x for c, x in zip(conjugate, xs, strict=True)])
-        return value if after is None else after(value)
-
-    return run
-
-
-def _finishing(kept: Sequence[str], flat: Sequence[str], goal: Groups, local: Mapping[str, int]) -> list[Stage | None]:
-    """Dims put in order, missing atoms repeated, diagonals written, dims merged."""
-    stages: list[Stage | None] = []
-    distinct = tuple(dict.fromkeys(flat))
-    order = tuple([kept.index(atom) for atom in distinct if atom in kept])
-    if order != tuple(range(len(kept))):
-        stages.append(lambda x: torch.permute(x, order))
-    if len(distinct) > len(kept):
-        added = [at for at, atom in enumerate(distinct) if atom not in kept]
-        shape = tuple(local[atom] for atom in distinct)
-        stages.append(functools.partial(_repeated, added=added, shape=shape))
-    if len(distinct) < len(flat):
-        whole = tuple(local[atom] for atom in flat)
-        stages.append(functools.partial(_on_diagonal, atoms=distinct, goal=tuple(flat), shape=whole))
-    stages.append(reshaping(goal, goal, local))
-    return stages
+        return total.to(x.dtype) if op == "max" else ~total.to(x.dtype)
+    limits = None if x.is_floating_point() else torch.iinfo(x.dtype)
+    least, most = (-math.inf, math.inf) if limits is None else (limits.min, limits.max)
+    return (total + (least if op == "max" else most)).to(x.dtype)
 
 
 def _repeated(x: torch.Tensor, added: Sequence[int], shape: Shape) -> torch.Tensor:

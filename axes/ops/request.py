@@ -1,6 +1,6 @@
 """Requests: what a call of an operation asks for, and the one way to it, in both views.
 
-    apply(requested("einsum", "b s d, d f@tp -> b s f@tp", "sum", mesh, sizes), (x, w))
+    apply(requested("einsum", "b s d, d f@tp -> b s f@tp", "sum", mesh), (x, w))
 
 A `Request` is the key under which the operation is kept once it is bound to its tensors, what a node of a compiled
 graph refers to, and what errors and traces say. On DTensors (the global view) the left side asserts how they are
@@ -12,7 +12,7 @@ Each call costs one look-up, by the request and what the tensors know of themsel
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError, shown
-from axes.algebra.flow import Recipe, recipe
+from axes.algebra.flow import recipe
 from axes.algebra.flow.recipe import Op, Shape, op_name
-from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
-from axes.algebra.sizes import checked_flag
+from axes.algebra.sharding import Sharding
+from axes.algebra.sizes import checked_flag, written_sizes
 from axes.ops import autocast
-from axes.ops.extents import extents_of, traced_extents
 from axes.ops.global_view import Grad, on_dtensors
-from axes.ops.recipes import BoundRecipe, bind
+from axes.ops.recipes import BoundRecipe, traced_sizes
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import device_mesh_input
 from axes.runtime.groups import of_world
@@ -79,23 +78,15 @@ class Request(NamedTuple):
 def requested(
     kind: str,
     text: Any,
-    op: Op,
-    mesh: Mesh | None,
-    sizes: Sizes = (),
+    op: Op = "",
+    mesh: Mesh | None = None,
     comm_dtype: Dtypes = None,
     async_op: bool = False,
-    called: str = "",
+    grad: object = "resolved",
+    sizes: Mapping[str, int] | None = None,
+    keywords: Mapping[str, Any] | None = None,
 ) -> Request:
-    """The request of a call, whose options are checked (`check_options`)."""
-    where = ambient_mesh() if mesh is None else mesh
-    name = op if type(op) is str else op_name(op)
-    return Request(called or kind, kind, text, name, where, mesh is not None, sizes, comm_dtype, async_op)
-
-
-def check_options(text: object, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: object) -> None:
-    """Refuse what the text and the options of an operation can't be, before they are looked up anywhere."""
-    if type(text) is not str:
-        checked_text(text, ". The tensor comes first, and the expression behind it")
+    """The request of a call, once its options are what they can be: caches are asked after that."""
     if not isinstance(grad, str) or grad not in ("resolved", "pending"):
         raise ShardingError(f"grad is 'resolved' or 'pending'; found {shown(grad)}")
     if mesh is not None and type(mesh) is not Mesh:
@@ -104,49 +95,44 @@ def check_options(text: object, mesh: Mesh | None, comm_dtype: Dtypes, async_op:
         both(comm_dtype)
     if async_op is not False:
         checked_flag("async_op", async_op)
+    given = written_sizes(keywords or {}, sizes) if keywords or sizes is not None else ()
+    name, where = op if type(op) is str else op_name(op), ambient_mesh() if mesh is None else mesh
+    return Request(kind, kind, text, name, where, mesh is not None, given, comm_dtype, async_op)
 
 
 def apply(request: Request, tensors: Sequence[Any], grad: Grad = "resolved", function: Function = None) -> Any:
     """The operation, on DTensors or on this rank's shards."""
-    if type(tensors[0]) in PLAIN or not isinstance(tensors[0], DTensor):
-        return _apply_local(request, tensors, grad, function)
-    if torch_private.transforms_are_on():
+    is_local = type(tensors[0]) in PLAIN or not isinstance(tensors[0], DTensor)
+    if is_local:
+        request = _of_shards(request, grad)
+    if request.mesh is not ALONE and torch_private.transforms_are_on():
         check_transforms(request.where, tensors)
     if torch.compiler.is_compiling():
         what, sizes = without_sizes(request)
-        return traced(_in_graph, (function, *what), tensors, grad, device_mesh_input(request.mesh, *tensors), sizes)
-    made = _bound(request, tuple(map(torch_private.spec_of, tensors)))
+        home = None if is_local else device_mesh_input(request.mesh, *tensors)
+        return traced(_in_graph, (function, *what), tensors, None if is_local else grad, home, sizes)
+    if is_local and not all(map(is_dense, tensors)):
+        tensors = [_dense(request.called, x) for x in tensors]
+    made = _kept(request, tuple([x.shape if is_local else torch_private.spec_of(x) for x in tensors]))
     made = made if function is None else made.calling(function)
+    run = _on_shards if is_local else on_dtensors
     if flags.watched:
-        return within(f"axes.{request.called}", request.text, on_dtensors, made, tensors, grad)
-    return on_dtensors(made, tensors, grad)
+        return within(f"axes.{request.called}", request.text, run, made, tensors, grad)
+    return run(made, tensors, grad)
 
 
-def _apply_local(request: Request, tensors: Sequence[Any], grad: Grad, function: Function) -> torch.Tensor:
+def _of_shards(request: Request, grad: Grad) -> Request:
+    """The request of a call on plain tensors, and where its names are looked up."""
     if grad != "resolved":
         raise ShardingError(
             f"axes.{request.called}: grad={grad!r} is about the leaves of DTensors; found a plain tensor, whose "
             "gradient is this rank's. Leave grad out, or pass a DTensor, as axes.from_local makes one"
         )
     if "@" not in request.text or (request.mesh is None and "@" not in request.text.replace("@*", "")):
-        request = request._replace(mesh=ALONE)
-    elif torch_private.transforms_are_on():
-        check_transforms(request.where, tensors)
+        return request._replace(mesh=ALONE)
     if request.mesh is None:
-        request = request._replace(mesh=required_mesh(None, f"axes.{request.called} of plain tensors"))
-    if torch.compiler.is_compiling():
-        what, sizes = without_sizes(request)
-        return traced(_in_graph, (function, *what), tensors, None, None, sizes)
-    for x in tensors:
-        if not is_dense(x):
-            tensors = [_dense(request.called, x) for x in tensors]
-            break
-    make = _bound_alone if request.mesh.binding is None else _bound  # type: ignore[union-attr]
-    made = make(request, tuple([x.shape for x in tensors]))
-    made = made if function is None else made.calling(function)
-    if flags.watched:
-        return within(f"axes.{request.called}", request.text, _on_shards, made, tensors)
-    return _on_shards(made, tensors)
+        required_mesh(None, f"axes.{request.called} of plain tensors")
+    return request
 
 
 def _dense(called: str, x: object) -> torch.Tensor:
@@ -156,7 +142,7 @@ def _dense(called: str, x: object) -> torch.Tensor:
     return as_plain(x)
 
 
-def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor], _: Grad) -> torch.Tensor:
     """The operation on this rank's shards.
 
     `redistribute` brings the gradients of what is sent, by the rules of the local view, and torch's autograd those of
@@ -176,10 +162,26 @@ def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor]) -> torch.Tens
 
 def _made(request: Request, held: Held) -> BoundRecipe:
     """The operation for tensors of which this is known."""
-    is_local = isinstance(held[0], torch.Size)
+    _, kind, text, op, mesh, given, sizes, comm_dtype, async_op = request
+    shardings: tuple[Sharding | None, ...] = (None,) * len(held)
+    device_mesh, is_local = None, isinstance(held[0], torch.Size)
     shapes = tuple([tuple(each if is_local else each.shape) for each in held])
-    extents = extents_of(_recipe(request, held, shapes, request.sizes))
-    return bind(extents, None if is_local else held[0].mesh, request.comm_dtype, request.async_op)
+    if not is_local:
+        own = Mesh.from_device_mesh(held[0].mesh)
+        mesh = mesh if mesh is not None and (given or mesh.universe == own.universe) else own
+        shardings, device_mesh = tuple(map(sharding_of_spec, held)), held[0].mesh
+    elif mesh is None or mesh.coordinate is None:
+        rank = mesh and mesh.rank
+        raise MeshError(f"rank {rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {text}")
+    numbers = tuple([(name, hint(size)) for name, size in sizes])
+    found = recipe(kind, text, op, shardings, tuple(map(hints, shapes)), mesh, numbers)
+    sized = traced_sizes(found, shapes, sizes) if _varies(shapes, sizes) else None
+    return BoundRecipe(found, sized, device_mesh, comm_dtype, async_op)
+
+
+def _varies(shapes: Sequence[Shape], sizes: Sizes) -> bool:
+    """Whether one of the sizes is a symbol."""
+    return any(map(is_symbolic, (*shapes, [size for _, size in sizes])))
 
 
 _bound = of_world(8192)(_made)
@@ -187,17 +189,11 @@ _bound_alone = functools.lru_cache(maxsize=8192)(_made)
 """The same for meshes that belong to no world."""
 
 
-def _recipe(request: Request, held: Held, shapes: tuple[Shape, ...], sizes: Sizes) -> Recipe:
-    """The recipe at these shapes and sizes, where they stand for those of the tensors."""
-    _, kind, text, op, mesh, given, *_ = request
-    if isinstance(held[0], torch.Size):
-        if mesh is None or mesh.coordinate is None:
-            rank = mesh and mesh.rank
-            raise MeshError(f"rank {rank} isn't one of the ranks of {mesh!r}, so it holds no shard\nin  {text}")
-        return recipe(kind, text, op, (None,) * len(shapes), shapes, mesh, sizes)
-    own = Mesh.from_device_mesh(held[0].mesh)
-    where = mesh if mesh is not None and (given or mesh.universe == own.universe) else own
-    return recipe(kind, text, op, tuple(map(sharding_of_spec, held)), shapes, where, sizes)
+def _kept(request: Request, held: Held) -> BoundRecipe:
+    """The operation for tensors of which this is known, made once."""
+    if request.mesh is not None and request.mesh.binding is None and isinstance(held[0], torch.Size):
+        return _bound_alone(request, held)
+    return _bound(request, held)
 
 
 def without_sizes(request: Request) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -220,11 +216,6 @@ def _in_graph(function: Function, *what: Any) -> Any:
     shapes = [tuple(x.shape) for x in tensors]
     # Strides may be symbols where no size is one.
     held = tuple([x.shape if is_local else spec_at(torch_private.spec_of(x), tuple(x.shape)) for x in tensors])
-    if any(map(is_symbolic, (*shapes, sizes))):
-        numbers = tuple([(name, hint(size)) for name, size in request.sizes])
-        extents = traced_extents(_recipe(request, held, tuple(map(hints, shapes)), numbers), shapes, request.sizes)
-        made = bind(extents, None if is_local else held[0].mesh, request.comm_dtype)
-    else:
-        made = (_bound_alone if is_local and request.mesh.binding is None else _bound)(request, held)  # type: ignore[union-attr]
+    made = (_made if _varies(shapes, request.sizes) else _kept)(request, held)
     made = made if function is None else made.calling(function)
-    return _on_shards(made, tensors) if is_local else on_dtensors(made, tensors, "pending")
+    return (_on_shards if is_local else on_dtensors)(made, tensors, "pending")

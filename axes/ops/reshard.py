@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened, shown, suggestion
 from axes.algebra.flow.reading import read
-from axes.algebra.grammar import parse_tensor
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import unknown_size, written_sizes
+from axes.algebra.sizes import unknown_size
 from axes.algebra.transfer_ends import names_in_spec
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.ops.global_view import Grad
-from axes.ops.request import Request, apply, check_options, requested, with_sizes, without_sizes
+from axes.ops.request import Request, apply, requested, with_sizes, without_sizes
 from axes.ops.typed import T
 from axes.runtime import flags, torch_private
 from axes.runtime.graphs import device_mesh_input, read_once
@@ -114,22 +113,20 @@ def reshard(
     Raises `ShardingError` (with both specs), `ExpressionError` or `MeshError` on every rank before
     anything is sent. As JAX's `jax.device_put` and `with_sharding_constraint`.
     """
-    check_options("", mesh, comm_dtype, async_op, grad)
-    given = written_sizes(keywords, sizes) if keywords or sizes is not None else ()
+    request = requested("reshard", spec, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
     plain = type(x) in PLAIN
     if not plain and isinstance(x, Mapping):
         if comm_dtype is not None or async_op or grad != "resolved":
             raise ShardingError(
                 "axes.reshard of many takes no comm_dtype, async_op or grad; reshard such tensors one by one"
             )
-        return _many(x, spec, mesh, given)
+        return _many(x, request)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if plain or not isinstance(x, DTensor):
-        return _of_shard(x, spec, mesh, comm_dtype, async_op, grad, given)
+        return _of_shard(x, request, grad)
     if torch_private.transforms_are_on():
         check_transforms("axes.reshard", (x,))
-    request = requested("reshard", spec, "", mesh, given, comm_dtype, async_op)
     if torch.compiler.is_compiling():
         home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else request.mesh, x)
         what, numbers = without_sizes(request)
@@ -175,10 +172,9 @@ def _meant(spec: Any, request: Request) -> Sharding:
     return retargeted(source, target, tuple(spec.shape), mesh, elsewhere, request.sizes)
 
 
-def _of_shard(
-    x: Any, spec: str | Sharding, mesh: Mesh | None, comm_dtype: Dtypes, async_op: bool, grad: Grad, sizes: Sizes
-) -> torch.Tensor:
+def _of_shard(x: Any, request: Request, grad: Grad) -> torch.Tensor:
     """`reshard` of a plain tensor: a rearrangement that leaves the dims where they are."""
+    spec = request.text
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"axes.reshard takes a tensor; found {type(x).__name__}")
     check_dense(x, "axes.reshard")
@@ -189,19 +185,16 @@ def _of_shard(
             f"{shortened(spec)}. Where it is a DTensor that was meant, axes.from_local makes one"
         )
     _check_dims(spec, x.dim())
-    return apply(requested("rearrange", spec, "", mesh, sizes, comm_dtype, async_op, "reshard"), (x,), grad)
+    return apply(request._replace(kind="rearrange"), (x,), grad)
 
 
 @read_once
 def _check_dims(text: str, ndim: int) -> None:
-    tree = parse_tensor(text)
-    sides = [*tree.operands, *(tree.results or ())]
-    names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in sides]
-    if len(sides) != 2 or names[0] != names[1]:
+    sides = [[slot.atoms for slot in term.slots] for term in read("reshard", text, (ndim,)).terms]
+    if sides[0] != sides[1]:
         raise ExpressionError(
             "reshard has the same dims on both sides of '->'; to rearrange them use axes.rearrange", text, 0, len(text)
         )
-    read("reshard", text, (ndim,))
 
 
 # --- many tensors at once: one exchange for a bucket of them, in place of collectives for each
@@ -210,12 +203,13 @@ Kind = tuple[str, Sharding, Sharding, tuple[int, ...], str]
 """A tensor that a transfer moves: its name, how it lies and will lie, its shape and its dtype."""
 
 
-def _many(tensors: Mapping[str, Any], specs: Any, mesh: Mesh | None, sizes: Sizes) -> dict[str, DTensor]:
+def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
     """DTensors by name, in shardings by the same names.
 
     One transfer moves those with nothing pending, on whole meshes. What is pending is reduced, and a sub-mesh is
     another one on each rank: such tensors go one by one.
     """
+    specs, mesh, sizes = request.text, request.mesh if request.given else None, request.sizes
     _check_named(tensors, specs)
     names = {name: names_in_spec(spec) if sizes and isinstance(spec, str) else () for name, spec in specs.items()}
     for name, _ in sizes:
@@ -231,7 +225,7 @@ def _many(tensors: Mapping[str, Any], specs: Any, mesh: Mesh | None, sizes: Size
     for name, x in tensors.items():
         spec = torch_private.spec_of(x)
         try:
-            target = _meant(spec, requested("reshard", specs[name], "", mesh, given[name]))
+            target = _meant(spec, request._replace(text=specs[name], sizes=given[name]))
             check_torch_can(target, tuple(x.shape))
         except ShardingError as error:
             raise ShardingError(f"{error}\n  of the tensor {shortened(name)}") from None

@@ -17,8 +17,8 @@ tuples, lists and dicts in their own order, and what is registered, like a datac
 an error. Other arguments pass as they are; results are tensors, numbers, text, None, or one of these arguments,
 like a cache of keys and values that a model is given and gives back.
 
-The **left side** says how the tensors have to be sharded. Other tensors are an error: nothing is moved. A name that carries an `@`
-anywhere in the expression is explicit: where it has none it is unsplit. A name that never does
+The **left side** says how the tensors have to be sharded. Other tensors are an error: nothing is moved. A name that
+carries an `@` anywhere in the expression is explicit: where it has none it is unsplit. A name that never does
 flows: it comes split as the tensor has it, and leaves with the same split on the right.
 
 The **right side** says what the function has made: the split of each dim, `| sum@tp` where values

@@ -93,4 +93,6 @@ def around(
 
 def both_ways(run: Map, back: Map, x: torch.Tensor) -> torch.Tensor:
     """`run(x)` of a plain tensor, where each of the two maps is the gradient of the other."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return run(x)
     return linear(lambda x: writable(run(x), x), lambda g: both_ways(back, run, g), x)

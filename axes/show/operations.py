@@ -33,9 +33,8 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_tensor_shape, unknown_size
 from axes.algebra.specs import marked_sharding
 from axes.algebra.universe import Universe
-from axes.ops.extents import extents_of
 from axes.ops.global_view import shared_cotangent
-from axes.ops.recipes import computed_shapes, local_computation, unmarked
+from axes.ops.recipes import BoundRecipe, computed_shapes, local_computation, unmarked
 from axes.ops.regions import Region, expanded, key_of, region_of_shardings, result_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
@@ -307,8 +306,8 @@ def _local_work(subject: Recipe, dtype: str) -> list[dict[str, Any]]:
     """What this rank computes, as torch's operations on shards."""
     if subject.mesh.coordinate is None:
         return []
-    extents = extents_of(subject)
-    return _computed(local_computation(extents), computed_shapes(extents), dtype)
+    made = BoundRecipe(subject)
+    return _computed(local_computation(made), computed_shapes(made), dtype)
 
 
 def _computed(run: Callable[..., Any], shapes: Iterable[Shape], dtype: str) -> list[dict[str, Any]]:
