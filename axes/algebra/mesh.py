@@ -36,7 +36,7 @@ from axes.algebra.layout import Layout, Mode, checked_layout
 from axes.algebra.mesh_expression import Rearrangement, rearranged
 from axes.algebra.opaque import DeviceMesh, ProcessGroup
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_rank, tuple_of, whole_number, written_sizes
+from axes.algebra.sizes import checked_rank, whole_number, written_sizes
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -404,8 +404,7 @@ class Mesh:
         '4:1'
         """
         layout = self.layout(name)
-        names = self.factored(layout)
-        return str(layout) if names is None else " ".join(names) or "1"
+        return " ".join(self.factored(layout) or [str(layout)])
 
     def factored(self, layout: Layout) -> list[str] | None:
         """The axes of the mesh whose product, in that order, is `layout`; None where it cuts one.
@@ -413,38 +412,28 @@ class Mesh:
         >>> Mesh("dp=2 cp=2 tp=2").factored(Layout((2, 2), (1, 4)))
         ['tp', 'dp']
         """
-        found = [name for name, _ in self._called(checked_layout(layout).modes, self.axes)]
-        return found if {*self.axis_names}.issuperset(found) else None
+        parts = self.parts(layout, self.layouts)
+        return [self.called(part) for part in parts] if {*self.layouts}.issuperset(parts) else None
 
-    def calls(self, modes: Iterable[Mode]) -> tuple[str, ...]:
-        """Digits in order by the longest names that the mesh has for them; what has none is called by its digits.
+    def calls(self, layout: Layout) -> tuple[str, ...]:
+        """A layout by the longest names that the mesh has for its digits; what has none is called by its digits.
 
         >>> mesh = Mesh("dp=2 cp=2 tp=2", "both = dp cp")
-        >>> print(*mesh.calls([(2, 1), (4, 2)]), *mesh.calls([(8, 1)]), *mesh.calls([(4, 1)]))
+        >>> print(*mesh.calls(Layout((2, 4), (1, 2))), *mesh.calls(Layout((8,), (1,))), *mesh.calls(Layout((4,), (1,))))
         tp both both tp cp tp
         """
-        return tuple(map(self.called, self.parts(modes)))
+        return tuple(map(self.called, self.parts(layout)))
 
-    def parts(self, modes: Iterable[Mode]) -> tuple[Layout, ...]:
-        """Digits in order as the longest layouts for which the mesh has a name; what has none digit by digit."""
-        longest = dict(sorted(self.namespace.items(), key=lambda item: -item[1].size))
-        return tuple([layout for _, layout in self._called(modes, longest)])
-
-    def _called(self, modes: Iterable[Mode], names: Mapping[str, Layout]) -> list[tuple[str, Layout]]:
-        """Digits in order by the first of some names that they begin with."""
-        rest = list(Layout.of(modes).modes)
-        found: list[tuple[str, Layout]] = []
+    def parts(self, layout: Layout, among: Iterable[Layout] | None = None) -> tuple[Layout, ...]:
+        """A layout as the longest ones that have a name, or are `among` these, in order; its digits where none is."""
+        names = self.namespace.values() if among is None else among
+        known = sorted([each for each in names if each.size > 1], key=lambda each: -each.size)
+        found, rest = list[Layout](), list(layout.modes)
         while rest:
-            for name, layout in names.items():
-                behind = _behind(rest, layout) if layout.size > 1 else None
-                if behind is not None:
-                    found.append((name, layout))
-                    rest = behind
-                    break
-            else:
-                digit = Layout.of([rest.pop(0)])
-                found.append((self.called(digit), digit))
-        return found
+            part = next((each for each in known if _behind(rest, each) is not None), Layout.of(rest[:1]))
+            found.append(part)
+            rest = _behind(rest, part) or []
+        return tuple(found)
 
     def called(self, layout: Layout) -> str:
         """The axis that has a layout, or the first further name that the mesh has for it, else its digits.
@@ -452,7 +441,6 @@ class Mesh:
         >>> Mesh("dp=2 tp=2").called(Layout((2,), (2,)))
         'dp'
         """
-        checked_layout(layout)
         names = (*self.axis_names, *self.namespace)
         return next((name for name in names if self.namespace[name] == layout), str(layout))
 
@@ -464,16 +452,13 @@ class Mesh:
         >>> Mesh("dp=2 pp=1").splits(["pp", "dp"])
         (2:1,)
         """
-        found = tuple_of(names)
-        if found is None:
-            raise MeshError(f"names of axes are a sequence, like ('dp', 'tp'); found {shown(names)}")
-        return tuple([layout for layout in map(self.layout, found) if layout.size > 1])
+        return tuple([layout for layout in map(self.layout, names) if layout.size > 1])
 
     def along(self, layout: Layout) -> Mesh:
         """The mesh of this rank's line along a layout, as one axis: who is elsewhere isn't of it."""
-        if checked_layout(layout) == self.extent:
+        if layout == self.extent:
             return self
-        name = " ".join(self.calls(layout.modes)) or "1"
+        name = " ".join(self.calls(layout)) or "1"
         return self._with(axis_names=(name,), namespace={**self.namespace, name: layout})
 
     def made_of(self, layouts: Iterable[Layout]) -> list[str] | None:
@@ -482,10 +467,7 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").made_of([Layout((2,), (2,)), Layout((2,), (1,))])
         ['tp']
         """
-        found = tuple_of(layouts)
-        if found is None:
-            raise MeshError(f"layouts are a sequence of axes.Layout; found {shown(layouts)}")
-        whole = Layout.product(*found)
+        whole = Layout.product(*layouts)
         made = [name for name, axis in self.axes.items() if axis.size > 1 and whole.contains(axis)]
         return made if math.prod(self.namespace[name].size for name in made) == whole.size else None
 

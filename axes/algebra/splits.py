@@ -132,4 +132,4 @@ class Digits:
         mine = self._of[layout]
         if all(digit in wanted for digit in mine):
             return (layout,)
-        return self.mesh.parts(digit for digit in mine if digit in wanted)
+        return self.mesh.parts(Layout.of(digit for digit in mine if digit in wanted))

@@ -384,7 +384,7 @@ class _Groups:
     def _by_info(self, info: ProcessGroupInfo) -> tuple[str, ...]:
         mesh, layout = self._mesh, info.layout
         if mesh is not None and layout is not None and mesh.layout_of_all.contains(layout):
-            return mesh.calls(layout.modes)
+            return mesh.calls(layout)
         return tuple(next(iter(info.names), "").split()) or (("world",) if info.origin == "default" else ())
 
 

@@ -434,7 +434,7 @@ def _remarks(blocks: Blocks) -> list[str]:
     """What the blocks alone don't say: copies, what is pending, blocks that are empty."""
     found = []
     if blocks.copies.size > 1:
-        over = " ".join(blocks.sharding.mesh.calls(blocks.copies.modes))
+        over = " ".join(blocks.sharding.mesh.calls(blocks.copies))
         found.append(f"copies: {blocks.copies.size:,} of each block, over {over}")
     for op, layouts in blocks.reductions:
         size, text = math.prod(each.size for each in layouts), f"{op}@{layouts_text(blocks.sharding.mesh, layouts)}"

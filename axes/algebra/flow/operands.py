@@ -224,7 +224,7 @@ class Operands:
             rest = have[len(self.digits.of(front)) : len(have) - len(self.digits.of(back))]
             if (*self.digits.of(front), *rest, *self.digits.of(back)) != have:
                 self._mismatch(has)
-            star = self.mesh.parts(rest)
+            star = self.mesh.parts(Layout.of(rest))
             self._stars.setdefault(atom, []).append(star)
             wanted = (*front, *star, *back)
         found = split(*wanted)

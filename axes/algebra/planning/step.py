@@ -98,7 +98,7 @@ class Step:
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the axes that the group steps through; none between two sets of ranks."""
-        return () if self.layout is None else self.source.mesh.calls(self.layout.modes)
+        return () if self.layout is None else self.source.mesh.calls(self.layout)
 
     @property
     def ranks(self) -> Sequence[int]:
