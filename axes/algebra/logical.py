@@ -129,13 +129,17 @@ class Rules:
         found = _choices(self, spec, where, _shape(shape), written_sizes(keywords, sizes))
         wrong = next((each for each in found if each.error), None)
         if wrong is not None:
-            factor = next(f for dim in tree.dims for f in dim.factors if f.name == wrong.name)
-            why = f"{wrong.error}\n{pointed(spec, *factor.span)}\nwrite "
-            if wrong.name in self.names:
-                other = f"other axes, or {wrong.name}=None; rules that aren't strict leave it whole"
-                raise SizeError(f"{why}a size that divides, {other}")
-            rest = "or a last rule ('...', None) for all others"
-            raise ShardingError(f"{why}{wrong.name}=None for a dim that stays whole, {rest}")
+            name = wrong.name
+            factor = next(f for dim in tree.dims for f in dim.factors if f.name == name)
+            kind, hint = (
+                (SizeError, f"a size that divides, other axes, or {name}=None; rules that aren't strict leave it whole")
+                if name in self.names
+                else (
+                    ShardingError,
+                    f"{name}=None for a dim that stays whole, or a last rule ('...', None) for all others",
+                )
+            )
+            raise kind(f"{wrong.error}\n{pointed(spec, *factor.span)}\nwrite {hint}")
         axes = {each.name: each.axes for each in found if each.axes}
         return str(replace(tree, dims=tuple([_placed(dim, axes) for dim in tree.dims])))
 

@@ -243,13 +243,13 @@ def _sized(name: str, sizes: Mapping[str, int]) -> str:
 
 def _check(product: Product, sizes: Mapping[str, int]) -> None:
     left, right = _sides(product, sizes)
+    if left != right and not product.right and len(product.left) == 1:
+        name = product.left[0].partition("#")[0]
+        raise SizeError(f"'{name}' is {shown(left)}, found {shown(right)}    ({product.text})")
     if left != right and not product.right:
-        if len(product.left) == 1:
-            name = product.left[0].partition("#")[0]
-            raise SizeError(f"'{name}' is {left}, found {right}    ({product.text})")
-        raise SizeError(f"{_product(product.left, sizes)} is {left}, not {right}    ({product.text})")
+        raise SizeError(f"{_product(product.left, sizes)} is {shown(left)}, not {shown(right)}    ({product.text})")
     if left != right:
-        raise SizeError(f"{left} isn't {right}:  {filled(product, sizes)}")
+        raise SizeError(f"{shown(left)} isn't {shown(right)}:  {filled(product, sizes)}")
 
 
 def _missing(product: Product, name: str, sizes: Mapping[str, int]) -> int:
@@ -258,17 +258,11 @@ def _missing(product: Product, name: str, sizes: Mapping[str, int]) -> int:
     here, there = (left, right) if name in product.left else (right, left)
     size, remainder = divmod(there, here) if here else (0, 1)  # of nothing, any size would do
     if remainder or (size < 1 and there):
-        raise SizeError(f"{there} doesn't divide by {here}:  {filled(product, sizes)}")
+        raise SizeError(f"{shown(there)} doesn't divide by {shown(here)}:  {filled(product, sizes)}")
     return size
 
 
 def _sides(product: Product, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Both products over the names that have a size, neither larger than a size may be."""
-    found = []
-    for names, total in ((product.left, 1), (product.right, product.factor)):
-        for name in names:
-            total *= sizes.get(name, 1)
-            if total > LARGEST_SIZE:
-                raise SizeError(f"more than {LARGEST_SIZE} in one product:  {filled(product, sizes)}")
-        found.append(total)
-    return found[0], found[1]
+    """Both products over the names that have a size."""
+    left, right = (math.prod([sizes.get(name, 1) for name in side]) for side in (product.left, product.right))
+    return left, product.factor * right
