@@ -24,8 +24,8 @@ from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import Sharding, Slots, classes, pending_text, reductions, same_cuts
-from axes.algebra.splits import Cut, cuts, of_cuts, split
+from axes.algebra.sharding import Cut, Sharding, Slots, classes, cuts, pending_text, reductions, same_cuts
+from axes.algebra.splits import of_cuts, split
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,9 @@ Shape = tuple[int, ...]
 _MOST_DIMS = 4096
 """More dims than any tensor has."""
 
+_MOST_BITS = 63
+"""Sizes have no more."""
+
 LINEAR = frozenset({"sum", "mean"})
 """The reductions that pass through anything linear."""
 
@@ -269,8 +272,7 @@ class Sharding:
         if not _same_pending(self, other):
             return False
         if shape is None:
-            pairs = zip(self.dims, other.dims, strict=True)
-            return all(_pieces(one, _whole_size(two)) == _pieces(two, _whole_size(one)) for one, two in pairs)
+            return all(map(_same_even_cuts, self.dims, other.dims))
         _extents(self, shape), _extents(other, shape)  # refuse what doesn't fit
         return all(itertools.starmap(same_cuts, zip(self.dims, other.dims, shape, strict=True)))
 
@@ -355,7 +357,7 @@ class Sharding:
         """
         if not isinstance(mesh, type(self.mesh)):
             raise MeshError(f"a mesh is an axes mesh, made by axes.init_mesh; found {shown(mesh)}")
-        if mesh is self.mesh:
+        if mesh is self.mesh or (mesh == self.mesh and mesh._view == self.mesh._view):
             return self
         if mesh.layouts != self.mesh.layouts:
             raise ShardingError(
@@ -501,31 +503,48 @@ def kind_of(op: str) -> str:
     return "sum" if op in LINEAR else op
 
 
-def _whole_size(slots: Slots) -> int | None:
-    """The size of a dim where its slots say it."""
-    sizes = [slot.size for slot in slots]
-    return math.prod(s for s in sizes if s is not None) if None not in sizes else None
+Cut = tuple[int, Layout]
+"""`(pieces in front, layout)`: where in a dim, counted from its major side, a layout splits it."""
 
 
-def _pieces(slots: Slots, whole: int | None) -> list[tuple[Layout, int | None]]:
-    """A dim from the major side, whatever its slots: digits that split it, and how much stays whole behind them.
-
-    None is a size that is open; a dim of size `whole` leaves none open.
-    """
-    known = math.prod(slot.size for slot in slots if slot.size is not None)
-    found: list[tuple[Layout, int | None]] = []
-    for slot in slots:
-        layout = Layout.product(*slot.layouts)
-        size = whole // known if slot.size is None and whole is not None else slot.size
-        rest = None if size is None else size // layout.size
-        before, between = found[-1] if found else (Layout(), 1)
-        if found and not layout.modes:
-            found[-1] = before, None if rest is None or between is None else between * rest
-        elif found and between == 1:
-            found[-1] = Layout.product(before, layout), rest
-        else:
-            found.append((layout, rest))
+def cuts(slots: Slots, extent: int) -> list[Cut]:
+    """Where layouts split a dim of this extent, in order."""
+    found: list[Cut] = []
+    front = 1
+    for slot in sized(slots, extent):
+        before = front
+        for layout in slot.layouts:
+            found.append((before, layout))
+            before *= layout.size
+        front *= slot.size or 2 * slot.pieces  # an empty factor is cut as one that is larger than its pieces
     return found
+
+
+def sized(slots: Slots, extent: int) -> list[Slot]:
+    """The slots of a dim, with the one size that they leave open."""
+    known = math.prod(slot.size or 1 for slot in slots)
+    return [slot if slot.size else replace(slot, size=extent // known) for slot in slots]
+
+
+def _merged_cuts(slots: Slots, extent: int) -> list[Cut]:
+    """The cuts of a dim that all splits divide, those that follow each other as one."""
+    found: list[Cut] = []
+    for front, layout in cuts(slots, extent):
+        before, last = found[-1] if found else (0, Layout())
+        if before * last.size == front:
+            found[-1] = before, Layout.product(last, layout)
+        else:
+            found.append((front, layout))
+    return found
+
+
+def _same_even_cuts(mine: Slots, theirs: Slots) -> bool:
+    """Whether two dims are cut the same wherever all splits divide."""
+    known = [math.prod([slot.size or 1 for slot in slots]) for slots in (mine, theirs)]
+    wholes = {size for size, slots in zip(known, (mine, theirs), strict=True) if all(slot.size for slot in slots)}
+    # Of a size that is open the open factors are larger than any that is written.
+    whole = min(wholes, default=math.prod(known) << _MOST_BITS)
+    return len(wholes) < 2 and _merged_cuts(mine, whole) == _merged_cuts(theirs, whole)
 
 
 def same_cuts(mine: Slots, theirs: Slots, extent: int) -> bool:
@@ -535,7 +554,7 @@ def same_cuts(mine: Slots, theirs: Slots, extent: int) -> bool:
     even = [len(slots) > 1 or extent % slots.pieces == 0 for slots in (mine, theirs)]
     if any(even):
         # Equal pieces are never the same as unequal ones.
-        return all(even) and _pieces(mine, extent) == _pieces(theirs, extent)
+        return all(even) and _merged_cuts(mine, extent) == _merged_cuts(theirs, extent)
     found = common_digits([*mine.layouts, *theirs.layouts])
     if found is None:
         return False

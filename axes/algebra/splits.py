@@ -22,34 +22,12 @@ from dataclasses import replace
 from axes.algebra.errors import ShardingError
 from axes.algebra.layout import Layout, Mode, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Slot, Slots
-
-Cut = tuple[int, Layout]
-"""`(pieces in front, layout)`: where in a dim, counted from its major side, a layout splits it."""
+from axes.algebra.sharding import Cut, Slot, Slots, cuts, sized
 
 
 def split(*layouts: Layout) -> Slots:
     """A dim that is split over layouts, major first; over none, unsplit."""
     return Slots((Slot(layouts),))
-
-
-def cuts(slots: Slots, extent: int) -> list[Cut]:
-    """Where layouts split a dim of this extent, in order."""
-    found: list[Cut] = []
-    front = 1
-    for slot in _sized(slots, extent):
-        before = front
-        for layout in slot.layouts:
-            found.append((before, layout))
-            before *= layout.size
-        front *= slot.size or 2 * slot.pieces  # an empty factor is cut as one that is larger than its pieces
-    return found
-
-
-def _sized(slots: Slots, extent: int) -> list[Slot]:
-    """The slots of a dim, with the one size that they leave open."""
-    known = math.prod(slot.size or 1 for slot in slots)
-    return [slot if slot.size else replace(slot, size=extent // known) for slot in slots]
 
 
 def of_cuts(extent: int | None, found: Iterable[Cut]) -> Slots:
@@ -93,7 +71,7 @@ def of_names(names: Sequence[tuple[Slots, int]], empty: bool = False) -> Slots:
     """
     if len(names) < 2:
         return names[0][0] if names else Slots((Slot((), 1),))
-    every = [slot for slots, extent in names for slot in _sized(slots, extent)]
+    every = [slot for slots, extent in names for slot in sized(slots, extent)]
     found: list[Slot] = []
     large = [slot for slot in every if slot.size != 1 or slot.pieces != 1]
     for slot in large:

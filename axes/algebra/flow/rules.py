@@ -5,7 +5,7 @@
 3. Data moves only where the right side differs from the left.
 4. Nothing is left pending that the expression doesn't name.
 
-`recipe` below reads top to bottom: the expression, the mesh that its result lives on (`carrier`), sizes and
+`recipe` below reads top to bottom: the expression, the mesh that its result lies on (`meshes`), sizes and
 states of the operands (`operands`), and here what is pending after the local computation, what the right side
 wants, and the recipe that does it.
 """
@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import AxesError, ShardingError, SizeError
-from axes.algebra.flow.carrier import carrier_of, check_axes
+from axes.algebra.flow.meshes import check_axes, mesh_of_result
 from axes.algebra.flow.operands import Operand, Operands
 from axes.algebra.flow.reading import KINDS, Axes, Reading, is_name, read
 from axes.algebra.flow.recipe import Input, Output, Recipe, Shape, sharding_of, singles
@@ -60,15 +60,15 @@ def recipe(
     """
     assert kind in KINDS
     reading = read(kind, text, tuple(map(len, shapes)), units_of(kind, text, shapes))
-    carrier = carrier_of(reading, mesh, shardings)
-    actual = tuple([None if s is None else s.on(carrier).sized(n) for s, n in zip(shardings, shapes, strict=True)])
+    home = mesh_of_result(reading, mesh, shardings)
+    actual = tuple([None if s is None else s.on(home).sized(n) for s, n in zip(shardings, shapes, strict=True)])
     given = {name for name, _ in sizes}
-    standing, wholes = _standing(reading, carrier, actual, shapes, given)
+    standing, wholes = _standing(reading, home, actual, shapes, given)
     if wholes:
         with contextlib.suppress(AxesError):
-            found = _kept(carrier.rank, reading, carrier, actual, standing, sizes, op)
+            found = _kept(home.rank, reading, home, actual, standing, sizes, op)
             return replace(found, sizes=tuple({**found.size, **wholes}.items()))
-    return recipe_at(reading, carrier, actual, shapes, sizes, op)
+    return recipe_at(reading, home, actual, shapes, sizes, op)
 
 
 def _standing(
@@ -97,15 +97,15 @@ def _standing(
 
 def recipe_at(
     reading: Reading,
-    carrier: Mesh,
+    home: Mesh,
     shardings: tuple[Sharding | None, ...],
     shapes: tuple[Shape, ...],
     sizes: tuple[tuple[str, Any], ...],
     op: str,
 ) -> Recipe:
     """The recipe for tensors of these shapes, found from the start; an error is about these."""
-    check_axes(reading, carrier)
-    return _Result(Operands(reading, carrier, shardings, shapes, sizes), op).recipe()
+    check_axes(reading, home)
+    return _Result(Operands(reading, home, shardings, shapes, sizes), op).recipe()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""The carrier of an expression: the mesh that its result lives on, and what its axes mean there.
+"""The mesh that the result of an expression lies on, and what the axes of the text mean there.
 
 An expression may name axes of the ambient mesh that the tensors' own mesh has under other names or as parts
 of its axes, but each of them is made of the axes that the tensors are on, and is used once.
@@ -15,8 +15,8 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import Sharding
 
 
-def carrier_of(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None]) -> Mesh:
-    """The mesh that the result lives on, knowing the names of the expression."""
+def mesh_of_result(reading: Reading, mesh: Mesh, shardings: Sequence[Sharding | None]) -> Mesh:
+    """The mesh that the result lies on, knowing the names of the expression."""
     meshes = list(dict.fromkeys(s.mesh for s in shardings if s is not None))
     for name in reading.axes:
         if name not in mesh.namespace and not any(name in m.namespace for m in meshes):
