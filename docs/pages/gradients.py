@@ -202,10 +202,10 @@ def placed(whole: torch.Tensor, spec: str, mesh: Mesh) -> DTensor:
     sharding = mesh.sharding(spec)
     if not sharding.pending:
         return axes.shard(whole.detach(), spec, mesh=mesh)
-    (pending,) = sharding.pending
+    ops = {op for op, _ in sharding.pending}
     noise = [numbers(whole.shape, 1000 + rank) for rank in range(mesh.size)]
     if mesh.rank == 0:
-        count = mesh.size if pending.op == "mean" else 1
+        count = mesh.size if ops == {"mean"} else 1
         local = count * whole.detach() - sum(noise[1:])
     else:
         local = noise[mesh.rank]
@@ -579,8 +579,7 @@ def of_summand(spec: str) -> str:
     plain, _, same = spec.partition("| same@")
     value = mesh.sharding(plain)
     dual = Sharding.from_placements(mesh, gradient_of_local(value.placements), value.ndim).named(_dims(spec))
-    kept = [replace(p, axes=tuple(a for a in p.axes if a.name != same)) for p in dual.pending]
-    return replace(dual, pending=tuple(p for p in kept if p.axes)).spec
+    return replace(dual, pending=tuple([(op, each) for op, each in dual.pending if mesh.called(each) != same])).spec
 
 
 INTRODUCTION = f"""# Gradients
