@@ -271,7 +271,7 @@ REGIONS = (
         ("b d -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
         ("b d | * -> b d | *", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "only the function knows what it leaves pending"),
         ("b d | same@cp -> b d", "D('b d | sum@cp', 4, 6)", "lambda x: x", "ShardingError", "tensor     b d | sum@cp"),
-        ("b@dp d | same@dp -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice: in b=4@dp and in same@dp"),
+        ("b@dp d | same@dp -> b@dp d", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice: in b@dp and in same@dp"),
         ("b@dp d -> b@dp d | same@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
         ("b@dp d -> b@dp d@dp", "D('b@dp d', 4, 6)", "lambda x: x", "ShardingError", "axis 'dp' is used twice"),
         ("b d, b f | * -> b d", "D('b@dp d', 4, 6), D('b f', 4, 6)", "lambda x, y: x", "ShardingError", "the tensors disagree on how 'b' is split"),

@@ -129,20 +129,26 @@ class Assigning(nn.Linear):
 
     how = ""
 
+    def __init__(self):
+        super().__init__(8, 8, bias=False)
+        self.register_buffer("scale", torch.ones(8))
+
     def forward(self, x):
         if self.how == "data":
             self.weight.data = self.weight.data + 1
         if self.how == "del":
             del self.weight
-        return axes.psum(x if self.how == "del" else super().forward(x), "tp")
+        return axes.psum(x if self.how == "del" else super().forward(x), "tp") * self.scale
 
 
 def changed(how: str) -> None:
     """A parameter that is changed between the forward and the backward pass, or in the forward one."""
     with axes.init_mesh("tp=2", device_type="cpu"):
-        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), Assigning(8, 8, bias=False))
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), Assigning())
         model[2].how = how
-        region = axes.shard_map(shard_module(model, {"0.weight": "f@tp e", "2.weight": "e f@tp"}), "b e -> b e")
+        region = axes.shard_map(
+            shard_module(model, {"0.weight": "f@tp e", "2.weight": "e f@tp", "*": "e"}), "b e -> b e"
+        )
         optimizer = axes.nn.local_optimizer(torch.optim.SGD, region.parameters(), lr=0.1)
 
         def trained() -> None:
@@ -150,6 +156,8 @@ def changed(how: str) -> None:
                 y = region(axes.shard(torch.linspace(-1, 1, 16).view(2, 8), "b e"))
                 if last and how == "load":
                     region.load_state_dict({name: p.detach() + 1 for name, p in region.state_dict().items()})
+                elif last and how == "buffer":
+                    model[2].scale.mul_(2)
                 elif last:
                     optimizer.step()
                 axes.unshard(y).sum().backward()
@@ -160,8 +168,9 @@ def changed(how: str) -> None:
 
 
 CHANGED = {
-    "step": "modified inplace",
-    "load": "modified inplace",
+    "step": "modified (by an )?inplace",
+    "load": "modified (by an )?inplace",
+    "buffer": "modified (by an )?inplace",
     "data": "forward assigned to the data of 'weight'",
     "del": "forward put another tensor in the place of 'weight'",
 }

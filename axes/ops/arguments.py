@@ -68,7 +68,7 @@ def taken_apart(tree: Any, check: Callable[[Any], None], what: str = "an argumen
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether there are tensors, all of them plain."""
-    return bool(tensors) and not any(isinstance(x, DTensor) for x in tensors)
+    return bool(tensors) and DTensor not in map(type, tensors)
 
 
 # --- what may be no part of a tree
@@ -165,7 +165,7 @@ class NamedSpecs:
             if name not in known:
                 raise ShardingError(
                     f"the function returned tensors by the name {shortened(name)}, which results= doesn't have"
-                    f"{suggestion(name, known)}; give them a spec\n  in  shard_map '{expression}'"
+                    f"{suggestion(name, known)}; give them a spec"
                 )
         return _of_results(expression, tuple(known), tuple(names))
 

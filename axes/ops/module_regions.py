@@ -17,6 +17,7 @@ checked all the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -29,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from axes.algebra import ambient
 from axes.algebra.ambient import ambient_mesh
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.grammar import Spec
@@ -122,15 +122,13 @@ class _Shared:
 class _State:
     """What a module in a region keeps.
 
-    call: what `shard_map` was told, of the region's own module, and `run` what runs it. places: what was in its
-    parameters' places before each call that runs. asks: for its shards when it is called. hooked: of the region's own
-    module, those inside ask.
+    call: what `shard_map` was told, of the region's own module. scopes: of the calls that run, each with what it has to
+    undo. asks: for its shards when it is called. hooked: of the region's own module, those inside ask.
     """
 
     shared: _Shared
     call: RegionCall | None = None
-    run: Callable[..., Any] | None = None
-    places: list[tuple[_Places, Mesh | None, bool]] = field(default_factory=list)
+    scopes: list[contextlib.ExitStack] = field(default_factory=list)
     asks: bool = False
     hooked: bool = False
 
@@ -141,10 +139,8 @@ class _Regions(threading.local):
 
 
 _stack = _Regions()
-_STATE, _KIND, _SHARDED = "_axes_region", "_axes_kind", "_axes_sharded"
-"""Where a module keeps its `_State`; its class the one that it was; and which of its own parameters were sharded, with
-their specs.
-"""
+_STATE, _SHARDED = "_axes_region", "_axes_sharded"
+"""Where a module keeps its `_State`; and which of its own parameters were sharded, with their specs."""
 
 
 def _state(module: torch.nn.Module) -> _State | None:
@@ -154,8 +150,8 @@ def _state(module: torch.nn.Module) -> _State | None:
 def region_of_module(module: M, call: RegionCall, run: Callable[..., Any]) -> M:
     """Make `forward` of a module a region, which `run` runs; returns the module.
 
-    Its class becomes a subclass of what it was, so that hooks, `fully_shard`, copies and `state_dict` find the module
-    that they know. Raises `ShardingError` for a module that is the region of another expression.
+    The module gets a `forward` of its own in front of that of its class, so that hooks, `fully_shard`, copies and
+    `state_dict` find the module that they know. Raises `ShardingError` where it is the region of another expression.
     """
     if torch.compiler.is_compiling():
         raise ShardingError("shard_map of a module changes the module; make the region before compiling what calls it")
@@ -164,11 +160,13 @@ def region_of_module(module: M, call: RegionCall, run: Callable[..., Any]) -> M:
         if state.call != call:
             raise ShardingError(f"{type(module).__name__} is a region already, of '{state.call.expression}'")
         return module
-    module.__class__ = _region_class(type(module))
     shared = _Shared()
     for inner in module.modules():
         inner.__dict__.setdefault(_STATE, _State(shared)).shared = shared
-    module.__dict__[_STATE].call, module.__dict__[_STATE].run = call, run
+    module.__dict__[_STATE].call = call
+    # Who asks for the signature, as transformers does before it generates, finds that of the module's own.
+    own, forward = module.forward, functools.partial(_forward, run, module, module.forward)
+    module.forward = functools.update_wrapper(forward, own, updated=())
     return module
 
 
@@ -198,33 +196,6 @@ to share a graph.
 """
 
 
-def _region_class(kind: Any) -> type:
-    """The class of a module of this kind whose `forward` is a region."""
-
-    @torch.compiler.disable(
-        reason="a module region puts shards in its parameters' places; compile the modules inside it"
-    )
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, functools.partial(kind.forward, self), args, kwargs)
-
-    # Who asks for the signature, as transformers does before it generates, finds that of the module's own.
-    functools.update_wrapper(forward, kind.forward, updated=())
-    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward, _KIND: kind}
-    return type(kind.__name__, (_Region, kind), own)
-
-
-def _unpickled(kind: type) -> torch.nn.Module:
-    made: Any = _region_class(kind)
-    return made.__new__(made)
-
-
-class _Region(torch.nn.Module):
-    """A module whose `forward` runs in a region."""
-
-    def __reduce__(self) -> Any:
-        return _unpickled, (getattr(type(self), _KIND),), self.__dict__
-
-
 def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
     """Make the regions in a module, itself among them, plain modules again; returns what they were told, by name."""
     found = {}
@@ -232,7 +203,9 @@ def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
         state: _State | None = each.__dict__.pop(_STATE, None)
         if state is not None and state.call is not None:
             found[name] = state.call.expression, state.call.named
-            each.__class__ = getattr(type(each), _KIND)
+            own = each.__dict__.pop("forward").__wrapped__
+            if own != each.forward:  # one that the module had, and not its class
+                each.forward = own
         for hooks, own in ((each._forward_pre_hooks, _enter_inner), (each._forward_hooks, _leave_inner)):
             for number in [number for number, hook in hooks.items() if hook is own]:
                 del hooks[number]
@@ -241,16 +214,17 @@ def without_regions(module: M) -> dict[str, tuple[str, NamedSpecs]]:
     return found
 
 
-def _forward(module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+@torch.compiler.disable(reason="a module region puts shards in its parameters' places; compile the modules inside it")
+def _forward(
+    run: Callable[..., Any], module: torch.nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """The module's `own` forward on this rank's shards."""
-    state: _State = module.__dict__[_STATE]
-    assert state.call is not None
-    assert state.run is not None
-    expression, mesh, *_ = state.call
+    call: RegionCall = module.__dict__[_STATE].call
+    expression, mesh, *_ = call
     if torch_private.functorch_is_active():
         check_transforms(f"shard_map '{expression}'", module.parameters())
     if not (_stack.regions and _plain_tensors(args, kwargs)):
-        return state.run(ModuleFunction(module, own, state.call), state.call, args, kwargs)
+        return run(ModuleFunction(module, own, call), call, args, kwargs)
     # A region inside a region: its shards are those of the region around it, and so is what a gradient means.
     outer = _stack.regions[-1]
     names = mesh or ambient_mesh()
@@ -263,7 +237,7 @@ def _forward(module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs
             f"{theirs}; write same@ in both or in neither\n  in  shard_map '{expression}'"
         )
     with use_mesh(required_mesh(mesh, f"shard_map '{expression}'")):
-        return replace(outer, module=module, forward=own, call=state.call)(*args, **kwargs)
+        return replace(outer, module=module, forward=own, call=call)(*args, **kwargs)
 
 
 def _plain_tensors(args: Any, kwargs: Any) -> bool:
@@ -308,7 +282,7 @@ def _enter(module: torch.nn.Module, region: ModuleFunction) -> _Places:
                 if x.is_meta:
                     raise ShardingError(
                         f"'{_path(module, x)}' has no values, it is on the device meta; axes.shard_module(module, ...) "
-                        f"makes what was made there, each rank its shards\n  in  shard_map '{region.call.expression}'"
+                        "makes what was made there, each rank its shards"
                     )
                 if isinstance(x, DTensor):
                     found.append((there, name, x))
@@ -435,29 +409,29 @@ def _shards(xs: Iterable[DTensor], region: ModuleFunction) -> dict[int, torch.Te
     shards: dict[int, torch.Tensor] = {}
     gathered: list[DTensor] = []
     for x in xs:
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            shards[id(x)] = torch_private.local_of(x)
-        elif torch_private.reduced_by_fsdp(x) is None:
-            shards[id(x)] = leave_global(used(x), _counted_same(x, region.same))
-            region.shards.append((x, shards[id(x)]))
+        needed = x.requires_grad and torch.is_grad_enabled()
+        if not needed or torch_private.reduced_by_fsdp(x) is None:
+            shard = (
+                leave_global(used(x), _counted_same(torch_private.spec_of(x), region.same))
+                if needed
+                else torch_private.local_of(x)
+            )
+            shards[id(x)] = shard
+            region.shards.append((x, shard))
         else:
             gathered.append(x)
             # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
             if any(placement.is_replicate() for placement in torch_private.spec_of(x).placements):
                 resolve_at_leaf(x)
     if gathered:
-        left = leave_together(gathered, [_counted_same(x, region.same) for x in gathered])
+        left = leave_together(gathered, [_counted_same(torch_private.spec_of(x), region.same) for x in gathered])
         shards.update(zip(map(id, gathered), left, strict=True))
     return shards
 
 
-def _counted_same(x: DTensor, same: tuple[Layout, ...]) -> tuple[Placement, ...] | None:
-    """The placements by which a parameter's gradient is whole along these axes; None without axes."""
-    return _counted_spec(torch_private.spec_of(x), same) if same else None
-
-
 @of_world(1024)
-def _counted_spec(spec: Any, same: tuple[Layout, ...]) -> tuple[Placement, ...]:
+def _counted_same(spec: Any, same: tuple[Layout, ...]) -> tuple[Placement, ...]:
+    """The placements by which a parameter's gradient is whole along these axes."""
     held = sharding_of_spec(spec)
     modes = Layout.of(sorted((mode for layout in same for mode in layout.modes), key=lambda mode: -mode[1]))
     touched = [layout for layout in held.mesh.layouts if layout not in held.used and modes.overlaps(layout)]
@@ -495,16 +469,15 @@ def _enter_called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Before a module of a region: what the region's start didn't find, or what a checkpoint runs once more."""
     state: _State = module.__dict__[_STATE]
     again = not _stack.regions and torch_private.backward_runs() and _plain_tensors(args, kwargs)
+    scope = contextlib.ExitStack()
+    state.scopes.append(scope)  # before errors: _leave_called follows them
     if again:
-        state.shared.lock.acquire()
-    mesh = state.shared.mesh if again else None
-    if mesh is not None:
-        ambient.push(mesh)
-    places: _Places = []
-    state.places.append((places, mesh, again))  # before errors: _leave_called follows them
+        scope.enter_context(state.shared.lock)
+        if state.shared.mesh is not None:
+            scope.enter_context(use_mesh(state.shared.mesh))
     if again or isinstance(module, FSDPModule):
         ran = ModuleFunction(module, module.forward, *state.shared.ran)
-        places += _enter(module, _stack.regions[-1] if _stack.regions else ran)
+        scope.callback(_restore, _enter(module, _stack.regions[-1] if _stack.regions else ran))
 
 
 def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -515,10 +488,5 @@ def _leave_inner(module: torch.nn.Module, args: Any, result: Any) -> None:
 @_OUTSIDE
 def _leave_called(module: torch.nn.Module) -> None:
     state = _state(module)
-    if state is not None and state.places:
-        places, mesh, again = state.places.pop()
-        if mesh is not None:
-            ambient.pop()
-        if again:
-            state.shared.lock.release()
-        _restore(places)
+    if state is not None and state.scopes:
+        state.scopes.pop().close()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
@@ -29,12 +31,11 @@ Check = bool | float
 
 # --- tensors that aren't arguments
 
+_REQUIRES_GRAD, _NODE = operator.attrgetter("requires_grad"), operator.attrgetter("node")
+
 
 def check_closed(
-    results: Sequence[torch.Tensor],
-    expression: str,
-    module: torch.nn.Module | None = None,
-    own: Sequence[torch.Tensor] = (),
+    results: Sequence[torch.Tensor], module: torch.nn.Module | None = None, own: Sequence[torch.Tensor] = ()
 ) -> bool:
     """Refuses results that depend on a leaf, or on what another region gave, by another way than an argument; returns
     whether there are gradients.
@@ -43,13 +44,9 @@ def check_closed(
     at each call, since what a function closes over may need a gradient from one call to the next; a node costs a third
     of a microsecond. `own` are leaves that may be used.
     """
-    ahead: list[Any] = []
-    for x in results if torch.is_grad_enabled() else ():
-        if x.requires_grad:
-            if x.grad_fn is None:
-                raise _closed_over(x, expression, module)
-            ahead.append(x.grad_fn)
-    needed, seen = bool(ahead), set(ahead)
+    needed = list(filter(_REQUIRES_GRAD, results)) if torch.is_grad_enabled() else []
+    ahead: list[Any] = list(map(_NODE, map(get_gradient_edge, needed)))
+    seen = set(ahead)
     to_local = torch_private.TO_LOCAL
     while ahead:
         node = ahead.pop()
@@ -57,20 +54,20 @@ def check_closed(
         if border == "argument" or (type(node) is to_local and torch_private.says_its_gradient(node)):
             continue
         if border == "result":
-            raise _closed_over(None, expression, module)
+            raise _closed_over(None, module)
         nearer = node.next_functions
         if not nearer and (leaf := getattr(node, "variable", None)) is not None:
             if any(leaf is each for each in own):
                 continue
-            raise _closed_over(leaf, expression, module)
+            raise _closed_over(leaf, module)
         for below, _ in nearer:
             if below is not None and below not in seen:
                 seen.add(below)
                 ahead.append(below)
-    return needed
+    return bool(needed)
 
 
-def _closed_over(leaf: torch.Tensor | None, expression: str, module: torch.nn.Module | None) -> ShardingError:
+def _closed_over(leaf: torch.Tensor | None, module: torch.nn.Module | None) -> ShardingError:
     which = "a result of another region" if leaf is None else f"{list(leaf.shape)} {leaf.dtype}"
     names = [] if module is None else [name for name, x in module.named_parameters() if x is leaf]
     if names:
@@ -84,7 +81,7 @@ def _closed_over(leaf: torch.Tensor | None, expression: str, module: torch.nn.Mo
         )
     return ShardingError(
         f"the {'module' if module else 'function'} uses a tensor that needs a gradient and isn't an argument: {which}; "
-        f"what came would be this rank's summand of its gradient\n{advice}\n  in  shard_map '{expression}'"
+        f"what came would be this rank's summand of its gradient\n{advice}"
     )
 
 

@@ -16,27 +16,28 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import AxesError, ExpressionError, MeshError, ShardingError, SizeError
-from axes.algebra.grammar import Dim, Factor, Spec, check_different, parse_tensor
+from axes.algebra.grammar import Dim, Factor, Spec, check_different, dim_places, has_dots, parse_tensor
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_axes_are_whole, check_torch_can
 from axes.algebra.sharding import Sharding, Slot, Slots, same_cuts, slots_text
-from axes.algebra.specs import parsed_sharding
+from axes.algebra.specs import marked_sharding
 from axes.ops.request import Request
 from axes.runtime.border import counted_as_same as _counted
-from axes.runtime.groups import of_world
+from axes.runtime.groups import current_world, of_world
 from axes.runtime.shards import LocalPart
+from axes.runtime.symbols import are_equal, fixed, hints, spec_at, varying
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 
 Axes = tuple[Layout, ...]
 Placements = tuple[Placement, ...]
-Shape = tuple[int, ...]
+Shape = tuple[Any, ...]
 Held = Any
 """What is known of a DTensor: torch's `DTensorSpec` of it."""
 
@@ -64,34 +65,29 @@ def read_region(text: str) -> RegionExpression:
     explicit: set[str | None] = set()
     for spec in (*tree.operands, *tree.results):
         check_different(text, spec)
-    for side, specs in enumerate((tree.operands, tree.results)):
-        for dim in (dim for spec in specs for dim in spec.dims):
-            if _is_dots(dim) and str(dim) != "...":
+        for dim in spec.dims:
+            if has_dots(dim) and str(dim) != "...":
                 raise ExpressionError("'...' in a region flows; name the dim that is split or grouped", text, *dim.span)
-            if _is_relative(dim):
-                _check_relative(text, dim, side)
-                relative.add(dim.factors[0].name)
-            else:
+            if not _is_relative(dim):
                 explicit.update(f.name for f in dim.factors if dim.place is not None or f.place is not None)
+            elif dim.grouped or dim.factors[0].name in (None, "_", "..."):
+                raise ExpressionError("'*' in a region stands for the split that a name has", text, *dim.span)
+            else:
+                relative.add(dim.factors[0].name)
+    for dim in (dim for spec in tree.operands for dim in spec.dims):
+        if _is_relative(dim) and str(dim.factors[0].place) != "*":
+            raise ExpressionError("left of '->' in a region '*' stands alone: it is the whole split", text, *dim.span)
     return RegionExpression(text, tree.operands, tree.results, frozenset(explicit - relative))
-
-
-def _check_relative(text: str, dim: Dim, side: int) -> None:
-    if dim.grouped or dim.factors[0].name in (None, "_", "..."):
-        raise ExpressionError("'*' in a region stands for the split that a name has", text, *dim.span)
-    if side == 0 and str(dim.factors[0].place) != "*":
-        raise ExpressionError("left of '->' in a region '*' stands alone: it is the whole split", text, *dim.span)
 
 
 def _is_relative(dim: Dim) -> bool:
     """Whether `*`, the split that the dim has, is part of its place."""
-    return any(place is not None and "*" in place.names for place in (dim.place, *(f.place for f in dim.factors)))
+    return any("*" in place.names for place in dim_places(dim))
 
 
 def flows(reading: RegionExpression, dim: Dim) -> bool:
     """Whether the dim is split as its tensor happens to be."""
-    bare = dim.place is None and all(factor.place is None for factor in dim.factors)
-    return bare and not any(factor.name in reading.explicit for factor in dim.factors)
+    return not dim_places(dim) and not any(factor.name in reading.explicit for factor in dim.factors)
 
 
 def key_of(dim: Dim) -> str | None:
@@ -103,22 +99,19 @@ def key_of(dim: Dim) -> str | None:
 
 def expanded(spec: Spec, ndim: int, what: str) -> list[Dim]:
     """The dims of the spec for a tensor of `ndim` dims: `...` becomes as many as are missing."""
-    dots = sum(map(_is_dots, spec.dims))
+    dots = sum(map(has_dots, spec.dims))
     missing = ndim - len(spec.dims) + dots
     if missing < 0 or (missing and not dots):
         raise ShardingError(f"{what} has {ndim} dims, its spec '{spec}' {len(spec.dims) - dots}")
     filling = [Dim((Factor(f"...{i}"),)) for i in range(missing)]
-    return [found for dim in spec.dims for found in (filling if _is_dots(dim) else [dim])]
-
-
-def _is_dots(dim: Dim) -> bool:
-    return any(factor.name == "..." for factor in dim.factors)
+    return [found for dim in spec.dims for found in (filling if has_dots(dim) else [dim])]
 
 
 def check_count(who: str, count: int, specs: Sequence[Spec], side: str) -> None:
     """One spec for each tensor; none, which is one of a scalar, for no tensors."""
     if count != len(specs) and (count or specs != (Spec(()),)):
-        raise ShardingError(f"{who} {count} tensors, and the {side} side has {len(specs)} specs; one for each")
+        by_name = ". One that may be absent has its spec by name, shard_map(..., mask='b s')" if side == "left" else ""
+        raise ShardingError(f"{who} {count} tensors, and the {side} side has {len(specs)} specs; one for each{by_name}")
 
 
 @contextlib.contextmanager
@@ -131,8 +124,10 @@ def about(text: str) -> Iterator[None]:
 
 
 def located(error: AxesError, text: str) -> AxesError:
-    """The same error with the expression that it is about."""
-    return type(error)(f"{error}\n  in  shard_map '{text}'")
+    """An error that says which expression it is about, if it is about none yet."""
+    if "\n  in  shard_map '" not in str(error):
+        error.args = (f"{error}\n  in  shard_map '{text}'",)
+    return error
 
 
 # going in
@@ -143,8 +138,8 @@ class Region:
     """What is known once the tensors are: the mesh of the names, and what results take over.
 
     Results lie on `home`, the mesh of the tensors. `splits` has, for each dim by name, how its
-    tensor splits it; `sizes` its global size. `alone`: of plain shards, whose ranks don't ask each
-    other for sizes. Each takes them to be even, and a split dim has its size only where it is split so.
+    tensor splits it; `sizes` its global size. `alone`: of plain shards, whose ranks don't ask each other for
+    sizes. Each takes them to be even, so a name has its size only where it is split as on the left.
     """
 
     reading: RegionExpression
@@ -154,14 +149,13 @@ class Region:
     splits: Mapping[str, Slots]
     sizes: Mapping[Any, int]
     inputs: tuple[RegionInput, ...]
-    alone: bool = False
+    alone: bool
 
 
 @dataclass(frozen=True)
 class RegionInput:
-    """A tensor that goes in: its spec, dim by dim, and how it is sharded; `counted` is what its gradient goes by."""
+    """A tensor that goes in: its dims as they are written, and how it lies; `counted` is what its gradient goes by."""
 
-    spec: Spec
     dims: list[Dim]
     sharding: Sharding
     shape: Shape
@@ -174,31 +168,24 @@ def region_of(request: Request, specs: tuple[Held, ...], alone: bool = False) ->
     """The region that is asked for, of tensors with these `DTensorSpec`s. `alone` is as in `Region`."""
     with about(request.text):
         ends = [(sharding_of_spec(each), tuple(each.shape), each.placements) for each in specs]
-        found = _made(request.text, request.mesh, request.given, ends)
+        mesh = request.mesh
+        if mesh is not None and mesh._view is not None:  # meshes that ranks see differently are equal
+            mesh = mesh.at(current_world().rank)
+        found = _made(request.text, mesh, request.given, ends, alone)
     own = [each.mesh for each, (sharding, *_) in zip(specs, ends, strict=True) if sharding.mesh == found.home]
-    sizes = _own_sizes(found) if alone else found.sizes
-    return replace(found, device_mesh=own[0] if own else found.home.device_mesh, sizes=sizes, alone=alone)
+    return replace(found, device_mesh=own[0] if own else found.home.device_mesh)
 
 
 def region_of_shardings(expression: str, mesh: Mesh, shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> Region:
     """The region of tensors that lie so, without a running job: nothing can run in it."""
+    ends = list(zip(shardings, shapes, map(torch_placements, shardings), strict=True))
     with about(expression):
-        return _made(
-            expression, mesh, True, list(zip(shardings, shapes, map(torch_placements, shardings), strict=True))
-        )
+        return _made(expression, mesh, True, ends, False)
 
 
-def _own_sizes(region: Region) -> dict[Any, int]:
-    """The sizes by name; those of dims that are split, by name and split, but where they are written."""
-    written, found = dict(_written(region.reading)), {}
-    for name, size in region.sizes.items():
-        split = region.splits.get(name)
-        is_open = split is not None and split.pieces > 1 and name not in written
-        found[(name, split) if is_open else name] = size
-    return found
-
-
-def _made(text: str, mesh: Mesh | None, is_given: bool, ends: Sequence[tuple[Sharding, Shape, Placements]]) -> Region:
+def _made(
+    text: str, mesh: Mesh | None, is_given: bool, ends: Sequence[tuple[Sharding, Shape, Placements]], alone: bool
+) -> Region:
     reading = read_region(text)
     check_count("the function is called with", len(ends), reading.inputs, "left")
     home = _home([sharding.mesh for sharding, *_ in ends])
@@ -206,19 +193,18 @@ def _made(text: str, mesh: Mesh | None, is_given: bool, ends: Sequence[tuple[Sha
     home = names if home is None else home
     if home.coordinate is None:
         raise MeshError(f"rank {home.rank} isn't one of the ranks of {home!r}; only they run a region on it")
-    inputs: list[RegionInput] = []
-    for place, (spec, (sharding, shape, placements)) in enumerate(zip(reading.inputs, ends, strict=False)):
-        dims, same = expanded(spec, len(shape), f"tensor {place}"), _same(names, spec)
-        inputs.append(RegionInput(spec, dims, sharding, shape, _counted(sharding.mesh, placements, same), same))
-    sizes = _sizes(reading, inputs)
-    splits: dict[str, Slots] = {}
-    for place, each in enumerate(inputs):
-        _check_lies(reading, names, place, each, sizes)
+    pairs = enumerate(zip(reading.inputs, ends, strict=False))
+    dims = [expanded(spec, len(shape), f"tensor {place}") for place, (spec, (_, shape, _)) in pairs]
+    sizes, splits = _sizes(reading, dims, [shape for _, shape, _ in ends]), dict[str, Slots]()
+    inputs = tuple(
+        [_input(reading, names, place, *each, sizes) for place, each in enumerate(zip(dims, ends, strict=True))]
+    )
+    for each in inputs:
         _take_over(splits, reading, each)
-    region = Region(reading, names, home, None, splits, sizes, tuple(inputs))
+    region = Region(reading, names, home, None, splits, sizes, inputs, alone)
     for spec in reading.outputs:
         # What can't be is an error before the function runs and sends anything.
-        result_sharding(region, spec, [dim for dim in spec.dims if not _is_dots(dim)])
+        result_sharding(region, spec, [dim for dim in spec.dims if not has_dots(dim)])
     return region
 
 
@@ -254,14 +240,15 @@ def _mesh_of_names(mesh: Mesh | None, is_given: bool, home: Mesh | None) -> Mesh
     return home
 
 
-def _sizes(reading: RegionExpression, inputs: Sequence[RegionInput]) -> dict[str, int]:
+def _sizes(reading: RegionExpression, inputs: Sequence[list[Dim]], shapes: Sequence[Shape]) -> dict[str, int]:
     """The global size of every name that is a dim of a tensor, or whose size is written."""
-    seen = _written(reading)
-    for each in inputs:
-        for dim, extent in zip(each.dims, each.shape, strict=True):
+    specs = (*reading.inputs, *reading.outputs)
+    seen = [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
+    for dims, shape in zip(inputs, shapes, strict=True):
+        for dim, extent in zip(dims, shape, strict=True):
             seen.append((key_of(dim), extent))
             if not dim.grouped and dim.factors[0].name is None and dim.factors[0].size != extent:
-                raise SizeError(f"a dim of {list(each.shape)} is written as {dim}, and has {extent} elements")
+                raise SizeError(f"a dim of {list(shape)} is written as {dim}, and has {extent} elements")
     found: dict[str, int] = {}
     for name, size in seen:
         if name is not None and size is not None and found.setdefault(name, size) != size:
@@ -269,69 +256,43 @@ def _sizes(reading: RegionExpression, inputs: Sequence[RegionInput]) -> dict[str
     return found
 
 
-def _written(reading: RegionExpression) -> list[tuple[str | None, int]]:
-    """Names, and the sizes that are written at them."""
-    specs = (*reading.inputs, *reading.outputs)
-    return [(f.name, f.size) for spec in specs for dim in spec.dims for f in dim.factors if f.size is not None]
-
-
-def _check_lies(
-    reading: RegionExpression, names: Mesh, place: int, each: RegionInput, sizes: Mapping[str, int]
-) -> None:
-    """Refuses a tensor that isn't sharded as the left side says, and a spec that none can have."""
-    spec, actual = each.spec, each.sharding
-    told = [None if flows(reading, d) or _is_relative(d) else _explicit(names, d, sizes) for d in each.dims]
+def _input(
+    reading: RegionExpression,
+    names: Mesh,
+    place: int,
+    dims: list[Dim],
+    end: tuple[Sharding, Shape, Placements],
+    sizes: Mapping[str, int],
+) -> RegionInput:
+    """A tensor that goes in. Refuses one that isn't sharded as the left side says, and a spec that none can have."""
+    spec, (actual, shape, placements) = reading.inputs[place], end
+    said = {at: dim for at, dim in enumerate(dims) if not (flows(reading, dim) or _is_relative(dim))}
+    wanted, same = _marked(names, spec, list(said.values()), sizes)
     is_open = any(pending.op == "*" for pending in spec.pending or ())
-    pending = () if is_open else _pending(names, spec).pending
-    said = [d for d in told if d is not None]
-    dims, called = tuple([d.dims[0] for d in said]), tuple([d.names[0] for d in said])
-    _with_same(Sharding(names, dims, pending, called), each.same)
-    held = Sharding(actual.mesh, (), actual.pending)
-    fits = _is_replicated(actual, each.same) and (is_open or Sharding(names, (), pending).is_equivalent(held))
-    if fits and all(
-        d is None or d.is_equivalent(Sharding(actual.mesh, (split,)), (extent,))
-        for d, split, extent in zip(told, actual.dims, each.shape, strict=True)
-    ):
-        return
+    held = Sharding(actual.mesh, tuple([actual.dims[at] for at in said]), () if is_open else actual.pending)
+    overlap = any(layout.overlaps(used) for layout in same for used in actual.used)
+    if not overlap and wanted.is_equivalent(held, [shape[at] for at in said]):
+        return RegionInput(dims, actual, shape, _counted(actual.mesh, placements, same), same)
     pendings = [str(p) for p in spec.pending or () if p.op != "same"]
-    texts = [f"{'_' if _is_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in each.dims]
+    texts = [f"{'_' if has_dots(dim) else dim}@*" if flows(reading, dim) else str(dim) for dim in dims]
     target = " ".join([*texts, *(["|"] if pendings else []), *pendings])
-    shown = actual.named([key_of(dim) or "_" for dim in each.dims])
+    shown = actual.named([key_of(dim) or "_" for dim in dims])
     raise ShardingError(
         f"tensor {place} isn't sharded as the left side says\n"
         f"  left side  {spec}\n"
-        f"  tensor     {shown}    {list(each.shape)}, {actual.mesh!r}\n"
+        f"  tensor     {shown}    {list(shape)}, {actual.mesh!r}\n"
         f"write how it is sharded, or move it first: axes.reshard(x, '{target}')"
     )
 
 
-def _explicit(names: Mesh, dim: Dim, sizes: Mapping[str, int]) -> Sharding:
-    """A dim alone as it is written, with its factors' sizes where they are known; a tensor may have none of one."""
-    known = {f.name: sizes[f.name] for f in dim.factors if f.name is not None and sizes.get(f.name)}
-    return parsed_sharding(names, str(dim), tuple(sorted(known.items())))
+def _marked(names: Mesh, spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[Sharding, Axes]:
+    """Dims of a spec as they are written, and what it says is pending; and the axes over which it says `same`.
 
-
-def _pending(names: Mesh, spec: Spec) -> Sharding:
-    """What a spec says is pending, as the sharding of a scalar."""
-    return parsed_sharding(names, f"| {' '.join(str(p) for p in spec.pending or () if p.op != 'same')}")
-
-
-def _same(names: Mesh, spec: Spec) -> Axes:
-    """The axes over which a spec says `same`."""
-    return tuple(a for p in spec.pending or () if p.op == "same" and p.place for a in names.splits(p.place.names))
-
-
-def _is_replicated(sharding: Sharding, axes: Axes) -> bool:
-    try:
-        _with_same(sharding, axes)
-    except ShardingError:
-        return False
-    return True
-
-
-def _with_same(sharding: Sharding, axes: Axes) -> Sharding:
-    """The sharding that is also `same` over axes; `ShardingError` where these split it or are pending."""
-    return replace(sharding, pending=(*sharding.pending, *[("same", layout) for layout in axes])) if axes else sharding
+    Factors have their sizes where these are known; a tensor may have none of one.
+    """
+    known = {f.name: sizes[f.name] for dim in dims for f in dim.factors if f.name is not None and sizes.get(f.name)}
+    pending = [str(each) for each in spec.pending or () if each.op != "*"]
+    return marked_sharding(names, " ".join([*map(str, dims), "|", *pending]), tuple(sorted(known.items())))
 
 
 def _take_over(splits: dict[str, Slots], reading: RegionExpression, each: RegionInput) -> None:
@@ -349,14 +310,13 @@ def _take_over(splits: dict[str, Slots], reading: RegionExpression, each: Region
 # coming out
 
 
-@dataclass(frozen=True)
-class Placed:
-    """What a result is outside: how it lies, the placements its gradient goes by, its global shape."""
+class Placed(NamedTuple):
+    """What a result is outside, as `enter_global` takes it: how it lies, its shape, what its gradient goes by."""
 
     device_mesh: Any
     placements: Placements
-    counted: Placements
     shape: tuple[Any, ...]
+    counted: Placements
 
 
 @of_world(1024)
@@ -364,17 +324,22 @@ def results_of(region: Region, shapes: tuple[Shape, ...]) -> tuple[tuple[LocalPa
     """The results that have these shapes on this rank, and what they are outside; None where their whole shapes have to
     be told by the ranks.
     """
+    parts = _parts(region, shapes, region.sizes)
+    is_open = not region.alone and any(part.open for part in parts)
+    return parts, None if is_open else placed(region, parts, tuple([part.even for part in parts]))
+
+
+def _parts(region: Region, shapes: Sequence[Shape], sizes: Mapping[str, Any]) -> tuple[LocalPart, ...]:
+    """What this rank has of the results, which have these shapes; `sizes` are those of names."""
     outputs, found = region.reading.outputs, []
     with about(region.reading.text):
         check_count("the function returned", len(shapes), outputs, "right")
         for place, (spec, local) in enumerate(zip(outputs, shapes, strict=False)):
             dims = expanded(spec, len(local), f"result {place}")
             sharding = result_sharding(region, spec, dims)
-            known = tuple([whole_size(region, *each) for each in zip(dims, sharding.dims, local, strict=True)])
-            found.append(LocalPart(sharding, local, known))
-    parts = tuple(found)
-    is_open = not region.alone and any(part.open for part in parts)
-    return parts, None if is_open else placed(region, parts, tuple([part.even for part in parts]))
+            known = [_whole_size(region, sizes, *each) for each in zip(dims, sharding.dims, local, strict=True)]
+            found.append(LocalPart(sharding, local, tuple(known)))
+    return tuple(found)
 
 
 @of_world(1024)
@@ -393,8 +358,8 @@ def placed(region: Region, parts: tuple[LocalPart, ...], wholes: tuple[Shape, ..
             sharding = part.sharding.sized(whole)
             check_torch_can(sharding, whole)
             placements = torch_placements(sharding)
-            counted = _counted(region.home, placements, _same(region.mesh, spec))
-            found.append(Placed(region.device_mesh, placements, counted, torch.Size(whole)))
+            counted = _counted(region.home, placements, _marked(region.mesh, spec, (), {})[1])
+            found.append(Placed(region.device_mesh, placements, torch.Size(whole), counted))
     return tuple(found)
 
 
@@ -404,9 +369,9 @@ def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding
         raise ShardingError(
             "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
         )
-    pending = _pending(region.mesh, spec).pending
-    sharding = Sharding(region.home, tuple(_split(region, dim) for dim in dims), pending)
-    check_axes_are_whole(_with_same(sharding, _same(region.mesh, spec)))
+    marked, same = _marked(region.mesh, spec, (), {})
+    sharding = Sharding(region.home, tuple(_split(region, dim) for dim in dims), marked.pending)
+    check_axes_are_whole(replace(sharding, pending=(*sharding.pending, *[("same", layout) for layout in same])))
     return sharding
 
 
@@ -419,7 +384,7 @@ def _split(region: Region, dim: Dim) -> Slots:
         _check_new(region, dim)
         return Slots((Slot(),))
     if not _is_relative(dim):
-        return _explicit(region.mesh, dim, region.sizes).dims[0]
+        return _marked(region.mesh, Spec(()), (dim,), region.sizes)[0].dims[0]
     if key is None or key not in region.splits:
         raise ShardingError(f"'*' in {dim} is how '{key}' is split on the left, where it isn't")
     split = region.splits[key]
@@ -442,12 +407,54 @@ def _check_new(region: Region, dim: Dim) -> None:
             )
 
 
-def whole_size(region: Region, dim: Dim, split: Slots, local: int) -> int | None:
+def _whole_size(region: Region, sizes: Mapping[str, Any], dim: Dim, split: Slots, local: Any) -> Any:
     """The global size of a dim of a result: that of its name, or its own where it isn't split; else nobody knows it."""
-    key, sizes = key_of(dim), region.sizes
-    for known in (key, (key, split)):
-        if known in sizes:
-            return sizes[known]
-    if key is not None and all(factor.name is None or factor.name in sizes for factor in dim.factors):
-        return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])  # type: ignore[misc]
+    key = key_of(dim)
+    if key is not None and (not region.alone or region.splits.get(key) == split):
+        if key in sizes:
+            return sizes[key]
+        if all(factor.name is None or factor.name in sizes for factor in dim.factors):
+            return math.prod([sizes[factor.name] if factor.name else factor.size for factor in dim.factors])
     return local if split.pieces == 1 else None
+
+
+# in torch.compile: a region is the same at every size that its splits divide. Such sizes stay symbols, and the graph is
+# guarded on the remainder. Other sizes become numbers, those in groups and those that are written too
+
+
+def traced_region(request: Request, specs: Sequence[Held]) -> tuple[Region, Mapping[str, Any]]:
+    """The region of tensors with these `DTensorSpec`s, at the sizes of the call that is traced; and the sizes of its
+    names, symbols where they may vary.
+    """
+    found = region_of(request, tuple([spec_at(spec, hints(spec.shape)) for spec in specs]))
+    every = [dim for spec in (*found.reading.inputs, *found.reading.outputs) for dim in spec.dims]
+    stay = {f.name for dim in every for f in dim.factors if f.size is not None or _is_opened(found, dim)}
+    uses = []
+    for place, (each, spec) in enumerate(zip(found.inputs, specs, strict=True)):
+        for at, (dim, split, size) in enumerate(zip(each.dims, each.sharding.dims, spec.shape, strict=True)):
+            name = key_of(dim) or (place, at)
+            may = name not in stay and len(split) == 1 and not _is_opened(found, dim)
+            uses.append((name, size, split.pieces if may else 0))
+    return found, {**found.sizes, **varying(uses)}
+
+
+def _is_opened(region: Region, dim: Dim) -> bool:
+    return dim.grouped and not flows(region.reading, dim)
+
+
+def traced_results(
+    request: Request, specs: Sequence[Held], shapes: Sequence[Shape]
+) -> tuple[tuple[Placed, ...], tuple[LocalPart, ...]]:
+    """What the results are outside that have these shapes on this rank; where it is symbolic, so is that there. And the
+    results as parts, of which some may have to be told even.
+    """
+    region, sizes = traced_region(request, specs)
+    parts = _parts(region, shapes, sizes)
+    for part in parts:
+        for split, local, whole in zip(part.sharding.dims, part.local, part.even, strict=True):
+            if len(split) != 1 or whole % split.pieces or not are_equal(whole, local * split.pieces):
+                fixed(local), fixed(whole)
+    wholes = tuple([hints(part.even) for part in parts])
+    numbers = tuple([LocalPart(part.sharding, hints(part.local), n) for part, n in zip(parts, wholes, strict=True)])
+    found = placed(region, numbers, wholes)
+    return tuple([p._replace(shape=part.even) for p, part in zip(found, parts, strict=True)]), parts

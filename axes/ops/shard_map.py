@@ -53,6 +53,7 @@ right has to divide as well, which ranks tell each other in the graph, or to hav
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
@@ -60,23 +61,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra import ambient
-from axes.algebra.errors import ExpressionError, ShardingError, shown
-from axes.algebra.grammar import Spec, checked_text
+from axes.algebra.errors import ExpressionError, MeshError, ShardingError, SizeError, shown
+from axes.algebra.grammar import checked_text
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.ops.arguments import (
-    NamedSpecs,
     Tree,
     are_plain,
     check_argument,
     check_result,
     named_specs,
-    names_of_tensors,
     taken_apart,
 )
 from axes.ops.module_regions import ModuleFunction, RegionCall, region_of_module, without_same
 from axes.ops.region_checks import Check, Function, check_closed, check_gradients, check_outputs
-from axes.ops.region_sizes import traced_region, traced_results
 from axes.ops.regions import (
     Placed,
     Region,
@@ -88,12 +86,14 @@ from axes.ops.regions import (
     read_region,
     region_of,
     results_of,
+    traced_region,
+    traced_results,
 )
 from axes.ops.request import Request, requested
 from axes.runtime import flags, torch_private
 from axes.runtime.border import Changes, counted_whole, enter_global, leave_global
 from axes.runtime.graphs import device_mesh_input, kept
-from axes.runtime.groups import current_world, of_world
+from axes.runtime.groups import of_world
 from axes.runtime.leaves import traced, used
 from axes.runtime.linear import NODE
 from axes.runtime.places import within
@@ -255,92 +255,75 @@ def run_region(fn: Function, call: RegionCall, args: tuple[Any, ...], kwargs: Ma
     Plain tensors that a module is called with are shards, which are what the left side declares; so are the results.
     Outside, every rank does the same with what is replicated: gradients are whole there.
     """
-    if not torch.compiler.is_compiling() and flags.watched:
-        return within("shard_map", call.expression, _run_region, fn, call, args, kwargs)
-    return _run_region(fn, call, args, kwargs)
+    if torch.compiler.is_compiling():
+        return _run_in_graph(fn, call, args, kwargs)
+    try:
+        if flags.watched:
+            return within("shard_map", call.expression, _run_region, fn, call, args, kwargs)
+        return _run_region(fn, call, args, kwargs)
+    except (ShardingError, SizeError, MeshError) as error:
+        raise located(error, call.expression) from None
 
 
 def _run_region(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    expression, mesh, check, named = call
-    if mesh is not None and type(mesh) is not Mesh:
-        checked_mesh(mesh)
-    passed: list[object] = []
-    try:
-        tree = taken_apart((args, kwargs), functools.partial(check_argument, passed))
-        if named.arguments or named.results is not None:
-            expression = named.of_call(expression, args, kwargs)
-    except ShardingError as error:
-        raise located(error, expression) from None
-    tensors: Sequence[Any] = tree.tensors
-    of_module = fn if isinstance(fn, ModuleFunction) else None
+    request, tree, passed = _asked(call, args, kwargs)
+    of_module, tensors, check = fn if isinstance(fn, ModuleFunction) else None, tree.tensors, call.check
     plain = of_module is not None and are_plain(tensors)
-    _check_inputs(expression, tensors, args, kwargs, plain)
-    request = requested("shard_map", expression, "", mesh)
-    if torch.compiler.is_compiling():
-        return _run_in_graph(fn, request, tree, check, passed, named)
-    if request.mesh is not None and request.mesh._view is not None:
-        # Meshes that ranks see differently are equal, and have one region.
-        request = request._replace(mesh=request.mesh.at(current_world().rank))
     if plain:
-        home = required_mesh(mesh, f"shard_map of a module, '{expression}', on plain tensors")
-        request, tensors = request._replace(mesh=home, given=True), _declared(tensors, expression, home)
-    held = tuple([torch_private.spec_of(x) for x in tensors])
+        request, tensors = _declared(request, tensors)
+    _check_inputs(request.text, tensors)
+    held = tuple(map(torch_private.spec_of, tensors))
     region = region_of(request, held, plain)
     changes = Changes() if torch.is_grad_enabled() else None
-    shards = [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=False)]
+    shards = [leave_global(used(x), each.counted, changes) for x, each in zip(tensors, region.inputs, strict=True)]
     if check:
         check_gradients(region, shards, check)
     if of_module is not None:
         of_module.home = region.home
-    versions = [torch_private.version_of(x) for x in shards]
+    versions = list(map(torch_private.version_of, shards))
     try:
         result = _inside(fn, region.mesh, tree, shards)
     finally:
         for x, shard, version in zip(tensors, shards, versions, strict=True):
             if torch_private.version_of(shard) != version:  # DTensors, to whose shards it has written, count themselves
                 torch.autograd.graph.increment_version(x)
-    found = _results(result, expression, passed)
-    if named.results is not None:
-        expression = named.of_results(expression, result)
-        region = region_of(request._replace(text=expression), held, plain)
-    pairs, held_by_module = [*zip(tensors, shards, strict=True)], list[torch.Tensor]()
+    found = _results(result, passed)
+    if call.named.results is not None:
+        region = region_of(request._replace(text=call.named.of_results(request.text, result)), held, plain)
+    pairs, others = list(zip(tensors, shards, strict=True)), shards
     if of_module is None:
-        has_gradients = check_closed(found.tensors, expression)
+        has_gradients = check_closed(found.tensors)
     else:
-        has_gradients = check_closed(found.tensors, expression, of_module.module, of_module.own)
-        pairs, held_by_module = [*pairs, *of_module.shards], of_module.tensors()
+        has_gradients = check_closed(found.tensors, of_module.module, of_module.own)
+        pairs, others = [*pairs, *of_module.shards], [*shards, *of_module.tensors()]
     if changes is not None and has_gradients:
         for pair in pairs:
             changes.watch(*pair)
-    outputs = _entered(region, _unshared(found.tensors, (*shards, *held_by_module)), changes)
+    outputs = _entered(region, _unshared(found.tensors, others), changes)
     if check:
         check_outputs(region, outputs, check)
     return found.holding([_undeclared(y) for y in outputs] if plain else outputs)
 
 
-def _check_inputs(
-    expression: str, tensors: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: bool
-) -> None:
-    """Refuses other tensors than the left side has specs for; says where they are, if some are keywords."""
-    if not torch.compiler.is_compiling():
-        specs = read_region(expression).inputs
-        try:
-            check_count("the function is called with", len(tensors), specs, "left")
-        except ShardingError as error:
-            names = names_of_tensors([*((f"argument {at}", x) for at, x in enumerate(args)), *kwargs.items()])
-            listed = f"; found {', '.join(names)}" if kwargs else ""
-            if len(tensors) > len(specs):
-                listed += "; one that may be absent has its spec by name, shard_map(..., mask='b s')"
-            raise located(ShardingError(f"{error}{listed}"), expression) from None
+def _asked(call: RegionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Request, Tree, list[object]]:
+    """What a call asks for, its arguments as a tree, and those that hold no tensors."""
+    if call.mesh is not None and type(call.mesh) is not Mesh:
+        checked_mesh(call.mesh)
+    passed: list[object] = []
+    tree, text = taken_apart((args, kwargs), functools.partial(check_argument, passed)), call.expression
+    if call.named.arguments or call.named.results is not None:
+        text = call.named.of_call(text, args, kwargs)
+    return requested("shard_map", text, "", call.mesh), tree, passed
+
+
+def _check_inputs(expression: str, tensors: Sequence[Any]) -> None:
     for place, x in enumerate(tensors):
-        if plain:
-            check_dense(x, f"shard_map '{expression}', as tensor {place},")
-        elif not isinstance(x, DTensor):
+        if not isinstance(x, DTensor):
             check_not_wrapped(f"shard_map '{expression}'", x)
             raise ShardingError(
                 f"tensor {place} among the arguments is a plain one; what goes into a region is a DTensor, made by "
                 "axes.shard or axes.from_local. Inside a region tensors are shards already: there, call the function "
-                f"itself\n  in  shard_map '{expression}'"
+                "itself"
             )
     if torch_private.transforms_are_on():
         check_transforms(f"shard_map '{expression}'", tensors)
@@ -348,7 +331,7 @@ def _check_inputs(
 
 def _unshared(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results, copied where their memory is that of one of the others, or of another result."""
-    taken = {torch_private.memory_of(x) for x in others}
+    taken = set(map(torch_private.memory_of, others))
     found = []
     for x in results:
         memory = torch_private.memory_of(x)
@@ -357,22 +340,26 @@ def _unshared(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
     return found
 
 
-def _declared(shards: Sequence[torch.Tensor], expression: str, mesh: Mesh) -> list[DTensor]:
+def _declared(request: Request, shards: Sequence[torch.Tensor]) -> tuple[Request, list[DTensor]]:
     """Plain shards as the DTensors that the left side declares, whose gradients every rank has whole."""
-    specs = read_region(expression).inputs
-    try:
-        ends = [_declaration(spec, mesh, tuple(x.shape)) for spec, x in zip(specs, shards, strict=True)]
-    except ShardingError as error:
-        raise located(error, expression) from None
-    return [enter_global(x, mesh.device_mesh, *end, counted_whole(end[0])) for x, end in zip(shards, ends, strict=True)]
+    mesh = required_mesh(request.mesh, f"shard_map of a module, '{request.text}', on plain tensors")
+    for place, x in enumerate(shards):
+        check_dense(x, f"shard_map '{request.text}', as tensor {place},")
+    declared = _declarations(request.text, mesh, tuple([tuple(x.shape) for x in shards]))
+    found = [enter_global(x, *each) for x, each in zip(shards, declared, strict=True)]
+    return request._replace(mesh=mesh, given=True), found
 
 
 @of_world(1024)
-def _declaration(spec: Spec, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-    """The placements and the whole shape of a plain shard. Ranks don't ask each other: it is taken to be even."""
-    text = without_same(spec)
-    part, _ = read_shard(mesh, text, shape, ())
-    return placements_of(part, text, part.even), part.even
+def _declarations(text: str, mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> list[Placed]:
+    """What plain shards of these shapes are as DTensors. Ranks don't ask each other: they are taken to be even."""
+    specs, found = read_region(text).inputs, []
+    check_count("the function is called with", len(shapes), specs, "left")
+    for spec, shape in zip(map(without_same, specs), shapes, strict=True):
+        part, _ = read_shard(mesh, spec, shape, ())
+        placements = placements_of(part, spec, part.even)
+        found.append(Placed(mesh.device_mesh, placements, part.even, counted_whole(placements)))
+    return found
 
 
 def _undeclared(y: DTensor) -> torch.Tensor:
@@ -395,55 +382,48 @@ def _inside(fn: Function, mesh: Mesh, tree: Tree, shards: Sequence[torch.Tensor]
         ambient.pop()
 
 
-def _results(result: Any, expression: str, passed: Sequence[object]) -> Tree:
+def _results(result: Any, passed: Sequence[object]) -> Tree:
     """What the function has returned. `passed`: the arguments that hold no tensors."""
-    try:
-        found = taken_apart(result, functools.partial(check_result, passed), "the function returned a value that")
-        for place, x in enumerate(found.tensors):
-            if isinstance(x, DTensor):
-                raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
-            if not is_dense(x):
-                check_dense(x, f"as result {place} a region")
-    except ShardingError as error:
-        raise located(error, expression) from None
+    found = taken_apart(result, functools.partial(check_result, passed), "the function returned a value that")
+    for place, x in enumerate(found.tensors):
+        if isinstance(x, DTensor):
+            raise ShardingError("the function returned a DTensor; inside a region tensors are plain")
+        if not is_dense(x):
+            check_dense(x, f"as result {place} a region")
     if torch_private.transforms_are_on():
-        check_transforms(f"the result of shard_map '{expression}'", found.tensors)
+        check_transforms("the result of a region", found.tensors)
     return found
 
 
 def _entered(region: Region, results: Sequence[torch.Tensor], changes: Changes | None) -> list[DTensor]:
     """What the function has returned, as DTensors. Ranks tell each other the sizes that follow from nothing."""
-    parts, found = results_of(region, tuple([tuple(x.shape) for x in results]))
+    parts, found = results_of(region, tuple(map(_SHAPE, results)))
     if found is None:
-        what = _results_text(region.reading.text)
-        found = placed(region, parts, tuple(told_shapes(what, region.home, parts, results[0].device)))
-    return [_entered_one(x, p, changes) for x, p in zip(results, found, strict=False)]
+        told = told_shapes(_RESULTS.format(region.reading.text), region.home, parts, results[0].device)
+        found = placed(region, parts, tuple(told))
+    return [enter_global(x, *p, changes) for x, p in zip(results, found, strict=False)]
 
 
-def _results_text(expression: str) -> str:
-    return f"the results of shard_map '{expression}'"
-
-
-def _entered_one(x: torch.Tensor, p: Placed, changes: Changes | None) -> DTensor:
-    return enter_global(x, p.device_mesh, p.placements, p.shape, p.counted, changes)
+_SHAPE: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+_RESULTS = "the results of shard_map '{}'"
 
 
 # in torch.compile: two nodes of the graph, with the function between them
 
 
-def _run_in_graph(
-    fn: Function, request: Request, tree: Tree, check: Check, passed: Sequence[object], named: NamedSpecs
-) -> Any:
+def _run_in_graph(fn: Function, call: RegionCall, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The same, traced."""
-    if check:
-        raise ShardingError(f"check=True compares ranks in each call; not in a graph\n  in  shard_map '{request.text}'")
+    if call.check:
+        raise ShardingError("check=True compares ranks in each call of a region; not in a graph")
+    request, tree, passed = _asked(call, args, kwargs)
     tensors: Sequence[Any] = tree.tensors
+    _check_inputs(request.text, tensors)
     shards = traced(_left_in_graph, tuple(request), tensors, "resolved") if tensors else ()
     mesh = getattr(kept, _keep_mesh(tuple(request), tuple([x.device_mesh for x in tensors])))
     result = _inside(fn, mesh, tree, shards)
-    found = _results(result, request.text, passed)
-    if named.results is not None:
-        request = request._replace(text=named.of_results(request.text, result))
+    found = _results(result, passed)
+    if call.named.results is not None:
+        request = request._replace(text=call.named.of_results(request.text, result))
     _check_counts(request.text, len(found.tensors))
     if not found.tensors:
         return result
@@ -454,7 +434,7 @@ def _run_in_graph(
 def _left_in_graph(*what: Any) -> tuple[torch.Tensor, ...]:
     """The tensors' shards."""
     *asked, _, tensors = what
-    region, _ = traced_region(Request(*asked), [torch_private.spec_of(x) for x in tensors])
+    region, _ = traced_region(Request(*asked), list(map(torch_private.spec_of, tensors)))
     return tuple([leave_global(x, each.counted) for x, each in zip(tensors, region.inputs, strict=True)])
 
 
@@ -463,17 +443,18 @@ def _entered_in_graph(*what: Any) -> tuple[DTensor, ...]:
     their shards.
     """
     *asked, (count,), tensors = what
-    request = Request(*asked)
-    specs, results = [torch_private.spec_of(x) for x in tensors[:count]], tensors[2 * count :]
+    request, given, results = Request(*asked), tensors[:count], tensors[2 * count :]
     # Where the function broke its graph, this is the rest of it: what it was given has come in as a leaf.
     nodes: list[Any] = [x.grad_fn for x in tensors[count : 2 * count] if x.requires_grad]
     if all(type(node) is NODE and node.border == "argument" for node in nodes):
-        check_closed(results, request.text)
-    results = _unshared(results, [torch_private.local_of(x) for x in tensors[:count]])
-    found, parts = traced_results(request, specs, [tuple(x.shape) for x in results])
+        with about(request.text):
+            check_closed(results)
+    results = _unshared(results, list(map(torch_private.local_of, given)))
+    specs, shapes = list(map(torch_private.spec_of, given)), [tuple(x.shape) for x in results]
+    found, parts = traced_results(request, specs, shapes)
     if any(part.open for part in parts):
-        results[0] = told_even(results[0], _results_text(request.text), parts[0].sharding.mesh, parts)
-    return tuple([_entered_one(x.contiguous(), p, None) for x, p in zip(results, found, strict=True)])
+        results[0] = told_even(results[0], _RESULTS.format(request.text), parts[0].sharding.mesh, parts)
+    return tuple([enter_global(x.contiguous(), *p) for x, p in zip(results, found, strict=True)])
 
 
 @torch.compiler.assume_constant_result

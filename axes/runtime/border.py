@@ -30,7 +30,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -65,26 +65,22 @@ def gradient_of_local(placements: Sequence[Placement]) -> Placements:
     return tuple(Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in placements)
 
 
-class Changes:
+class Changes(list[tuple[torch.Tensor, int, torch.Tensor, int]]):
     """What is changed in place between the forward and the backward pass of a computation on shards.
 
     Of a change of a DTensor autograd counts a version of the DTensor alone. What saved its shard is told
     before it is used, and refuses then as it would on one device.
     """
 
-    def __init__(self) -> None:
-        self._watched: list[tuple[torch.Tensor, int, torch.Tensor, int]] = []
-
     def watch(self, x: DTensor, shard: torch.Tensor) -> None:
         """From now on changes of `x` are changes of its shard."""
-        if x.is_inference() or shard.is_inference():
-            return
-        outer, inner = torch_private.counter_of(x), torch_private.counter_of(shard)
-        self._watched.append((outer, outer._version, inner, inner._version))
+        if not (x.is_inference() or shard.is_inference()):
+            outer, inner = torch_private.counter_of(x), torch_private.counter_of(shard)
+            self.append((outer, outer._version, inner, inner._version))
 
     def tell(self) -> None:
         """Counts changes since then for the shards."""
-        for outer, then, inner, version in self._watched:
+        for outer, then, inner, version in self:
             if outer._version != then and inner._version == version:
                 torch.autograd.graph.increment_version(inner)
 
@@ -98,21 +94,16 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
-    spec = torch_private.spec_of(x)
-    by = counted or spec.placements
-    _check_differentiable(spec.mesh, by)
-    return linear(_shard, lambda gradient: _left(spec, by, gradient, changes), x, border="argument")
+    found = _gradient_of(x, counted)
+    return linear(_shard, lambda gradient: _left(found, gradient, changes), x, border="argument")
 
 
 def leave_together(xs: Sequence[DTensor], counted: Sequence[Placements | None]) -> tuple[torch.Tensor, ...]:
     """The same of several that need gradients, by one node of the graph: it runs when all gradients have come."""
-    specs = [torch_private.spec_of(x) for x in xs]
-    values = [(spec, by or spec.placements) for spec, by in zip(specs, counted, strict=True)]
-    for spec, by in values:
-        _check_differentiable(spec.mesh, by)
+    found = list(map(_gradient_of, xs, counted))
 
     def back(*gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple([None if g is None else _left(*v, g) for v, g in zip(values, gradients, strict=True)])
+        return tuple([None if g is None else _left(each, g, None) for each, g in zip(found, gradients, strict=True)])
 
     return linear(lambda *xs: tuple(map(_shard, xs)), back, *xs, border="argument")
 
@@ -138,10 +129,8 @@ def enter_global(
     stride = strides_like(local, shape) if stride is None else stride
     find = _spec if type(local) in PLAIN else _spec.__wrapped__
     spec = find(device_mesh, placements, tuple(shape), stride, local.dtype)
-    if not local.requires_grad:
-        return torch_private.dtensor(local, spec)
-    if not torch.is_grad_enabled():
-        return torch_private.dtensor(local.detach(), spec)
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return torch_private.dtensor(local.detach() if local.requires_grad else local, spec)
     found = _enter(local, spec, counted or placements, changes)
     if changes is not None:
         changes.watch(found, local)
@@ -225,7 +214,6 @@ def _pending_size(device_mesh: Any, placements: Placements, *ops: str) -> int:
     return math.prod(size for p, size in pairs if isinstance(p, Partial) and p.reduce_op in ops)
 
 
-@of_world(4096)
 def _check_differentiable(device_mesh: Any, placements: Placements) -> None:
     if _pending_size(device_mesh, placements, "max", "min") > 1:
         raise ShardingError(
@@ -233,38 +221,49 @@ def _check_differentiable(device_mesh: Any, placements: Placements) -> None:
         )
 
 
-def _left(spec: Spec, counted: Placements, gradient: torch.Tensor, changes: Changes | None = None) -> DTensor:
-    """The gradient of a DTensor, of which this is the one of the shard."""
-    find = _gradient if type(gradient) in PLAIN else _gradient.__wrapped__
-    found, by, means = find(spec, counted, gradient.dtype)
-    scaled = (gradient * means if means > 1 else gradient).contiguous()
-    if torch.is_grad_enabled():
-        return _enter(scaled, found, by, changes)
-    return torch_private.dtensor(scaled.detach(), found)
+class _Gradient(NamedTuple):
+    """What the gradients of a DTensor's shards are as one value: its spec, the placements by which its own gradient
+    goes, by the same table, and a factor, of what is pending as a mean.
+    """
+
+    spec: Spec
+    counted: Placements
+    means: int
+
+
+def _gradient_of(x: DTensor, counted: Placements | None) -> _Gradient:
+    find = _gradient if type(torch_private.local_of(x)) in PLAIN else _gradient.__wrapped__
+    return find(torch_private.spec_of(x), counted)
 
 
 @of_world(4096)
-def _gradient(spec: Spec, counted: Placements, dtype: torch.dtype) -> tuple[Spec, Placements, int]:
-    """What gradients of this dtype of the shards are as one value; the placements by which its own gradient goes, by
-    the same table; and a factor, of what is pending as a mean.
-    """
-    placements = gradient_of_local(counted)
-    shape = tuple(spec.shape)
-    found = torch_private.dtensor_spec(spec.mesh, placements, shape, strides_of(shape), dtype)
-    by = _still_same(spec.placements, counted, placements)
-    return found, by, _pending_size(spec.mesh, counted, "avg", "mean")
+def _gradient(spec: Spec, counted: Placements | None) -> _Gradient:
+    by = counted or spec.placements
+    _check_differentiable(spec.mesh, by)
+    placements, shape = gradient_of_local(by), tuple(spec.shape)
+    found = torch_private.dtensor_spec(spec.mesh, placements, shape, strides_of(shape), spec.tensor_meta.dtype)
+    return _Gradient(found, _still_same(spec.placements, by, placements), _pending_size(spec.mesh, by, "avg", "mean"))
+
+
+def _left(found: _Gradient, gradient: torch.Tensor, changes: Changes | None) -> DTensor:
+    """The gradient of a DTensor, of which this is the one of the shard."""
+    scaled = (gradient * found.means if found.means > 1 else gradient).contiguous()
+    if torch.is_grad_enabled():
+        return _enter(scaled, found.spec, found.counted, changes)
+    return torch_private.dtensor(scaled.detach(), found.spec)
 
 
 def _enter(local: torch.Tensor, spec: Spec, counted: Placements, changes: Changes | None) -> DTensor:
     """The DTensor of a shard; this rank's gradient is its part of the one gradient, as the table says."""
-    _check_differentiable(spec.mesh, spec.placements)
+    if any(map(Placement.is_partial, spec.placements)):
+        _check_differentiable(spec.mesh, spec.placements)
 
     def back(cotangent: DTensor) -> torch.Tensor:
         if changes is not None:
             changes.tell()
         found = _entered(spec, counted, cotangent)
         moved = found.route.take(cotangent)
-        local = leave_global(moved, _still_same(spec.placements, counted, moved.placements), changes)
+        local = leave_global(moved, found.counted, changes)
         local = local if found.around is None else found.around(local)
         return local if found.share == 1 else local / found.share
 
@@ -286,10 +285,11 @@ def _still_same(placements: Placements, counted: Placements, other: Placements) 
 class _Entering:
     """How a cotangent becomes this rank's gradient: moved, put within zeros, divided by `share`.
 
-    `framed` is what it is before and after it is put within zeros.
+    counted: the placements by which its own gradient goes. framed: what it is before and after it is put within zeros.
     """
 
     route: Route
+    counted: Placements
     around: Run | None
     share: int
     framed: tuple[Sharding, Sharding]
@@ -317,4 +317,5 @@ def _entering(value: Spec, counted: Placements, cotangent: Spec) -> _Entering:
     copies = math.prod(size for mine, theirs, size in pairs if mine.is_replicate() and theirs.is_replicate())
     # And what is pending as a mean, of each rank: summands of it are smaller.
     means = [_pending_size(value.mesh, each, "avg", "mean") for each in (counted, there.spec.placements)]
-    return _Entering(there, zeros_around(*framed, shape), copies * math.prod(means), framed)
+    by = _still_same(value.placements, counted, there.spec.placements)
+    return _Entering(there, by, zeros_around(*framed, shape), copies * math.prod(means), framed)
