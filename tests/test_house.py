@@ -137,7 +137,6 @@ def test_no_import_is_part_of_a_circle():
 # A sharding has a mesh, and a mesh makes shardings. Below the mesh only type checkers are told of it.
 NAMED_BELOW = {
     "axes.algebra.ambient": {"axes.algebra.mesh"},
-    "axes.algebra.providers": {"axes.algebra.mesh", "axes.algebra.sharding"},
     "axes.algebra.sharding": {"axes.algebra.mesh"},
     "axes.algebra.specs": {"axes.algebra.mesh"},
 }

@@ -27,7 +27,7 @@ from axes.algebra.opaque import Dtype
 from axes.algebra.plan import Plan, dtype_name
 from axes.algebra.scopes import required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_tensor_shape, unknown_size, written_sizes
+from axes.algebra.sizes import checked_tensor_shape, given_sizes
 from axes.algebra.specs import check_same_dims, factors_by_name, parsed_sharding, read_sharding
 
 Shape = tuple[int, ...]
@@ -66,8 +66,9 @@ def plan(
     b@dp s@tp d -> b@dp s d@tp     [8, 2048, 4096] bfloat16
       1  all_to_all  tp  4 ranks, stride 1  12.0 MiB in, 12.0 MiB out
     """
-    shape, given = checked_tensor_shape(shape), dict(written_sizes(keywords, sizes))
-    _check_names(given, source, target)
+    shape = checked_tensor_shape(shape)
+    known = dict.fromkeys(name for end in (source, target) if isinstance(end, str) for name in factors_by_name(end))
+    given = given_sizes(keywords, sizes, (), known, "the specs")
     check_same_dims(source, target)
     one = _end("source", source, source_mesh if source_mesh is not None else mesh, shape, given)
     two = _end("target", target, target_mesh if target_mesh is not None else mesh, shape, given)
@@ -88,13 +89,6 @@ def _end(side: str, end: End, mesh: Mesh | None, shape: Shape, given: Mapping[st
     if found.ndim != len(shape):
         raise ShardingError(f"the {side} '{found}' has {found.ndim} dims, the shape {len(shape)}: {list(shape)}")
     return found.sized(shape)
-
-
-def _check_names(given: Mapping[str, int], *ends: End) -> None:
-    known = dict.fromkeys(name for end in ends if isinstance(end, str) for name in factors_by_name(end))
-    for name in given:
-        if name not in known:
-            raise unknown_size(name, known, "the specs")
 
 
 # --- reshard --------------------------------------------------------------------------------------

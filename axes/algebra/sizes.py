@@ -143,7 +143,8 @@ def given_sizes(
     found: dict[str, int] = {}
     for name, value in [*keywords.items(), *(sizes or {}).items(), *((item.name, item.size) for item in items)]:
         if names is not None and name not in names:
-            raise unknown_size(name, names, where)
+            near = suggestion(str(name), [each for each in names if each != name])
+            raise SizeError(f"a size is given for {shortened(name)}, which is no option and isn't in {where}{near}")
         size = checked_size(str(name), value)
         if size is not None and found.setdefault(str(name), size) != size:
             raise SizeError(f"{shortened(name)} is given two sizes: {found[str(name)]} and {size}")
@@ -166,16 +167,6 @@ def written_sizes(
         return tuple([(name, keywords[name]) for name in sorted(keywords)])  # type: ignore[misc]
     found = given_sizes(keywords, sizes)
     return tuple([(name, found[name]) for name in sorted(found)])
-
-
-def unknown_size(name: object, known: Iterable[str], where: str = "the expression") -> SizeError:
-    """The error for the size of a name that a text doesn't have.
-
-    >>> unknown_size("head", ["heads"])
-    SizeError("a size is given for 'head', which is no option and isn't in the expression; did you mean 'heads'?")
-    """
-    near = suggestion(str(name), [each for each in known if each != name])
-    return SizeError(f"a size is given for {shortened(name)}, which is no option and isn't in {where}{near}")
 
 
 def checked_size(name: str, value: object) -> int | None:

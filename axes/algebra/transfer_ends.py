@@ -20,7 +20,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Names, Sharding, Slot, Slots
-from axes.algebra.sizes import unknown_size, whole_number
+from axes.algebra.sizes import given_sizes, whole_number
 from axes.algebra.specs import parsed_sharding
 from axes.algebra.universe import Universe
 
@@ -60,9 +60,7 @@ class EndsOfSpecs:
 
     def check_used(self) -> None:
         """`SizeError` for a size of a name that no spec has."""
-        for name in self.sizes:
-            if name not in self.used:
-                raise unknown_size(name, sorted(self.used), "the specs")
+        given_sizes(self.sizes, None, (), sorted(self.used), "the specs")
 
 
 def on_own_ranks(sharding: Sharding) -> Sharding:

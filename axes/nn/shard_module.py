@@ -22,7 +22,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.name_patterns import NamePatterns
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_flag, checked_texts, unknown_size, written_sizes
+from axes.algebra.sizes import checked_flag, checked_texts, given_sizes, written_sizes
 from axes.nn.annotations import annotated, tensors_of
 from axes.nn.deferred import made_by_initializers
 from axes.ops.module_regions import note_sharded
@@ -219,9 +219,7 @@ def _entries(
                 )
     if rules is not None:
         _check_rules(rules, {name for each in found for name in _names(each.logical)})
-    loose = [name for name in sizes if name not in needed]
-    if loose:
-        raise unknown_size(loose[0], sorted(needed), "any spec")
+    given_sizes(sizes, None, (), sorted(needed), "any spec")
     return found
 
 

@@ -21,7 +21,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import unknown_size
+from axes.algebra.sizes import given_sizes
 from axes.algebra.transfer_ends import names_in_spec
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.ops.global_view import Grad
@@ -212,10 +212,8 @@ def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
     specs, mesh, sizes = request.text, request.mesh if request.given else None, request.sizes
     _check_named(tensors, specs)
     names = {name: names_in_spec(spec) if sizes and isinstance(spec, str) else () for name, spec in specs.items()}
-    for name, _ in sizes:
-        if not any(name in own for own in names.values()):
-            known = {each for own in names.values() for each in own}
-            raise unknown_size(name, sorted(known), "the specs")
+    known = sorted({each for own in names.values() for each in own})
+    given_sizes(dict(sizes), None, (), known, "the specs")
     given = {name: tuple([each for each in sizes if each[0] in own]) for name, own in names.items()}
     if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
         return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}

@@ -30,7 +30,7 @@ from axes.algebra.plan import bytes_text, itemsize_of, plan, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import checked_tensor_shape, unknown_size
+from axes.algebra.sizes import checked_tensor_shape, given_sizes
 from axes.algebra.specs import marked_sharding
 from axes.algebra.universe import Universe
 from axes.ops.global_view import shared_cotangent
@@ -554,9 +554,7 @@ def _factors(tree: TensorExpression) -> Iterator[Any]:
 
 def _check_used(tree: TensorExpression, sizes: Mapping[str, int]) -> None:
     names = {factor.name for factor in _factors(tree) if factor.name}
-    for name in sizes:
-        if name not in names:
-            raise unknown_size(name, sorted(names), f"'{tree.text}'")
+    given_sizes(sizes, None, (), sorted(names), f"'{tree.text}'")
 
 
 def _result(region: Region, number: int, spec: Spec, dtype: str, sizes: Mapping[str, int]) -> dict[str, Any]:
