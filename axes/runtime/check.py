@@ -173,8 +173,7 @@ def _at(place: str) -> str:
 
 def failed(operation: Operation, error: RuntimeError) -> DesyncError:
     """What to raise where a backend fails: what failed, for which line, between which ranks."""
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_PART)]
-    part = notes[0] if notes else f"{_PART}{operation.part()}" if operation.part else ""
+    part = f", in its {operation.part()}" if operation.part else ""
     first = str(error).strip().splitlines() or [type(error).__name__]
     rank, others = 0, ""
     if dist.is_initialized():
@@ -185,24 +184,6 @@ def failed(operation: Operation, error: RuntimeError) -> DesyncError:
         "A rank that ended, failed, or came with something else ends it for the others: the first error among all "
         "ranks says why. To find ranks that do different things, run with AXES_CHECK=1"
     )
-
-
-_PART = ", in its "
-
-
-def in_part(
-    part: Callable[[], str], run: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`run`, one collective of several: where it fails, its error says which."""
-
-    def located(x: torch.Tensor) -> torch.Tensor:
-        try:
-            return run(x)
-        except RuntimeError as error:
-            error.add_note(f"{_PART}{part()}")
-            raise
-
-    return located
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:

@@ -60,12 +60,10 @@ def as_timeout(timeout: object, what: str) -> timedelta | None:
     """A timeout given as `timedelta` or in seconds; `MeshError` unless it is positive."""
     if timeout is None:
         return None
-    found = timeout
-    if isinstance(timeout, (int, float)) and timeout is not True and 0 < timeout < timedelta.max.total_seconds():
-        found = timedelta(seconds=timeout)
-    if not isinstance(found, timedelta) or found <= timedelta(0):
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or seconds is True or not 0 < seconds <= timedelta.max.total_seconds():
         raise MeshError(f"{what} is a positive timedelta or number of seconds; found {shown(timeout)}")
-    return found
+    return timedelta(seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,8 @@ class GroupOptions:
 class ProcessGroupInfo:
     """One communicator of this process, and who uses it.
 
-    `names` are those under which it was asked for, `asked` how often, `layout` the digits of the
-    first that asked, `options` those of the axis with its lane. `origin` is "made" by axes, the
+    `names` are those under which it was asked for, `layout` the digits of the first that asked,
+    `options` those of the axis. `origin` is "made" by axes, the
     "default" group of torch, or "adopted" with a `DeviceMesh`.
     """
 
@@ -118,7 +116,6 @@ class ProcessGroupInfo:
     options: GroupOptions
     origin: str
     layout: Layout | None = None
-    asked: int = 0
     names: tuple[str, ...] = ()
 
     @property
@@ -128,8 +125,7 @@ class ProcessGroupInfo:
 
     def __str__(self) -> str:
         options = f" {self.options.text}" if self.options.text else ""
-        how = f"{self.backend}{options}  {self.origin}, asked for {self.asked} times"
-        return f"{', '.join(self.names) or '-'}: {ranks_text(self.ranks)}  {how}"
+        return f"{', '.join(self.names) or '-'}: {ranks_text(self.ranks)}  {self.backend}{options}  {self.origin}"
 
     __repr__ = __str__
 
@@ -273,26 +269,19 @@ def forget_groups() -> None:
     trace.forget_groups_of_traces()
 
 
+@of_world(4096)
 def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
     """The group of this process along `layout`: coordinate i on the axis is rank i of the group.
 
     Made at first use, together with the other members; later one dictionary look-up. Raises
     `MeshError` on a rank outside the mesh, `DesyncError` where members disagree or don't come.
     """
-    entry = _entry(mesh, layout, name)
-    entry.asked += 1
-    return entry.group
-
-
-@of_world(4096)
-def _entry(mesh: Mesh, layout: Layout, name: str) -> ProcessGroupInfo:
-    """What is known of a group, by what it is; made where nobody asked for it yet."""
     world = current_world()
     with world.lock:
         key = _key_of(world, mesh, layout, name)
         if key not in world.groups:
             world.groups[key] = _made(world, mesh, key, name)
-        return _asked_for(world.groups[key], layout, name)
+        return _asked_for(world.groups[key], layout, name).group
 
 
 def _asked_for(entry: ProcessGroupInfo, layout: Layout, name: str) -> ProcessGroupInfo:

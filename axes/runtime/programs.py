@@ -46,7 +46,6 @@ from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
 from axes.runtime import packing, torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.check import in_part
 from axes.runtime.communicator import REDUCED, Communicator, communicator, recorded_communicator
 from axes.runtime.groups import group_of
 from axes.runtime.packing import (
@@ -209,12 +208,12 @@ class BoundProgram:
             program.device_type,
         )
         compared = f"{made.fingerprint} of {self.tensor}" if program.sends else ""
-        return Operation(*named, compared=compared, mesh=meshes[0], part=self._first_part)
+        return Operation(*named, compared=compared, mesh=meshes[0], part=self._collectives)
 
-    def _first_part(self) -> str:
-        """The first collective of this rank's, as errors show it."""
+    def _collectives(self) -> str:
+        """The collectives of this rank's, as errors show them."""
         steps = zip(self.program.plan.steps, self.program.groups, strict=True)
-        return next((part_text(step, group) for step, group in steps if group is not None), "")
+        return " or ".join(part_text(step, group) for step, group in steps if group is not None)
 
     @property
     def said(self) -> str:
@@ -286,8 +285,6 @@ def _compiled(made: BoundProgram, tile: Shape | None, eager: bool, recorded: boo
         by_exchange = eager and step.kind == "reduce_scatter" and _is_gloo(group, program.device_type)
         # What a stage before has made may be written over.
         run = _communicating(step, many, link, by_exchange, owned=bool(stages))
-        if len(sending) > 1:
-            run = in_part(functools.partial(part_text, steps[at], group), run)
         stages.append(step.merged(run, many))
         if at == sending[-1] and wire is not program.dtype:
             stages.append(lambda x: x.to(program.dtype))

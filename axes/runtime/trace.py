@@ -73,7 +73,7 @@ class Operation:
     sent. later: whether the call returns before the collective has ended (`async_op`). together: whether all ranks of
     the group take part. compared: what is the same on all ranks, which names aren't; "" where nothing is compared.
     sends[i] and receives[i]: for and from the i-th of the ranks, where each says what comes from whom. mesh: that of
-    the axis, if there is one. part: says which collective a plan begins with. short: what errors call it, where they
+    the axis, if there is one. part: says which collectives a plan has. short: what errors call it, where they
     call it otherwise.
     """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,7 +53,7 @@ from axes.runtime.groups import (
     time_limit,
 )
 
-_LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADVICE = (
     "All ranks of a mesh call init_mesh with the same declaration, sizes, ranks, device type and "
     "options, in the same order where they declare several"
@@ -176,23 +177,17 @@ def _start(device_type: str | None, timeout: object) -> None:
 
     All ranks meet before that: one that can't come makes all of them raise its error, where torch would wait for it.
     """
-    present = [name for name in _LAUNCHERS_VARIABLES if name in os.environ]
-    if "RANK" not in present and "WORLD_SIZE" not in present:
-        waits, device = _device(device_type, timeout, 0)
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=waits)
-        _own_world()
-        return
-    absent = [name for name in _LAUNCHERS_VARIABLES if name not in present]
-    if absent:
-        raise MeshError(f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them")
-    connecting = torch_private.usual_timeout("gloo")
+    connecting, first = torch_private.usual_timeout("gloo"), "the start of torch.distributed"
     with contextlib.suppress(MeshError):  # which is told to all ranks below
         connecting = as_timeout(timeout, "timeout") or connecting
-    first = "the start of torch.distributed"
-    store, rank, size = asked(
-        first, connecting.total_seconds(), lambda: next(dist.rendezvous("env://", timeout=connecting))
-    )
+    present, absent = ([each for each in _LAUNCHERS if (each in os.environ) == there] for there in (True, False))
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        store, rank, size = dist.HashStore(), 0, 1
+    elif absent:
+        raise MeshError(f"the launcher set {', '.join(present)} but not {', '.join(absent)}; torchrun sets all of them")
+    else:
+        join = functools.partial(dist.rendezvous, "env://", timeout=connecting)
+        store, rank, size = asked(first, connecting.total_seconds(), lambda: next(join()))
     # The store may be older than this world, and then it keeps what an earlier one left there.
     member = Member(dist.PrefixStore(f"axes world {next(_starts)}", store), rank)
     subject = f"{first} on ranks 0..{size - 1}"
