@@ -237,7 +237,7 @@ def traced_numbers(numbers: Sequence[Any], group: AxisGroup, device: torch.devic
 
 def broadcast(x: torch.Tensor, source: int, group: AxisGroup, what: str) -> None:
     """Writes the `x` of the global rank `source` into that of all ranks of a group. `what` is it for?"""
-    text, sent = f"{what}, of rank {source}, {_tensor_text(x)}", x.numel() * x.element_size()
+    text, sent = f"{what}, of rank {source}, {_tensor_text(x.shape, x.dtype)}", x.numel() * x.element_size()
     sides = (0, sent) if source == dist.get_rank() else (sent, 0)
     collective(_operation, (text, "broadcast", sides, group), dist.broadcast, x, source, group.group)
 
@@ -250,17 +250,36 @@ def _named(
     sends: Sequence[int] = (),
     receives: Sequence[int] = (),
 ) -> Operation:
-    """What the ranks of a group do together, by its public name. The dim by which `sends` count isn't compared."""
+    """What the ranks of a group do together, by its public name."""
+    return _named_of(what, x.shape, x.dtype, dims, group, tuple(sends), tuple(receives))
+
+
+@of_world(4096)
+def _named_of(
+    what: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    dims: int | tuple[int, ...] | None,
+    group: AxisGroup,
+    sends: tuple[int, ...],
+    receives: tuple[int, ...],
+) -> Operation:
+    """The same of a tensor of this shape and dtype. The dim by which `sends` count isn't compared."""
     varies = dims if sends else None
-    tensor = _tensor_text(x, varies if isinstance(varies, int) else None)
+    tensor = _tensor_text(shape, dtype, varies if isinstance(varies, int) else None)
     along = "" if dims is None else f", dim {dims}" if isinstance(dims, int) else f", dims {dims[0]} and {dims[1]}"
-    sides = _bytes_moved(what, x, dims, group, sends, receives)
-    found = _operation(f"{what} over '{group.name}' of {tensor}{along}", _METHODS[what], sides, group)
-    compared, dtype = f"{what} in {[*group.ranks]} of {tensor}{along}", str(x.dtype).removeprefix("torch.")
-    return replace(found, kind=what, dtype=dtype, compared=compared, sends=sends, receives=receives)
+    row = math.prod(size for dim, size in enumerate(shape) if dim != dims) if isinstance(dims, int) and sends else 1
+    counts = [[count * row for count in of] for of in (receives, sends)] if sends else ()
+    by = _METHODS[what]
+    each = reduced_bytes(dtype, what.removeprefix("p")) if by in ("all_reduce", "reduce_scatter") else dtype.itemsize
+    sides = moved(by, math.prod(shape), each, group.size, group.coordinate, *counts)
+    found = _operation(f"{what} over '{group.name}' of {tensor}{along}", by, tuple(sides), group)
+    compared, name = f"{what} in {[*group.ranks]} of {tensor}{along}", str(dtype).removeprefix("torch.")
+    return replace(found, kind=what, dtype=name, compared=compared, sends=sends, receives=receives)
 
 
-def _operation(what: str, by: str, sides: Sequence[int], group: AxisGroup) -> Operation:
+@of_world(4096)
+def _operation(what: str, by: str, sides: tuple[int, ...], group: AxisGroup) -> Operation:
     """What the ranks of a group do together, by which each receives and sends so many bytes."""
     named = what, by, by, group.name, str(group.group_name), group.ranks, "", group.mesh.binding.device_type
     compared = f"{what} in {[*group.ranks]}"
@@ -277,26 +296,10 @@ _METHODS = {
 """The method of a process group behind each public name."""
 
 
-def _bytes_moved(
-    what: str,
-    x: torch.Tensor,
-    dims: int | tuple[int, ...] | None,
-    group: AxisGroup,
-    sends: Sequence[int],
-    receives: Sequence[int],
-) -> list[int]:
-    """What this rank receives and sends at least, in bytes as they travel."""
-    row = math.prod(size for dim, size in enumerate(x.shape) if dim != dims) if isinstance(dims, int) and sends else 1
-    counts = [[count * row for count in of] for of in (receives, sends)] if sends else ()
-    reduces = _METHODS[what] in ("all_reduce", "reduce_scatter")
-    each = reduced_bytes(x.dtype, what.removeprefix("p")) if reduces else x.element_size()
-    return moved(_METHODS[what], x.numel(), each, group.size, group.coordinate, *counts)
-
-
-def _tensor_text(x: torch.Tensor, varies: int | None = None) -> str:
+def _tensor_text(shape: Sequence[int], dtype: torch.dtype, varies: int | None = None) -> str:
     """Shape and dtype; `*` for the size of a dim that may vary."""
-    sizes = ", ".join("*" if dim == varies else str(size) for dim, size in enumerate(x.shape))
-    return f"[{sizes}] {str(x.dtype).removeprefix('torch.')}"
+    sizes = ", ".join("*" if dim == varies else str(size) for dim, size in enumerate(shape))
+    return f"[{sizes}] {str(dtype).removeprefix('torch.')}"
 
 
 def cut_evenly(x: torch.Tensor, dim: int, group: AxisGroup) -> torch.Tensor:

@@ -36,7 +36,7 @@ from axes.runtime import flags, torch_private
 from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree, leave_word, ranks_text
 from axes.runtime.groups import World, current_world, time_limit, topic_of, who_else_failed
 from axes.runtime.places import user_place, whole_text
-from axes.runtime.trace import Listener, Operation, recorder, stop, with_room
+from axes.runtime.trace import Listener, Operation, recorder, stop
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -56,14 +56,9 @@ def collective(describe: Callable[..., Operation], subject: tuple[Any, ...], run
     Raises `DesyncError` where ranks are compared and differ, and where the backend fails.
     """
     try:
-        return heard(described(describe, *subject), run, *args) if flags.watched else run(*args)
+        return heard(describe(*subject), run, *args) if flags.watched else run(*args)
     except RuntimeError as error:
         raise_located(error, describe, *subject)
-
-
-def noted(describe: Callable[..., Operation], subject: tuple[Any, ...], run: Callable[..., T], *args: Any) -> T:
-    """The same with errors as they are, of which whoever carries it out says more."""
-    return heard(described(describe, *subject), run, *args) if flags.watched else run(*args)
 
 
 def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
@@ -76,28 +71,6 @@ def heard(operation: Operation, run: Callable[..., T], *args: Any) -> T:
         if end is not None:
             end()
     return result
-
-
-def described(describe: Callable[..., Operation], *subject: Any) -> Operation:
-    """`describe(*subject)`. In a trace there is one object for equal subjects, tensors by their shape and dtype."""
-    if not flags.trace:
-        return describe(*subject)
-    known = recorder().known
-    key = (describe, *[(x.shape, x.dtype) if _is_tensor(x.__class__) else x for x in subject])
-    try:
-        found = known.get(key)
-    except TypeError:  # counts in a list
-        key = tuple([tuple(x) if isinstance(x, list) else x for x in key])
-        found = known.get(key)
-    if found is None:
-        found = with_room(known)[key] = describe(*subject)
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_tensor(kind: type) -> bool:
-    """Whether a type is one of tensors; remembered, since to ask takes long where it is none."""
-    return issubclass(kind, torch.Tensor)
 
 
 def raise_located(error: RuntimeError, describe: Callable[..., Operation], *subject: Any) -> NoReturn:

@@ -38,7 +38,7 @@ from axes.algebra.errors import MeshError, shortened, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
-from axes.runtime import flags, torch_private, trace
+from axes.runtime import flags, torch_private
 from axes.runtime.agreement import (
     Barrier,
     Member,
@@ -266,7 +266,6 @@ def forget_groups() -> None:
     """Forgets the world without touching its groups: for who ends a world by other means."""
     global _current
     _current = None
-    trace.forget_groups_of_traces()
 
 
 @of_world(4096)
@@ -385,7 +384,6 @@ def _end(
     times_destroyed += 1
     if by not in _ended_by:
         _ended_by = f"{_ended_by} or {by}" if _ended_by else by
-    trace.forget_groups_of_traces()
     torch_private.forget_dtensor_world()
     ended = [key for key, each in world.groups.items() if each.origin == "made" and wanted(each)]
     for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group_name):

@@ -52,7 +52,7 @@ from axes.algebra.transfer_ends import on_own_ranks
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.runtime import torch_private
 from axes.runtime.agreement import agree
-from axes.runtime.check import noted
+from axes.runtime.check import heard
 from axes.runtime.groups import as_timeout, current_world
 from axes.runtime.programs import name_of
 from axes.runtime.rendezvous import GRACE, JobCall, Pair, Rendezvous, connection_prefix
@@ -268,7 +268,7 @@ class JobLink:
                 self.meeting.retire()
             raise wrong
         assert own is not None, "what isn't wrong is described"
-        pair = noted(self._waits, (other, side), self._met, call, other, side, text, said)
+        pair = heard(self._waits(other, side), self._met, call, other, side, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
@@ -474,7 +474,7 @@ class LinkRun(TransferRun):
                 if self.group is None:
                     self._run(bound)
                 else:
-                    noted(self._traced, (), self._run, bound)
+                    heard(self._traced(), self._run, bound)
                 self._wait_for_device()
             except RuntimeError:
                 self.bound = None

@@ -132,9 +132,8 @@ class Recorder:
     def __init__(self, path: str):
         self.path = Path(path)
         self._lock = threading.Lock()
-        self.known: dict[Any, Operation] = {}
-        """By what operations are found; it keeps the groups that are in it, until they are ended."""
         self._ops: dict[Operation, int] = {}
+        self._lines: dict[bytes, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._codes: list[CodeType] = []
         self._parts: dict[tuple[Part, ...], int] = {}
@@ -232,10 +231,12 @@ class Recorder:
     # what repeats
 
     def _named_op(self, traced: Operation) -> int:
+        line = _line(traced.line(0))
         with self._lock:
-            number = self._next()
-            self._put(_line(traced.line(number)))
-            with_room(self._ops)[traced] = number
+            number = self._lines.get(line)
+            if number is None:
+                number = with_room(self._lines)[line] = with_room(self._ops)[traced] = self._next()
+                self._put(_line(traced.line(number)))
         return number
 
     def _named_place(self, code: CodeType, instruction: int) -> int:
@@ -301,7 +302,6 @@ class Recorder:
     def close(self) -> None:
         """Cuts the file where the trace ends. Times on a device that aren't known yet stay null."""
         self._read_streams()
-        self.known.clear()
         with self._lock:
             if self._file >= 0:
                 os.ftruncate(self._file, self._start + self._used)
@@ -418,12 +418,6 @@ def stop(path: str) -> None:
     """Closes the file of a path that was asked for."""
     if (found := _here.open.pop(path, None)) is not None:
         found.close()
-
-
-def forget_groups_of_traces() -> None:
-    """Lets go of groups, which have been ended."""
-    for found in _here.open.values():
-        found.known.clear()
 
 
 def _forked() -> None:
