@@ -32,7 +32,7 @@ from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
 from axes.runtime.check import collective, waited
-from axes.runtime.communicator import communicators, functional_communicator, moved, reduced_bytes
+from axes.runtime.communicator import communicator, functional_communicator, moved, reduced_bytes
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.trace import Operation
@@ -56,7 +56,8 @@ class AxisGroup:
         self.mesh, self.name, self.group, self.size, self.coordinate, self.fake = mesh, name, group, 1, 0, False
         if group is not None:
             self.size, self.coordinate, self.group_name = group.size(), group.rank(), group.group_name
-            self.eager, self.fake = communicators(group), dist.get_backend(group) == "fake"
+            self.eager = functools.lru_cache(32)(lambda dtype: communicator(group, dtype, True))
+            self.fake = dist.get_backend(group) == "fake"
 
     @functools.cached_property
     def ranks(self) -> Sequence[int]:

@@ -1,6 +1,6 @@
 """The four collectives of one group, eager or as nodes of a graph, for tensors of any dtype.
 
-    gather = communicator(group, torch.float32, eager=True).all_gather
+    gather = communicator(group, torch.float32, True).all_gather
     whole = gather(part, (4 * n,))
 
 Tensors are contiguous, results are new. What an element is doesn't matter to what is moved, so a dtype that a backend
@@ -10,7 +10,6 @@ maximum of floats is that of integers in the same order, so that a NaN wins on e
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -263,11 +262,6 @@ def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> C
 def recorded_communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, about: Operation) -> Communicator:
     """The same, with listeners that hear of its collectives."""
     return Communicator(_Recorded(_raw(group, eager), group.rank(), about), dtype)
-
-
-def communicators(group: dist.ProcessGroup) -> Callable[[torch.dtype], Communicator]:
-    """The eager ones of a group by dtype, for who holds them no longer than the group lives."""
-    return functools.lru_cache(maxsize=32)(functools.partial(Communicator, _Eager(group)))
 
 
 def functional_communicator(name: str, size: int, dtype: torch.dtype) -> Communicator:

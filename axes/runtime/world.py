@@ -17,7 +17,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, SizeError, shown
+from axes.algebra.errors import MeshError, SizeError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
@@ -144,17 +144,17 @@ def _declared(
     options: Mapping[str, GroupOptions] | None,
 ) -> Mesh:
     """The mesh that is `made` over the ranks, bound to the job, the same on all of them."""
-    named: Iterable[int] = range(world.size)
+    universe = Universe(range(world.size))
     try:
-        if ranks is not None:
-            named = tuple(ranks) if isinstance(ranks, Iterator) else ranks
+        universe = universe if ranks is None else _checked_universe(ranks, world)
         waits, device = _device(device_type, timeout, world.rank)
-        algebra = made(_checked_universe(named, world))
+        algebra = made(universe)
         mesh = algebra._with(binding=_bound(world, algebra, device, options), view=None)
         if flags.trace:
             trace.recorder()  # a file that can't be written is found here
     except Exception as error:
-        _refuse(world, named, error)
+        if not world.fake and universe.position(world.rank) is not None:
+            refuse(world.member, _barrier(world, universe), error)
         raise
     _agree(world, mesh, waits)
     world.timeout = waits or world.timeout
@@ -317,13 +317,3 @@ def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
     parts = [mesh.declaration, order, binding.device_type, *nodes, *options, flags.flags_text()]
     statement = " | ".join(filter(None, parts))
     agree(world.member, _barrier(world, universe), statement, waits or time_limit(binding.device_type))
-
-
-def _refuse(world: World, ranks: Iterable[int], error: Exception) -> None:
-    """Tells the other ranks that this one can't come, where the ranks at least make sense."""
-    try:
-        universe = _checked_universe(ranks, world)
-    except AxesError:
-        universe = Universe(range(world.size))
-    if not world.fake and universe.position(world.rank) is not None:
-        refuse(world.member, _barrier(world, universe), error)
