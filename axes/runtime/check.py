@@ -198,10 +198,15 @@ def _left(
     flags.say(before)
     if traced != flags.trace:
         stop(traced)
-    if was_on and not flags.check and dist.is_initialized() and not current_world().fake:
-        why = "has left the block of axes.debug(check=True)"
-        why = why if error is None else f"raised {type(error).__name__}: {error}".replace("\n", "\n    ")
-        leave_word(current_world().member, f"{why}{_at(user_place()) if error is None else ''}")
+    if was_on and not flags.check:
+        left = f"has left the block of axes.debug(check=True){_at(user_place())}"
+        say_why(left if error is None else f"raised {type(error).__name__}: {error}")
+
+
+def say_why(text: str) -> None:
+    """Tells ranks that wait for this one why it doesn't come: they read it behind "rank 3"."""
+    if dist.is_initialized() and not current_world().fake:
+        leave_word(current_world().member, text.replace("\n", "\n    "))
 
 
 def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None) -> contextlib.ExitStack:

@@ -189,9 +189,6 @@ _current: World | None = None
 times_destroyed = 0
 """How often groups were ended. A compiled graph is of those that were there when it was made: this is a guard of it."""
 
-_ended_by = ""
-"""The functions that have ended groups in this process, in words."""
-
 
 def current_world() -> World:
     """The state of the running world; `MeshError` where `torch.distributed` isn't running."""
@@ -256,9 +253,9 @@ def wrong_with_groups(device_mesh: Any) -> str:
     if not torch_private.groups_are_gone(device_mesh):
         return ""
     return (
-        f"the process groups of this DeviceMesh have been ended, by {_ended_by or 'torch.distributed'}: "
-        "tensors on it are of no use any more. Make them anew on a mesh of axes, which makes its groups when they are "
-        "used"
+        "the process groups of this DeviceMesh have been ended, by axes.destroy_process_groups(), mesh.abort() or "
+        "torch.distributed: tensors on it are of no use any more. Make them anew on a mesh of axes, which makes its "
+        "groups when they are used"
     )
 
 
@@ -342,7 +339,7 @@ def destroy_process_groups() -> None:
     if dist.group.WORLD is None:
         return
     world = current_world()
-    _end(world, "axes.destroy_process_groups()", dist.destroy_process_group, lambda each: True)
+    _end(world, dist.destroy_process_group, lambda each: True)
     if world.started_here:
         dist.destroy_process_group()
         forget_groups()
@@ -357,7 +354,7 @@ def abort_groups(mesh: Mesh) -> None:
     if here is None:
         return
     members = frozenset(here)
-    _end(world, "mesh.abort()", torch_private.abort_group, lambda each: members.issuperset(each.ranks))
+    _end(world, torch_private.abort_group, lambda each: members.issuperset(each.ranks))
     if world.started_here and len(here) == world.size:
         torch_private.abort_group(None)
         forget_groups()
@@ -376,14 +373,10 @@ def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
         world.caches.clear()
 
 
-def _end(
-    world: World, by: str, end: Callable[[dist.ProcessGroup], None], wanted: Callable[[ProcessGroupInfo], bool]
-) -> None:
-    """Ends the groups that axes made and that are wanted, by a public function; forgets what was made of groups."""
-    global times_destroyed, _ended_by
+def _end(world: World, end: Callable[[dist.ProcessGroup], None], wanted: Callable[[ProcessGroupInfo], bool]) -> None:
+    """Ends the groups that axes made and that are wanted; forgets what was made of groups."""
+    global times_destroyed
     times_destroyed += 1
-    if by not in _ended_by:
-        _ended_by = f"{_ended_by} or {by}" if _ended_by else by
     torch_private.forget_dtensor_world()
     ended = [key for key, each in world.groups.items() if each.origin == "made" and wanted(each)]
     for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group_name):

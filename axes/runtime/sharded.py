@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import ShardingError
+from axes.algebra.errors import AxesError, ShardingError
 from axes.algebra.grammar import checked_spec
 from axes.algebra.layout import Layout
 from axes.algebra.logical import Rules, ambient_rules
@@ -37,6 +37,7 @@ from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.axis_groups import broadcast, group_over
 from axes.runtime.border import Placements, check_grad, counted_alone, enter_global, leave_global
+from axes.runtime.check import say_why
 from axes.runtime.graphs import device_mesh_input, kept
 from axes.runtime.groups import of_world
 from axes.runtime.leaves import resolving, traced, used
@@ -200,7 +201,12 @@ def from_local(
         return traced(_from_local, what, (local,), None, device_mesh_input(mesh), (*numbers, *shape))
     if not is_open:
         shape = checked_tensor_shape(shape)
-    return _from_local(*what, (*numbers, *shape), (local,))
+    try:
+        return _from_local(*what, (*numbers, *shape), (local,))
+    except AxesError as error:
+        if is_open:  # others may wait for the sizes of this rank
+            say_why(f"raised in axes.from_local '{spec}': {error}")
+        raise
 
 
 def _from_local(
