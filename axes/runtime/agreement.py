@@ -39,7 +39,7 @@ import threading
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -60,6 +60,9 @@ _HOST = 0
 _JOBS = "the job's store"
 _SILENCE_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
+_REPORTERS_SECONDS = 1.0
+"""How long the others wait for the rank that reports who is missing."""
+
 _FIRST_POLL_SECONDS = 0.0005
 _SLOWEST_POLL_SECONDS = 0.1
 _STALLED_SECONDS = 30.0
@@ -143,7 +146,7 @@ def agree(member: Member, barrier: Barrier, statement: str, timeout: timedelta, 
     limit = timeout.total_seconds()
     return asked(
         barrier.subject,
-        limit + _reporters_seconds(barrier) + LINGER_SECONDS,
+        limit + _REPORTERS_SECONDS + LINGER_SECONDS,
         lambda: _agreed(member, barrier, statement, limit, told),
         member.store_name,
     )
@@ -169,18 +172,20 @@ def leave_word(member: Member, text: str) -> None:
         asked("a note of where a rank is", LINGER_SECONDS, lambda: _leave_note(member, text), member.store_name)
 
 
-def without_report(member: Member, barrier: Barrier) -> str:
-    """Come to the members of a barrier on which something fails that they do together; say who doesn't come.
+def without_report(member: Member, barriers: Iterable[Barrier]) -> str:
+    """Report that something fails that ranks do together; say who doesn't come to the first barrier that isn't over.
 
     They have a second for it. One that has ended, is stopped, or failed somewhere else doesn't come: each is shown with
-    where it was last seen. Returns "" where all come. Raises `MissedError` where the others came before.
+    where it was last seen. A barrier that is over was of a failure that others had without this rank.
     """
-    try:
-        agree(member, barrier, "", timedelta(seconds=_REPORT_SECONDS))
-    except MissedError:
-        raise
-    except DesyncError as error:  # that it failed matters more
-        return f"\n{error}".replace("\n", "\n  ")
+    for barrier in barriers:
+        try:
+            agree(member, barrier, "", timedelta(seconds=_REPORT_SECONDS))
+            break
+        except MissedError:
+            continue
+        except DesyncError as error:  # that it failed matters more
+            return f"\n{error}".replace("\n", "\n  ")
     return ""
 
 
@@ -230,10 +235,8 @@ def connected(member: Member, barrier: Barrier, seconds: float, connect: Callabl
         if isinstance(error, OF_ONE_RANK):
             raise
         report = replace(barrier, key=f"{barrier.key}/failure", subject=failure(barrier.subject), advice="")
-        first, others = (str(error).splitlines() or [type(error).__name__])[0], ""
-        with contextlib.suppress(MissedError):  # the others have failed before, and have gone on
-            others = without_report(member, report)
-        raise DesyncError(f"{barrier.subject} failed on rank {member.rank}, in connecting: {first}{others}") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0] + without_report(member, [report])
+        raise DesyncError(f"{barrier.subject} failed on rank {member.rank}, in connecting: {said}") from error
 
 
 OF_ONE_RANK = torch.OutOfMemoryError, NotImplementedError, RecursionError
@@ -282,7 +285,7 @@ def _wait_for_end(member: Member, barrier: Barrier, limit: float, reports: bool)
     One of the ranks that wait `reports` who is missing; the others do later, if it dies.
     """
     started, warned = time.monotonic(), False
-    until = limit if reports else limit + _reporters_seconds(barrier)
+    until = limit if reports else limit + _REPORTERS_SECONDS
     slowest = max(_SLOWEST_POLL_SECONDS, len(barrier.members) / 20_000)
     while not member.store.check([f"{barrier.key}/end"]):
         waited = time.monotonic() - started
@@ -295,11 +298,6 @@ def _wait_for_end(member: Member, barrier: Barrier, limit: float, reports: bool)
         time.sleep(max(0.0, min(max(_FIRST_POLL_SECONDS, waited / 8), slowest, until - waited)))
     error, absent = json.loads(member.store.get(f"{barrier.key}/end"))
     return error, absent
-
-
-def _reporters_seconds(barrier: Barrier) -> float:
-    """How long the others wait for the rank that reports who is missing."""
-    return 0.5 + len(barrier.members) / 5_000
 
 
 def _came(member: Member, barrier: Barrier) -> dict[int, Any]:

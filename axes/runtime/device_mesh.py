@@ -198,23 +198,14 @@ def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) 
     ranks would put their shards elsewhere than the coordinates say; all ranks refuse, and not only
     those on that line.
     """
-    wanted, found = list(mesh.axis(name).ranks), dist.get_process_group_ranks(group)
-    entry = info_of(world, group)
-    if found == wanted and ((entry is not None and entry.origin == "made") or found != sorted(found)):
+    wanted, found, known = [*mesh.axis(name).ranks], dist.get_process_group_ranks(group), info_of(world, group)
+    if found == wanted and ((known is not None and known.origin == "made") or found != sorted(found)):
         return
-    odd = wanted if found != wanted else _descending_line(mesh, name)
-    if odd is None:
-        return
-    ordered = sorted(odd) if found == wanted else found
-    raise MeshError(
-        f"dim {shortened(name)} of the DeviceMesh runs through {ranks_text(odd)} in this order, "
-        f"its process group through {ranks_text(ordered)}: torch.distributed sorts the ranks of a "
-        "group. Declare the mesh with axes.init_mesh(..., ranks=[...]), which keeps the order"
-    )
-
-
-def _descending_line(mesh: Mesh, name: str) -> Sequence[int] | None:
-    strides = mesh.layout(name).strides
-    if isinstance(mesh.universe.ranks, range) and strides == tuple(sorted(strides, reverse=True)):
-        return None
-    return next((line for line in mesh.axis(name).all_ranks() if list(line) != sorted(line)), None)
+    descending = (line for line in mesh.axis(name).all_ranks() if [*line] != sorted(line))
+    odd = wanted if found != wanted else next(descending, None)
+    if odd is not None:
+        raise MeshError(
+            f"dim {shortened(name)} of the DeviceMesh runs through {ranks_text(odd)} in this order, its process group "
+            f"through {ranks_text(sorted(odd) if found == wanted else found)}: torch.distributed sorts the ranks of a "
+            "group. Declare the mesh with axes.init_mesh(..., ranks=[...]), which keeps the order"
+        )

@@ -42,7 +42,6 @@ from axes.runtime import flags, torch_private
 from axes.runtime.agreement import (
     Barrier,
     Member,
-    MissedError,
     agree,
     connected,
     digest,
@@ -495,9 +494,7 @@ def who_else_failed(ranks: Sequence[int], what: str) -> str:
     world = current_world()
     if world.fake or len(ranks) == 1 or world.rank not in ranks:
         return ""
-    while True:
-        with contextlib.suppress(MissedError):  # of a failure that others had without this rank
-            return without_report(world.member, world.barrier("failure", ranks, failure(what)))
+    return without_report(world.member, iter(lambda: world.barrier("failure", ranks, failure(what)), None))
 
 
 def _check_backend_options(name: str, pg_options: Any, backends: set[str]) -> None:
