@@ -34,14 +34,13 @@ import torch.distributed as dist
 from axes.algebra.errors import AxesError, DesyncError, shown
 from axes.runtime import flags, torch_private
 from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree, leave_word, ranks_text
-from axes.runtime.groups import World, current_world, time_limit, topic_of, who_else_failed
+from axes.runtime.groups import World, as_timeout, current_world, time_limit, who_else_failed
 from axes.runtime.places import user_place, whole_text
 from axes.runtime.trace import Listener, Operation, recorder, stop
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
 
-_KIND, _DEBUG = "check", "debug"
 _SHOWN = 16
 """Lines of an error that there could be one of for each two ranks."""
 _ADVICE = (
@@ -90,7 +89,7 @@ def compare_operation(operation: Operation) -> None:
     if world.fake or alone or not operation.compared:
         return
     whole = whole_text()
-    found = world.barrier(f"{_KIND}-{_lane(operation)}-{_debug_calls(world)}", operation.ranks, "", _ADVICE)
+    found = world.barrier(f"check-{_lane(operation)}-{world.times_debugged}", operation.ranks, "", _ADVICE)
     subject = f"operation {found.attempt + 1} of {ranks_text(operation.ranks)}"
     barrier = replace(found, subject=subject, doing=f"{whole}{operation.said}{_at(user_place())}")
     told = [*map(list, (operation.sends, operation.receives))] if operation.sends else None
@@ -112,15 +111,8 @@ def _lane(operation: Operation) -> str:
 
 def _waits(world: World, operation: Operation) -> timedelta:
     """How long the ranks wait for one another: in a group that has a timeout of its own, that."""
-    options = [entry.options for entry in world.groups.values() if entry.group_name == operation.group]
-    if options and isinstance(options[0].timeout, timedelta):
-        return options[0].timeout
-    return time_limit(operation.device)
-
-
-def _debug_calls(world: World) -> int:
-    """How often all ranks have called `axes.debug`. What they count of a group, they count since then."""
-    return world.attempts[topic_of(_DEBUG, range(world.size))]
+    own = [entry.options.timeout for entry in world.groups.values() if entry.group_name == operation.group]
+    return as_timeout(own[0] if own else None, "timeout") or time_limit(operation.device)
 
 
 def _compare_sizes(barrier: Barrier, operation: Operation, every: Sequence[Any]) -> None:
@@ -267,6 +259,7 @@ def _agree_on(check: bool) -> None:
         world = current_world()
         if not world.fake and world.size > 1:
             subject = "axes.debug, which all ranks of the job call"
-            found = world.barrier(_DEBUG, range(world.size), subject, "Ask for the same on all ranks")
+            found = world.barrier("debug", range(world.size), subject, "Ask for the same on all ranks")
+            world.times_debugged += 1  # what ranks count of a group, they count since then
             barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
             agree(world.member, barrier, f"check={check}", time_limit("cpu"))

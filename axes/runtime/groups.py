@@ -24,10 +24,10 @@ import contextlib
 import copy
 import functools
 import hashlib
+import itertools
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -155,8 +155,8 @@ class World:
         self.member = Member(default.get_group_store(), self.rank)
         self.started_here = False
         self.lock = threading.RLock()
-        self.attempts: Counter[str] = Counter()
-        self.counting = threading.Lock()
+        self.attempts: dict[str, Iterator[int]] = {}
+        self.times_debugged = 0
         self.groups: dict[_Key, ProcessGroupInfo] = {}
         self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
@@ -171,16 +171,9 @@ class World:
 
     def barrier(self, kind: str, members: Sequence[int], subject: str, advice: str = "") -> Barrier:
         """The next barrier of a kind among these ranks, in whatever order: each call is one attempt."""
-        topic = topic_of(kind, members)
-        with self.counting:  # threads count at the same time, and `lock` is held while a group is made
-            attempt = self.attempts[topic]
-            self.attempts[topic] += 1
+        topic = f"{kind}/{digest(members if isinstance(members, range) else sorted(members))}"
+        attempt = next(self.attempts.setdefault(topic, itertools.count()))  # threads count at the same time
         return Barrier(f"axes/{topic}/{attempt}", members, subject, advice, attempt)
-
-
-def topic_of(kind: str, members: Sequence[int]) -> str:
-    """What the barriers of a kind among these ranks are counted by."""
-    return f"{kind}/{digest(members if isinstance(members, range) else sorted(members))}"
 
 
 _current: World | None = None
@@ -272,8 +265,12 @@ def group_of(mesh: Mesh, layout: Layout, name: str) -> dist.ProcessGroup:
     `MeshError` on a rank outside the mesh, `DesyncError` where members disagree or don't come.
     """
     world = current_world()
+    ranks, options = mesh.ranks_of(layout, world.rank), options_of(mesh, layout)
+    if ranks is None:
+        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
+    backend = options.backend or backend_for(world, mesh.binding.device_type)
+    key = Universe.of(ranks).ranks, backend, replace(options, backend=None)
     with world.lock:
-        key = _key_of(world, mesh, layout, name)
         if key not in world.groups:
             world.groups[key] = _made(world, mesh, key, name)
         return _asked_for(world.groups[key], layout, name).group
@@ -311,11 +308,8 @@ def groups_of(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> dict[str, dist
     """The groups of these layouts by name, made in an order that only layouts and options decide; none outside."""
     if mesh.universe.position(current_world().rank) is None:
         return {}
-    return {name: group_of(mesh, layout, name) for layout, name in _in_order(mesh, named)}
-
-
-def _in_order(mesh: Mesh, named: Iterable[tuple[Layout, str]]) -> list[tuple[Layout, str]]:
-    return sorted(named, key=lambda each: (each[0].modes, options_of(mesh, each[0]).text))
+    in_order = sorted(named, key=lambda each: (each[0].modes, options_of(mesh, each[0]).text))
+    return {name: group_of(mesh, layout, name) for layout, name in in_order}
 
 
 def process_groups() -> ProcessGroups:
@@ -446,15 +440,6 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
     if backend == backend_for(world, device_type):
         return replace(options, backend=None)
     return options
-
-
-def _key_of(world: World, mesh: Mesh, layout: Layout, name: str) -> _Key:
-    """What the group of this rank along a layout is: its ranks, backend and options."""
-    ranks, options = mesh.ranks_of(layout, world.rank), options_of(mesh, layout)
-    if ranks is None:
-        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no group on '{name}'")
-    backend = options.backend or backend_for(world, mesh.binding.device_type)
-    return (ranks if isinstance(ranks, range) else Universe.of(ranks).ranks, backend, replace(options, backend=None))
 
 
 def options_of(mesh: Mesh, layout: Layout) -> GroupOptions:
