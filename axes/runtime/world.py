@@ -17,7 +17,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -113,48 +113,24 @@ def init_mesh(
     if starts:
         _start(device_type, timeout)
     world = current_world()
-
-    def made(universe: Universe) -> Mesh:
-        per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
-        ranks = universe.ranks
-        try:
-            return Mesh(declaration, *equations, ranks=ranks, ranks_per_node=per_node, sizes=sizes, **keywords)
-        except SizeError as error:
-            raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None
-
-    try:
-        return _declared(world, ranks, made, device_type, timeout, options)
-    except Exception:
-        if starts and world.size == 1:
-            destroy_process_groups()  # so that what the error advises can be done in this process
-        raise
-
-
-def bound_to_job(mesh: Mesh, device_type: str | None = None) -> Mesh:
-    """A mesh of the algebra on the running job; every rank of the mesh calls it with the same one, as `init_mesh`."""
-    return _declared(current_world(), mesh.universe.ranks, lambda _: mesh, device_type, None, None)
-
-
-def _declared(
-    world: World,
-    ranks: Iterable[int] | None,
-    made: Callable[[Universe], Mesh],
-    device_type: str | None,
-    timeout: timedelta | float | None,
-    options: Mapping[str, GroupOptions] | None,
-) -> Mesh:
-    """The mesh that is `made` over the ranks, bound to the job, the same on all of them."""
     universe = Universe(range(world.size))
     try:
         universe = universe if ranks is None else _checked_universe(ranks, world)
         waits, device = _device(device_type, timeout, world.rank)
-        algebra = made(universe)
+        per_node = _launchers_node(world) if ranks_per_node is None else ranks_per_node
+        over = universe.ranks
+        try:
+            algebra = Mesh(declaration, *equations, ranks=over, ranks_per_node=per_node, sizes=sizes, **keywords)
+        except SizeError as error:
+            raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None
         mesh = algebra._with(binding=_bound(world, algebra, device, options), view=None)
         if flags.trace:
             trace.recorder()  # a file that can't be written is found here
     except Exception as error:
         if not world.fake and universe.position(world.rank) is not None:
             refuse(world.member, _barrier(world, universe), error)
+        if starts and world.size == 1:
+            destroy_process_groups()  # so that what the error advises can be done in this process
         raise
     _agree(world, mesh, waits)
     world.timeout = waits or world.timeout
@@ -162,6 +138,12 @@ def _declared(
         with contextlib.suppress(RuntimeError):  # a backend without limits, as mpi
             default.set_timeout(waits)
     return mesh
+
+
+def bound_to_job(mesh: Mesh, device_type: str) -> Mesh:
+    """A mesh of the algebra on the running job; every rank of the mesh has the same one."""
+    _checked_universe(mesh.universe.ranks, current_world())
+    return mesh._with(binding=Binding(_checked_device(device_type)), view=None)
 
 
 def _device(device_type: str | None, timeout: object, rank: int) -> tuple[timedelta | None, str]:
@@ -206,14 +188,9 @@ def _start(device_type: str | None, timeout: object) -> None:
         dist.init_process_group(backend, store=member.store, rank=rank, world_size=size, timeout=waits)
 
     connected(member, barrier, limit.total_seconds(), connect)
-    _own_world()
-
-
-def _own_world() -> None:
-    """Notes that `init_mesh` has started the world, which ends with the program at the latest."""
     current_world().started_here = True
     atexit.unregister(_end_at_exit)
-    atexit.register(_end_at_exit, os.getpid())
+    atexit.register(_end_at_exit, os.getpid())  # the world ends with the program at the latest
 
 
 def _end_at_exit(process: int) -> None:
