@@ -67,53 +67,6 @@ def moved(by: str, x: int, each: int, size: int, rank: int, receives: Counts = N
     return [even if of is None else (sum(of) - of[rank]) * each for of in (receives, sends)]
 
 
-class _Eager:
-    """The methods of a `ProcessGroup`, waited for."""
-
-    __slots__ = ("_exchange", "_gather", "_reduce", "_scatter", "size")
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.size = group.size()
-        self._gather, self._exchange, self._reduce, self._scatter = torch_private.collectives_of(group)
-
-    def all_gather(self, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        out = _new(x, shape)
-        # gloo cuts the first dim, so the buffers are flat unless the parts are its rows.
-        if x.dim() == len(shape) > 0 and x.shape[0] * self.size == shape[0]:
-            self._gather(out, x)
-        else:
-            self._gather(out.ravel(), x.ravel())
-        return out
-
-    def all_to_all(self, x: torch.Tensor, receives: Counts, sends: Counts, shape: Shape) -> torch.Tensor:
-        # Backends cut the first dim, and a view takes longer than a buffer.
-        if receives is None and x.shape[0] % self.size == 0:
-            out = torch.empty_like(x)
-            self._exchange(out, x, [], [])
-        else:
-            out = x.new_empty(math.prod(shape))
-            self._exchange(out, x.ravel(), receives or [], sends or [])
-        return torch.reshape(out, shape)
-
-    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
-        out = x if owned else x.clone()
-        self._reduce(out, op)
-        return out
-
-    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
-        out = _new(x, shape)
-        if x.dim() == len(shape) > 0 and x.shape[0] == shape[0] * self.size:
-            self._scatter(out, x, op)
-        else:
-            self._scatter(out.ravel(), x.ravel(), op)
-        return out
-
-
-def _new(x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Memory for a tensor like `x`. (torch reads sizes faster one by one than as a tuple.)"""
-    return x.new_empty(*shape) if shape else x.new_empty(())
-
-
 class _Functional:
     """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
 
@@ -270,4 +223,4 @@ def functional_communicator(name: str, size: int, dtype: torch.dtype) -> Communi
 
 
 def _raw(group: dist.ProcessGroup, eager: bool) -> Any:
-    return _Eager(group) if eager else _Functional(group.group_name, group.size())
+    return torch_private.Collectives(group) if eager else _Functional(group.group_name, group.size())

@@ -24,7 +24,7 @@ never by its version number.
 | `reduced_by_fsdp` | the state of FSDP2's modules | a way from a parameter to its `FSDPModule` |
 | `fake_store` | `FakeStore` | a simulated world outside of `torch.testing._internal` |
 | `forget_dtensor_world` | the caches of DTensor | `destroy_process_group` doing so |
-| `pass_all`, `collectives_of` | methods of a `ProcessGroup` | `torch.distributed` at a third of its price |
+| `pass_all`, `Collectives` | methods of a `ProcessGroup` | `torch.distributed` at a third of its price |
 | `functional` | `torch.ops._c10d_functional` | functional collectives |
 | `dtensor`, `dtensor_spec`, `resized_spec` | `DTensorSpec` | `DTensor.from_local` at a tenth of its price |
 | `spec_of`, `local_of`, `lie_alike` | `DTensor._spec`, `_local_tensor` | the same |
@@ -68,12 +68,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -473,38 +473,69 @@ _TAG = 0x61786573
 """Of what is sent from one rank to another, so that it meets nothing that a user sends."""
 
 
-def collectives_of(group: dist.ProcessGroup) -> tuple[Callable[..., None], ...]:
-    """`gather(out, x)`, `exchange(out, x, receives, sends)`, `reduce(x, op)`, `scatter(out, x, op)`; an op is "sum".
+class Collectives:
+    """The collectives of a `ProcessGroup`, waited for: on an accelerator the current stream does. An op is "sum".
 
-    Each waits, on an accelerator the current stream does. The functions of `torch.distributed` cost two to three times
-    as much Python.
+    The functions of `torch.distributed` cost two to three times as much Python. Tensors are contiguous; backends cut
+    their first dim, so buffers are flat unless parts are its rows.
     """
-    reducing = {op: (c10d.AllreduceOptions(), c10d.ReduceScatterOptions()) for op in ("sum", "max", "min")}
-    gathering, exchanging = c10d.AllgatherOptions(), c10d.AllToAllOptions()
-    for op, options in reducing.items():
-        for each in options:
-            each.reduceOp = getattr(dist.ReduceOp, op.upper())
-    for option in (gathering, exchanging, *chain.from_iterable(reducing.values())):
-        option.asyncOp = False
 
-    def pretend(out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        # torch's fake backend makes up what arrives from what is sent, and can't from nothing; 2.11 makes up nothing.
-        nothing = bool(sends) and not len(x)
-        exchange(out, torch.zeros_like(out) if nothing else x, receives, receives if nothing else sends)
-        for part in out.split(list(receives) or len(out)) if _FlatLayout is None else ():
-            part.zero_()[: len(x)].copy_(x[: len(part)])
+    __slots__ = ("_exchange", "_exchanging", "_gather", "_gathering", "_is_fake", "_ops", "_reduce", "_scatter", "size")
 
-    def exchange(out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        exchanged(out, x, receives, sends, exchanging).wait()
+    def __init__(self, group: dist.ProcessGroup):
+        self.size, self._is_fake = group.size(), dist.get_backend(group) == "fake"
+        self._gather, self._gathering = group._allgather_base, _waiting(c10d.AllgatherOptions())
+        self._exchange, self._exchanging = group.alltoall_base, _waiting(c10d.AllToAllOptions())
+        self._reduce, self._scatter = group.allreduce, group._reduce_scatter_base
+        both = c10d.AllreduceOptions, c10d.ReduceScatterOptions
+        self._ops = {op: [_waiting(kind(), op) for kind in both] for op in ("sum", "max", "min")}
 
-    gathered, exchanged = group._allgather_base, group.alltoall_base
-    reduced, scattered = group.allreduce, group._reduce_scatter_base
-    return (
-        lambda out, x: gathered(out, x, gathering).wait(),
-        pretend if dist.get_backend(group) == "fake" else exchange,
-        lambda x, op: reduced([x], reducing[op][0]).wait(),
-        lambda out, x, op: scattered(out, x, reducing[op][1]).wait(),
-    )
+    def all_gather(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The `x` of every rank, end to end."""
+        out = _new(x, shape)
+        rows = x.dim() == len(shape) > 0 and x.shape[0] * self.size == shape[0]
+        self._gather(*((out, x) if rows else (out.ravel(), x.ravel())), self._gathering).wait()
+        return out
+
+    def all_to_all(
+        self, x: torch.Tensor, receives: Sequence[int] | None, sends: Sequence[int] | None, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """`receives[i]` elements from rank i, to which `sends[i]` go; None where all are equal."""
+        if receives is None and x.shape[0] % self.size == 0:  # a view takes longer than a buffer
+            out = torch.empty_like(x)
+            self._exchange(out, x, [], [], self._exchanging).wait()
+            return torch.reshape(out, shape)
+        # The fake backend makes up what arrives from what is sent, and can't from nothing; on 2.11 it makes up nothing.
+        out = (x.new_zeros if self._is_fake else x.new_empty)(math.prod(shape))
+        if self._is_fake and sends and not x.numel():
+            x, sends = torch.zeros_like(out), receives
+        self._exchange(out, x.ravel(), receives or [], sends or [], self._exchanging).wait()
+        return torch.reshape(out, shape)
+
+    def all_reduce(self, x: torch.Tensor, op: str, owned: bool) -> torch.Tensor:
+        """`op` of the `x` of all ranks, which is overwritten where it is `owned`."""
+        out = x if owned else x.clone()
+        self._reduce([out], self._ops[op][0]).wait()
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, shape: Sequence[int]) -> torch.Tensor:
+        """This rank's part of `op` of the `x` of all ranks."""
+        out = _new(x, shape)
+        rows = x.dim() == len(shape) > 0 and x.shape[0] == shape[0] * self.size
+        self._scatter(*((out, x) if rows else (out.ravel(), x.ravel())), self._ops[op][1]).wait()
+        return out
+
+
+def _waiting(options: Any, op: str = "") -> Any:
+    options.asyncOp = False
+    if op:
+        options.reduceOp = getattr(dist.ReduceOp, op.upper())
+    return options
+
+
+def _new(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Memory for a tensor like `x`. (torch reads sizes faster one by one than as a tuple.)"""
+    return x.new_empty(*shape) if shape else x.new_empty(())
 
 
 def functional(name: str, x: torch.Tensor, *how: Any) -> torch.Tensor:
