@@ -265,14 +265,12 @@ class JobLink:
                 with contextlib.suppress(AxesError):  # its own error matters more
                     self.meeting.note(f"raised in {said}: {wrong}")
                     self.meeting.meet(call, other, side, text, said)
-                self.meeting.retire()
             raise wrong
         assert own is not None, "what isn't wrong is described"
         pair = heard(self._waits(other, side), self._met, call, other, side, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
-            self.meeting.retire()
             self._disconnect(other)
             with contextlib.suppress(DesyncError):
                 self.meeting.note(f"failed in {said}, and has gone on")

@@ -138,8 +138,8 @@ class Rendezvous:
         self.token = ""
         self.posted: dict[str, str] = {}
         self.channels: set[str] = set()
-        self.met: list[Pair] = []
-        self.over: list[tuple[float, Pair]] = []
+        self.open: Pair | None = None
+        """The last transfer that this job has met for, unless it has ended well: its keys are still there."""
 
     @property
     def seconds(self) -> float:
@@ -166,12 +166,11 @@ class Rendezvous:
 
     def leave(self) -> None:
         """Removes what the job has in the store; that of a failure once the others have had the time to read it."""
-        self.retire()
-        if self.over:
-            time.sleep(max(0.0, self.over[-1][0] + GRACE - time.monotonic()))
+        if self.open is not None:
+            time.sleep(GRACE)
 
         def remove(store: dist.Store) -> None:
-            self._forget_over(store)
+            self._forget(store)
             store.delete_key(note_key(rank_of(self.rank, self.name)))
             if self.rank == 0 and (_read(store, f"job/{self.name}") or {}).get("token") == self.token:
                 for key in (f"job/{self.name}", f"note/{self.name}", *self.posted):
@@ -203,7 +202,6 @@ class Rendezvous:
         channel = f"channel/{names[0]}/{names[1]}"
 
         def leader(store: dist.Store) -> Pair:
-            self.retire()
             self.channels.add(channel)
             if (_read(store, f"job/{self.name}") or {}).get("token") != self.token:
                 raise DesyncError(
@@ -214,12 +212,13 @@ class Rendezvous:
                 store.set(place, text)
                 self.posted[place] = call.text
             found = self._met(store, channel, call, other, side, said)
-            self._forget_over(store)  # all ranks of both jobs have come to another call, and have read how those ended
+            self._forget(
+                store
+            )  # both jobs have come to another call, and have read how the last one ended
             return Pair(*((call, found) if side == 0 else (found, call)), side)
 
-        pair = self.ask(said, self.seconds + 2 * GRACE, leader)
-        self.met.append(pair)
-        return pair
+        self.open = self.ask(said, self.seconds + 2 * GRACE, leader)
+        return self.open
 
     def _met(self, store: dist.Store, channel: str, call: JobCall, other: str, side: int, said: str) -> JobCall:
         """The other job's call."""
@@ -285,26 +284,22 @@ class Rendezvous:
             raise DesyncError("\n".join([f"{said} failed, and all ranks are there to say so:", *failed[:_SHOWN]]))
         if place is not None:
             self.ask(said, GRACE, lambda store: store.delete_key(f"{connection_prefix(pair)}/0/{place}"))
-        self.met = [each for each in self.met if each != pair]
+        self.open = None
 
     def _member(self, pair: Pair, rank: int) -> Member:
         return Member(self.store, rank, _STORE, pair.whose)
 
-    def retire(self) -> None:
-        """Says that the transfers that this job has met for are over; whose keys are still there, those have failed."""
-        self.over += [(time.monotonic(), pair) for pair in self.met]
-        self.met = []
-
-    def _forget_over(self, store: dist.Store) -> None:
-        """Removes the keys of transfers that failed: nobody reads them any more."""
-        for _, pair in self.over:
-            for barrier in (pair.begins(""), pair.ends("")):
-                forget(store, barrier)
-            for call in pair.jobs:
-                store.delete_key(f"met/{call.id}")
-            for rank in range(pair.size):
-                store.delete_key(f"{connection_prefix(pair)}/0/{rank}")
-        self.over = []
+    def _forget(self, store: dist.Store) -> None:
+        """Removes the keys of a transfer that failed: nobody reads them any more."""
+        if self.open is None:
+            return
+        for barrier in (self.open.begins(""), self.open.ends("")):
+            forget(store, barrier)
+        for call in self.open.jobs:
+            store.delete_key(f"met/{call.id}")
+        for rank in range(self.open.size):
+            store.delete_key(f"{connection_prefix(self.open)}/0/{rank}")
+        self.open = None
 
 
 def connection_prefix(pair: Pair) -> str:
