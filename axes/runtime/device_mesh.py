@@ -41,12 +41,14 @@ from axes.runtime.groups import (
     current_world,
     groups_of,
     info_of,
+    of_world,
     options_of,
     wrong_with_groups,
 )
 from axes.runtime.world import Binding
 
 
+@of_world(4096)
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """The `DeviceMesh` of a bound mesh's axes: one object for all meshes with equal axes.
 
@@ -55,11 +57,27 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     ranks; of a sub-mesh there is none, and it raises `MeshError`.
     """
     world = current_world()
-    found = world.device_meshes.get(mesh)
-    if found is None:
-        with world.lock:
-            found = world.device_meshes.get(_content(mesh)) or _built(world, mesh)
-            world.device_meshes[mesh] = world.device_meshes[_content(mesh)] = found
+    _teach_torch()
+    if mesh.coordinate is None and mesh.size < mesh.universe.size:
+        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
+    with world.lock:
+        groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
+        made = torch_private.device_mesh_over(
+            _root(world, mesh.universe, mesh.binding.device_type),
+            mesh.binding.device_type,
+            (),
+            [layout.modes for layout in mesh.layouts],
+            mesh.axis_names,
+            [groups[name] for name in mesh.axis_names if groups],
+        )
+        # torch calls two DeviceMeshes equal that differ in their groups alone.
+        found, known = world.meshes.setdefault(made, (made, mesh))
+        if any(options_of(known, layout) != options_of(mesh, layout) for layout in mesh.layouts):
+            raise MeshError(
+                f"torch can't tell the DeviceMesh of {mesh!r} from one that has the same axes and other groups, "
+                "with other options, and would use those of the first for both. Give the axes of one of the meshes "
+                "other names"
+            )
     return found
 
 
@@ -99,43 +117,11 @@ def _teach_torch() -> None:
     checkpoint.install()
 
 
-def _built(world: World, mesh: Mesh) -> DeviceMesh:
-    _teach_torch()
-    if mesh.coordinate is None and mesh.size < mesh.universe.size:
-        raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
-    groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
-    root = _root(world, mesh.universe, mesh.binding.device_type)
-    made = torch_private.device_mesh_over(
-        root,
-        mesh.binding.device_type,
-        (),
-        [layout.modes for layout in mesh.layouts],
-        mesh.axis_names,
-        [groups[name] for name in mesh.axis_names if groups],
-    )
-    _, known = world.meshes.get(made, (None, mesh))
-    if _content(known) != _content(mesh):
-        raise MeshError(
-            f"torch can't tell the DeviceMesh of {mesh!r} from one that has the same axes and other groups, with other "
-            "options, and would use those of the first for both. Give the axes of one of the meshes other names"
-        )
-    world.meshes[made] = made, mesh
-    return made
-
-
-def _content(mesh: Mesh) -> tuple[object, ...]:
-    """What a DeviceMesh depends on: the axes without the further names."""
-    options = [options_of(mesh, layout) for layout in mesh.layouts]
-    return mesh.universe, mesh.axis_names, mesh.layouts, mesh.binding.device_type, *options
-
-
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
-    root = world.roots.get((universe, device_type))
-    if root is None:
-        ranks = universe.ranks
-        root = torch_private.device_mesh_over(None, device_type, ranks, [[(len(ranks), 1)]], ["universe"], ())
-        world.roots[universe, device_type] = root
-    return root
+    if (universe, device_type) not in world.roots:
+        line = universe.ranks, [[(universe.size, 1)]], ["universe"], ()
+        world.roots[universe, device_type] = torch_private.device_mesh_over(None, device_type, *line)
+    return world.roots[universe, device_type]
 
 
 def _flattened(made: DeviceMesh, name: str) -> DeviceMesh | None:
@@ -168,8 +154,6 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     root = torch_private.root_of(device_mesh)
     ours = world.roots.setdefault((universe, device_mesh.device_type), root)
     torch_private.register_groups(ours, groups)
-    world.device_meshes.setdefault(mesh, device_mesh)
-    world.device_meshes.setdefault(_content(mesh), device_mesh)
     return mesh
 
 

@@ -158,7 +158,6 @@ class World:
         self.attempts: dict[str, Iterator[int]] = {}
         self.times_debugged = 0
         self.groups: dict[_Key, ProcessGroupInfo] = {}
-        self.device_meshes: dict[Any, Any] = {}
         self.meshes: dict[Any, tuple[Any, Mesh]] = {}
         self.roots: dict[tuple[Universe, str], Any] = {}
         self.timeout: timedelta | None = None
@@ -375,7 +374,7 @@ def _end(world: World, end: Callable[[dist.ProcessGroup], None], wanted: Callabl
     for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group_name):
         with contextlib.suppress(ValueError):  # it has been ended
             end(entry.group)
-    for known in (world.device_meshes, world.meshes, world.roots, world.caches):
+    for known in (world.meshes, world.roots, world.caches):
         known.clear()
 
 

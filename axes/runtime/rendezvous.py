@@ -212,9 +212,7 @@ class Rendezvous:
                 store.set(place, text)
                 self.posted[place] = call.text
             found = self._met(store, channel, call, other, side, said)
-            self._forget(
-                store
-            )  # both jobs have come to another call, and have read how the last one ended
+            self._forget(store)  # both jobs have come to another call, and have read how the last one ended
             return Pair(*((call, found) if side == 0 else (found, call)), side)
 
         self.open = self.ask(said, self.seconds + 2 * GRACE, leader)
