@@ -434,8 +434,10 @@ def checked_options(world: World, name: str, options: object, device_type: str) 
         raise MeshError(f"options['{name}']: this torch has no backend {', '.join(map(shortened, absent))}")
     if device_type not in torch_private.served_devices(backend):
         raise MeshError(f"options['{name}']: backend {shortened(backend)} doesn't serve '{device_type}'")
-    if not world.fake:
-        _check_backend_options(name, options.pg_options, used)
+    if options.pg_options is not None and used <= _WITHOUT_OPTIONS:
+        raise MeshError(
+            f"options['{name}']: {', '.join(sorted(used))} takes no pg_options, and torch would ignore them"
+        )
     if backend == backend_for(world, device_type):
         return replace(options, backend=None)
     return options
@@ -479,16 +481,3 @@ def who_else_failed(ranks: Sequence[int], what: str) -> str:
     if world.fake or len(ranks) == 1 or world.rank not in ranks:
         return ""
     return without_report(world.member, iter(lambda: world.barrier("failure", ranks, failure(what)), None))
-
-
-def _check_backend_options(name: str, pg_options: Any, backends: set[str]) -> None:
-    if pg_options is None:
-        return
-    if backends <= _WITHOUT_OPTIONS:
-        raise MeshError(
-            f"options['{name}']: {', '.join(sorted(backends))} takes no pg_options, and torch would ignore them"
-        )
-    if "nccl" in backends and not isinstance(pg_options, dist.ProcessGroupNCCL.Options):
-        raise MeshError(
-            f"options['{name}']: nccl takes dist.ProcessGroupNCCL.Options; found {type(pg_options).__name__}"
-        )
