@@ -76,7 +76,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
             raise MeshError(
                 f"torch can't tell the DeviceMesh of {mesh!r} from one that has the same axes and other groups, "
                 "with other options, and would use those of the first for both. Give the axes of one of the meshes "
-                "other names"
+                "other names, or end the groups of the first with axes.destroy_process_groups()"
             )
     return found
 
