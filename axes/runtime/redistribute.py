@@ -266,15 +266,6 @@ class Move:
             replace(self, source=middle, same=(source_same, target_same)),
         )
 
-    def of_tile(self, tile: Shape) -> Move:
-        """The move itself; `ShardingError` where this isn't the shape of this rank's tile of the source."""
-        own = self.there.tile
-        if tile != own:
-            raise ShardingError(
-                f"the tile of {list(self.shape)} on this rank is {list(own)} by '{self.source}'; found {list(tile)}"
-            )
-        return self
-
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
         if not (x.requires_grad and torch.is_grad_enabled()):
