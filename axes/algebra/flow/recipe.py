@@ -68,10 +68,10 @@ class Input:
     prepared: Sharding
     conjugate: bool = False
 
-    @property
+    @functools.cached_property
     def atoms(self) -> tuple[str, ...]:
         """The atoms in order, those of a diagonal repeatedly."""
-        return tuple(atom for group in self.groups for atom in group)
+        return tuple([atom for group in self.groups for atom in group])
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Output:
     target: Sharding
     output: Sharding
 
-    @property
+    @functools.cached_property
     def atoms(self) -> tuple[str, ...]:
         """The atoms in order."""
-        return tuple(atom for group in self.groups for atom in group)
+        return tuple([atom for group in self.groups for atom in group])
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Recipe:
 
     def shape_of(self, atoms: tuple[str, ...]) -> Shape:
         """The whole shape of a tensor with one dim per atom."""
-        return tuple(self.size[atom] for atom in atoms)
+        return tuple([self.size[atom] for atom in atoms])
 
     @functools.cached_property
     def moves(self) -> tuple[tuple[Sharding, Sharding, Shape], ...]:
