@@ -30,6 +30,11 @@ def split(*layouts: Layout) -> Slots:
     return Slots((Slot(layouts),))
 
 
+def _divided(slots: Slots) -> int:
+    """A size that everything in a dim divides: an empty dim is split as one of this size."""
+    return math.prod([slot.size or 2 * slot.pieces for slot in slots])
+
+
 def of_cuts(extent: int | None, found: Iterable[Cut]) -> Slots:
     """The dim that is split so, of any size or this one: one slot more wherever a cut leaves a gap."""
     slots: list[Slot] = []
@@ -45,9 +50,12 @@ def of_cuts(extent: int | None, found: Iterable[Cut]) -> Slots:
 def handed_down(slots: Slots, sizes: Sequence[int]) -> list[Slots] | None:
     """How the names in a dim are split, by their sizes, or None where a cut doesn't fall on them evenly.
 
-    A layout goes to the name that its cuts lie in; a name that is split completely passes the next one on.
+    A layout goes to the name that its cuts lie in; a name that is split completely passes the next one on. A name
+    without elements is split as one that all layouts of the dim divide, and its size stays open.
     """
     found: list[list[Cut]] = [[] for _ in sizes]
+    empty = [size == 0 for size in sizes]
+    sizes = [size or _divided(slots) for size in sizes]
     every = cuts(slots, math.prod(sizes))
     large = [at for at, size in enumerate(sizes) if size > 1]
     if len(large) < 2 and sizes:
@@ -61,17 +69,18 @@ def handed_down(slots: Slots, sizes: Sequence[int]) -> list[Slots] | None:
             if before % front or sizes[at] % (before // front * layout.size):
                 return None
             found[at].append((before // front, layout))
-    return list(map(of_cuts, sizes, found))
+    splits = map(of_cuts, sizes, found)
+    return [_open(split) if is_empty else split for split, is_empty in zip(splits, empty, strict=True)]
 
 
-def of_names(names: Sequence[tuple[Slots, int]], empty: bool = False) -> Slots:
-    """The dim that consists of names that are split so, with these sizes; an `empty` one has others in their place.
+def of_names(names: Sequence[tuple[Slots, int]]) -> Slots:
+    """The dim that consists of names that are split so, with these sizes.
 
     Raises `ShardingError` where their shards aren't regular shards of the dim.
     """
     if len(names) < 2:
         return names[0][0] if names else Slots((Slot((), 1),))
-    every = [slot for slots, extent in names for slot in sized(slots, extent)]
+    every = [slot for slots, extent in names for slot in sized(slots, extent or _divided(slots))]
     found: list[Slot] = []
     large = [slot for slot in every if slot.size != 1 or slot.pieces != 1]
     for slot in large:
@@ -85,10 +94,10 @@ def of_names(names: Sequence[tuple[Slots, int]], empty: bool = False) -> Slots:
             found.append(slot)
     if not any(slot.layouts for slot in found[1:]):
         return split(*(found[0].layouts if found else ()))
-    return of_open_size(Slots(found)) if empty else Slots(found)
+    return Slots(found) if all(size for _, size in names) else _open(Slots(found))
 
 
-def of_open_size(slots: Slots) -> Slots:
+def _open(slots: Slots) -> Slots:
     """The dim with a last slot whose size follows from the others, as of an empty dim."""
     return Slots((*slots[:-1], replace(slots[-1], size=None)))
 

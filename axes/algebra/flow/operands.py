@@ -19,7 +19,7 @@ from axes.algebra.layout import Layout, Mode
 from axes.algebra.mesh import Mesh
 from axes.algebra.sharding import LINEAR, Pending, Sharding, Slots, layouts_text, pending_text, same_cuts, slots_text
 from axes.algebra.sizes import Product, given_sizes, solve
-from axes.algebra.splits import Digits, handed_down, of_names, of_open_size, split
+from axes.algebra.splits import Digits, handed_down, of_names, split
 
 Layouts = tuple[Layout, ...]
 
@@ -73,8 +73,6 @@ class Operands:
         self.mentioned = frozenset(self.digits.of(written))
         self.assumed: set[str] = set()
         self.sizes = self._sizes(shapes, dict(given))
-        # A dim without elements is split as one that all ranks divide.
-        self.cut = {atom: size or mesh.size for atom, size in self.sizes.items()}
         self._stars: dict[str, list[Layouts]] = {}
         self.operands = [self._operand(number, shape) for number, shape in enumerate(shapes)]
         self.stars = {atom: found[0] for atom, found in self._stars.items()}
@@ -120,11 +118,11 @@ class Operands:
     def joined(self, slot: Dim, splits: Sequence[Slots]) -> Slots:
         """The dim whose atoms are split so."""
         try:
-            return of_names([*zip(splits, map(self.cut.__getitem__, slot.atoms), strict=True)], not self.extent(slot))
+            return of_names([*zip(splits, map(self.sizes.__getitem__, slot.atoms), strict=True)])
         except ShardingError:
-            uneven = [pair for pair in zip(slot.atoms, splits, strict=True) if self.cut[pair[0]] % pair[1].pieces]
+            uneven = [pair for pair in zip(slot.atoms, splits, strict=True) if self.sizes[pair[0]] % pair[1].pieces]
             atom, (part,) = uneven[0]
-            text = slots_text(self.mesh, Slots((replace(part, size=self.cut[atom]),)), (atom_text(atom),))
+            text = slots_text(self.mesh, Slots((replace(part, size=self.sizes[atom]),)), (atom_text(atom),))
             raise ShardingError(
                 f"{text} is split into {part.pieces} uneven parts inside {slot}, and a split factor of a group must "
                 f"divide\nin  {self.reading.text}"
@@ -132,15 +130,14 @@ class Operands:
 
     def handed_down(self, dim: Slots, slot: Dim, advice: str) -> list[Slots]:
         """How the atoms of a dim are split; `ShardingError` where its split doesn't fall on them."""
-        found = handed_down(dim, [self.cut[atom] for atom in slot.atoms])
+        found = handed_down(dim, [self.sizes[atom] for atom in slot.atoms])
         if found is None:
-            sizes = " ".join(f"{atom_text(atom)}={self.cut[atom]}" for atom in slot.atoms)
+            sizes = " ".join(f"{atom_text(atom)}={self.sizes[atom]}" for atom in slot.atoms)
             raise ShardingError(
                 f"{layouts_text(self.mesh, dim.layouts)} splits {slot} into {dim.pieces} parts that don't fall "
                 f"on its names: ({sizes})\nin  {self.reading.text}\n{advice}, or choose sizes that divide"
             )
-        every = zip(slot.atoms, found, strict=False)  # a scalar's dim has no names
-        return [each if self.sizes[atom] else of_open_size(each) for atom, each in every]
+        return found[: len(slot.atoms)]  # a scalar's dim has no names
 
     def named(self, axes: Any) -> Layouts:
         """Axes by their names, `*` left out."""
@@ -156,7 +153,7 @@ class Operands:
         else:
             dims, pending = actual.dims, actual.pending
         splits = [
-            self.handed_down(dim, slot, f"axes.reshard it to '{slot}' before")
+            self._said(slot) or self.handed_down(dim, slot, f"axes.reshard it to '{slot}' before")
             for dim, slot in zip(dims, term.slots, strict=True)
         ]
         has = Operand(number, term, dims, tuple(state for each in splits for state in each), pending)
@@ -170,6 +167,15 @@ class Operands:
                 self._mismatch(has)
             found += [self._asserted(has, slot, *pair) for pair in zip(slot.marks, each, strict=True)]
         return replace(has, atoms=tuple(found))
+
+    def _said(self, slot: Dim) -> list[Slots] | None:
+        """How the text says that the atoms of an empty dim are split: of nothing every word is true. None where it
+        says nothing, or refers to what the tensor has."""
+        if self.extent(slot) or slot.axes is not None:
+            return None
+        places = [mark.axes for mark in slot.marks if mark.atom in self.reading.explicit]
+        is_told = bool(places) and not any(axes is None or "*" in axes for axes in places)
+        return [split(*self.named(mark.axes)) for mark in slot.marks] if is_told else None
 
     def _declared(self, slot: Dim) -> Slots:
         """How a dim of a plain tensor is split."""
@@ -228,11 +234,9 @@ class Operands:
             self._stars.setdefault(atom, []).append(star)
             wanted = (*front, *star, *back)
         found = split(*wanted)
-        if same_cuts(state, found, self.cut[atom]):
-            return found
-        if self.extent(slot):
+        if not same_cuts(state, found, self.sizes[atom]):
             self._mismatch(has)
-        return state  # of an empty dim every word is true
+        return found
 
     def _assert_pending(self, has: Operand) -> None:
         """What the text mentions is pending exactly where the left says so."""
@@ -264,7 +268,7 @@ class Operands:
         for operand in self.operands:
             for atom, state in operand.splits:
                 first, other = found.setdefault(atom, (state, operand))
-                if not same_cuts(first, state, self.cut[atom]):
+                if not same_cuts(first, state, self.sizes[atom]):
                     self._disagree(atom, (first, other), (state, operand))
         for atom, bound in self._stars.items():
             for axes in bound:

@@ -120,11 +120,6 @@ class Recipe:
         return dict(self.sizes)
 
     @functools.cached_property
-    def cut(self) -> dict[str, int]:
-        """The size of every atom for what splits it: one without elements is split as one that all ranks divide."""
-        return {atom: size or self.mesh.size for atom, size in self.sizes}
-
-    @functools.cached_property
     def divisor(self) -> int:
         """By what the local sum is divided."""
         gone = {*self.inputs[0].atoms} ^ {*self.result.atoms}

@@ -110,7 +110,7 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     dims: list[Slots] = []
     landed: list[Slots] = []
     for dim, group in zip(arrived.sized(forward.whole(result.groups)).dims, result.groups, strict=True):
-        found = handed_down(dim, [forward.cut[atom] for atom in group])
+        found = handed_down(dim, [forward.size[atom] for atom in group])
         dims.append(split() if found is None else dim)
         landed += (found or [split() for _ in group])[: len(group)]
     source = sharding_of(mesh, result.groups, dims, arrived.pending)
@@ -136,10 +136,7 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     derived = sharding_of(mesh, own, [states[atom] for atom in operand.atoms], entries)
     target = sharding_of(mesh, own, *final.kept(operand.elementary.dims, derived.dims, entries))
     rest = iter(target.dims)
-    closed = [
-        of_names([(next(rest), forward.cut[atom]) for atom in group], not extent)
-        for group, extent in zip(operand.groups, forward.whole(operand.groups), strict=True)
-    ]
+    closed = [of_names([(next(rest), forward.size[atom]) for atom in group]) for group in operand.groups]
     output = Output(operand.groups, derived, target, sharding_of(mesh, operand.groups, closed, target.pending))
     check_torch_can(output.output, forward.whole(output.groups))
     text = f"gradient of  {forward.text}"
