@@ -276,6 +276,7 @@ def aborted():
     mesh = axes.init_mesh("dp=2 tp=4")
     mesh.create_groups("dp", "tp")
     axes.init_mesh("grads=2 tp=4", options={"grads": GroupOptions(lane="grads")}).create_groups("grads")
+    dist.barrier()  # until all have connected
     x = axes.shard(torch.arange(4.0), "a@dp", mesh=mesh)
     first, every = mesh.axis("dp").group, len(axes.process_groups())
     mesh["dp"].abort()
