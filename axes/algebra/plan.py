@@ -33,7 +33,7 @@ from axes.algebra.planning.crossing import crossings
 from axes.algebra.planning.digits import Digit, Space, State, common, sorted_classes
 from axes.algebra.planning.exchange import ranks_of_both
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding
+from axes.algebra.sharding import Sharding, unmarked
 from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.universe import Universe
 
@@ -163,9 +163,7 @@ def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
 
     `same` says that values are equal on every rank, as replicated ones are: it matters to gradients alone.
     """
-    if any(op == "same" for op, _ in end.pending):
-        end = replace(end, pending=tuple([entry for entry in end.pending if entry[0] != "same"]))
-    return end.at(shape)
+    return unmarked(end)[0].at(shape)
 
 
 Cuts = tuple[tuple[int, int], ...]

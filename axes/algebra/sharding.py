@@ -401,6 +401,14 @@ def _intervals(layouts: tuple[tuple[Layout, ...], ...], extents: Shape, position
     return tuple([nested_chunk(extent, each) for extent, each in zip(extents, cuts, strict=True)])
 
 
+def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
+    """A sharding without what is `same`, and the layouts along which values are: that is about gradients alone."""
+    same = tuple([layout for op, layout in sharding.pending if op == "same"])
+    if not same:
+        return sharding, ()
+    return replace(sharding, pending=tuple([entry for entry in sharding.pending if entry[0] != "same"])), same
+
+
 def _check_axes(sharding: Sharding) -> None:
     """Every axis is made of the mesh's axes, and no two places share a digit."""
     mesh = sharding.mesh

@@ -29,8 +29,7 @@ from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.reading import read
 from axes.algebra.flow.recipe import Groups, Op, Shape, singles
 from axes.algebra.flow.rules import REDUCTIONS, units_of
-from axes.algebra.layout import Layout
-from axes.algebra.sharding import Sharding
+from axes.algebra.sharding import Sharding, unmarked
 from axes.ops.collectives import extreme
 from axes.ops.contraction import contraction, flat, reshaping
 from axes.runtime import axis_groups
@@ -200,14 +199,6 @@ def _move(made: BoundRecipe, source: Sharding, target: Sharding, atoms: tuple[st
     moves = moves_of(source, target, shape, view, made.comm_dtype, source_same, target_same)
     async_op = made.async_op and last
     return lambda x: moves(x.dtype).apply(x, async_op)
-
-
-def unmarked(sharding: Sharding) -> tuple[Sharding, tuple[Layout, ...]]:
-    """A sharding without what is `same`, and the axes that are: they are about gradients alone."""
-    same = tuple(layout for op, layout in sharding.pending if op == "same")
-    if not same:
-        return sharding, ()
-    return replace(sharding, pending=tuple([entry for entry in sharding.pending if entry[0] != "same"])), same
 
 
 def _feed(made: BoundRecipe, operand: Input) -> Stage | None:

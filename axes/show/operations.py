@@ -29,12 +29,12 @@ from axes.algebra.placements import sharding_from
 from axes.algebra.plan import bytes_text, itemsize_of, plan, time_text
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding
+from axes.algebra.sharding import Sharding, unmarked
 from axes.algebra.sizes import checked_tensor_shape, given_sizes
 from axes.algebra.specs import marked_sharding
 from axes.algebra.universe import Universe
 from axes.ops.global_view import shared_cotangent
-from axes.ops.recipes import BoundRecipe, computed_shapes, local_computation, unmarked
+from axes.ops.recipes import BoundRecipe, computed_shapes, local_computation
 from axes.ops.regions import Region, expanded, key_of, region_of_shardings, result_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text

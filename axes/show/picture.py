@@ -36,7 +36,7 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
 from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding
+from axes.algebra.sharding import Sharding, unmarked
 from axes.show.panels import COLORS
 
 Names = tuple[str, ...]
@@ -242,17 +242,12 @@ def _local(found: Recipe) -> str:
 def _moved(source: Sharding, target: Sharding, names: Names, found: Recipe, dtype: str) -> Iterator[Row | Between]:
     """The row of `source`, and what follows where it isn't the target already."""
     shape = found.shape_of(names)
-    one, two = (_unmarked(sharding) for sharding in (source, target))
+    one, two = (unmarked(sharding)[0] for sharding in (source, target))
     if unmoved(source, target, shape):
         parts = {rank: _own(one.tile(shape, rank), rank) for rank in one.universe.ranks}
         yield Row(str(source), names, shape, parts, _joints(one))
     else:
         yield from _planned(plan(one, two, shape, dtype), names)
-
-
-def _unmarked(sharding: Sharding) -> Sharding:
-    """Without what is `same`: that is about gradients alone."""
-    return replace(sharding, pending=tuple([entry for entry in sharding.pending if entry[0] != "same"]))
 
 
 def _planned(made: Plan, names: Names) -> Iterator[Row | Between]:
