@@ -84,10 +84,8 @@ def read_sharding(
             same += _axes(mesh, spec, each.place)
         else:
             pending += [(each.op, layout) for layout in _axes(mesh, spec, each.place)]
-    what = mesh, tuple([slots for slots, _ in found])
-    if same:
-        Sharding(*what, (*pending, *[("same", layout) for layout in same]))  # refuses what is split or pending
-    return Sharding(*what, tuple(pending), tuple([names for _, names in found])), same
+    slots, names = [slots for slots, _ in found], [names for _, names in found]
+    return Sharding(mesh, tuple(slots), tuple(pending), tuple(names)), same
 
 
 def _check_once(mesh: Mesh, spec: str, tree: grammar.Spec, dims: Iterable[grammar.Dim]) -> None:
