@@ -78,7 +78,7 @@ class Slots(tuple[Slot, ...]):
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The layouts that split the dim or one of its factors, each of which is one `torch.chunk`."""
-        return tuple([layout for slot in self for layout in slot.layouts])
+        return self[0].layouts if len(self) == 1 else tuple([layout for slot in self for layout in slot.layouts])
 
     @property
     def unsplit(self) -> Slots:
@@ -191,7 +191,7 @@ class Sharding:
         (2,)
         """
         parts = self._parts(checked_shape(shape), self._position(rank))
-        return tuple(math.prod(stop - start for start, stop in each) for _, each in parts)
+        return tuple([math.prod([stop - start for start, stop in each]) for _, each in parts])
 
     def local_indices(self, shape: Sequence[int], rank: int | None = None) -> tuple[Indices, ...]:
         """Where the shard of a global rank lies in the whole tensor.
@@ -239,7 +239,7 @@ class Sharding:
         """The ranks, in order."""
         return self.mesh.universe
 
-    @property
+    @functools.cached_property
     def used(self) -> tuple[Layout, ...]:
         """Every layout that splits a dim or is pending."""
         return (*[layout for dim in self.dims for layout in dim.layouts], *[layout for _, layout in self.pending])
@@ -433,11 +433,9 @@ def _check_axes(sharding: Sharding) -> None:
 @functools.lru_cache(maxsize=4096)
 def _are_apart(mesh: Mesh, layouts: tuple[Layout, ...]) -> bool:
     """Whether layouts are made of the mesh's own and no two of them share a digit."""
-    if len(set(layouts)) < len(layouts) or not all(map(mesh.extent.contains, layouts)):
-        return False
-    return common_digits(layouts) is not None and not any(
-        one.overlaps(two) for one, two in itertools.combinations(layouts, 2)
-    )
+    found = common_digits((mesh.extent, *layouts))
+    used = [digit for layout in layouts for digit in found[layout]] if found is not None else []
+    return found is not None and len({*used}) == len(used) and {*found[mesh.extent]}.issuperset(used)
 
 
 @functools.lru_cache(maxsize=8192)

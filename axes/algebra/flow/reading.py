@@ -39,7 +39,7 @@ class Mark:
     span: Span = field(default=(0, 0), compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dim:
     """One dim: its atoms in order, and the place behind the group where it has one."""
 
@@ -47,7 +47,7 @@ class Dim:
     axes: Axes | None = None
     span: Span = field(default=(0, 0), compare=False)
 
-    @property
+    @functools.cached_property
     def atoms(self) -> tuple[str, ...]:
         """The atoms of the dim, major first."""
         return tuple([mark.atom for mark in self.marks])
@@ -65,7 +65,7 @@ class Dim:
         return names if len(self.marks) == 1 else f"({names})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Term:
     """One tensor of an expression. `pending` is None where there is no `|`."""
 
@@ -73,7 +73,7 @@ class Term:
     pending: tuple[grammar.Pending, ...] | None
     text: str
 
-    @property
+    @functools.cached_property
     def atoms(self) -> tuple[str, ...]:
         """The atoms of all dims in order; one that stands twice is listed twice."""
         return tuple([mark.atom for slot in self.slots for mark in slot.marks])
