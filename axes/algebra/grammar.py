@@ -39,7 +39,7 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from axes.algebra.errors import ExpressionError, shortened
@@ -160,19 +160,17 @@ class Spec:
         return " ".join(filter(None, (text, "|", *map(str, self.pending))))
 
 
-_ONE = Dim((Factor("_"),))
+UNSPLIT = Dim((Factor("_"),))
+"""A dim without a name that nothing splits."""
 
 
-def without_dots(tree: Spec, ndim: int, stands_for: Dim = _ONE) -> Spec:
-    """The spec of a tensor of `ndim` dims, with a dim like `stands_for` for each that its `...` stands for.
+def without_dots(dims: Iterable[Dim], stand_ins: Iterable[Dim]) -> tuple[Dim, ...]:
+    """Dims, with others in the place of `...`.
 
-    >>> print(without_dots(parse_spec("b ... d@tp"), 4))
+    >>> print(*without_dots(parse_spec("b ... d@tp").dims, [UNSPLIT, UNSPLIT]))
     b _ _ d@tp
     """
-    dims: list[Dim] = []
-    for dim in tree.dims:
-        dims.extend([stands_for] * (ndim + 1 - len(tree.dims)) if has_dots(dim) else [dim])
-    return replace(tree, dims=tuple(dims))
+    return tuple([each for dim in dims for each in (stand_ins if has_dots(dim) else (dim,))])
 
 
 def has_dots(dim: Dim) -> bool:

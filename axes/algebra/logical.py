@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 from axes.algebra import ambient
 from axes.algebra.errors import MeshError, ShardingError, SizeError, pointed, shortened, shown, suggestion
 from axes.algebra.grammar import (
+    UNSPLIT,
     Dim,
     Place,
     Spec,
@@ -254,11 +255,11 @@ def _extents(tree: Spec, spec: str, shape: tuple[int, ...] | None, sizes: dict[s
     known = given_sizes(sizes, None, items, [item.name for item in items])
     if shape is None:
         return known
-    tree = without_dots(tree, len(shape))
-    if len(tree.dims) != len(shape):
-        raise ShardingError(f"the spec '{spec}' has {len(tree.dims)} dims, the tensor {len(shape)}: {list(shape)}")
+    dims = without_dots(tree.dims, [UNSPLIT] * (len(shape) + 1 - len(tree.dims)))
+    if len(dims) != len(shape):
+        raise ShardingError(f"the spec '{spec}' has {len(dims)} dims, the tensor {len(shape)}: {list(shape)}")
     products = []
-    for number, (dim, extent) in enumerate(zip(tree.dims, shape, strict=True)):
+    for number, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         numbers = {f"{f.size}#{number}.{at}": f.size or 1 for at, f in enumerate(dim.factors) if f.name is None}
         known.update(numbers)
         names = [f"_#{number}" if item.name == "_" else item.name for item in items_of(dim.factors)]

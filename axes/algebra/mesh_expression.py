@@ -15,7 +15,7 @@ from typing import NoReturn
 from axes.algebra.equations import Namespace, carried_out, solved
 from axes.algebra.errors import ExpressionError, shortened, suggestion
 from axes.algebra.explanation import Explanation, Section
-from axes.algebra.grammar import Dim, Equation, Factor, Item, MeshExpression, has_dots, leaves, parse_mesh
+from axes.algebra.grammar import Dim, Equation, Factor, Item, MeshExpression, has_dots, leaves, parse_mesh, without_dots
 from axes.algebra.layout import Layout
 from axes.algebra.sizes import Product
 
@@ -115,9 +115,7 @@ def _without_dots(tree: MeshExpression, names: Sequence[str]) -> tuple[Dims, Dim
         _wrong(tree, found, (0, max(1, tree.text.find("->"))))
     first = tree.left.index(dots[0]) if dots else 0
     hidden = [Dim((Factor(name),)) for name in names[first : first + len(names) - count]]
-    left, right = (
-        [each for dim in side for each in (hidden if has_dots(dim) else [dim])] for side in (tree.left, tree.right)
-    )
+    left, right = (without_dots(side, hidden) for side in (tree.left, tree.right))
     for dim, name in zip(left, names, strict=True):
         said = str(dim.factors[0].name)
         if not dim.grouped and said != name:

@@ -66,7 +66,7 @@ def read_sharding(
     tree = parse_spec(spec)
     items = [item for item in grammar.leaves(tree.dims) if item.name != "_"]
     given = given_sizes(dict(sizes), None, items, [item.name for item in items], "the spec")
-    dims = _without_dots(spec, tree, ndim, source).dims
+    dims = _without_dots(spec, tree, ndim, source)
     if source is not None and len(dims) != source.ndim:
         raise ShardingError(f"the spec has {len(dims)} dims, the tensor {source.ndim}")
     found = [_dim(mesh, spec, dim, given, source, at) for at, dim in enumerate(dims)]
@@ -191,11 +191,11 @@ def _kept(mesh: Mesh, home: Mesh, layouts: Iterable[Layout]) -> tuple[Layout, ..
 _STAYS = grammar.Dim((grammar.Factor("_", place=grammar.Place(("*",))),))
 
 
-def _without_dots(spec: str, tree: grammar.Spec, ndim: int | None, source: Sharding | None) -> grammar.Spec:
-    """The spec without `...`, which stands for whole dims: those that stay as they are where there is a source."""
+def _without_dots(spec: str, tree: grammar.Spec, ndim: int | None, source: Sharding | None) -> tuple[grammar.Dim, ...]:
+    """The dims of a spec, with whole ones for `...`: those that stay as they are where there is a source."""
     dots = next(filter(has_dots, tree.dims), None)
     if dots is None:
-        return tree
+        return tree.dims
     places = [place.names for place in grammar.dim_places(dots)]
     if dots.grouped or places not in ([], [] if source is None else [("*",)]):
         stay = "aren't split" if source is None else "stay as they are"
@@ -204,7 +204,7 @@ def _without_dots(spec: str, tree: grammar.Spec, ndim: int | None, source: Shard
         _wrong("'...' stands for dims of a tensor; without one, write every dim (or '_')", spec, dots.span)
     if ndim < len(tree.dims) - 1:
         _wrong(f"the spec has {len(tree.dims) - 1} dims beside '...', the tensor has {ndim}", spec, (0, len(spec)))
-    return without_dots(tree, ndim) if source is None else without_dots(tree, ndim, _STAYS)
+    return without_dots(tree.dims, [grammar.UNSPLIT if source is None else _STAYS] * (ndim + 1 - len(tree.dims)))
 
 
 def _wrong(message: str, spec: str, span: tuple[int, int]) -> NoReturn:
