@@ -102,7 +102,7 @@ class Mesh:
         return {name: getattr(self, name) for name in _FIELDS}
 
     def __setstate__(self, fields: Mapping[str, Any]) -> None:
-        self.__dict__.update(fields)
+        self.__dict__.update(zip(_FIELDS, fields.values(), strict=True))
         layouts = tuple([self.namespace[name] for name in self.axis_names])
         whole = _whole(self.axis_names, layouts)
         extent = Layout.of(sorted(whole.modes, key=lambda mode: -mode[1]))

@@ -72,7 +72,7 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
     """
     mesh = sharding.mesh
     if mesh.size == mesh.universe.size:
-        return sharding if mesh._view is None else replace(sharding, mesh=mesh._with(view=None))
+        return sharding if mesh._view is None else replace(sharding, mesh=mesh._with(_view=None))
     if mesh.binding is not None and mesh._view is None:
         names = ", ".join(f'"{name}"' for name in mesh.axis_names)
         raise MeshError(
@@ -91,7 +91,7 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
 
     namespace = {name: moved(layout) for name, layout in mesh.namespace.items() if mesh.extent.contains(layout)}
     # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
-    small = mesh._with(universe=Universe.of(ranks), namespace=namespace, view=None, binding=None)
+    small = mesh._with(universe=Universe.of(ranks), namespace=namespace, _view=None, binding=None)
 
     def on_small(slot: Slot) -> Slot:
         return Slot(tuple(map(moved, slot.layouts)), slot.size)

@@ -123,7 +123,7 @@ def init_mesh(
             algebra = Mesh(declaration, *equations, ranks=over, ranks_per_node=per_node, sizes=sizes, **keywords)
         except SizeError as error:
             raise SizeError(f"{error}\n{_START_AS_MANY.format(world.size)}") from None
-        mesh = algebra._with(binding=_bound(world, algebra, device, options), view=None)
+        mesh = algebra._with(binding=_bound(world, algebra, device, options), _view=None)
         if flags.trace:
             trace.recorder()  # a file that can't be written is found here
     except Exception as error:
@@ -143,7 +143,7 @@ def init_mesh(
 def bound_to_job(mesh: Mesh, device_type: str) -> Mesh:
     """A mesh of the algebra on the running job; every rank of the mesh has the same one."""
     _checked_universe(mesh.universe.ranks, current_world())
-    return mesh._with(binding=Binding(_checked_device(device_type)), view=None)
+    return mesh._with(binding=Binding(_checked_device(device_type)), _view=None)
 
 
 def _device(device_type: str | None, timeout: object, rank: int) -> tuple[timedelta | None, str]:
