@@ -410,19 +410,15 @@ def _shards(xs: Iterable[DTensor], region: ModuleFunction) -> dict[int, torch.Te
     gathered: list[DTensor] = []
     for x in xs:
         needed = x.requires_grad and torch.is_grad_enabled()
-        if not needed or torch_private.reduced_by_fsdp(x) is None:
-            shard = (
-                leave_global(used(x), _counted_same(torch_private.spec_of(x), region.same))
-                if needed
-                else torch_private.local_of(x)
-            )
-            shards[id(x)] = shard
-            region.shards.append((x, shard))
-        else:
+        if needed and torch_private.reduced_by_fsdp(x) is not None:
             gathered.append(x)
             # fully_shard adds up copies by itself, but with an operation on DTensors for each parameter.
             if any(placement.is_replicate() for placement in torch_private.spec_of(x).placements):
                 resolve_at_leaf(x)
+        else:
+            counted = _counted_same(torch_private.spec_of(x), region.same) if needed else None
+            shards[id(x)] = leave_global(used(x), counted)
+            region.shards.append((x, shards[id(x)]))
     if gathered:
         left = leave_together(gathered, [_counted_same(torch_private.spec_of(x), region.same) for x in gathered])
         shards.update(zip(map(id, gathered), left, strict=True))

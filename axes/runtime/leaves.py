@@ -24,7 +24,7 @@ from axes.runtime.check import waited
 from axes.runtime.graphs import check_groups, guard_whole_sizes, known, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.routes import resharded, settled
-from axes.runtime.symbols import is_symbolic, spec_at
+from axes.runtime.symbols import spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 
 Spec = Any
@@ -37,13 +37,13 @@ def resolve_at_leaf(leaf: DTensor) -> None:
     One that `fully_shard` sums over axes of the leaf's own mesh is left to it, summands and all.
     """
     if not _has_hook(leaf) and not _is_left_to_fsdp(leaf):
-        torch_private.add_hook(leaf, _resolve(leaf))
+        torch_private.add_hook(leaf, _resolve(torch_private.spec_of(leaf)))
 
 
 def resolving(made: DTensor) -> DTensor:
     """A DTensor that was just made, which resolves its gradient if it ever is a leaf with one."""
     if made.dtype.is_floating_point or made.dtype.is_complex:
-        torch_private.add_hook(made, _resolve(made))
+        torch_private.add_hook(made, _resolve(torch_private.spec_of(made)))
     return made
 
 
@@ -107,14 +107,9 @@ def _leave_pending_outside(leaf: DTensor) -> None:
     torch_private.remove_hooks(leaf, _Resolve)
 
 
-def _resolve(leaf: DTensor) -> _Resolve:
-    spec = torch_private.spec_of(leaf)
-    return (_resolve_at.__wrapped__ if is_symbolic(spec.shape) else _resolve_at)(spec)
-
-
 @of_world(4096)
-def _resolve_at(spec: Spec) -> _Resolve:
-    """The hook of leaves with this `DTensorSpec`."""
+def _resolve(spec: Spec) -> _Resolve:
+    """The hook of leaves with this `DTensorSpec`; a leaf is outside of a graph, so no size is a symbol."""
     sharding = sharding_of_spec(spec)
     return _Resolve(replace(sharding, pending=()), sharding.mesh.coordinate is not None)
 
@@ -136,9 +131,7 @@ class _Resolve:
         if not isinstance(found, DTensor) or not self.is_member:
             return None  # a rank outside the mesh has no part of the leaf
         x = resharded(found, self.target)
-        if torch.is_grad_enabled():
-            return x
-        if torch_private.owns_its_memory(x):
+        if torch.is_grad_enabled() or torch_private.owns_its_memory(x):
             return x
         spec, local = torch_private.spec_of(x), waited(torch_private.local_of(x))
         copy = local.clone(memory_format=torch.contiguous_format)
