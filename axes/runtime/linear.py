@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
+from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
-from axes.runtime.transforms import check_one
 from axes.runtime.writes import writable
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -44,13 +44,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        needed = ctx.needs_input_grad[4:]
-        arrived = [g for g in gradients if g is not None]
-        if not arrived:
+        needed, first = ctx.needs_input_grad[4:], None
+        for g in gradients:
+            if g is not None and not torch.compiler.is_compiling() and torch_private.is_batch(g):
+                raise ShardingError(torch_private.BATCH)
+            first = g if first is None else first
+        if first is None:
             return (None,) * (4 + len(needed))
-        for g in arrived:
-            check_one(g)
-        found = ctx.back(arrived[0], needed, ctx.saved_tensors) if ctx.keep else ctx.back(*gradients)
+        found = ctx.back(first, needed, ctx.saved_tensors) if ctx.keep else ctx.back(*gradients)
         return (None, None, None, None, *found) if isinstance(found, tuple) else (None, None, None, None, found)
 
 

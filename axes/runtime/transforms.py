@@ -83,12 +83,6 @@ def check_not_wrapped(what: str, x: object) -> None:
         refuse_transform(what)
 
 
-def check_one(gradient: torch.Tensor) -> None:
-    """`ShardingError` for a batch of gradients, which backward can't send as one."""
-    if not torch.compiler.is_compiling() and torch_private.is_batch(gradient):
-        raise ShardingError(torch_private.BATCH)
-
-
 def refuse_transform(what: str) -> NoReturn:
     """The error of what is called in forward mode, or inside a transform of `torch.func`."""
     raise ShardingError(
