@@ -1,19 +1,16 @@
 """Packing: boxes of a tensor laid end to end in one buffer, and back, with as few copies as can be.
 
 What a rank sends is a list of boxes of its tile; a collective wants them as one contiguous stretch of
-memory. How much work that is depends on where the boxes lie, which is known beforehand:
-
-- a `Run` is a stretch of the tile's own memory: nothing to copy, the buffer is a view. So it is for
-  everything that is cut or joined along the first dim.
-- a `Grid` is boxes of one shape at regular distances: one strided copy, whatever the number of boxes.
-- `Boxes` are anything else: one copy for each.
+memory. Boxes at regular distances are one `Grid` of the tile's memory, whatever their number: one strided
+copy. A grid that is a stretch of memory is no copy at all: the buffer is a view. So it is for everything
+that is cut or joined along the first dim. Other boxes are a grid each, and so many copies.
 
 >>> tile = (4, 6)
->>> arranged([(0, ((0, 2), (0, 6))), (12, ((2, 4), (0, 6)))]).within(tile, (1, 1))        # two halves of the rows
-Run(start=0, stop=24)
->>> halves = arranged([(0, ((0, 4), (0, 3))), (12, ((0, 4), (3, 6)))]).within(tile, (1, 1))   # of the columns
+>>> laid(arranged([(0, ((0, 2), (0, 6))), (12, ((2, 4), (0, 6)))]), tile, (1, 1))        # two halves of the rows
+[(0, Grid(sizes=(24,), strides=(1,), offset=0))]
+>>> halves = laid(arranged([(0, ((0, 4), (0, 3))), (12, ((0, 4), (3, 6)))]), tile, (1, 1))   # of the columns
 >>> halves
-Grid(sizes=(2, 4, 3), strides=(3, 6, 1), offset=0)
+[(0, Grid(sizes=(2, 4, 3), strides=(3, 6, 1), offset=0))]
 >>> packed = packer(halves, tile, 24)(torch.arange(24).view(4, 6))
 >>> packed.view(-1)[:6].tolist(), unpacker(halves, tile)(packed)[0].tolist()
 ([0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5])
@@ -40,38 +37,30 @@ Shape = tuple[int, ...]
 Pack = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Run(NamedTuple):
-    """Elements `start..stop` of the tile's memory, in order."""
-
-    start: int
-    stop: int
-
-
 class Grid(NamedTuple):
-    """Boxes of one shape at regular distances: the buffer is the tile seen with these strides."""
+    """Elements of memory: of these sizes, with these strides, from an offset on."""
 
     sizes: Shape
     strides: Shape
     offset: int
 
+    @property
+    def numel(self) -> int:
+        """How many they are."""
+        return math.prod(self.sizes)
 
-@dataclass(frozen=True)
-class Boxes:
-    """Each box on its own."""
+    @property
+    def is_run(self) -> bool:
+        """Whether they are one stretch, in order."""
+        return self.strides == (1,)
 
-    parts: tuple[Part, ...]
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of a contiguous tensor, as a view."""
+        return x.as_strided(self.sizes, self.strides, x.storage_offset() + self.offset)
 
-    def within(self, shape: Shape, multiples: Shape) -> Run | Boxes:
-        """Where they lie in a row-major tile of `shape`, in which their sizes are so many times larger."""
-        more, parts = math.prod(multiples), self.parts
-        if type(more) is not int or more != 1:
-            parts = tuple([(start * more, times(box, multiples)) for start, box in parts])
-        if not parts:
-            return Run(0, 0)
-        counts, runs = [elements_of(box) for _, box in parts], [_run(box, shape) for _, box in parts]
-        at = [run for run in runs if run is not None]
-        dense = len(at) == len(runs) and parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
-        return Run(at[0], at[-1] + counts[-1]) if dense and _adjoin(at, counts) else Boxes(parts)
+
+Places = Sequence[tuple[int, Grid]]
+"""Grids of a tile, each with where it begins in the buffer."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +73,18 @@ class Lattice:
     first: Region
     steps: tuple[tuple[int, Shape], ...]
 
-    def within(self, shape: Shape, multiples: Shape) -> Run | Grid:
-        """Where they lie in a row-major tile of `shape`, in which their sizes are so many times larger.
+    def by(self, strides: Sequence[int], multiples: Shape) -> Grid:
+        """Where they lie in memory in which a step along each dim goes so far, their sizes so many times larger.
 
-        >>> Lattice(((0, 2), (0, 1)), ((3, (0, 1)),)).within((10, 12), (5, 4))
+        >>> Lattice(((0, 2), (0, 1)), ((3, (0, 1)),)).by((12, 1), (5, 4))
         Grid(sizes=(3, 10, 4), strides=(4, 12, 1), offset=0)
         """
-        return self.by(strides_of(shape), multiples)
-
-    def by(self, strides: Sequence[int], multiples: Shape) -> Run | Grid:
-        """Where they lie in memory in which a step along each dim goes so far."""
         apart = [*map(operator.mul, strides, multiples)]
         modes, offset = [(count, sum(map(operator.mul, step, apart))) for count, step in self.steps], 0
         for (start, stop), many, stride, far in zip(self.first, multiples, strides, apart, strict=True):
             modes.append(((stop - start) * many, stride))
             offset += start * far
-        sizes, steps = _merged(modes)
-        return Run(offset, offset + sizes[0]) if steps == (1,) else Grid(sizes, steps, offset)
+        return Grid(*_merged(modes), offset)
 
     @property
     def corners(self) -> tuple[Shape, Shape]:
@@ -113,21 +97,34 @@ class Lattice:
         return tuple(low), tuple(high)
 
 
-Places = Run | Grid | Boxes
+def arranged(parts: Sequence[Part], counts: Sequence[int] | None = None) -> tuple[tuple[int, Lattice], ...]:
+    """The boxes as one lattice where they are one, which needs no look at every box, else as one each; each with where
+    it begins in the buffer. `counts`: how large they are.
 
-
-def arranged(parts: Sequence[Part], counts: Sequence[int] | None = None) -> Lattice | Boxes:
-    """The boxes as a lattice where they are one, which needs no look at every box. `counts`: how large they are.
-
-    Boxes are in the order of the buffer and hold at least one element each; what is a `Run` or a `Grid` in memory fills
-    the buffer without gaps.
+    Boxes are in the order of the buffer and hold at least one element each.
     """
     boxes = [box for _, box in parts]
     counts = [elements_of(box) for box in boxes] if counts is None else counts
     shapes = {tuple([stop - start for start, stop in box]) for box in boxes}
     dense = len(shapes) == 1 and parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
     steps = _nested([tuple([start for start, _ in box]) for box in boxes]) if dense else None
-    return Boxes(tuple(parts)) if steps is None else Lattice(boxes[0], tuple(steps))
+    if steps is None:
+        return tuple([(start, Lattice(box, ())) for start, box in parts])
+    return ((0, Lattice(boxes[0], tuple(steps))),)
+
+
+def laid(places: Sequence[tuple[int, Lattice]], shape: Shape, multiples: Shape) -> Places:
+    """Where boxes lie in a row-major tile of `shape`, in which their sizes are so many times larger."""
+    strides, more, found = strides_of(shape), math.prod(multiples), list[tuple[int, Grid]]()
+    for begins, lattice in places:
+        start, grid = begins * more, lattice.by(strides, multiples)
+        if found and grid.is_run and found[-1][1].is_run:
+            first, before = found[-1]
+            if first + before.numel == start and before.offset + before.numel == grid.offset:
+                found[-1] = first, Grid((before.numel + grid.numel,), (1,), before.offset)
+                continue
+        found.append((start, grid))
+    return found
 
 
 def elements_of(box: Region) -> int:
@@ -159,17 +156,6 @@ def strides_of(shape: Sequence[int]) -> Shape:
         found.append(stride)
         stride *= extent or 1
     return tuple(reversed(found))
-
-
-def _run(box: Region, shape: Shape) -> int | None:
-    """Where a box of a row-major tile begins, if it is one stretch of memory."""
-    at, stride, whole = 0, 1, True
-    for (start, stop), extent in zip(reversed(box), reversed(shape), strict=True):
-        if not whole and stop - start > 1:
-            return None
-        whole = whole and stop - start == extent
-        at, stride = at + start * stride, stride * extent
-    return at
 
 
 def _nested(at: Sequence[Shape]) -> list[tuple[int, Shape]] | None:
@@ -216,42 +202,41 @@ def _merged(modes: Sequence[tuple[int, int]]) -> tuple[Shape, Shape]:
 # --- tile to buffer -------------------------------------------------------------------------------
 
 
+def _only(places: Places) -> Grid | None:
+    """The grid of what is one, and begins where its buffer does."""
+    return places[0][1] if len(places) == 1 and places[0][0] == 0 else None
+
+
+def is_run(places: Places) -> bool:
+    """Whether a tile and its buffer are the same memory, but for what is behind it."""
+    grid = _only(places)
+    return grid is not None and grid.is_run
+
+
 def packer(places: Places, shape: Shape, size: int) -> Pack:
     """A function from a row-major tile of `shape` to the buffer of `size` elements, a contiguous tensor.
 
     The buffer shares the tile's memory where it can. What no box fills of it is arbitrary.
     """
-    if isinstance(places, Run) and places.stop - places.start == size:
-        start, stop = places
+    grid = _only(places)
+    if grid is not None and grid.numel == size:
+        if not grid.is_run:
+            sizes, strides, offset = grid
+            if offset == 0:
+                return lambda tile: torch.as_strided_copy(tile, sizes, strides)
+            return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
         if shape and size == math.prod(shape):
             return lambda tile: tile
+        start, stop = grid.offset, grid.offset + size
         return lambda tile: tile.view(-1)[start:stop]
-    if isinstance(places, Grid) and math.prod(places.sizes) == size:
-        sizes, strides, offset = places
-        if offset == 0:
-            return lambda tile: torch.as_strided_copy(tile, sizes, strides)
-        return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
-    views = _viewer(places)
 
     def pack(tile: torch.Tensor) -> torch.Tensor:
         buffer = tile.new_empty(size)
-        for start, stop, view in views(tile):
-            buffer[start:stop].view(view.shape).copy_(view)
+        for start, grid in places:
+            buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.of(tile))
         return buffer
 
     return pack
-
-
-def _viewer(places: Places) -> Callable[[torch.Tensor], list[tuple[int, int, torch.Tensor]]]:
-    """A function from a tile to views of what lies there, each with where it begins and ends in the buffer."""
-    if isinstance(places, Run):
-        start, stop = places
-        return lambda tile: [(0, stop - start, tile.view(-1)[start:stop])]
-    if isinstance(places, Grid):
-        (sizes, strides, offset), count = places, math.prod(places.sizes)
-        return lambda tile: [(0, count, tile.as_strided(sizes, strides, tile.storage_offset() + offset))]
-    parts = [(start, start + elements_of(box), slices_of(box)) for start, box in places.parts]
-    return lambda tile: [(start, stop, tile[box]) for start, stop, box in parts]
 
 
 def slices_of(box: Region) -> tuple[slice, ...]:
@@ -267,21 +252,21 @@ def unpacker(places: Places, shape: Shape) -> Pack:
 
     The tile shares the buffer's memory where it can.
     """
-    if isinstance(places, Run):
+    grid = _only(places)
+    if grid is not None and grid.is_run:
         count = math.prod(shape)  # behind it there may be padding
         return lambda buffer: buffer[:count].view(shape)
-    if isinstance(places, Grid):
+    if grid is not None:
         # Read the buffer in the order of the tile's memory.
-        read = zip(places.strides, places.sizes, strides_of(places.sizes), strict=True)
+        read = zip(grid.strides, grid.sizes, strides_of(grid.sizes), strict=True)
         ordered = sorted(read, key=lambda mode: -mode[0])
-        sizes, strides = tuple(mode[1] for mode in ordered), tuple(mode[2] for mode in ordered)
+        sizes, strides = tuple([mode[1] for mode in ordered]), tuple([mode[2] for mode in ordered])
         return lambda buffer: torch.reshape(torch.as_strided_copy(buffer, sizes, strides), shape)
-    views = _viewer(places)
 
     def unpack(buffer: torch.Tensor) -> torch.Tensor:
         tile = buffer.new_empty(shape)
-        for start, stop, view in views(tile):
-            view.copy_(buffer[start:stop].view(view.shape))
+        for start, grid in places:
+            grid.of(tile).copy_(buffer[start : start + grid.numel].view(grid.sizes))
         return tile
 
     return unpack

@@ -39,21 +39,21 @@ from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Cuts, Plan, cuts_of
-from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
-from axes.runtime import packing, torch_private
+from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.communicator import REDUCED, Communicator, communicator, recorded_communicator
 from axes.runtime.groups import group_of
 from axes.runtime.packing import (
-    Boxes,
     Part,
     Shape,
     arranged,
     elements_of,
+    is_run,
+    laid,
     packer,
     slices_of,
     times,
@@ -275,7 +275,7 @@ def _compiled(made: BoundProgram, tile: Shape | None, eager: bool, recorded: boo
     for at, step in program.steps.items():
         group, many = groups[at], step.opened(multiples)
         if group is None:
-            stages.append(step.merged(_slice(step, many, eager), many))
+            stages.append(_slice(step, many, eager))
             continue
         if at == sending[0] and wire is not program.dtype:
             stages.append(lambda x: x.to(wire))
@@ -285,7 +285,7 @@ def _compiled(made: BoundProgram, tile: Shape | None, eager: bool, recorded: boo
         by_exchange = eager and step.kind == "reduce_scatter" and _is_gloo(group, program.device_type)
         # What a stage before has made may be written over.
         run = _communicating(step, many, link, by_exchange, owned=bool(stages))
-        stages.append(step.merged(run, many))
+        stages.append(run)
         if at == sending[-1] and wire is not program.dtype:
             stages.append(lambda x: x.to(program.dtype))
     return _chained(stages)
@@ -334,11 +334,11 @@ def name_of(dtype: torch.dtype | None) -> str:
 class Side(NamedTuple):
     """What a rank packs of a tile of `shape`, or unpacks into one: boxes, `counts[i]` elements for or from rank i.
 
-    places: a `Lattice` or `Boxes`; in a tile of another size where these lie in memory, a `Run`, `Grid` or `Boxes`.
+    places: lattices of boxes; in a tile of another size grids of its memory. Each has where it begins in the buffer.
     size: of the buffer. is_padded: whether it has more than the boxes.
     """
 
-    places: Any
+    places: Sequence[tuple[int, Any]]
     shape: Shape
     counts: list[int]
     size: int
@@ -348,9 +348,9 @@ class Side(NamedTuple):
         """The same in a tile whose sizes are so many times larger, and where that lies in memory."""
         # In a stack of tiles the first dim is none of the tensor's.
         many = (1, *multiples) if len(self.shape) > len(multiples) else multiples
-        shape, more = tuple(map(operator.mul, self.shape, many)), math.prod(multiples)
-        places, counts = self.places.within(shape, many), [count * more for count in self.counts]
-        return Side(places, shape, counts, self.size * more, self.is_padded)
+        shape = tuple(map(operator.mul, self.shape, many))
+        places, more = laid(self.places, shape, many), math.prod(multiples)
+        return Side(places, shape, [count * more for count in self.counts], self.size * more, self.is_padded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,8 +358,7 @@ class LocalStep:
     """A step as this rank carries it out on a small tensor, whose multiples it carries out in the same way.
 
     `tile` and `shape`, before and after, have one dim for each factor, as the boxes do. factors: how many of them the
-    dims have; None where each has one. receives: of the stack of `layers` tiles that a `reduce_move` reduces. copies:
-    of a slice.
+    dims have; None where each has one. receives: of the stack of `layers` tiles that a `reduce_move` reduces.
     """
 
     kind: str
@@ -372,7 +371,6 @@ class LocalStep:
     shape: Shape
     sends: Side
     receives: Side
-    copies: tuple[tuple[Region, Region], ...]
 
     def opened(self, multiples: Shape) -> Shape:
         """The multiples of the factors by those of the dims: the factors of a group are as they are."""
@@ -381,15 +379,19 @@ class LocalStep:
         pairs = zip(multiples, self.factors, strict=True)
         return tuple([one for many, count in pairs for one in ([many] if count == 1 else [1] * count)])
 
-    def merged(self, run: Run, multiples: Shape) -> Run:
-        """`run`, which has one dim for each factor, for tiles of the tensor's own dims."""
-        if self.factors is None:
-            return run
-        tile, shape = _larger(self.tile, multiples), _larger(self.shape, multiples)
-        if len(shape) == len(multiples):  # a rank that leaves with nothing has no dims
-            ends = pairwise([0, *accumulate(self.factors)])
-            shape = tuple([math.prod(shape[start:stop]) for start, stop in ends])
-        return lambda x: run(x.view(tile)).view(shape)
+    def at(self, multiples: Shape) -> tuple[Side, Side, Shape]:
+        """Both sides at the multiples of the factors, and the shape that is received."""
+        shape = self.result(multiples)
+        stacked = (self.layers, *shape) if self.kind == "reduce_move" else shape
+        return self.sends.times(multiples), self.receives.times(multiples), stacked
+
+    def result(self, multiples: Shape) -> Shape:
+        """The shape of the new tile in the dims of the tensor, by the multiples of its factors."""
+        shape = _larger(self.shape, multiples)
+        if self.factors is None or len(shape) != len(multiples):  # a rank that leaves with nothing has no dims
+            return shape
+        ends = pairwise([0, *accumulate(self.factors)])
+        return tuple([math.prod(shape[start:stop]) for start, stop in ends])
 
     @cached_property
     def is_balanced(self) -> bool:
@@ -413,7 +415,7 @@ def local_step(step: Step) -> LocalStep:
         stack = (exchange.layers, *shape)
     sides = _side(sends, tile, exchange), _side(receives, stack, exchange)
     how = step.kind, step.op or "sum", step.divisor, exchange.layers, step.is_even, factors
-    return LocalStep(*how, tile, shape, *sides, exchange.copies)
+    return LocalStep(*how, tile, shape, *sides)
 
 
 def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side:
@@ -426,7 +428,7 @@ def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side
                 lengths.append(count)
                 start += count
                 counts[message.peer] += count
-    size, places = len(messages) * exchange.padded or start, arranged(parts, lengths) if parts else Boxes(())
+    size, places = len(messages) * exchange.padded or start, arranged(parts, lengths) if parts else ()
     return Side(places, shape, counts, size, size > sum(counts))
 
 
@@ -437,23 +439,17 @@ def _larger(shape: Shape, multiples: Shape) -> Shape:
 
 def _slice(step: LocalStep, multiples: Shape, eager: bool) -> Run:
     """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
-    tile, shape = _larger(step.tile, multiples), _larger(step.shape, multiples)
-    copies = [tuple([slices_of(times(box, multiples)) for box in pair]) for pair in step.copies]
-    if len(copies) == 1:
-        only = copies[0][0]
-        cut = [dim for dim, (box, size) in enumerate(zip(only, tile, strict=True)) if box != slice(0, size)]
-        if eager and len(cut) == 1:
-            dim, start, length = cut[0], only[cut[0]].start, shape[cut[0]]
-            return lambda x: torch.narrow_copy(x, dim, start, length)  # half the time of a view and a copy
-        return lambda x: x[only].clone(memory_format=torch.contiguous_format)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(shape)
-        for source, target in copies:
-            out[target].copy_(x[source])
-        return out
-
-    return run
+    tile, shape = _larger(step.tile, multiples), step.result(multiples)
+    lattices = [lattice for _, lattice in step.sends.places]
+    if len(lattices) != 1 or lattices[0].steps:
+        return _through(*step.at(multiples), lambda x, shape: x.clone().view(shape))
+    only = times(lattices[0].first, multiples)
+    cut = [dim for dim, (box, size) in enumerate(zip(only, tile, strict=True)) if box != (0, size)]
+    if eager and len(cut) == 1 and step.factors is None:
+        dim, start, length = cut[0], only[cut[0]][0], shape[cut[0]]
+        return lambda x: torch.narrow_copy(x, dim, start, length)  # half the time of a view and a copy
+    box = slices_of(only)
+    return lambda x: x.view(tile)[box].clone(memory_format=torch.contiguous_format).view(shape)
 
 
 def _communicating(step: LocalStep, multiples: Shape, link: Communicator, by_exchange: bool, owned: bool) -> Run:
@@ -461,24 +457,25 @@ def _communicating(step: LocalStep, multiples: Shape, link: Communicator, by_exc
     kind, op, divisor, layers = step.kind, step.op, step.divisor, step.layers
     if kind == "all_reduce":
         return lambda x: link.all_reduce(x, op, owned, divisor)
-    sends, receives, reduce = step.sends.times(multiples), step.receives.times(multiples), _local_reduction(step)
+    (sends, receives, shape), reduce = step.at(multiples), _local_reduction(step)
+    run = functools.partial(_through, sends, receives, shape)
     if kind == "all_gather":
-        return _through(sends, receives, link.all_gather)
+        return run(link.all_gather)
     exchange, scatter = link.all_to_all, link.reduce_scatter
     if by_exchange:
-        return _through(sends, receives, lambda x, shape: reduce(exchange(x, None, None, (layers, *shape))))
+        return run(lambda x, shape: reduce(exchange(x, None, None, (layers, *shape))))
     if kind == "reduce_scatter":
-        return _through(sends, receives, lambda x, shape: scatter(x, op, shape, divisor))
+        return run(lambda x, shape: scatter(x, op, shape, divisor))
     # Where all counts are equal, on all ranks alike, backends have another algorithm.
     got, given = (None, None) if step.is_balanced else (receives.counts, sends.counts)
-    run = _through(sends, receives, lambda x, shape: exchange(x, got, given, shape))
-    return run if kind != "reduce_move" else lambda x: reduce(run(x))
+    moved = run(lambda x, shape: exchange(x, got, given, shape))
+    return moved if kind != "reduce_move" else lambda x: reduce(moved(x))
 
 
-def _through(sends: Side, receives: Side, move: Callable[[torch.Tensor, Shape], torch.Tensor]) -> Run:
+def _through(sends: Side, receives: Side, shape: Shape, move: Callable[[torch.Tensor, Shape], torch.Tensor]) -> Run:
     """Packed, moved by what gives a tensor of a shape, and unpacked."""
-    pack, shape = packer(sends.places, sends.shape, sends.size), receives.shape
-    if isinstance(receives.places, packing.Run) and not receives.is_padded:
+    pack = packer(sends.places, sends.shape, sends.size)
+    if is_run(receives.places) and not receives.is_padded:
         return lambda x: move(pack(x), shape)
     flat, unpack = (receives.size,), unpacker(receives.places, shape)
     return lambda x: unpack(move(pack(x), flat))

@@ -28,7 +28,7 @@ from axes.algebra.planning.boxes import Region
 from axes.algebra.transfer_ends import Codec
 from axes.algebra.transfers import Transfer
 from axes.runtime import torch_private
-from axes.runtime.packing import Grid, Lattice, Part, Run, arranged, slices_of
+from axes.runtime.packing import Part, arranged, laid, slices_of
 
 
 class PageView:
@@ -82,13 +82,13 @@ class LinkedTile:
     def views(self, x: torch.Tensor, boxes: Sequence[Part]) -> Iterator[tuple[int, torch.Tensor]]:
         """Boxes as views of the tile, with where each begins: one view where they are a lattice in one run."""
         found = arranged(boxes)
-        if isinstance(found, Lattice):
-            low, high = (self.link.place(self.side, self.tile, corner) for corner in found.corners)
+        if len(found) == 1:
+            lattice = found[0][1]
+            low, high = (self.link.place(self.side, self.tile, corner) for corner in lattice.corners)
             if low is not None and high is not None and low[1] == high[1]:
-                grid = found.by(self.link.strides(self.side, x.stride()), (1,) * len(self.link.dims))
-                sizes, strides = ((grid.stop - grid.start,), (1,)) if isinstance(grid, Run) else grid[:2]
+                sizes, strides, _ = lattice.by(self.link.strides(self.side, x.stride()), (1,) * len(self.link.dims))
                 if min(strides) >= 0:  # torch has no others
-                    yield 0, x.as_strided(sizes, strides, self._offset(x, [start for start, _ in found.first]))
+                    yield 0, x.as_strided(sizes, strides, self._offset(x, [start for start, _ in lattice.first]))
                     return
         for start, box in boxes:
             yield start, self.box(x, box)
@@ -141,13 +141,9 @@ class TileViews:
             yield from self._linked(number, link, side).views(tile, boxes)
             return
         if link is None and tile.is_contiguous():
-            found = arranged(boxes).within(tuple(tile.shape), (1,) * tile.dim())
-            if isinstance(found, Run):
-                yield 0, tile.view(-1)[found.start : found.stop]
-                return
-            if isinstance(found, Grid):
-                yield 0, tile.as_strided(found.sizes, found.strides, tile.storage_offset() + found.offset)
-                return
+            for start, grid in laid(arranged(boxes), tuple(tile.shape), (1,) * tile.dim()):
+                yield start, grid.of(tile)
+            return
         for start, box in boxes:
             yield start, self.box(number, side, tile, box)
 
