@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axes.algebra.cost import CostModel
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, choices, plan
+from axes.algebra.plan import Plan, choices_between, plan
 from axes.algebra.sharding import Sharding
 
 SIDE = 64
@@ -170,7 +170,10 @@ def compare(chosen_pairs: list[Pair], progress: Callable[[str], None]) -> bool:
         ours[name] = [counts(plan(a.sharding(), b.sharding(), shape, "float32", model)) for a, b in chosen_pairs]
     progress("axes, all candidates")
     weighed = [
-        [counts(found) for found in choices(a.sharding(), b.sharding(), shape_of(WHOLE), "float32")]
+        [
+            counts(found)
+            for found in choices_between(a.sharding(), b.sharding(), shape_of(WHOLE), "float32", CostModel())
+        ]
         for a, b in chosen_pairs
     ]
     print_table(theirs, ours)

@@ -213,7 +213,7 @@ PLANS = (
     *((f"axes.plan({source!r}, {target!r}, (8, 8))", "ShardingError", said, *more) for source, target, said, *more in (
         ("s d", "s d | sum@tp", "pending over tp, where the source has nothing", "\n  source  s d\n  target  s d | sum@tp"),
         ("s d | sum@cp", "s d | sum@(cp tp)", "the target has sum pending over tp, where the source has nothing"),
-        ("s d | max@tp", "s d | sum@tp", "has max pending over tp, not sum"),
+        ("s d | max@tp", "s d | sum@tp", "sum pending over tp, where the source has max"),
         ("s d | sum@cp max@tp", "s d | sum@cp", "innermost first"),
         ("s d | sum@cp max@tp", "s d | max@tp sum@cp", "keep their order"),
         ("s d", "s d e", "has 3 dims"),

@@ -124,7 +124,7 @@ MOVED = (
         ("'b s (d@* e)'", "in a group write the axes"),
         ("'b ...@tp'", "name the dim that is split"),
     )),
-    ("axes.reshard(D('b@dp s | max@tp', 4, 4), 'b s | sum@tp')", "ShardingError", "the source has max pending over tp, not sum\n  source  _@dp _"),
+    ("axes.reshard(D('b@dp s | max@tp', 4, 4), 'b s | sum@tp')", "ShardingError", "the target has sum pending over tp, where the source has max\n  source  _@dp _"),
     ("axes.reshard(D('b@dp s | sum@tp', 4, 4), 'b s@tp | *')", "ShardingError", "'tp' is used twice"),
     ("axes.reshard(axes.from_local(L(4).long(), 'n | mean@tp'), 'n |')", "ShardingError", "a mean of int64 isn't int64"),
     ("axes.reshard(D('n', 4), 'n@@tp')", "ExpressionError", "n@@tp\n"),

@@ -1,4 +1,6 @@
-"""How a dim that doesn't divide is cut: `torch.chunk`, nested in the written order.
+"""What a rank has: how a dim is cut, what two tiles share, and where that lies in a local tensor.
+
+A dim that doesn't divide is cut as `torch.chunk` cuts it, nested in the written order.
 
 Five elements over axes of size 2 and 2 are cut into 3 and 2, then each into 2 and 1, 1 and 1:
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 
 from axes.algebra.layout import Mode
 
@@ -22,6 +24,9 @@ Runs = tuple[tuple[int, int], ...]
 
 Tile = tuple[Runs, ...]
 """What a rank holds of a tensor: the product, over the dims, of their runs."""
+
+Region = tuple[tuple[int, int], ...]
+"""A box of a local tensor: `(start, stop)` for each dim."""
 
 
 def nested_chunk(extent: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -162,3 +167,57 @@ def count(runs: Runs) -> int:
 def tile_shape(held: Tile) -> tuple[int, ...]:
     """The shape of the local tensor that holds a tile."""
     return tuple(map(count, held))
+
+
+# --- tiles and boxes ------------------------------------------------------------------------------
+
+
+def volume(held: Tile) -> int:
+    """Elements of a tile."""
+    return math.prod(map(count, held))
+
+
+def intersection(one: Tile, two: Tile) -> Tile:
+    """What two tiles share.
+
+    >>> intersection((((0, 4), (8, 12)),), (((2, 9),),))
+    (((2, 4), (8, 9)),)
+    """
+    return tuple(map(shared_runs, one, two))
+
+
+def shared_runs(mine: Runs, theirs: Runs) -> Runs:
+    """What two lists of runs share."""
+    found: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(mine) and j < len(theirs):
+        start, stop = max(mine[i][0], theirs[j][0]), min(mine[i][1], theirs[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if mine[i][1] < theirs[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def regions(part: Tile, within: Tile) -> tuple[Region, ...]:
+    """The boxes of the local tensor of `within` that hold `part`, in row-major order of the runs.
+
+    >>> regions((((2, 4), (8, 9)),), (((0, 4), (8, 12)),))
+    (((2, 4),), ((4, 5),))
+    """
+    return tuple(product(*map(local_runs, part, within)))
+
+
+def local_runs(part: Runs, within: Runs) -> list[tuple[int, int]]:
+    """Where runs lie in a local dim that has the runs `within`."""
+    found: list[tuple[int, int]] = []
+    at, base = 0, 0
+    for start, stop in part:
+        while within[at][1] < stop:
+            base += within[at][1] - within[at][0]
+            at += 1
+        offset = base - within[at][0]
+        found.append((start + offset, stop + offset))
+    return found

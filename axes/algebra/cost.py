@@ -1,10 +1,9 @@
 """What a collective costs: a latency, bytes over the links, bytes through memory.
 
->>> from axes.algebra.universe import Universe
 >>> model = CostModel(latency_us=10, intra_node_gbps=100, inter_node_gbps=25, ranks_per_node=8)
->>> model.time_us(Traffic("all_to_all", 8, 8, bytes_in=1_000_000, bytes_copied=0))     # within a node
+>>> model.time_us("all_to_all", 8, 8, bytes_in=1_000_000)     # within a node
 20.0
->>> model.time_us(Traffic("all_to_all", 2, 1, bytes_in=1_000_000, bytes_copied=0))     # across nodes
+>>> model.time_us("all_to_all", 2, 1, bytes_in=1_000_000)     # across nodes
 50.0
 
 A rank's bytes count where the rank receives them. In an exchange each byte has its own way, so the
@@ -27,22 +26,6 @@ from axes.algebra.sizes import whole_number
 from axes.algebra.universe import Universe
 
 _NODE_AWARE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """One step, as a cost model sees it.
-
-    kind: "slice", "all_reduce", ... as in a plan.
-    group_size: ranks that communicate; node_size: how many of them share a node.
-    bytes_in: what the busiest rank receives; bytes_copied: what it packs and unpacks.
-    """
-
-    kind: str
-    group_size: int
-    node_size: int
-    bytes_in: int
-    bytes_copied: int
 
 
 @dataclass(frozen=True)
@@ -73,16 +56,19 @@ class CostModel:
                 f"CostModel.ranks_per_node is a whole number from 1; found {shown(self.ranks_per_node)}"
             )
 
-    def time_us(self, traffic: Traffic) -> float:
-        """Microseconds for one step; nothing for a step that only takes a view."""
-        if traffic.group_size <= 1:
-            return traffic.bytes_copied / self.memory_gbps / 1e3
-        outside = traffic.bytes_in * (traffic.group_size - traffic.node_size) / (traffic.group_size - 1)
-        if traffic.kind in _NODE_AWARE:
-            outside /= traffic.node_size
-        inside = traffic.bytes_in - outside
-        seconds = inside / self.intra_node_gbps + outside / self.inter_node_gbps
-        return self.latency_us + (seconds + traffic.bytes_copied / self.memory_gbps) / 1e3
+    def time_us(self, kind: str, group_size: int, ranks_of_a_node: int, bytes_in: int, bytes_copied: int = 0) -> float:
+        """Microseconds for one step; nothing for a step that only takes a view.
+
+        kind: "slice", "all_reduce", ... as in a plan. Of the `group_size` ranks that communicate, `ranks_of_a_node`
+        share a node. bytes_in: what the busiest rank receives; bytes_copied: what it packs and unpacks.
+        """
+        if group_size <= 1:
+            return bytes_copied / self.memory_gbps / 1e3
+        outside = bytes_in * (group_size - ranks_of_a_node) / (group_size - 1)
+        if kind in _NODE_AWARE:
+            outside /= ranks_of_a_node
+        seconds = (bytes_in - outside) / self.intra_node_gbps + outside / self.inter_node_gbps
+        return self.latency_us + (seconds + bytes_copied / self.memory_gbps) / 1e3
 
 
 def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_node: int) -> int:
@@ -90,6 +76,7 @@ def node_size(universe: Universe, digits: Iterable[tuple[int, int]], ranks_per_n
 
     In closed form where the universe is evenly spaced; else it looks at the ranks along each digit.
 
+    >>> from axes.algebra.universe import Universe
     >>> node_size(Universe.of(range(64)), [(4, 8), (8, 1)], 8), node_size(Universe.of(range(64)), [(8, 4)], 8)
     (8, 2)
     """

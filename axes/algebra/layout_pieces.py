@@ -20,8 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from axes.algebra.chunks import Runs, Tile, merged
-from axes.algebra.planning.boxes import Region, intersection
+from axes.algebra.chunks import Region, Runs, Tile, intersection, merged, volume
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `as_strided` takes them."""
@@ -226,7 +225,7 @@ def without_overlap(tiles: Iterable[Tile]) -> list[bool]:
     taken: list[Tile] = []
     found = []
     for tile in tiles:
-        found.append(all(intersection(tile, other) is None for other in taken))
+        found.append(not any(volume(intersection(tile, other)) for other in taken))
         if found[-1]:
             taken.append(tile)
     return found

@@ -18,11 +18,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
-from axes.algebra.chunks import Runs, Tile, count
+from axes.algebra.chunks import Runs, Tile, count, regions
 from axes.algebra.errors import ShardingError, SizeError, shortened, shown
-from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.exchange import Pieces, pieces_of
 from axes.algebra.sharding import Sharding, Slots
 from axes.algebra.sizes import tuple_of, whole_numbers
@@ -45,7 +43,7 @@ class PageLink:
     runs: tuple[tuple[Runs, ...], tuple[Runs, ...]]
     pages: Lists = field(compare=False)
 
-    in_tiles: ClassVar[bool] = True
+    boxes = staticmethod(regions)
     """Boxes are of what a rank has of the list, page after page, and of its tile along the other dims."""
 
     @staticmethod
@@ -90,10 +88,6 @@ class PageLink:
     def like(self, *ends: Sharding) -> PageLink:
         """Lists are not alike."""
         return self
-
-    def boxes(self, region: Region) -> list[Region]:
-        """A box of a tile is one box."""
-        return [region]
 
     def tile(self, side: int) -> Tile:
         """What is written may be anywhere."""

@@ -19,12 +19,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
-from axes.algebra.chunks import Runs, Tile, count, largest_chunk, merged
+from axes.algebra.chunks import Region, Runs, Tile, count, largest_chunk, merged
 from axes.algebra.layout import Layout
 from axes.algebra.layout_pieces import LayoutPiece, PieceDim, boxes_in_run, cut_box
-from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.exchange import Pieces, pieces_of
 from axes.algebra.sharding import Sharding, Slots
 
@@ -56,9 +55,6 @@ class PieceLink:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PieceLink, (self.dims, self.offsets, self.shapes)  # a hash is a process's own
-
-    in_tiles: ClassVar[bool] = False
-    """Boxes are of the piece, not of what a rank has of it."""
 
     @staticmethod
     def of(piece: LayoutPiece, source: Shape, target: Shape) -> PieceLink:
@@ -116,8 +112,11 @@ class PieceLink:
         steps = [tuple([step[1:] for step in self.steps(side, dim)]) for dim in range(len(self.shapes[side]))]
         return math.prod([_most_in_a_piece(each, *end) for each, end in zip(steps, ends, strict=True)])
 
-    def boxes(self, region: Region) -> list[Region]:
-        """The elements of a stretch of each knot as boxes of the piece, in the order in which they are sent."""
+    def boxes(self, part: Tile, _: Tile) -> tuple[Region, ...]:
+        """The elements of stretches of each knot as boxes of the piece, in the order in which they are sent."""
+        return tuple(itertools.chain(*map(self._boxes, itertools.product(*part))))
+
+    def _boxes(self, region: Region) -> list[Region]:
         parts = [
             cut_box(tuple([(0, size) for size in self._sizes(knot)]), start, stop) if knot.dims else [()]
             for knot, (start, stop) in zip(self.knots, region, strict=True)
@@ -190,9 +189,8 @@ def _first_alike(sharding: Sharding, shape: Shape, offset: Shape, moving: tuple[
             return 0
         if dim in moving:
             return at
-        pieces = pieces_of(sharding.dims[dim], sharding.extents(shape)[dim])
-        number = pieces.meeting(((at, at + 1),))[0]
-        return next(start for start, stop in pieces.runs[number] if start <= at < stop)
+        pieces = pieces_of(sharding.dims[dim], sharding.extents(shape)[dim]).runs
+        return next(start for runs in pieces for start, stop in runs if start <= at < stop)
 
     return tuple(itertools.starmap(first, enumerate(offset)))
 

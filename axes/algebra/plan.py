@@ -21,20 +21,21 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from fractions import Fraction
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from axes.algebra import providers
-from axes.algebra.cost import CostModel, Traffic, members_of_node, node_size
+from axes.algebra.cost import CostModel, members_of_node, node_size
 from axes.algebra.errors import ShardingError, shown
-from axes.algebra.layout import Layout, common_digits
+from axes.algebra.layout import Layout
 from axes.algebra.planning.candidates import COLLECTIVES, Stage, Stages, candidates
-from axes.algebra.planning.crossing import crossings
-from axes.algebra.planning.digits import Digit, Space, State, common, sorted_classes
+from axes.algebra.planning.digits import Digit, State, common
 from axes.algebra.planning.exchange import ranks_of_both
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding, unmarked
 from axes.algebra.sizes import checked_rank, checked_shape
+from axes.algebra.splits import split
 from axes.algebra.universe import Universe
 
 ITEMSIZE = {
@@ -48,9 +49,6 @@ ITEMSIZE = {
 
 _NARROW = ("float8", "float4")
 
-OPS = ("sum", "mean", "max", "min")
-"""The reductions that can be pending."""
-
 _DEFAULT = CostModel()
 
 Shape = tuple[int, ...]
@@ -60,40 +58,71 @@ Shape = tuple[int, ...]
 class Plan:
     """The steps from one sharding to another, which it prints as a list.
 
-    cost: modelled microseconds. rank: the rank that the plan is seen from; `at` gives another view.
+    stages: the same steps in digits, with what they move of `elements`, those of the tensor that they were found for.
+    Of any other shape that they cut alike (`cuts_of`) they move as many times more. rank: the rank that the plan is
+    seen from; `at` gives another view.
     """
 
     source: Sharding
     target: Sharding
     shape: tuple[int, ...]
     dtype: str
-    steps: tuple[Step, ...]
-    cost: float
     rank: int
+    stages: Stages
+    elements: int
+    model: CostModel
 
     def __hash__(self) -> int:
         return hash((self.source, self.target, self.shape, self.dtype, self.rank))
 
+    @cached_property
+    def states(self) -> tuple[Sharding, ...]:
+        """How the tensor lies before the first step and after each, in the names of the source and of the target."""
+        between = [replace(stage.target.sharding, names=self.source.names) for stage in self.stages[:-1]]
+        return (self.source, *between, *[self.target][: len(self.stages)])
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """What is done, one after the other."""
+        return tuple([self._step(stage, *pair) for stage, pair in zip(self.stages, pairwise(self.states), strict=True)])
+
+    @cached_property
+    def cost(self) -> float:
+        """Modelled microseconds."""
+        return sum([self._time(stage, math.prod(self.shape)) for stage in self.stages])
+
+    def weight(self, size: int) -> tuple[float, int, int]:
+        """What plans are compared by, of a tensor of so many elements: time, then collectives, then bytes."""
+        time = sum([self._time(stage, size) for stage in self.stages])
+        return float(f"{time:.9g}"), self.collectives, sum([self._bytes(stage.received, size) for stage in self.stages])
+
     @property
     def collectives(self) -> int:
         """The number of steps that communicate."""
-        return sum(step.kind in COLLECTIVES for step in self.steps)
+        return sum([stage.kind in COLLECTIVES for stage in self.stages])
 
     @property
     def bytes_in(self) -> int:
         """Bytes received by the rank that receives most, summed over the steps."""
-        return sum(step.bytes_in for step in self.steps)
+        return sum([step.bytes_in for step in self.steps])
 
     @property
     def bytes_out(self) -> int:
         """Bytes sent by the rank that sends most, summed over the steps."""
-        return sum(step.bytes_out for step in self.steps)
+        return sum([step.bytes_out for step in self.steps])
+
+    @property
+    def least(self) -> Plan:
+        """The same at the smallest shape that is cut alike; of an odd dim, or of nothing, the size is what it is."""
+        found = cuts_of(*self.states, self.target)
+        odd, sizes = odd_dims(self.shape, found), enumerate(zip(self.shape, found, strict=True))
+        return replace(self, shape=tuple([n if dim in odd or not n else pieces for dim, (n, (pieces, _)) in sizes]))
 
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits that ranks can compare: what is done to what, without names or views."""
         ends = [_without_names(end) for end in (self.source, self.target)]
-        done = [(step.kind, step.layout, step.op, step.divisor, _without_names(step.target)) for step in self.steps]
+        done = [(stage.kind, stage.group, stage.op, stage.divisor, stage.target.splits) for stage in self.stages]
         return hashlib.sha256(repr((ends, self.shape, self.dtype, done)).encode()).hexdigest()[:16]
 
     @property
@@ -106,18 +135,12 @@ class Plan:
         itemsize = itemsize_of(self.dtype)
         held = self.source.largest_tile(self.shape) * itemsize
         made = self.target.largest_tile(self.shape) * itemsize
-        during = (step.output_bytes + step.send_bytes + step.receive_bytes for step in self.steps)
-        return held + max(made, *during, 0)
-
-    @property
-    def states(self) -> tuple[Sharding, ...]:
-        """How the tensor lies before the first step and after each, in the names of the source and of the target."""
-        between = [replace(step.target, names=self.source.names) for step in self.steps[:-1]]
-        return (self.source, *between, *[self.target][: len(self.steps)])
+        steps = [(step.target.largest_tile(self.shape) * itemsize, step) for step in self.steps]
+        return held + max([made, *[result + step.send_bytes + step.receive_bytes for result, step in steps]])
 
     def at(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        return replace(self, rank=rank, steps=tuple(replace(step, rank=rank) for step in self.steps))
+        return replace(self, rank=rank)
 
     def __str__(self) -> str:
         title = f"{self.source} -> {self.target}     {list(self.shape)} {self.dtype}"
@@ -133,6 +156,38 @@ class Plan:
 
     def _repr_html_(self) -> str | None:
         return providers.html_of(self)
+
+    def _bytes(self, elements: int | Fraction, size: int) -> int:
+        return -(-elements * size // self.elements) * itemsize_of(self.dtype)
+
+    def _time(self, stage: Stage, size: int) -> float:
+        if stage.kind not in COLLECTIVES:
+            return 0.0
+        group = _group(stage.source.universe, stage.target.universe, stage.group, self.model.ranks_per_node)
+        moved = self._bytes(stage.received, size), self._bytes(stage.copied, size)
+        return self.model.time_us(stage.kind, *group, *moved)
+
+    def _step(self, stage: Stage, source: Sharding, target: Sharding) -> Step:
+        one, two, nodes = stage.source.universe, stage.target.universe, self.model.ranks_per_node
+        size = math.prod(self.shape)
+        return Step(
+            stage.kind,
+            source,
+            target,
+            self.shape,
+            None if stage.group is None else Layout.of(stage.group),
+            _group(one, two, stage.group, nodes)[0],
+            self.rank,
+            stage.op,
+            stage.divisor,
+            Layout.of(stage.resolved),
+            self._bytes(stage.received, size),
+            self._bytes(stage.sent, size),
+            self._bytes(stage.send, size),
+            self._bytes(stage.receive, size),
+            self._time(stage, size),
+            nodes,
+        )
 
 
 def plan(
@@ -203,130 +258,49 @@ def _without_names(end: Sharding) -> tuple[object, ...]:
 
 @lru_cache(maxsize=4096)
 def _plan(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel, rank: int) -> Plan:
-    found = choices_between(source, target, shape, dtype, model)
-    return found.plan(found.cheapest(shape), shape, rank)
+    return replace(cheapest(choices_between(source, target, shape, dtype, model), shape), rank=rank)
 
 
 @lru_cache(maxsize=4096)
-def choices_between(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> Choices:
-    """The sequences of stages worth weighing between two shardings as planning sees them (`Sharding.at`)."""
+def choices_between(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> list[Plan]:
+    """The plans worth weighing between two shardings as planning sees them (`Sharding.at`), the plainest first."""
     check_pair(source, target, shape, dtype)
-    return Choices(source, target, shape, dtype, model)
+    source, target = replace(source, names=()), replace(target, names=())
+    what, elements = (source, target, shape, dtype, source.universe.ranks[0]), math.prod(shape) or 1
+    return [Plan(*what, stages, elements, model) for stages in _sequences(source, target, shape, model)]
 
 
-def choices(
-    source: Sharding, target: Sharding, shape: Sequence[int], dtype: str = "float32", cost_model: CostModel = _DEFAULT
-) -> list[Plan]:
-    """Every plan that was weighed for a redistribution, the plainest first. For looking, and for tests."""
-    shape = checked_shape(shape)
-    found = choices_between(_seen(source, shape), _seen(target, shape), shape, dtype, cost_model)
-    return [found.plan(at, shape, source.universe.ranks[0]) for at in range(len(found.sequences))]
+def cheapest(found: Sequence[Plan], shape: Shape) -> Plan:
+    """The cheapest plan for another shape that all cut alike: by time, collectives, bytes; the plainer of equals."""
+    size = math.prod(shape)
+    return found[0] if len(found) == 1 else min(found, key=lambda plan: plan.weight(size))
 
 
-class Choices:
-    """The sequences of stages worth weighing between two shardings, for tensors of `shape`.
-
-    Where the stages cut another shape alike (`cuts_of`), every number of a stage is proportional to the elements
-    of the tensor: its sequences are the same, and which is the cheapest is asked of its own numbers.
-    """
-
-    def __init__(self, source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel):
-        # It is kept for shardings that are equal, whatever the names of their dims.
-        self.source, self.target = replace(source, names=()), replace(target, names=())
-        self.shape, self.dtype, self.model = shape, dtype, model
-        self.space, self.sequences = _sequences(source, target, shape, model)
-        self.states = lru_cache(maxsize=256)(self._states)
-
-    def cheapest(self, shape: Shape) -> int:
-        """The number of the cheapest sequence at a shape: by time, then collectives, bytes, and the plainer one."""
-        if len(self.sequences) == 1:
-            return 0
-
-        def weight(at: int) -> tuple[float, int, int]:
-            steps = [self._traffic(stage, shape) for stage in self.sequences[at] if stage.kind in COLLECTIVES]
-            time = sum([self.model.time_us(traffic) for traffic in steps])
-            return float(f"{time:.9g}"), len(steps), sum([traffic.bytes_in for traffic in steps])
-
-        return min(range(len(self.sequences)), key=weight)
-
-    def least(self, at: int) -> Shape:
-        """The smallest shape that one of the sequences cuts alike; of an odd dim, or of nothing, the size itself."""
-        found = cuts_of(*self.states(at))
-        odd, sizes = odd_dims(self.shape, found), enumerate(zip(self.shape, found, strict=True))
-        return tuple([size if dim in odd or not size else pieces for dim, (size, (pieces, _)) in sizes])
-
-    def plan(self, at: int, shape: Shape, rank: int) -> Plan:
-        """One of the sequences as a plan for a tensor of `shape`, seen from a rank."""
-        ends = pairwise(self.states(at))  # of a plan without a step these are two, and the same shards
-        steps = tuple([self._step(*each, shape, rank) for each in zip(self.sequences[at], ends, strict=False)])
-        return Plan(self.source, self.target, shape, self.dtype, steps, sum([step.cost for step in steps]), rank)
-
-    def _states(self, at: int) -> tuple[Sharding, ...]:
-        # The ends are the shardings as they were given, so that nothing is lost of how they were said.
-        between = [stage.outside or self.space.sharding(stage.target) for stage in self.sequences[at][:-1]]
-        return (self.source, *between, self.target)
-
-    def _traffic(self, stage: Stage, shape: Shape) -> Traffic:
-        """A stage as the cost model sees it."""
-        universe = self.source.universe if stage.outside is None else stage.outside.universe
-        group = _group(universe, self.source.universe, stage.group, self.model.ranks_per_node)
-        moved = self._bytes(stage.received, shape, stage.shares), self._bytes(stage.copied, shape)
-        return Traffic(stage.kind, *group, *moved)
-
-    def _bytes(self, elements: int, shape: Shape, shares: int = 1) -> int:
-        return self._times(elements, shape, shares) * itemsize_of(self.dtype)
-
-    def _times(self, elements: int, shape: Shape, shares: int = 1) -> int:
-        """What elements for a tensor of the own shape are for another one's."""
-        return -(-elements * math.prod(shape) // ((math.prod(self.shape) or 1) * shares))
-
-    def _step(self, stage: Stage, ends: tuple[Sharding, Sharding], shape: Shape, rank: int) -> Step:
-        traffic = self._traffic(stage, shape)
-        return Step(
-            stage.kind,
-            *ends,
-            shape,
-            None if stage.group is None else Layout.of(stage.group),
-            traffic.group_size,
-            rank,
-            stage.op,
-            stage.divisor,
-            Layout.of(stage.resolved),
-            traffic.bytes_in,
-            self._bytes(stage.sent, shape, stage.shares),
-            self._bytes(stage.send, shape),
-            self._bytes(stage.receive, shape),
-            self._bytes(ends[1].largest_tile(self.shape), shape),
-            self._times(stage.padded, shape),
-            stage.flat,
-            self.model.time_us(traffic) if stage.kind in COLLECTIVES else 0.0,
-            self.model.ranks_per_node,
-        )
-
-
-def _sequences(source: Sharding, target: Sharding, shape: Shape, model: CostModel) -> tuple[Space, list[Stages]]:
-    if 0 in shape or source.is_equivalent(target, shape):
-        nothing = State((), ())
-        return Space(source, (), ()), [(Stage("slice", nothing, nothing),) if 0 in shape else ()]
-    universe, node = source.universe, Layout((model.ranks_per_node,), (1,))
-    found = common(source, target, shape, node) if universe == target.universe else None
-    if found is None:
-        return crossings(source, target, shape, model.ranks_per_node)
-
-    def inside(digit: Digit) -> bool:
-        return node_size(universe, (digit,), model.ranks_per_node) == digit[0]
-
-    return found[0], candidates(*found, inside)
+def _sequences(source: Sharding, target: Sharding, shape: Shape, model: CostModel) -> list[Stages]:
+    if source.is_equivalent(target, shape):
+        return [()]
+    same, nodes = source.universe == target.universe, model.ranks_per_node
+    found = common(source, target, shape, nodes) if same else None
+    kept = found
+    if found is None and (same or not target.pending):
+        # What the target keeps pending is in the source's digits, how it is split isn't.
+        whole = Sharding(source.mesh, (split(),) * source.ndim, target.pending)
+        kept = common(source, whole, shape, nodes)
+    found = found or common(target, target, shape, nodes)
+    if kept is None or found is None:
+        raise _impossible(source, target, "nothing can become pending on other axes than it is")
+    _check_pending(source, target, *kept)
+    if 0 in shape:
+        return [(Stage("slice", kept[0], found[1]),)]
+    return candidates(kept[0], found[1], kept[1])
 
 
 @lru_cache(maxsize=4096)
-def _group(
-    universe: Universe, source: Universe, group: tuple[Digit, ...] | None, ranks_per_node: int
-) -> tuple[int, int]:
+def _group(one: Universe, two: Universe, group: tuple[Digit, ...] | None, ranks_per_node: int) -> tuple[int, int]:
     """`(size of the group, how many of it share a node)`; all ranks of both universes without a group."""
     if group is not None:
-        return math.prod([size for size, _ in group]), node_size(universe, group, ranks_per_node)
-    ranks = ranks_of_both(source, universe)
+        return math.prod([size for size, _ in group]), node_size(two, group, ranks_per_node)
+    ranks = ranks_of_both(one, two)
     return len(ranks), members_of_node(ranks, ranks_per_node)
 
 
@@ -335,12 +309,6 @@ def _group(
 
 def check_pair(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype: str) -> None:
     """Raise `ShardingError` where nothing can take `source` to `target`. Cheap: no rank is looked at."""
-    for end in (source, target):
-        if end.ndim != len(shape):
-            raise ShardingError(f"'{end}' has {end.ndim} dims; the tensor has shape {list(shape)}")
-        unknown = next((op for op, _ in end.pending if op not in OPS), None)
-        if unknown is not None:
-            raise ShardingError(f"'{end}' has '{unknown}' pending; known reductions: {', '.join(OPS)}")
     if source.universe == target.universe:
         here, there = source.mesh.extent, target.mesh.extent
         if here != there and not here.contains(there):
@@ -354,7 +322,6 @@ def check_pair(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype
         raise _impossible(
             source, target, "between different sets of ranks both meshes must be whole; take the sub-mesh's own ranks"
         )
-    _check_pending(source, target)
     _check_dtype(source, target, dtype)
 
 
@@ -362,29 +329,17 @@ def _impossible(source: Sharding, target: Sharding, why: str) -> ShardingError:
     return ShardingError(f"{why}\n  source  {source}\n  target  {target}")
 
 
-def _check_pending(source: Sharding, target: Sharding) -> None:
-    if not target.pending:
-        return
-    layouts = [layout for _, layout in (*source.pending, *target.pending)]
-    refined = common_digits(layouts) if source.universe == target.universe else None
-    if refined is None:
-        raise _impossible(source, target, "nothing can become pending on other axes than it is")
-    has, keeps = (
-        {digit: (op, end.mesh.called(layout)) for op, layout in end.pending for digit in refined[layout]}
-        for end in (source, target)
-    )
-    for digit, (op, axis) in keeps.items():
-        if digit not in has:
-            why = f"the target has {op} pending over {axis}, where the source has nothing"
-            raise _impossible(source, target, why)
-        if has[digit][0] != op:
-            why = f"the source has {has[digit][0]} pending over {has[digit][1]}, not {op}"
-            raise _impossible(source, target, why)
-    one, two = (sorted_classes([(op, digit) for digit, (op, _) in side.items()]) for side in (has, keeps))
-    left = [tuple([item for item in group if item[1] in keeps]) for group in one]
-    if tuple(filter(None, left)) != two:
+def _check_pending(source: Sharding, target: Sharding, start: State, kept: State) -> None:
+    has, keeps = ({digit: op for group in state.pending for op, digit in group} for state in (start, kept))
+    for digit, op in keeps.items():
+        if has.get(digit) != op:
+            (over, *_) = [layout for _, layout in target.pending if layout.overlaps(Layout.of([digit]))]
+            axis, there = target.mesh.called(over), has.get(digit, "nothing")
+            raise _impossible(source, target, f"the target has {op} pending over {axis}, where the source has {there}")
+    left = [tuple([item for item in group if item[1] in keeps]) for group in start.pending]
+    if tuple(filter(None, left)) != kept.pending:
         raise _impossible(source, target, "reductions of different kinds keep their order")
-    for before, after in zip(left, one[1:], strict=False):
+    for before, after in zip(left, start.pending[1:], strict=False):
         if before and any(digit not in keeps for _, digit in after):
             raise _impossible(
                 source,
@@ -406,11 +361,10 @@ def _check_dtype(source: Sharding, target: Sharding, dtype: str) -> None:
 def itemsize_of(dtype: str) -> int:
     """Bytes of one element; `ShardingError` for a dtype that isn't known."""
     name = dtype.removeprefix("torch.")
-    if name.startswith(_NARROW):
-        return 1
-    if name not in ITEMSIZE:
+    found = 1 if name.startswith(_NARROW) else ITEMSIZE.get(name)
+    if found is None:
         raise ShardingError(f"unknown dtype '{dtype}'; known: {', '.join(ITEMSIZE)}, float8...")
-    return ITEMSIZE[name]
+    return found
 
 
 def dtype_name(dtype: object) -> str:
@@ -419,16 +373,12 @@ def dtype_name(dtype: object) -> str:
     >>> dtype_name("torch.bfloat16"), dtype_name("float8_e4m3fn")
     ('bfloat16', 'float8_e4m3fn')
     """
-    if isinstance(dtype, str):
-        itemsize_of(dtype)
-        return dtype.removeprefix("torch.")
-    try:
-        name = str(dtype).removeprefix("torch.")
-    except Exception:  # of the value's own class, or of Python for integers of thousands of digits
-        name = ""
-    is_dtype = type(dtype).__module__.partition(".")[0] in ("torch", "numpy")
-    if not is_dtype or (name not in ITEMSIZE and not name.startswith(_NARROW)):
+    is_text = isinstance(dtype, str)
+    is_known = is_text or type(dtype).__module__.partition(".")[0] in ("torch", "numpy")
+    name = str(dtype).removeprefix("torch.") if is_known else ""
+    if not is_text and name not in ITEMSIZE and not name.startswith(_NARROW):
         raise ShardingError(f"dtype is a torch dtype or its name, like 'bfloat16'; found {shown(dtype)}")
+    itemsize_of(name)
     return name
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from axes.algebra import providers
 from axes.algebra.buckets import Carriage, Kind, Link, TensorPiece, bucketed, firsts, part_of
-from axes.algebra.chunks import Tile
-from axes.algebra.cost import CostModel, Traffic
+from axes.algebra.chunks import Tile, volume
+from axes.algebra.cost import CostModel
 from axes.algebra.errors import AxesError, ShardingError, SizeError, shortened, shown, suggestion
 from axes.algebra.layout_pieces import LayoutPiece, whole_piece, without_overlap
 from axes.algebra.layout_rules import LayoutChange, LayoutRules, Table
@@ -42,7 +42,6 @@ from axes.algebra.page_links import (
 )
 from axes.algebra.piece_links import PieceLink
 from axes.algebra.plan import bytes_text, dtype_name, itemsize_of
-from axes.algebra.planning.boxes import volume
 from axes.algebra.planning.exchange import Exchange, GroupExchange, GroupSide, group_between, ranks_of_both
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_rank, checked_tensor_shape, whole_number, written_sizes
@@ -245,7 +244,7 @@ class Transfer:
                 return group_between(source, target, shape, None, 0, ranks_per_node=self.ranks_per_node)
             before, after = (GroupSide(end.universe, link.pieces(at, end)) for at, end in enumerate((source, target)))
             ranks = ranks_of_both(source.universe, target.universe)
-            return GroupExchange(before, after, ranks, self.ranks_per_node, link.in_tiles)
+            return GroupExchange(before, after, ranks, self.ranks_per_node, link.boxes)
 
         return functools.lru_cache(maxsize=4096)(found)
 
@@ -254,14 +253,11 @@ class Transfer:
         """What this rank does with tensors of a kind."""
 
         def found(kind: Kind) -> Exchange | None:
-            ends, link = (kind[0].universe.position(self.rank), kind[1].universe.position(self.rank)), kind[3]
-            if ends == (None, None):
+            if kind[0].universe.position(self.rank) is None and kind[1].universe.position(self.rank) is None:
                 return None
             group = self._group(kind)
-            if group.before.held(self.rank) is None and group.after.held(self.rank) is None:
-                return None
-            exchange = group.exchange(self.rank)
-            return exchange if link is None or link.in_tiles else exchange.in_boxes(link.boxes)
+            has_part = self.rank in group.before.held or self.rank in group.after.held
+            return group.exchange(self.rank) if has_part else None
 
         return functools.lru_cache(maxsize=4096)(found)
 
@@ -328,7 +324,7 @@ class Transfer:
             near = sum(peer // self.ranks_per_node == node for peer in step.ranks)
             busiest, copied = max(step.bytes_in, step.bytes_out), step.bytes_in + step.bytes_out
             if copied:
-                found += model.time_us(Traffic(step.kind, 1 + len(step.ranks), 1 + near, busiest, copied))
+                found += model.time_us(step.kind, 1 + len(step.ranks), 1 + near, busiest, copied)
         return found
 
     # all ranks

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from axes.algebra.planning.boxes import Region
+from axes.algebra.chunks import Region
 
 Part = tuple[int, Region]
 """Where in the buffer a box begins, in elements, and the box."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axes.algebra.buckets import Carriage, part_of
+from axes.algebra.chunks import Region
 from axes.algebra.layout_pieces import cut_box
-from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.exchange import Message
 from axes.algebra.transfer_ends import Codec, coded_bytes
 from axes.algebra.transfers import Transfer

@@ -34,13 +34,12 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from axes.algebra.chunks import tile_shape
+from axes.algebra.chunks import Region, regions, tile_shape
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Choices, choices_between, cuts_of
-from axes.algebra.planning.boxes import Region, regions
+from axes.algebra.plan import Plan, cheapest, choices_between, cuts_of
 from axes.algebra.sharding import Pending, Sharding
 from axes.runtime import flags
 from axes.runtime.check import (
@@ -178,16 +177,16 @@ class Program:
 
         def find(like: Shape) -> Prepared:
             found = choices_between(source, target, like, name_of(self.dtype), model_of(source.mesh))
-            return self._prepared(found, found.cheapest(shape))
+            return self._prepared(cheapest(found, shape), len(found) == 1)
 
         return BoundProgram(
             found_for(shape, self._ranks, find, lambda found: found.cuts, sized_dims(source, target)), shape
         )
 
-    def _prepare(self, found: Choices, at: int) -> Prepared:
-        made = found.plan(at, found.least(at), current_world().rank)
+    def _prepare(self, found: Plan, is_only: bool) -> Prepared:
+        made = found.least.at(current_world().rank)
         check_dtypes(made, self.dtype, self.comm_dtype)
-        return Prepared(made, found.states(at), len(found.sequences) == 1, self.dtype, self.comm_dtype)
+        return Prepared(made, (*found.states, found.target), is_only, self.dtype, self.comm_dtype)
 
 
 program = of_world(4096)(Program)

@@ -21,10 +21,9 @@ from typing import Any, TypeAlias
 import torch
 
 from axes.algebra.buckets import Carriage
-from axes.algebra.chunks import Tile
+from axes.algebra.chunks import Region, Tile
 from axes.algebra.page_links import PageLink
 from axes.algebra.piece_links import PieceLink
-from axes.algebra.planning.boxes import Region
 from axes.algebra.transfer_ends import Codec
 from axes.algebra.transfers import Transfer
 from axes.runtime import torch_private

@@ -29,12 +29,11 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise, product
 
-from axes.algebra.chunks import Tile, factor_runs, merged
+from axes.algebra.chunks import Region, Tile, factor_runs, merged
 from axes.algebra.errors import ShardingError
 from axes.algebra.flow import Recipe, unmoved
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, plan
-from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding, unmarked
 from axes.show.panels import COLORS

@@ -37,9 +37,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from axes.algebra.chunks import Region
 from axes.algebra.errors import MeshError
 from axes.algebra.plan import Plan, bytes_text, itemsize_of, time_text
-from axes.algebra.planning.boxes import Region
 from axes.algebra.planning.candidates import COLLECTIVES
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.cost import CostModel, Traffic, members_of_node
+from axes.algebra.cost import CostModel, members_of_node
 from axes.algebra.errors import AxesError
 from axes.algebra.explanation import Explanation, Section
 from axes.algebra.mesh import Mesh
@@ -223,7 +223,6 @@ class StepRecorder(torch_private.DispatchMode):
         what = self._what(sent, caller, spot, at_leaf)
         if sent.receives and current_world().fake and (caller.by != "axes" or what.startswith("all_to_all")):
             self.exact = False  # these sizes are what the other ranks told, and here nobody did
-        traffic = Traffic(sent.kind, told.size, told.node_size, amount.received, 0)
         self.collectives.append(
             Collective(
                 sent.kind,
@@ -234,7 +233,7 @@ class StepRecorder(torch_private.DispatchMode):
                 amount.sent,
                 amount.input,
                 amount.output,
-                0.0 if told.size == 1 else told.model.time_us(traffic),
+                0.0 if told.size == 1 else told.model.time_us(sent.kind, told.size, told.node_size, amount.received),
                 "backward" if backward else "forward",
                 caller.by or "program",
                 what,

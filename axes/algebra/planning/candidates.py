@@ -10,29 +10,47 @@ exchange, which receives exactly what is missing. With reductions over the digit
 Where a reduce-scatter puts Q decides how much the move after it has to fetch. What the target wants
 next on a dim goes there; the rest goes to the end of one dim, each in turn. Measured against every
 possible intermediate state on 2x2x2, these few reach the same optimum for every pair of states.
+
+Where source and target have no common digits (two by three against three by two of six ranks, a dim whose
+factors are cut across, a training island and a generation island), their states are of two spaces.
+Reductions happen in the source's own digits. The exchange looks at the tiles of all ranks, one by one.
+Between two sets of ranks every byte crosses once: to a target whose replicas share it, each a part,
+which they then gather among themselves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from axes.algebra.planning.digits import Digit, Space, Splits, State, descending, digits_of, size_of
-from axes.algebra.sharding import Sharding, kind_of
+from axes.algebra.layout import Layout
+from axes.algebra.planning.digits import (
+    Digit,
+    Space,
+    Splits,
+    State,
+    descending,
+    digits_of,
+    is_flat,
+    is_permutation,
+    overlap,
+    padded,
+    size_of,
+)
+from axes.algebra.planning.exchange import group_between
+from axes.algebra.sharding import kind_of
 
 
 class Stage(NamedTuple):
     """One step between two states. Sizes are in elements, of the rank that has most.
 
-    outside: where the step ends if that has no such digits; `target` is the source then.
     group: the digits of the ranks that communicate, in the order of the group; None for all ranks of
         both states.
     op, divisor, resolved: for reductions, what to do and over which digits.
-    padded: elements that every rank contributes where the collective needs equal parts.
-    flat: whether the parts, end to end, are the larger tile as it lies in memory.
-    sent, received: over the links, in `shares` of an element. send, receive: the buffers beside the tiles.
+    sent, received: over the links; of an all-reduce parts of elements. send, receive: the buffers beside the tiles.
     copied: what packing and unpacking move through memory.
     """
 
@@ -40,15 +58,11 @@ class Stage(NamedTuple):
     source: State
     target: State
     group: tuple[Digit, ...] | None = ()
-    outside: Sharding | None = None
     op: str | None = None
     divisor: int = 1
     resolved: tuple[Digit, ...] = ()
-    padded: int = 0
-    flat: bool = False
-    sent: int = 0
-    received: int = 0
-    shares: int = 1
+    sent: int | Fraction = 0
+    received: int | Fraction = 0
     send: int = 0
     receive: int = 0
     copied: int = 0
@@ -59,25 +73,25 @@ COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_a
 """The kinds of steps that communicate."""
 
 
-def candidates(space: Space, source: State, target: State, inside: Callable[[Digit], bool]) -> list[Stages]:
+def candidates(source: State, target: State, kept: State) -> list[Stages]:
     """The sequences of stages worth weighing, the plainest first.
 
-    inside: whether the ranks of a digit share a node.
+    kept: what the target keeps pending, in the digits of the source: the target itself, where these are its own.
     """
-    if resolvable(source, target):
-        found = [(*first, *move(space, first[-1].target, target)) for first in reductions(space, source, target)]
-        found += _fused(space, source, target)
-    else:
-        direct = move(space, source, target)
-        found = [direct, *_two_tier(space, source, target, direct, inside)]
-    if len(found) == 1:
-        return found
-    held = space.largest(source.splits)
-    small = [stages for stages in found if all(space.largest(each.target.splits) <= held for each in stages[:-1])]
-    return bounded(small, space.padded(source.splits, target.splits))
+    crosses, found = target.space is not source.space, list[Stages]()
+    for first in _reductions(source, kept):
+        after = first[-1].target if first else source
+        rests = _moves(after, target) if crosses or not first else [_move(after, target)]
+        found += [(*first, *rest) for rest in rests]
+    found += _fused(source, target, kept)
+    if crosses:
+        return _bounded(found, max(padded(source), padded(target)))
+    if len(found) > 1:
+        found = [stages for stages in found if all(each.target.largest <= source.largest for each in stages[:-1])]
+    return _bounded(found, padded(source, target))
 
 
-def bounded(found: Sequence[Stages], limit: int) -> list[Stages]:
+def _bounded(found: Sequence[Stages], limit: int) -> list[Stages]:
     """Those that keep every buffer within the limit, or the one that comes nearest."""
 
     def buffer(stages: Stages) -> int:
@@ -86,19 +100,46 @@ def bounded(found: Sequence[Stages], limit: int) -> list[Stages]:
     return [stages for stages in found if buffer(stages) <= limit] or [min(found, key=buffer)]
 
 
-def resolvable(source: State, target: State) -> tuple[Digit, ...]:
+def _resolvable(source: State, kept: State) -> tuple[Digit, ...]:
     """The digits of the innermost class that the target no longer has pending."""
-    kept = {digit for group in target.pending for _, digit in group}
-    return tuple([digit for group in source.pending[:1] for _, digit in group if digit not in kept])
+    pending = {digit for group in kept.pending for _, digit in group}
+    return tuple([digit for group in source.pending[:1] for _, digit in group if digit not in pending])
 
 
 # --- moves ----------------------------------------------------------------------------------------
 
 
-def move(space: Space, source: State, target: State) -> Stages:
+def _moves(source: State, target: State) -> Iterator[Stages]:
+    """The ways to a state without reductions.
+
+    The plain one; and two tiers: to the target as it is split over its replicas as well, and there a gather. Without
+    that, every replica fetches the same bytes: those of a node from other nodes, those of an island from another one.
+    """
+    space, one, two = source.space, source.universe, target.universe
+    shares = _appended(target.space, target.splits, target.free) if one != two else []
+    if not shares or not {*one.ranks}.isdisjoint(two.ranks):
+        direct = _move(source, target)
+        yield direct
+        if space is target.space and direct and not all(map(space.inside, direct[-1].group or ())):
+            shares = _appended(space, target.splits, tuple(filter(space.inside, target.free)))
+    for splits in shares:
+        between = target.split(splits)
+        stages = _move(source, between)
+        if one != two or (stages and stages[-1].kind in COLLECTIVES):
+            yield (*stages, *_move(between, target))
+
+
+def _move(source: State, target: State) -> Stages:
     """A slice as far as that goes, then one exchange of what is missing."""
+    if source.space is not target.space:
+        same = source.sharding.is_equivalent(target.sharding, source.space.shape)
+        return () if same else (_exchange(source, target),)
     first, cut = _sliced(source, target.splits)
-    return first if cut.splits == target.splits else (*first, _exchange(space, cut, target))
+    if cut.splits == target.splits:
+        return first
+    if all(one[: len(two)] == two for one, two in zip(cut.splits, target.splits, strict=True)):
+        return (*first, _equal_parts("all_gather", cut, target, _changed(cut, target)))
+    return (*first, _exchange(cut, target))
 
 
 def _sliced(source: State, splits: Splits) -> tuple[Stages, State]:
@@ -119,44 +160,54 @@ def _towards(source: Splits, target: Splits, pool: Iterable[Digit]) -> tuple[Spl
     return tuple(found), tuple(left)
 
 
-def _exchange(space: Space, source: State, target: State) -> Stage:
-    group, splits = _changed(space, source, target), (source.splits, target.splits)
-    if all(one[: len(two)] == two for one, two in zip(*splits, strict=True)):
-        return _equal_parts(space, "all_gather", source, target, group)
-    received = space.largest(target.splits) - space.overlap(*splits)
-    kind = "permute" if space.is_permutation(*splits) else "all_to_all"
-    return exchanged(kind, source, target, descending(group), received, _most_sent(space, source, target, received))
+def _exchange(source: State, target: State, resolved: tuple[Digit, ...] = ()) -> Stage:
+    """One exchange of what is missing, in which each rank may reduce what it gets from all of `resolved`."""
+    how, wanted = _reduction(source, resolved), size_of(resolved) * target.largest
+    group: tuple[Digit, ...] | None
+    if source.space is target.space:
+        group, whole = descending({*resolved, *_changed(source, target)}), is_permutation(source, target)
+        received = wanted - overlap(source, target)
+        sent = _most_sent(source, target, received)
+    else:
+        group, (received, sent, whole) = _listed(source, target, resolved)
+    kind = "reduce_move" if resolved else "permute" if whole else "all_to_all"
+    if not received:
+        return Stage("slice", source, target)
+    copied = 0 if kind == "permute" else 2 * sent + (wanted + target.largest if resolved else 2 * received)
+    how |= {"sent": sent, "received": received, "send": sent, "receive": received, "copied": copied}
+    return Stage(kind, source, target, group, **how)
 
 
-def exchanged(
-    kind: str,
-    source: State,
-    target: State,
-    group: tuple[Digit, ...] | None,
-    received: int,
-    sent: int,
-    reduced: int = 0,
-    **how: Any,
-) -> Stage:
-    """An exchange in which the busiest ranks send and receive so much, and read or write `reduced` to reduce it."""
-    copied = 0 if kind == "permute" else 2 * sent + (reduced or 2 * received)
-    sizes: dict[str, Any] = {"sent": sent, "received": received, "send": sent, "receive": received}
-    return Stage(kind, source, target, group, copied=copied, **sizes, **how)
+def _listed(
+    source: State, target: State, resolved: tuple[Digit, ...]
+) -> tuple[tuple[Digit, ...] | None, tuple[int, int, bool]]:
+    """The group of an exchange between two spaces, what its ranks receive and send at most, and whether that is tiles.
+
+    What stays pending isn't mixed.
+    """
+    one, two, space = source.sharding, target.sharding, source.space
+    line = source.resolved(resolved)
+    group = descending((*line.free, *digits_of(line.splits))) if one.universe == two.universe else None
+    members = None if group is None else Layout.of(group)
+    how = members, one.universe.ranks[0], Layout.of(resolved), space.ranks_per_node
+    found = group_between(one, two, space.shape, *how)
+    return group, (found.most_received, found.most_sent, found.is_permutation())
 
 
-def _equal_parts(space: Space, kind: str, source: State, target: State, group: tuple[Digit, ...], **how: Any) -> Stage:
+def _equal_parts(kind: str, source: State, target: State, group: tuple[Digit, ...], **how: Any) -> Stage:
     """A gather of parts that are padded to one size, or a reduction that is scattered in such."""
     gathers, size = kind == "all_gather", size_of(group)
-    fine, coarse = (source.splits, target.splits) if gathers else (target.splits, source.splits)
-    padded = space.largest(fine)
-    flat = space.is_flat(fine, coarse) and space.largest(coarse) == size * padded
-    whole, part = 0 if flat else size * padded, 0 if space.is_even(fine) else padded
-    buffers: dict[str, Any] = {"send": part, "receive": whole} if gathers else {"send": whole, "receive": part}
-    sizes: dict[str, Any] = {"sent": (size - 1) * padded, "received": (size - 1) * padded, "copied": 2 * whole}
-    return Stage(kind, source, target, group, padded=padded, flat=flat, **sizes, **buffers, **how)
+    fine, coarse = (source, target) if gathers else (target, source)
+    each = fine.largest
+    flat = is_flat(fine, coarse) and coarse.largest == size * each
+    whole, part, moved = 0 if flat else size * each, 0 if fine.is_even else each, (size - 1) * each
+    send, receive = (part, whole) if gathers else (whole, part)
+    return Stage(
+        kind, source, target, group, sent=moved, received=moved, send=send, receive=receive, copied=2 * whole, **how
+    )
 
 
-def _changed(space: Space, source: State, target: State) -> tuple[Digit, ...]:
+def _changed(source: State, target: State) -> tuple[Digit, ...]:
     """The digits of the ranks that exchange, in the order of the slots.
 
     They are those after the common beginning of each slot. Where the source is the coarser there, the
@@ -166,37 +217,21 @@ def _changed(space: Space, source: State, target: State) -> tuple[Digit, ...]:
     found: dict[Digit, None] = {}
     for at, (one, two) in enumerate(zip(source.splits, target.splits, strict=True)):
         same = sum([1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))])
-        alone = source.free if same == len(one) and space.divides(at, target.splits) else ()
+        alone = source.free if same == len(one) and source.space.divides(at, target.splits) else ()
         after = digits_of((one[same:], two[same:]))
         found.update(dict.fromkeys([digit for digit in after if digit not in alone]))
     return tuple(found)
 
 
-def _most_sent(space: Space, source: State, target: State, received: int) -> int:
+def _most_sent(source: State, target: State, received: int) -> int:
     """What the busiest rank sends: balanced, so never more than is received, save for uneven tiles."""
-    if space.is_even(source.splits, target.splits):
+    if source.is_even and target.is_even:
         return received
-    copies = size_of(target.free) * space.largest(source.splits)
+    copies = size_of(target.free) * source.largest
     return max(received, -(-copies // size_of(source.free)))
 
 
-def _two_tier(
-    space: Space, source: State, target: State, direct: Stages, inside: Callable[[Digit], bool]
-) -> Iterator[Stages]:
-    """Move to a target that is also split within the nodes, then gather there.
-
-    Without it, every member of a node fetches the same bytes from other nodes.
-    """
-    if not direct or all(map(inside, direct[-1].group or ())):
-        return
-    for splits in appended(space, target.splits, tuple(filter(inside, target.free))):
-        between = target.split(splits)
-        stages = move(space, source, between)
-        if stages and stages[-1].kind in COLLECTIVES:
-            yield (*stages, *move(space, between, target))
-
-
-def appended(space: Space, splits: Splits, more: Sequence[Digit]) -> list[Splits]:
+def _appended(space: Space, splits: Splits, more: Sequence[Digit]) -> list[Splits]:
     """The digits at the minor end of one slot, each slot in turn; nothing where there are none.
 
     Where no slot divides by all of them, also one digit after the other wherever it divides.
@@ -224,69 +259,58 @@ _FEW = 36
 """How many ways go on from one kind of reduction to the next."""
 
 
-def reductions(space: Space, source: State, target: State) -> list[Stages]:
+def _reductions(source: State, kept: State) -> list[Stages]:
     """Ways to resolve everything that the target has no longer pending, onto states in between.
 
     Different reductions don't mix: they are resolved one after the other, innermost first. Where there are many ways
     to resolve the first ones, those that receive the least go on.
     """
     found: list[Stages] = [()]
-    while resolved := resolvable(found[0][-1].target if found[0] else source, target):
+    while resolved := _resolvable(found[0][-1].target if found[0] else source, kept):
         if len(found) > _FEW:
-            found = sorted(found, key=lambda stages: sum([each.received / each.shares for each in stages]))[:_FEW]
+            found = sorted(found, key=lambda stages: sum([each.received for each in stages]))[:_FEW]
         ends = [(stages, stages[-1].target if stages else source) for stages in found]
-        found = [(*stages, *more) for stages, end in ends for more in _resolving(space, end, target, resolved)]
+        found = [(*stages, *more) for stages, end in ends for more in _resolving(end, kept.splits, resolved)]
     return found
 
 
-def _resolving(space: Space, source: State, target: State, resolved: tuple[Digit, ...]) -> Iterator[Stages]:
+def _resolving(source: State, target: Splits, resolved: tuple[Digit, ...]) -> Iterator[Stages]:
     """Ways to resolve the innermost class, each onto another state."""
-    cut, left = _towards(source.splits, target.splits, source.free)
-    onto = [cut, *appended(space, cut, left)]
-    cut, left = _towards(source.splits, target.splits, source.resolved(resolved).free)
+    cut, left = _towards(source.splits, target, source.free)
+    onto = [cut, *_appended(source.space, cut, left)]
+    cut, left = _towards(source.splits, target, source.resolved(resolved).free)
     scattered = tuple([digit for digit in left if digit in resolved])
-    onto += appended(space, cut, scattered) if scattered else [cut]
+    onto += _appended(source.space, cut, scattered) if scattered else [cut]
     if left != scattered:
-        onto += appended(space, cut, left)
+        onto += _appended(source.space, cut, left)
     for splits in onto:
-        yield _reduced(space, source, resolved, splits)
+        yield _reduced(source, resolved, splits)
 
 
-def _reduced(space: Space, source: State, resolved: tuple[Digit, ...], splits: Splits) -> Stages:
+def _reduced(source: State, resolved: tuple[Digit, ...], splits: Splits) -> Stages:
     """The innermost class reduced, and scattered onto those of its digits that `splits` has: all, or none."""
     first, cut = _sliced(source, splits)
-    after, how = source.resolved(resolved).split(splits), reduction(source, resolved)
+    after, how = source.resolved(resolved).split(splits), _reduction(source, resolved)
     group = tuple([digit for digit in digits_of(splits) if digit in resolved])
     if group:
-        return (*first, _equal_parts(space, "reduce_scatter", cut, after, group, **how))
-    size = size_of(resolved)
-    moved = 2 * (size - 1) * space.largest(splits)
-    sizes: dict[str, Any] = {"sent": moved, "received": moved, "shares": size}
-    return (*first, Stage("all_reduce", cut, after, descending(resolved), **sizes, **how))
+        return (*first, _equal_parts("reduce_scatter", cut, after, group, **how))
+    moved = Fraction(2 * (size_of(resolved) - 1) * after.largest, size_of(resolved))
+    return (*first, Stage("all_reduce", cut, after, descending(resolved), sent=moved, received=moved, **how))
 
 
-def reduction(state: State, resolved: tuple[Digit, ...]) -> dict[str, Any]:
+def _reduction(state: State, resolved: tuple[Digit, ...]) -> dict[str, Any]:
     """What resolves digits of the innermost class: a mean is a sum, divided once by the sizes of its digits."""
+    if not resolved:
+        return {}
     ops = {digit: op for op, digit in state.pending[0]}
     divisor = math.prod([digit[0] for digit in resolved if ops[digit] == "mean"])
     return {"op": kind_of(ops[resolved[0]]), "divisor": divisor, "resolved": resolved}
 
 
-def _fused(space: Space, source: State, target: State) -> list[Stages]:
-    """One exchange in which each rank receives its part from all of `resolved` and reduces it."""
-    first, cut = _sliced(source, target.splits)
-    wanted = space.largest(target.splits)
-    resolved = fusible(space, source, target, wanted)
-    if not resolved:
-        return []
-    received = size_of(resolved) * wanted - space.overlap(cut.splits, target.splits)
-    sent, reduced = _most_sent(space, cut, target, received), (size_of(resolved) + 1) * wanted
-    group, how = descending({*resolved, *_changed(space, cut, target)}), reduction(source, resolved)
-    return [(*first, exchanged("reduce_move", cut, target, group, received, sent, reduced, **how))]
-
-
-def fusible(space: Space, source: State, target: State, wanted: int) -> tuple[Digit, ...]:
-    """The digits that one exchange can resolve: of the only class, if no rank receives more than it has."""
-    resolved = resolvable(source, target)
-    one = not resolvable(source.resolved(resolved), target)
-    return resolved if one and size_of(resolved) * wanted <= space.padded(source.splits) else ()
+def _fused(source: State, target: State, kept: State) -> Iterator[Stages]:
+    """One exchange in which each rank receives its part from all of the only class, if that is no more than it has."""
+    resolved = _resolvable(source, kept)
+    same, only = source.universe == target.universe, not _resolvable(source.resolved(resolved), kept)
+    if resolved and same and only and size_of(resolved) * target.largest <= padded(source):
+        first, cut = _sliced(source, kept.splits)
+        yield (*first, _exchange(cut, target, resolved))

@@ -11,13 +11,13 @@ neither merges nor splits, so all its digits stay together in one atom.
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("dp=2 tp=2", "both = dp tp")
 >>> source, target = mesh.sharding("a@both b"), mesh.sharding("a b@tp")
->>> space, s, t = common(source, target, (8, 8))
+>>> s, t = common(source, target, (8, 8))
 >>> s.splits, t.splits, t.free
 (((((2, 2),), ((2, 1),)), ()), ((), (((2, 1),),)), ((2, 2),))
->>> common(source, target, (5, 8))[1].splits          # five elements: the four pieces stay one split
+>>> common(source, target, (5, 8))[0].splits          # five elements: the four pieces stay one split
 ((((2, 2), (2, 1)),), ())
 
-A *slot* is a dim, or a factor of a dim that is written as a group.
+A *slot* is a dim, or a factor of a dim that both sides write, or can write, as a group of the same factors (`opened`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from axes.algebra.chunks import largest_chunk, smallest_chunk
+from axes.algebra.cost import node_size
 from axes.algebra.layout import Layout, common_digits
 from axes.algebra.sharding import Sharding, Slot, Slots, classes
 from axes.algebra.splits import handed_down
+from axes.algebra.universe import Universe
 
 Digit = tuple[int, int]
 """`(size, stride)` of one digit of the position."""
@@ -43,8 +45,39 @@ Atom = tuple[Digit, ...]
 Splits = tuple[tuple[Atom, ...], ...]
 """For each slot its atoms, major first."""
 
+Factors = tuple[tuple[int, ...], ...]
+"""For each dim the sizes of its factors; its own alone where it is one slot."""
+
+Shape = tuple[int, ...]
+
 Classes = tuple[tuple[tuple[str, Digit], ...], ...]
 """Pending reductions, innermost first, in classes that are resolved together: the order in one is immaterial."""
+
+
+class Space(NamedTuple):
+    """What the states of one side of a plan share: all of them, where both sides have common digits.
+
+    origin: the sharding that lends its mesh to those in between.
+    factors: for each dim the sizes of its slots. sizes: of each slot.
+    """
+
+    origin: Sharding
+    factors: Factors
+    sizes: tuple[int, ...]
+    ranks_per_node: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        return tuple(map(math.prod, self.factors))
+
+    def divides(self, at: int, splits: Splits) -> bool:
+        """Whether all pieces of a slot are equally large."""
+        return self.sizes[at] % _pieces(splits[at]) == 0
+
+    def inside(self, digit: Digit) -> bool:
+        """Whether the ranks of a digit share a node."""
+        return node_size(self.origin.universe, (digit,), self.ranks_per_node) == digit[0]
 
 
 class State(NamedTuple):
@@ -53,6 +86,7 @@ class State(NamedTuple):
     splits: for each slot its atoms. free: the digits of the mesh over which the tensor is replicated. pending: classes.
     """
 
+    space: Space
     splits: Splits
     free: tuple[Digit, ...]
     pending: Classes = ()
@@ -65,120 +99,132 @@ class State(NamedTuple):
     def resolved(self, done: Sequence[Digit]) -> State:
         """The state with these digits no longer pending but free."""
         pending = [tuple([item for item in group if item[1] not in done]) for group in self.pending]
-        return State(self.splits, descending((*self.free, *done)), tuple(filter(None, pending)))
+        return self._replace(free=descending((*self.free, *done)), pending=tuple(filter(None, pending)))
 
+    @property
+    def universe(self) -> Universe:
+        """The ranks, in order."""
+        return self.space.origin.universe
 
-@dataclass(frozen=True)
-class Space:
-    """What all states of one plan share.
-
-    origin: the sharding that lends its mesh to those in between.
-    factors: for each dim the sizes of its factors, or its own alone. sizes: of each slot.
-    """
-
-    origin: Sharding
-    factors: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-
-    def largest(self, splits: Splits) -> int:
+    @property
+    def largest(self) -> int:
         """Elements of the largest tile."""
-        return math.prod(map(_largest, self.sizes, splits))
+        return math.prod(map(_largest, self.space.sizes, self.splits))
 
-    def divides(self, at: int, splits: Splits) -> bool:
-        """Whether all pieces of a slot are equally large."""
-        return self.sizes[at] % _pieces(splits[at]) == 0
-
-    def is_even(self, *sides: Splits) -> bool:
+    @property
+    def is_even(self) -> bool:
         """Whether all tiles are equally large."""
-        rests = [size % _pieces(slot) for splits in sides for size, slot in zip(self.sizes, splits, strict=True)]
-        return not any(rests)
+        return not any(map(operator.mod, self.space.sizes, map(_pieces, self.splits)))
 
-    def is_flat(self, fine: Splits, coarse: Splits) -> bool:
-        """Whether the fine tiles of a group, end to end, *are* the coarse tile as it lies in memory.
-
-        So it is where one slot differs, nothing comes before it, and all pieces are equal.
-        """
-        differing = [at for at, (one, two) in enumerate(zip(fine, coarse, strict=True)) if one != two]
-        if len(differing) != 1 or not self.is_even(fine):
-            return False
-        return math.prod(map(_largest, self.sizes[: differing[0]], coarse)) == 1
-
-    def is_permutation(self, one: Splits, two: Splits) -> bool:
-        """Whether every tile of the second is one whole tile of the first."""
-        return all(
-            _pieces(mine) == _pieces(theirs)
-            and (self.divides(at, one) or [*map(size_of, mine)] == [*map(size_of, theirs)])
-            for at, (mine, theirs) in enumerate(zip(one, two, strict=True))
-        )
-
-    def overlap(self, source: Splits, target: Splits) -> int:
-        """Elements of its target tile that every rank already has, at least.
-
-        Where one sequence of atoms begins with the other the finer piece is within the coarser; where
-        they part ways, some rank's pieces don't meet.
-        """
-        shared = 1
-        for size, one, two in zip(self.sizes, source, target, strict=True):
-            if two[: len(one)] == one:
-                shared *= _largest(size, two)
-            elif one[: len(two)] == two:
-                shared *= _smallest(size, one)
-            else:
-                return 0
-        return shared
-
-    def padded(self, *sides: Splits) -> int:
-        """What a buffer may hold: the largest of these tiles, dims counted as what their splits pad them to."""
-        tiles = [1] * len(sides)
-        for size, *slots in zip(self.sizes, *sides, strict=True):
-            whole = max(size, *[_largest(size, atoms) * _pieces(atoms) for atoms in slots])
-            tiles = [tile * -(-whole // _pieces(atoms)) for tile, atoms in zip(tiles, slots, strict=True)]
-        return max(tiles)
-
-    def sharding(self, state: State) -> Sharding:
-        """The sharding that a state describes."""
-        columns = iter([tuple(map(Layout.of, slot)) for slot in state.splits])
-        sizes = [each if len(each) > 1 else (None,) for each in self.factors]
+    @property
+    def sharding(self) -> Sharding:
+        """The sharding that the state describes."""
+        columns = iter([tuple(map(Layout.of, slot)) for slot in self.splits])
+        sizes = [each if len(each) > 1 else (None,) for each in self.space.factors]
         dims = [Slots([Slot(next(columns), size) for size in each]) for each in sizes]
-        pending = [(op, Layout.of([digit])) for group in state.pending for op, digit in group]
-        return Sharding(self.origin.mesh, tuple(dims), tuple(pending))
+        pending = [(op, Layout.of([digit])) for group in self.pending for op, digit in group]
+        return Sharding(self.space.origin.mesh, tuple(dims), tuple(pending))
 
 
-def common(
-    source: Sharding, target: Sharding, shape: Sequence[int], node: Layout | None = None
-) -> tuple[Space, State, State] | None:
+# --- two states of one space ----------------------------------------------------------------------
+
+
+def is_flat(fine: State, coarse: State) -> bool:
+    """Whether the fine tiles of a group, end to end, *are* the coarse tile as it lies in memory.
+
+    So it is where one slot differs, nothing comes before it, and all pieces are equal.
+    """
+    differing = [at for at, (one, two) in enumerate(zip(fine.splits, coarse.splits, strict=True)) if one != two]
+    if len(differing) != 1 or not fine.is_even:
+        return False
+    return math.prod(map(_largest, fine.space.sizes[: differing[0]], coarse.splits)) == 1
+
+
+def is_permutation(source: State, target: State) -> bool:
+    """Whether every tile of the target is one whole tile of the source."""
+    return all(
+        _pieces(mine) == _pieces(theirs)
+        and (source.space.divides(at, source.splits) or [*map(size_of, mine)] == [*map(size_of, theirs)])
+        for at, (mine, theirs) in enumerate(zip(source.splits, target.splits, strict=True))
+    )
+
+
+def overlap(source: State, target: State) -> int:
+    """Elements of its target tile that every rank already has, at least.
+
+    Where one sequence of atoms begins with the other the finer piece is within the coarser; where
+    they part ways, some rank's pieces don't meet.
+    """
+    shared = 1
+    for size, one, two in zip(source.space.sizes, source.splits, target.splits, strict=True):
+        if two[: len(one)] == one:
+            shared *= _largest(size, two)
+        elif one[: len(two)] == two:
+            shared *= _smallest(size, one)
+        else:
+            return 0
+    return shared
+
+
+def padded(*sides: State) -> int:
+    """What a buffer may hold: the largest of these tiles, dims counted as what their splits pad them to."""
+    tiles = [1] * len(sides)
+    for size, *slots in zip(sides[0].space.sizes, *[side.splits for side in sides], strict=True):
+        whole = max(size, *[_largest(size, atoms) * _pieces(atoms) for atoms in slots])
+        tiles = [tile * -(-whole // _pieces(atoms)) for tile, atoms in zip(tiles, slots, strict=True)]
+    return max(tiles)
+
+
+# --- from shardings -------------------------------------------------------------------------------
+
+
+def common(source: Sharding, target: Sharding, shape: Shape, ranks_per_node: int = 8) -> tuple[State, State] | None:
     """Both shardings in common digits and slots, or None where there are none.
 
     The target's mesh must be within the source's; the target is replicated over axes that only the source has.
-    node: digits to cut at where that leaves whole digits, so that each is within a node or across nodes.
+    Digits are cut at the size of a node where that leaves whole digits, so that each is within a node or across nodes.
     """
-    pairs = [aligned(one, two) for one, two in zip(source.dims, target.dims, strict=True)]
-    if None in pairs:
+    factors, *ends = opened(source, target, shape)
+    if any(len(dim) > 1 for end in ends for dim in end.dims):
         return None
-    factors = tuple([sizes_of(pair[0]) or (size,) for pair, size in zip(pairs, shape, strict=True) if pair])
-    space = Space(source, factors, tuple([size for sizes in factors for size in sizes]))
-    slots = [[slot.layouts for pair in pairs if pair for slot in pair[side]] for side in (0, 1)]
-    pending = [end.pending for end in (source, target)]
-    layouts = [source.mesh.extent, target.mesh.extent]
-    layouts += [layout for side in slots for slot in side for layout in slot]
-    layouts += [layout for side in pending for _, layout in side]
-    refined = (None if node is None else common_digits([*layouts, node])) or common_digits(layouts)
+    space = Space(source, factors, tuple([size for sizes in factors for size in sizes]), ranks_per_node)
+    layouts = [source.mesh.extent, target.mesh.extent, *ends[0].used, *ends[1].used]
+    refined = common_digits([*layouts, Layout((ranks_per_node,), (1,))]) or common_digits(layouts)
     if refined is None:
         return None
 
-    def state(side: int) -> State:
-        splits = tuple([_atoms(*each, refined) for each in zip(space.sizes, slots[side], strict=True)])
-        waiting = sorted_classes([(op, digit) for op, layout in pending[side] for digit in refined[layout]])
+    def state(end: Sharding) -> State:
+        splits = tuple([_atoms(size, dim.layouts, refined) for size, dim in zip(space.sizes, end.dims, strict=True)])
+        waiting = sorted_classes([(op, digit) for op, layout in end.pending for digit in refined[layout]])
         taken = {*digits_of(splits), *[digit for group in waiting for _, digit in group]}
-        free = tuple([digit for digit in refined[source.mesh.extent] if digit not in taken])
-        return State(splits, free, waiting)
+        return State(space, splits, tuple([d for d in refined[source.mesh.extent] if d not in taken]), waiting)
 
-    return space, state(0), state(1)
+    return state(ends[0]), state(ends[1])
 
 
-def sizes_of(slots: Slots) -> tuple[int, ...] | None:
-    """The sizes of a dim's slots, or None where it is one."""
-    return tuple([slot.size or 0 for slot in slots]) if len(slots) > 1 else None
+def opened(source: Sharding, target: Sharding, shape: Shape) -> tuple[Factors, Sharding, Sharding]:
+    """Two shardings of the tensor with a dim for each factor that both have in common, and for each dim these factors.
+
+    A dim of which they have none in common stays as it is.
+
+    >>> from axes.algebra.mesh import Mesh
+    >>> mesh = Mesh("tp=2")
+    >>> groups, plain = mesh.sharding("(h=4@tp d=3)"), mesh.sharding("h@tp")
+    >>> opened(groups, plain, (12,))[0], opened(mesh.sharding("(h=3 d=4@tp)"), plain, (12,))[0]
+    (((4, 3),), ((12,),))
+    """
+    factors: list[tuple[int, ...]] = []
+    ends: tuple[list[Slots], list[Slots]] = ([], [])
+    for size, *pair in zip(shape, source.dims, target.dims, strict=True):
+        found = aligned(*pair)
+        sizes = (sizes_of(found[0]) if found else None) or (size,)
+        factors.append(sizes)
+        for dims, dim in zip(ends, found or pair, strict=True):
+            dims += [Slots([Slot(slot.layouts)]) for slot in dim] if len(sizes) > 1 else [dim]
+    if len(ends[0]) == len(shape):
+        return tuple(factors), source, target
+    one, two = [replace(end, dims=tuple(dims), names=()) for end, dims in zip((source, target), ends, strict=True)]
+    return tuple(factors), one, two
 
 
 def aligned(one: Slots, two: Slots) -> tuple[Slots, Slots] | None:
@@ -186,22 +232,23 @@ def aligned(one: Slots, two: Slots) -> tuple[Slots, Slots] | None:
     sizes = sizes_of(one) or sizes_of(two)
     if sizes is None:
         return one, two
-    mine, theirs = [slots if sizes_of(slots) == sizes else factored(slots, sizes) for slots in (one, two)]
+    mine, theirs = [_factored(dim, sizes) for dim in (one, two)]
     return None if mine is None or theirs is None else (mine, theirs)
 
 
-def factored(slots: Slots, sizes: Sequence[int]) -> Slots | None:
-    """A dim that is one slot as slots of these sizes, or None where its splits cut across them.
-
-    >>> from axes.algebra.mesh import Mesh
-    >>> (dim,) = Mesh("tp=2").sharding("h@tp").dims
-    >>> factored(dim, (4, 3)), factored(dim, (3, 4))
-    ((Slot(layouts=(2:1,), size=4), Slot(layouts=(), size=3)), None)
-    """
-    found = handed_down(slots, [size or slots.pieces for size in sizes]) if len(slots) == 1 else None
+def _factored(dim: Slots, sizes: Shape) -> Slots | None:
+    """A dim as slots of these sizes, or None where its splits cut across them."""
+    if len(dim) > 1:
+        return dim if sizes_of(dim) == sizes else None
+    found = handed_down(dim, [size or dim.pieces for size in sizes])
     if found is None or any(map(operator.mod, sizes, [each.pieces for each in found])):
         return None
     return Slots([Slot(each.layouts, size) for size, each in zip(sizes, found, strict=True)])
+
+
+def sizes_of(dim: Slots) -> tuple[int, ...] | None:
+    """The sizes of a dim's slots, or None where it is one."""
+    return tuple([slot.size or 0 for slot in dim]) if len(dim) > 1 else None
 
 
 def _atoms(size: int, layouts: Iterable[Layout], refined: dict[Layout, Atom]) -> tuple[Atom, ...]:
@@ -212,8 +259,7 @@ def _atoms(size: int, layouts: Iterable[Layout], refined: dict[Layout, Atom]) ->
     for layout in layouts:
         even = even and size % layout.size == 0
         size //= layout.size
-        if layout.size > 1:
-            found.extend([(digit,) for digit in refined[layout]] if even else [refined[layout]])
+        found.extend([(digit,) for digit in refined[layout]] if even else [refined[layout]])
     return tuple(found)
 
 

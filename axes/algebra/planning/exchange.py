@@ -20,16 +20,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
-from axes.algebra.chunks import Runs, Tile, all_chunks, factor_runs
+from axes.algebra.chunks import Region, Runs, Tile, all_chunks, factor_runs, intersection, regions, volume
 from axes.algebra.layout import Layout, digits
-from axes.algebra.planning.boxes import Region, intersection, regions, volume
 from axes.algebra.sharding import Sharding, Slots
 from axes.algebra.universe import Universe
 
@@ -66,53 +65,25 @@ class Exchange:
     layers: int = 1
     padded: int = 0
 
-    def in_boxes(self, boxes: Callable[[Region], Iterable[Region]]) -> Exchange:
-        """The same with each box as several, in order."""
-
-        def changed(message: Message) -> Message:
-            return message._replace(regions=tuple([each for box in message.regions for each in boxes(box)]))
-
-        copies = [pair for source, target in self.copies for pair in zip(boxes(source), boxes(target), strict=True)]
-        sends, receives = (tuple(map(changed, side)) for side in (self.sends, self.receives))
-        return replace(self, sends=sends, receives=receives, copies=tuple(copies))
-
 
 # --- tiles ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Pieces:
+class Pieces(NamedTuple):
     """The pieces that a dim is cut into. layout: its coordinates are their numbers. runs: the indices of each.
 
     >>> from axes.algebra.mesh import Mesh
-    >>> pieces = pieces_of(Mesh("tp=4").sharding("s@tp").dims[0], (6,))
-    >>> pieces.runs, pieces.meeting(((1, 3),))
-    ((((0, 2),), ((2, 4),), ((4, 6),), ((6, 6),)), [0, 1])
+    >>> list(pieces_of(Mesh("tp=4").sharding("s@tp").dims[0], (6,)).runs)
+    [((0, 2),), ((2, 4),), ((4, 6),), ((6, 6),)]
     """
 
     layout: Layout
     runs: Sequence[Runs]
 
-    @cached_property
-    def _line(self) -> list[tuple[int, int, int]]:
-        """`(stop, start, number)` of all runs that aren't empty, ascending: each index is in one."""
-        every = [(stop, start, number) for number, runs in enumerate(self.runs) for start, stop in runs]
-        return sorted([run for run in every if run[0] > run[1]])
-
-    def meeting(self, runs: Runs) -> list[int]:
-        """The numbers of the pieces that share elements with these runs, ascending."""
-        found: set[int] = set()
-        for start, stop in runs:
-            at = bisect_right(self._line, start, key=itemgetter(0))
-            while start < stop and at < len(self._line) and self._line[at][1] < stop:
-                found.add(self._line[at][2])
-                at += 1
-        return sorted(found)
-
 
 @lru_cache(maxsize=1024)
 def pieces_of(dim: Slots, extents: tuple[int, ...]) -> Pieces:
-    """The pieces of a dim whose factors have these sizes."""
+    """The pieces of a dim whose slots have these sizes."""
     cuts = [
         all_chunks(extent, tuple([layout.size for layout in slot.layouts]))
         for extent, slot in zip(extents, dim, strict=True)
@@ -122,15 +93,16 @@ def pieces_of(dim: Slots, extents: tuple[int, ...]) -> Pieces:
     return Pieces(Layout.product(*dim.layouts), tuple(runs))
 
 
-Numbers = tuple[int, ...]
-"""Which tile: the number of its piece along each dim."""
+Held = tuple[int, ...]
+"""Which tile: the pending coordinate of which it is a summand, then the number of its piece along each dim."""
 
 
 class GroupSide:
     """The tiles that the ranks of a group have before an exchange or after it, and who has each.
 
     pieces: what each dim is cut into. members: the digits of the position that the group steps through, None for all.
-    origin: the position of one of its ranks. layers: the digits over which a reduction is pending.
+    first: the position of its first rank. layers: the digits over which a reduction is pending.
+    held: the tile of each rank. ranks: those that have a tile, ascending. Tiles of no elements are left out.
     """
 
     def __init__(
@@ -138,56 +110,57 @@ class GroupSide:
         universe: Universe,
         pieces: Sequence[Pieces],
         members: Layout | None = None,
-        origin: int = 0,
+        first: int = 0,
         layers: Layout = Layout(),  # noqa: B008 - layouts are immutable
     ):
-        self.universe, self.pieces, self.layers = universe, pieces, layers
-        layouts = [each.layout for each in pieces]
-        group = Layout((universe.size,), (1,)) if members is None else members
-        own, layered, *split = digits(group, layers, *layouts)
-        taken = {*layered, *[digit for each in split for digit in each]}
-        self.copies = Layout.of([digit for digit in own if digit not in taken])
-        self.base = origin - sum(
-            [layout.offset(layout.coordinate(origin)) for layout in (self.copies, layers, *layouts)]
-        )
-        within = [Layout.of([digit for digit in each if digit in own]) for each in split]
-        self.numbers = [_numbers(*pair, origin) for pair in zip(layouts, within, strict=True)]
+        self.pieces, self.layers = pieces, layers.size
+        line = Layout((universe.size,), (1,)) if members is None else members
+        columns = [_coordinates(layout, line, first) for layout in (layers, *[each.layout for each in pieces])]
+        self.lines = list(map(_line, pieces, columns[1:]))
+        self.ranks: dict[Held, list[int]] = {}
+        for held, rank in zip(zip(*columns, strict=True), universe.line(line, universe.ranks[first]), strict=True):
+            self.ranks.setdefault(held, []).append(rank)
+        self.ranks = {held: sorted(ranks) for held, ranks in self.ranks.items() if volume(self.tile(held))}
+        self.held = {rank: held for held, ranks in self.ranks.items() for rank in ranks}
 
-    def held(self, rank: int) -> tuple[int, Numbers] | None:
-        """The layer and the tile that a rank has; None where that is nothing."""
-        position = self.universe.position(rank)
-        if position is None:
-            return None
-        numbers = tuple([each.layout.coordinate(position) for each in self.pieces])
-        return (self.layers.coordinate(position), numbers) if volume(self.tile(numbers)) else None
-
-    def tile(self, numbers: Numbers) -> Tile:
+    def tile(self, held: Held) -> Tile:
         """The tile of the pieces with these numbers, one along each dim."""
-        return tuple([each.runs[number] for each, number in zip(self.pieces, numbers, strict=True)])
+        return tuple([each.runs[number] for each, number in zip(self.pieces, held[1:], strict=True)])
 
-    def tiles(self) -> Iterator[tuple[int, Numbers]]:
-        """The layers and tiles of the group."""
-        return product(range(self.layers.size), product(*self.numbers))  # type: ignore[return-value]
-
-    def meeting(self, tile: Tile) -> Iterator[tuple[int, Numbers]]:
-        """The layers and tiles of the group that share elements with a tile."""
-        dims = zip(self.pieces, self.numbers, tile, strict=True)
-        numbers = [[number for number in each.meeting(runs) if number in there] for each, there, runs in dims]
-        return product(range(self.layers.size), product(*numbers))  # type: ignore[return-value]
-
-    def ranks(self, layer: int, numbers: Numbers) -> list[int]:
-        """The ranks that have a tile, ascending."""
-        first = self.base + self.layers.offset(layer)
-        first += sum([each.layout.offset(number) for each, number in zip(self.pieces, numbers, strict=True)])
-        return sorted(self.universe.pick([first + offset for offset in self.copies.offsets()]))
+    def meeting(self, tile: Tile) -> Iterator[Held]:
+        """The tiles of the group that share elements with a tile."""
+        return product(range(self.layers), *map(_meeting, self.lines, tile))
 
 
-def _numbers(layout: Layout, varying: Layout, origin: int) -> Sequence[int] | set[int]:
-    """The coordinates on a layout of the positions that differ from `origin` in some of its digits."""
-    if varying.size == layout.size:
-        return range(layout.size)
-    first = origin - varying.offset(varying.coordinate(origin))
-    return {layout.coordinate(first + offset) for offset in varying.offsets()}
+Line = list[tuple[int, int, int]]
+"""`(stop, start, number)` of runs that aren't empty, ascending: each index is in one at most."""
+
+
+def _line(pieces: Pieces, numbers: Iterable[int]) -> Line:
+    """The pieces of a dim with these numbers."""
+    every = [(stop, start, number) for number in {*numbers} for start, stop in pieces.runs[number]]
+    return sorted([run for run in every if run[0] > run[1]])
+
+
+def _meeting(line: Line, runs: Runs) -> list[int]:
+    """The numbers of the pieces that share elements with these runs, ascending."""
+    found: set[int] = set()
+    for start, stop in runs:
+        at = bisect_right(line, start, key=itemgetter(0))
+        while start < stop and at < len(line) and line[at][1] < stop:
+            found.add(line[at][2])
+            at += 1
+    return sorted(found)
+
+
+def _coordinates(layout: Layout, line: Layout, first: int) -> list[int]:
+    """The coordinates on a layout of the positions from `first` along a line, in its order."""
+    along, read = digits(line, layout)
+    steps = {digit: math.prod([size for size, _ in read[at + 1 :]]) for at, digit in enumerate(read)}
+    found = [layout.coordinate(first)]
+    for digit in along:
+        found = [start + at * steps.get(digit, 0) for start in found for at in range(digit[0])]
+    return found
 
 
 # --- who sends ------------------------------------------------------------------------------------
@@ -197,14 +170,14 @@ def _numbers(layout: Layout, varying: Layout, origin: int) -> Sequence[int] | se
 class GroupExchange:
     """Who sends what to whom among the `ranks` of a group, asked of one rank at a time.
 
-    in_tiles: whether boxes are of the ranks' tiles, else of the whole.
+    boxes: where a part of a tile lies in it.
     """
 
     before: GroupSide
     after: GroupSide
     ranks: tuple[int, ...]
     ranks_per_node: int = 8
-    in_tiles: bool = True
+    boxes: Callable[[Tile, Tile], tuple[Region, ...]] = regions
 
     @cached_property
     def peers(self) -> dict[int, int]:
@@ -212,20 +185,19 @@ class GroupExchange:
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     @cached_property
-    def parts(self) -> dict[int, tuple[tuple[int, Numbers] | None, int, int]]:
-        """For each rank the tile that it has, how many elements it wants, and how many of these it has."""
-        found = {}
-        for rank in self.ranks:
-            held, wanted = self.before.held(rank), self.after.held(rank)
-            mine = None if wanted is None else self.after.tile(wanted[1])
-            own = None if held is None or mine is None else intersection(self.before.tile(held[1]), mine)
-            found[rank] = held, 0 if mine is None else volume(mine), 0 if own is None else volume(own)
+    def kept(self) -> dict[int, int]:
+        """How many elements of what each rank wants it has."""
+        found = dict.fromkeys(self.ranks, 0)
+        for rank in self.before.held.keys() & self.after.held.keys():
+            had, wanted = self.before.tile(self.before.held[rank]), self.after.tile(self.after.held[rank])
+            found[rank] = volume(intersection(had, wanted))
         return found
 
     @cached_property
     def received(self) -> dict[int, int]:
         """How many elements each rank receives: what it wants of each layer, less what it has."""
-        return {rank: self.before.layers.size * wants - own for rank, (_, wants, own) in self.parts.items()}
+        wanted = {rank: volume(self.after.tile(held)) for rank, held in self.after.held.items()}
+        return {rank: self.before.layers * wanted.get(rank, 0) - kept for rank, kept in self.kept.items()}
 
     @cached_property
     def most_received(self) -> int:
@@ -235,105 +207,97 @@ class GroupExchange:
     @cached_property
     def most_sent(self) -> int:
         """The most elements that a rank sends: an even share of what is wanted of those that have the same."""
-        totals: dict[tuple[int, Numbers], int] = {}
-        for held, _, own in self.parts.values():
-            if held is not None:
-                # Of a tile each element is wanted as often as any other.
-                every = self.after.copies.size * volume(self.before.tile(held[1]))
-                totals[held] = totals.get(held, every) - own
-        most, holders = max(totals.values(), default=0), self.before.copies.size
-        return most if holders == 1 else max(self.most_received, -(-most // holders))
+        every, found = len(next(iter(self.after.ranks.values()), ())), [0]
+        for held, ranks in self.before.ranks.items():
+            # Of a tile each element is wanted as often as any other.
+            wanted = every * volume(self.before.tile(held)) - sum([self.kept[rank] for rank in ranks])
+            found.append(wanted if len(ranks) == 1 else max(self.most_received, -(-wanted // len(ranks))))
+        return max(found)
 
     @cached_property
     def sent(self) -> dict[int, int]:
         """How many elements each rank sends."""
         found = dict.fromkeys(self.ranks, 0)
-        for held in self.before.tiles():
-            for receiver, (sender, count) in self._senders(held).items():
-                found[sender] += count if receiver != sender else 0
+        for held in self.before.ranks:
+            for wanted, part in self._parts(held):
+                count, receivers = volume(part), self.after.ranks[wanted]
+                for sender in [self._sender(held, each) for each in receivers if self.before.held.get(each) != held]:
+                    found[sender] += count
         return found
 
     def is_permutation(self) -> bool:
         """Whether whoever wants anything wants one whole tile, and there are ranks enough that have it."""
-        if self.after.copies.size > self.before.copies.size:
-            return False
-        for one, two, numbers in zip(self.before.pieces, self.after.pieces, self.after.numbers, strict=True):
-            if not {*one.runs}.issuperset([runs for runs in map(two.runs.__getitem__, numbers) if volume((runs,))]):
-                return False
-        return True
+        have = {self.before.tile(held): len(ranks) for held, ranks in self.before.ranks.items()}
+        return all(len(ranks) <= have.get(self.after.tile(held), 0) for held, ranks in self.after.ranks.items())
 
     def exchange(self, rank: int) -> Exchange:
         """What one rank of the group sends, receives and copies."""
-        held, wanted = self.before.held(rank), self.after.held(rank)
+        held, wanted = self.before.held.get(rank), self.after.held.get(rank)
         sends: list[Message] = []
         receives: list[Message] = []
         copies: tuple[tuple[Region, Region], ...] = ()
         if wanted is not None:
-            mine = self.after.tile(wanted[1])
+            mine = self.after.tile(wanted)
             for each in self.before.meeting(mine):
-                part = _shared(self.before.tile(each[1]), mine)
+                there = self.before.tile(each)
+                part = intersection(there, mine)
                 if each == held:
-                    there = self.before.tile(each[1])
-                    copies = tuple(zip(self._regions(part, there), self._regions(part, mine), strict=True))
+                    copies = tuple(zip(self.boxes(part, there), self.boxes(part, mine), strict=True))
                 else:
                     receives.append(self._message(self._sender(each, rank), part, mine, each[0]))
         if held is not None:
-            mine, alone = self.before.tile(held[1]), self.before.copies.size == 1
-            for each in self.after.meeting(mine):
-                part = _shared(mine, self.after.tile(each[1]))
-                others = [other for other in self.after.ranks(*each) if other != rank]
-                mine_to = [other for other in others if alone or self._sender(held, other) == rank]
-                sends += [self._message(other, part, mine, held[0]) for other in mine_to]
-        position, layers = self.before.universe.position(rank), self.before.layers
-        layer = 0 if position is None else layers.coordinate(position)
-        return Exchange(self.ranks, tuple(sorted(sends)), tuple(sorted(receives)), copies, layer, layers.size)
+            for wanted, part in self._parts(held):
+                to = [
+                    other for other in self.after.ranks[wanted] if other != rank and self._sender(held, other) == rank
+                ]
+                sends += [self._message(other, part, self.before.tile(held), held[0]) for other in to]
+        layer = 0 if held is None else held[0]
+        return Exchange(self.ranks, tuple(sorted(sends)), tuple(sorted(receives)), copies, layer, self.before.layers)
 
     def _message(self, peer: int, part: Tile, within: Tile, layer: int) -> Message:
-        return Message(self.peers[peer], self._regions(part, within), volume(part), layer)
+        return Message(self.peers[peer], self.boxes(part, within), volume(part), layer)
 
-    def _regions(self, part: Tile, within: Tile) -> tuple[Region, ...]:
-        return regions(part, within) if self.in_tiles else tuple(product(*part))
+    def _parts(self, held: Held) -> Iterator[tuple[Held, Tile]]:
+        """The tiles that are wanted of which a tile has a part, and that."""
+        tile = self.before.tile(held)
+        return ((wanted, intersection(tile, self.after.tile(wanted))) for wanted in self.after.meeting(tile))
 
-    def _sender(self, held: tuple[int, Numbers], receiver: int) -> int:
+    def _sender(self, held: Held, receiver: int) -> int:
         """Who gives a receiver what it wants of a tile."""
-        return self.before.ranks(*held)[0] if self.before.copies.size == 1 else self._senders(held)[receiver][0]
+        holders = self.before.ranks[held]
+        return holders[0] if len(holders) == 1 else self._senders(held)[receiver]
 
     @cached_property
-    def _senders(self) -> Callable[[tuple[int, Numbers]], dict[int, tuple[int, int]]]:
-        """Of a tile, for each rank that wants some of it, who gives it that, and how many elements."""
+    def _senders(self) -> Callable[[Held], dict[int, int]]:
+        """Of a tile that several ranks have, for each rank that wants some of it, who gives it that."""
         return lru_cache(maxsize=64)(self._all_senders)
 
-    def _all_senders(self, held: tuple[int, Numbers]) -> dict[int, tuple[int, int]]:
-        tile, holders = self.before.tile(held[1]), self.before.ranks(*held)
-        counts: dict[int, int] = {}
-        for each in self.after.meeting(tile):
-            counts.update(dict.fromkeys(self.after.ranks(*each), volume(_shared(tile, self.after.tile(each[1])))))
-        found = {rank: (rank, counts[rank]) for rank in holders if rank in counts}
-        if len(holders) == 1:
-            return {rank: (holders[0], count) for rank, count in counts.items()}
+    def _all_senders(self, held: Held) -> dict[int, int]:
+        holders, counts = self.before.ranks[held], dict[int, int]()
+        for wanted, part in self._parts(held):
+            counts.update(dict.fromkeys(self.after.ranks[wanted], volume(part)))
+        found = {rank: rank for rank in holders if rank in counts}
         rest = sorted({*counts} - {*found}, key=lambda rank: (-counts[rank], rank))
         share = -(-sum([counts[rank] for rank in rest]) // len(holders))
-        most = max(share, self.most_received * volume(tile) // self._largest)
+        most = max(share, self.most_received * volume(self.before.tile(held)) // self._largest)
         sent = dict.fromkeys(holders, 0)
         for node in (self.ranks_per_node, math.inf):
             queues: dict[float, list[tuple[int, int]]] = {}
-            for holder in holders:
-                queues.setdefault(holder // node, []).append((sent[holder], holder))
-            for queue in queues.values():
-                heapify(queue)
+            for count, holder in sorted([(sent[holder], holder) for holder in holders]):
+                queues.setdefault(holder // node, []).append((count, holder))
             for rank in [rank for rank in rest if rank not in found]:
                 queue = queues.get(rank // node, [])
                 if queue and (node == math.inf or queue[0][0] + counts[rank] <= most):
-                    before, holder = queue[0]
-                    sent[holder] = before + counts[rank]
+                    count, holder = queue[0]
+                    sent[holder] = count + counts[rank]
                     heapreplace(queue, (sent[holder], holder))
-                    found[rank] = holder, counts[rank]
+                    found[rank] = holder
         return found
 
     @cached_property
     def _largest(self) -> int:
-        """Elements of the largest tile that a rank has before; 1 where no rank has any."""
-        return max(1, math.prod([max([volume((runs,)) for runs in each.runs]) for each in self.before.pieces]))
+        """Elements of the largest tile that a rank has before."""
+        return max([volume(self.before.tile(held)) for held in self.before.ranks])
 
 
 @lru_cache(maxsize=64)
@@ -352,10 +316,10 @@ def group_between(
     """
     sides = []
     for end, layers in ((source, resolved), (target, Layout())):
-        origin = 0 if members is None else end.universe.position(rank)
-        assert origin is not None, "a group that steps through digits is of the ranks of both sides"
+        first = 0 if members is None else end.universe.position(rank)
+        assert first is not None, "a group that steps through digits is of the ranks of both sides"
         pieces = list(map(pieces_of, end.dims, end.extents(shape)))
-        sides.append(GroupSide(end.universe, pieces, members, origin, layers))
+        sides.append(GroupSide(end.universe, pieces, members, first, layers))
     ranks = ranks_of_both(source.universe, target.universe) if members is None else source.universe.line(members, rank)
     return GroupExchange(sides[0], sides[1], tuple(ranks), ranks_per_node)
 
@@ -364,9 +328,3 @@ def group_between(
 def ranks_of_both(one: Universe, two: Universe) -> tuple[int, ...]:
     """The ranks of two universes, those of the first before the others."""
     return (*one.ranks, *[rank for rank in two.ranks if one.position(rank) is None])
-
-
-def _shared(one: Tile, two: Tile) -> Tile:
-    found = intersection(one, two)
-    assert found is not None, "the pieces meet along each dim"
-    return found

@@ -18,12 +18,12 @@ reduce_scatter
     `sends` holds one message for each rank of the group, itself included, in order: row `i` of the
     send buffer `[group_size, padded]` is message `i`'s boxes, the rest of the row arbitrary. Reduce
     and scatter; the first `receives[0].elements` elements of the result are its boxes of the output.
-    Then divide by `divisor`. Where `flat`, the tile itself is the send buffer.
+    Then divide by `divisor`. Where `send_bytes` is 0, the tile itself is the send buffer.
 
 all_gather
     The tile, flattened and padded at its end to `padded`, is gathered to `[group_size, padded]`; from
     row `i` the first `receives[i].elements` elements go to the boxes of `receives[i]` (all ranks, itself
-    included). Where `flat`, the output itself is the receive buffer.
+    included). Where `receive_bytes` is 0, the output itself is the receive buffer.
 
 all_to_all, permute
     Pack the boxes of `sends` end to end, exchange, unpack into the boxes of `receives`; the `copies` stay on
@@ -36,8 +36,7 @@ reduce_move
     may come from several messages; the copies are those of the rank's own `layer`.
 
 Between two sets of ranks, a rank for which `takes_part` is false does nothing in a step; one that has
-no tile of the source comes with nothing (`input_shape` is None), one that has none of the target leaves
-with nothing.
+no tile of the source comes with nothing, one that has none of the target leaves with nothing.
 """
 
 from __future__ import annotations
@@ -46,13 +45,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from axes.algebra.chunks import tile_shape
+from axes.algebra.chunks import regions, volume
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
-from axes.algebra.planning.boxes import regions, volume
-from axes.algebra.planning.digits import aligned, sizes_of
+from axes.algebra.planning.digits import opened
 from axes.algebra.planning.exchange import Exchange, Message, group_between, ranks_of_both
-from axes.algebra.sharding import Sharding, Slot, Slots
+from axes.algebra.sharding import Sharding
 
 Shape = tuple[int, ...]
 
@@ -69,8 +67,6 @@ class Step:
     bytes_in, bytes_out: over the links, for the rank that has most. What the busiest rank sends is an
         even share of those that have the same; whole messages may make it less, or slightly more.
     send_bytes, receive_bytes: the buffers beside the tiles; 0 where the tile itself is the buffer.
-    padded: elements of each part where all parts must be equally large, else 0.
-    flat: whether the group's parts end to end are the larger tile as it lies in memory.
     cost: modelled microseconds.
     rank: the rank that the step is seen from.
     """
@@ -89,9 +85,6 @@ class Step:
     bytes_out: int = 0
     send_bytes: int = 0
     receive_bytes: int = 0
-    output_bytes: int = 0
-    padded: int = 0
-    flat: bool = False
     cost: float = 0.0
     ranks_per_node: int = 8
 
@@ -117,49 +110,27 @@ class Step:
         """Whether a rank does anything in this step."""
         return any(end.universe.position(rank) is not None for end in (self.source, self.target))
 
-    def input_shape(self, rank: int | None = None) -> Shape | None:
-        """The shape of the tile that a rank comes with, or None where it has none."""
-        return self._tile_shape(self.source, rank)
-
-    def output_shape(self, rank: int | None = None) -> Shape | None:
-        """The shape of the tile that a rank leaves with, or None where it has none."""
-        return self._tile_shape(self.target, rank)
-
-    def _tile_shape(self, end: Sharding, rank: int | None) -> Shape | None:
-        held = end.tile(self.shape, self.rank if rank is None else rank)
-        return None if held is None else tile_shape(held)
-
     @cached_property
     def is_even(self) -> bool:
         """Whether the tiles of all ranks have one shape, before the step and after."""
         return self.source.divides(self.shape) and self.target.divides(self.shape)
 
     @cached_property
-    def _aligned(self) -> list[tuple[Slots, Slots]]:
-        """Both sides of each dim, in the same factors where they have any in common."""
-        pairs = list(zip(self.source.dims, self.target.dims, strict=True))
-        return [aligned(*pair) or pair for pair in pairs]
+    def _opened(self) -> tuple[tuple[Shape, ...], Sharding, Sharding]:
+        return opened(self.source, self.target, self.shape)
 
-    @cached_property
+    @property
     def factors(self) -> tuple[Shape, ...]:
         """For each dim the sizes of the factors that both sides have, or its own size alone."""
-        sizes = [[sizes_of(dim) for dim in pair] for pair in self._aligned]
-        pairs = zip(sizes, self.shape, strict=True)
-        return tuple(one if one is not None and one == two else (size,) for (one, two), size in pairs)
+        return self._opened[0]
 
     @cached_property
     def opened(self) -> Step:
         """The same step on the tensor with one dim for each of `factors`."""
-        if all(len(sizes) == 1 for sizes in self.factors):
+        factors, source, target = self._opened
+        if source is self.source:
             return self
-        ends: tuple[list[Slots], list[Slots]] = ([], [])
-        for pair, sizes in zip(self._aligned, self.factors, strict=True):
-            for dims, dim in zip(ends, pair, strict=True):
-                single = [Slots((Slot(slot.layouts),)) for slot in dim]
-                dims.extend(single if len(sizes) > 1 else [dim])
-        pairs = zip((self.source, self.target), ends, strict=True)
-        source, target = (replace(end, dims=tuple(dims), names=()) for end, dims in pairs)
-        return replace(self, source=source, target=target, shape=tuple([n for sizes in self.factors for n in sizes]))
+        return replace(self, source=source, target=target, shape=tuple([n for sizes in factors for n in sizes]))
 
     def exchange(self, rank: int | None = None) -> Exchange:
         """What a rank sends, receives and copies, in boxes of `opened`; this rank by default.
@@ -191,16 +162,13 @@ def _slice(step: Step, rank: int) -> Exchange:
 
 def _equal_parts(step: Step, ranks: tuple[int, ...], rank: int) -> Exchange:
     """A gather, or a reduction that is scattered: the rank's own tile, and its peers' parts of the larger one."""
-    gathers = step.kind == "all_gather"
+    gathers, at = step.kind == "all_gather", ranks.index(rank)
     fine, coarse = (step.source, step.target) if gathers else (step.target, step.source)
     whole = coarse.tile(step.shape, rank) or ()
     parts = [fine.tile(step.shape, peer) or () for peer in ranks]
-    sizes = list(map(volume, parts))
-    boxes = [regions(part, whole) if size else () for part, size in zip(parts, sizes, strict=True)]
-    messages = tuple(map(Message, range(len(ranks)), boxes, sizes))
-    at = ranks.index(rank)
-    own = (Message(at, (tuple([(0, size) for size in tile_shape(parts[at])]),), sizes[at]),)
-    padded = fine.largest_tile(step.shape)
+    boxes = [regions(part, whole) if volume(part) else () for part in parts]
+    messages = tuple(map(Message, range(len(ranks)), boxes, map(volume, parts)))
+    own, padded = (messages[at]._replace(regions=regions(parts[at], parts[at])),), fine.largest_tile(step.shape)
     if gathers:
         return Exchange(ranks, own, messages, padded=padded)
     return Exchange(ranks, messages, own, layers=len(ranks), padded=padded)
