@@ -265,9 +265,10 @@ def _plan(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: C
 def choices_between(source: Sharding, target: Sharding, shape: Shape, dtype: str, model: CostModel) -> list[Plan]:
     """The plans worth weighing between two shardings as planning sees them (`Sharding.at`), the plainest first."""
     check_pair(source, target, shape, dtype)
-    source, target = replace(source, names=()), replace(target, names=())
-    what, elements = (source, target, shape, dtype, source.universe.ranks[0]), math.prod(shape) or 1
-    return [Plan(*what, stages, elements, model) for stages in _sequences(source, target, shape, model)]
+    found = _sequences(source, target, shape, model)
+    # They are kept for shardings that are equal, whatever the names of their dims.
+    ends, elements = (replace(source, names=()), replace(target, names=())), math.prod(shape) or 1
+    return [Plan(*ends, shape, dtype, source.universe.ranks[0], stages, elements, model) for stages in found]
 
 
 def cheapest(found: Sequence[Plan], shape: Shape) -> Plan:
