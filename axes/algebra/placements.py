@@ -24,7 +24,7 @@ from axes.algebra.errors import ShardingError, shown
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.scopes import checked_mesh
-from axes.algebra.sharding import Cut, Sharding, Slots, classes, cuts, pending_text, reductions, same_cuts
+from axes.algebra.sharding import Cut, Sharding, Slots, classes, cuts, pending_runs, pending_text, same_cuts
 from axes.algebra.splits import of_cuts, split
 
 
@@ -47,7 +47,7 @@ def placement_specs(sharding: Sharding) -> tuple[PlacementSpec, ...]:
     """
     mesh = sharding.mesh
     found = {name: PlacementSpec() for name in mesh.axis_names}
-    for op, layouts in reductions(sharding.pending):
+    for op, layouts in pending_runs(sharding.pending):
         for name in _unordered(mesh, layouts):
             found[name] = PlacementSpec(op=op)
     _check_order_of_pending(sharding)
@@ -85,7 +85,7 @@ def _check_order_of_pending(sharding: Sharding) -> None:
     if len(sharding.pending) < 2:
         return
     mesh = sharding.mesh
-    written = [(op, name) for op, layouts in reductions(sharding.pending) for name in _unordered(mesh, layouts)]
+    written = [(op, name) for op, layouts in pending_runs(sharding.pending) for name in _unordered(mesh, layouts)]
     in_order = sorted(written, key=lambda entry: mesh.axis_names.index(entry[1]))
     if list(map(set, classes(written))) != list(map(set, classes(in_order))):
         text, first = (pending_text(mesh, entries) for entries in (sharding.pending, sharding.pending[:1]))
@@ -142,7 +142,7 @@ def check_axes_are_whole(sharding: Sharding) -> None:
     """`ShardingError` where a sharding cuts an axis of its mesh, for which DTensor has no placement."""
     for slot in (slot for dim in sharding.dims for slot in dim):
         mesh_axes(sharding.mesh, slot.layouts)
-    for _, layouts in reductions(sharding.pending):
+    for _, layouts in pending_runs(sharding.pending):
         _unordered(sharding.mesh, layouts)
 
 

@@ -112,14 +112,14 @@ def layouts_text(mesh: Mesh, layouts: Iterable[Layout]) -> str:
     return place_text(map(mesh.called, layouts))
 
 
-def reductions(pending: Iterable[tuple[str, Layout]]) -> list[tuple[str, list[Layout]]]:
+def pending_runs(pending: Iterable[tuple[str, Layout]]) -> list[tuple[str, list[Layout]]]:
     """Pending reductions in order, one for neighbours of the same kind."""
     return [(op, [layout for _, layout in run]) for op, run in itertools.groupby(pending, operator.itemgetter(0))]
 
 
 def pending_text(mesh: Mesh, pending: Iterable[tuple[str, Layout]]) -> str:
     """What is pending, as a spec writes it behind the `|`."""
-    return " ".join([f"{op}@{layouts_text(mesh, layouts)}" for op, layouts in reductions(pending)])
+    return " ".join([f"{op}@{layouts_text(mesh, layouts)}" for op, layouts in pending_runs(pending)])
 
 
 @dataclass(frozen=True)

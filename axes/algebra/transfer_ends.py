@@ -89,7 +89,8 @@ def on_own_ranks(sharding: Sharding) -> Sharding:
             stride *= size
         return Layout.of([(size, strides[old]) for size, old in cut])
 
-    namespace = {name: moved(layout) for name, layout in mesh.namespace.items() if mesh.extent.contains(layout)}
+    inside = [name for name, layout in mesh.namespace.items() if layout.size > 1 and mesh.extent.contains(layout)]
+    namespace = {name: moved(mesh.namespace[name]) for name in dict.fromkeys((*mesh.axis_names, *inside))}
     # Its DTensors would be on another device mesh than the user's own, so that it is algebra alone.
     small = mesh._with(universe=Universe.of(ranks), namespace=namespace, _view=None, binding=None)
 

@@ -370,9 +370,15 @@ def result_sharding(region: Region, spec: Spec, dims: Sequence[Dim]) -> Sharding
             "'| *' on the right: only the function knows what it leaves pending; write it, like '| sum@tp'"
         )
     marked, same = _marked(region.mesh, spec, (), {})
-    sharding = Sharding(region.home, tuple(_split(region, dim) for dim in dims), marked.pending)
+    splits = tuple([_split(region, dim) for dim in dims])
+    sharding = Sharding(region.home, splits, marked.pending, tuple(map(_names, dims, splits)))
     check_axes_are_whole(replace(sharding, pending=(*sharding.pending, *[("same", layout) for layout in same])))
     return sharding
+
+
+def _names(dim: Dim, split: Slots) -> tuple[str, ...]:
+    names = tuple([factor.name or "" for factor in dim.factors])
+    return names if len(names) == len(split) else (key_of(dim) or "",)
 
 
 def _split(region: Region, dim: Dim) -> Slots:

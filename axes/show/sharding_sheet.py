@@ -34,7 +34,7 @@ from axes.algebra.chunks import largest_chunk, nested_chunk, smallest_chunk
 from axes.algebra.errors import MeshError
 from axes.algebra.layout import Layout
 from axes.algebra.plan import bytes_text, itemsize_of
-from axes.algebra.sharding import Sharding, Slot, Slots, layouts_text, reductions, slots_text
+from axes.algebra.sharding import Sharding, Slot, Slots, layouts_text, pending_runs, slots_text
 from axes.show.panels import Board, Cell, Head, Listing, Panel, Remark, Room, Sheet
 from axes.show.rank_text import LEFT_OUT, folded, joined, short_ranks
 
@@ -224,7 +224,7 @@ class Blocks:
     @cached_property
     def reductions(self) -> list[tuple[str, list[Layout]]]:
         """What is pending, without what is the same on all ranks."""
-        return reductions(entry for entry in self.sharding.pending if entry[0] != "same")
+        return pending_runs(entry for entry in self.sharding.pending if entry[0] != "same")
 
     @cached_property
     def copies(self) -> Layout:

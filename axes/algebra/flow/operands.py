@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from axes.algebra.errors import MeshError, ShardingError, SizeError
-from axes.algebra.flow.reading import Dim, Mark, Reading, Term, atom_text, names_of
+from axes.algebra.flow.reading import Mark, Reading, Term, TermDim, atom_text, names_of
 from axes.algebra.flow.recipe import Shape
 from axes.algebra.grammar import Item
 from axes.algebra.layout import Layout, Mode
@@ -111,11 +111,11 @@ class Operands:
                 raise SizeError(f"{found[atom]} isn't a multiple of  {parts}  for {atom} in  {reading.text}")
         return found
 
-    def extent(self, slot: Dim) -> int:
+    def extent(self, slot: TermDim) -> int:
         """The whole size of a dim."""
         return math.prod(self.sizes[atom] for atom in slot.atoms)
 
-    def joined(self, slot: Dim, splits: Sequence[Slots]) -> Slots:
+    def joined(self, slot: TermDim, splits: Sequence[Slots]) -> Slots:
         """The dim whose atoms are split so."""
         try:
             return of_names([*zip(splits, map(self.sizes.__getitem__, slot.atoms), strict=True)])
@@ -128,7 +128,7 @@ class Operands:
                 f"divide\nin  {self.reading.text}"
             ) from None
 
-    def handed_down(self, dim: Slots, slot: Dim, advice: str) -> list[Slots]:
+    def handed_down(self, dim: Slots, slot: TermDim, advice: str) -> list[Slots]:
         """How the atoms of a dim are split; `ShardingError` where its split doesn't fall on them."""
         found = handed_down(dim, [self.sizes[atom] for atom in slot.atoms])
         if found is None:
@@ -168,7 +168,7 @@ class Operands:
             found += [self._asserted(has, slot, *pair) for pair in zip(slot.marks, each, strict=True)]
         return replace(has, atoms=tuple(found))
 
-    def _said(self, slot: Dim) -> list[Slots] | None:
+    def _said(self, slot: TermDim) -> list[Slots] | None:
         """How the text says that the atoms of an empty dim are split: of nothing every word is true. None where it
         says nothing, or refers to what the tensor has."""
         if self.extent(slot) or slot.axes is not None:
@@ -177,7 +177,7 @@ class Operands:
         is_told = bool(places) and not any(axes is None or "*" in axes for axes in places)
         return [split(*self.named(mark.axes)) for mark in slot.marks] if is_told else None
 
-    def _declared(self, slot: Dim) -> Slots:
+    def _declared(self, slot: TermDim) -> Slots:
         """How a dim of a plain tensor is split."""
         if slot.axes is not None:
             return split(*self.named(slot.axes))
@@ -214,7 +214,7 @@ class Operands:
                 f"'{has.term.text}'; found {list(shape)}\nin  {self.reading.text}"
             )
 
-    def _asserted(self, has: Operand, slot: Dim, mark: Mark, state: Slots) -> Slots:
+    def _asserted(self, has: Operand, slot: TermDim, mark: Mark, state: Slots) -> Slots:
         """How an atom is split, once it is held against what the text says of it."""
         atom, axes = mark.atom, mark.axes
         if slot.axes is not None or atom not in self.reading.explicit:

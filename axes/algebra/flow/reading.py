@@ -40,7 +40,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Dim:
+class TermDim:
     """One dim: its atoms in order, and the place behind the group where it has one."""
 
     marks: tuple[Mark, ...]
@@ -69,7 +69,7 @@ class Dim:
 class Term:
     """One tensor of an expression. `pending` is None where there is no `|`."""
 
-    slots: tuple[Dim, ...]
+    slots: tuple[TermDim, ...]
     pending: tuple[grammar.Pending, ...] | None
     text: str
 
@@ -275,7 +275,7 @@ def _dots(text: str, spec: grammar.Spec, rank: int, index: int) -> int | None:
 
 
 def _term(spec: grammar.Spec, dots: tuple[str, ...], index: int) -> Term:
-    slots: list[Dim] = []
+    slots: list[TermDim] = []
     for at, dim in enumerate(spec.dims):
         marks: list[Mark] = []
         for number, factor in enumerate(dim.factors):
@@ -286,11 +286,11 @@ def _term(spec: grammar.Spec, dots: tuple[str, ...], index: int) -> Term:
             marks.extend([Mark(atom, axes, factor.span) for atom in atoms])
         outer = None if dim.place is None else dim.place.names
         if has_dots(dim) and not dim.grouped:
-            slots.extend([Dim((mark,), None, dim.span) for mark in marks])
+            slots.extend([TermDim((mark,), None, dim.span) for mark in marks])
         elif len(marks) == 1 and outer is not None:
-            slots.append(Dim((replace(marks[0], axes=outer),), None, dim.span))
+            slots.append(TermDim((replace(marks[0], axes=outer),), None, dim.span))
         else:
-            slots.append(Dim(tuple(marks), outer if marks else None, dim.span))
+            slots.append(TermDim(tuple(marks), outer if marks else None, dim.span))
     return Term(tuple(slots), spec.pending, str(spec))
 
 
@@ -368,6 +368,7 @@ def _merged(term: Term, wholes: tuple[tuple[str, tuple[str, ...]], ...]) -> Term
     return replace(
         term,
         slots=tuple(
-            Dim((Mark(names[s.atoms], s.axes, s.span),), None, s.span) if s.atoms in names else s for s in term.slots
+            TermDim((Mark(names[s.atoms], s.axes, s.span),), None, s.span) if s.atoms in names else s
+            for s in term.slots
         ),
     )

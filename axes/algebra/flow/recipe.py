@@ -47,7 +47,9 @@ def op_name(op: Op) -> str:
     return f"{op.__name__ if is_function else type(op).__name__}()"
 
 
-def sharding_of(mesh: Mesh, groups: Groups, dims: Iterable[Slots], pending: Iterable[tuple[str, Layout]]) -> Sharding:
+def sharding_by_atoms(
+    mesh: Mesh, groups: Groups, dims: Iterable[Slots], pending: Iterable[tuple[str, Layout]]
+) -> Sharding:
     """How a tensor lies whose dims consist of these atoms, after which they are called."""
     every = tuple(dims)
     return Sharding(mesh, every, tuple(pending), tuple(map(names_of, groups, every)))

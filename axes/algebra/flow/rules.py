@@ -23,7 +23,7 @@ from axes.algebra.errors import AxesError, ShardingError, SizeError
 from axes.algebra.flow.meshes import check_axes, mesh_of_result
 from axes.algebra.flow.operands import Operand, Operands
 from axes.algebra.flow.reading import KINDS, Axes, Reading, is_name, read
-from axes.algebra.flow.recipe import Input, Output, Recipe, Shape, sharding_of, singles
+from axes.algebra.flow.recipe import Input, Output, Recipe, Shape, sharding_by_atoms, singles
 from axes.algebra.grammar import place_text
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
@@ -304,10 +304,10 @@ class _Result:
         pending = self._target_pending([*inherited, *arising], arising)
         target = self._target()
         self._check_target(target, pending)
-        wanted = sharding_of(self.mesh, singles(atoms), [target[a] for a in atoms], pending)
+        wanted = sharding_by_atoms(self.mesh, singles(atoms), [target[a] for a in atoms], pending)
         derived = wanted
         if reading.kind != "repeat":
-            derived = sharding_of(self.mesh, singles(atoms), [has.splits[a] for a in atoms], [*every, *arising])
+            derived = sharding_by_atoms(self.mesh, singles(atoms), [has.splits[a] for a in atoms], [*every, *arising])
         result = self._output(derived, wanted)
         averages = reading.kind == "reduce" and self.op == "mean" and not self.counted
         multiplier = math.prod(layout.size for op, layout in arising if op == "mean")
@@ -321,21 +321,21 @@ class _Result:
 
     def _input(self, operand: Operand, wanted: Sharding) -> Input:
         groups, atoms = tuple([slot.atoms for slot in operand.term.slots]), operand.term.atoms
-        source = sharding_of(self.mesh, groups, operand.dims, operand.pending)
-        elementary = sharding_of(self.mesh, singles(atoms), operand.atoms, operand.pending)
+        source = sharding_by_atoms(self.mesh, groups, operand.dims, operand.pending)
+        elementary = sharding_by_atoms(self.mesh, singles(atoms), operand.atoms, operand.pending)
         if self.reading.kind == "repeat":
             # What repeat adds is made where it belongs: communicate before there is more of it.
             splits, pending = dict(zip(self.reading.result.atoms, wanted.dims, strict=True)), wanted.pending
         else:
             splits, pending = self.has.splits, tuple(self._kept(operand))
-        prepared = sharding_of(self.mesh, singles(atoms), [splits[atom] for atom in atoms], pending)
+        prepared = sharding_by_atoms(self.mesh, singles(atoms), [splits[atom] for atom in atoms], pending)
         return Input(groups, source, elementary, prepared)
 
     def _output(self, derived: Sharding, target: Sharding) -> Output:
         slots, splits = self.reading.result.slots, iter(target.dims)
         groups = tuple([slot.atoms for slot in slots])
         dims = [self.has.joined(slot, [next(splits) for _ in slot.marks]) for slot in slots]
-        return Output(groups, derived, target, sharding_of(self.mesh, groups, dims, target.pending))
+        return Output(groups, derived, target, sharding_by_atoms(self.mesh, groups, dims, target.pending))
 
     def _check_torch(self, found: Recipe) -> None:
         try:

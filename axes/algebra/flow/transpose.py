@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from axes.algebra.errors import MeshError, ShardingError
-from axes.algebra.flow.recipe import Input, Output, Recipe, sharding_of, singles
+from axes.algebra.flow.recipe import Input, Output, Recipe, sharding_by_atoms, singles
 from axes.algebra.layout import Layout
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import LINEAR, Sharding, Slots
@@ -113,9 +113,9 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
         found = handed_down(dim, [forward.size[atom] for atom in group])
         dims.append(split() if found is None else dim)
         landed += (found or [split() for _ in group])[: len(group)]
-    source = sharding_of(mesh, result.groups, dims, arrived.pending)
-    elementary = sharding_of(mesh, atoms, landed, arrived.pending)
-    prepared = sharding_of(mesh, atoms, *free.kept(result.derived.dims, landed, arrived.pending))
+    source = sharding_by_atoms(mesh, result.groups, dims, arrived.pending)
+    elementary = sharding_by_atoms(mesh, atoms, landed, arrived.pending)
+    prepared = sharding_by_atoms(mesh, atoms, *free.kept(result.derived.dims, landed, arrived.pending))
     # Of a product with conj(x) the gradient is the conjugate of that of x.
     conjugate = operand.conjugate
     inputs = [Input(result.groups, source, elementary, prepared, conjugate=conjugate)]
@@ -124,7 +124,7 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     # The others as the forward took them, sliced where the cotangent stays split.
     for other in (i for at, i in enumerate(forward.inputs) if at != index):
         splits = [states.get(atom, had) for atom, had in zip(other.atoms, other.prepared.dims, strict=True)]
-        sliced = sharding_of(mesh, singles(other.atoms), splits, other.prepared.pending)
+        sliced = sharding_by_atoms(mesh, singles(other.atoms), splits, other.prepared.pending)
         inputs.append(replace(other, prepared=sliced, conjugate=other.conjugate == conjugate))
 
     born = dict(zip(operand.atoms, operand.prepared.dims, strict=True))
@@ -133,11 +133,11 @@ def _transposed(forward: Recipe, index: int, arrived: Sharding, lazy: bool) -> R
     entries += [("sum", layout) for atom, dim in states.items() if atom not in born for layout in dim.layouts]
     entries = list(dict.fromkeys(entries))
     own = singles(operand.atoms)
-    derived = sharding_of(mesh, own, [states[atom] for atom in operand.atoms], entries)
-    target = sharding_of(mesh, own, *final.kept(operand.elementary.dims, derived.dims, entries))
+    derived = sharding_by_atoms(mesh, own, [states[atom] for atom in operand.atoms], entries)
+    target = sharding_by_atoms(mesh, own, *final.kept(operand.elementary.dims, derived.dims, entries))
     rest = iter(target.dims)
     closed = [of_names([(next(rest), forward.size[atom]) for atom in group]) for group in operand.groups]
-    output = Output(operand.groups, derived, target, sharding_of(mesh, operand.groups, closed, target.pending))
+    output = Output(operand.groups, derived, target, sharding_by_atoms(mesh, operand.groups, closed, target.pending))
     check_torch_can(output.output, forward.whole(output.groups))
     text = f"gradient of  {forward.text}"
     return Recipe("gradient", text, mesh, "sum", forward.sizes, tuple(inputs), output, forward.averages)
