@@ -50,6 +50,8 @@ INSIDE = {
     "Mesh.made_of",
     "Mesh.parts",
     "Mesh.splits",
+    "Sharding.names_of",
+    "Sharding.text_of",
 }
 
 HOME = str(Path(axes.__file__).parent)
