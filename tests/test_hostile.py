@@ -50,6 +50,7 @@ INSIDE = {
     "Mesh.made_of",
     "Mesh.parts",
     "Mesh.splits",
+    "Plan.weight",
     "Sharding.names_of",
     "Sharding.text_of",
 }

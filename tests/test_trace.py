@@ -96,7 +96,7 @@ def test_an_event_says_what_it_is_part_of(ran):
     assert forward.op["axis"] == "dp tp"
     assert list(forward.op["ranks"]) == [0, 1, 2, 3]
     assert forward.op["dtype"] == "float32"
-    assert forward.what == "all_to_all of a@dp b@tp -> a b@dp of [8, 8] float32"
+    assert forward.what == "all_to_all of _@dp _@tp -> _ _@dp of [8, 8] float32"
     assert all(event.ns is not None and event.ns > 0 for event in events)
     two = [event for event in events if event.op["step"][1] == 2]
     assert [event.op["step"] for event in two][:2] == [[1, 2], [2, 2]]

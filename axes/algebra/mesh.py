@@ -165,10 +165,10 @@ class Mesh:
         >>> Mesh("dp=2 tp=4").layout("dp")
         2:4
         """
-        try:
-            return self.namespace[name]
-        except (KeyError, TypeError):  # not hashable
-            raise unknown_axis(name, self.namespace) from None
+        found = self.namespace.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise unknown_axis(name, self.namespace)
+        return found
 
     def axis(self, name: str) -> Axis:
         """The axis of a name, seen from this mesh's rank.

@@ -129,8 +129,7 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most that is held at once: source, the result so far, and one step's two buffers.
 
-        Supposes that an executor lets go of a tile in between once it is packed. Over gloo, even tiles that are
-        reduced and scattered take up to 16 MiB more, where the parts arrive that are to be added up.
+        Supposes that an executor lets go of a tile in between once it is packed.
         """
         itemsize = itemsize_of(self.dtype)
         held = self.source.largest_tile(self.shape) * itemsize
