@@ -861,7 +861,7 @@ class Draw:
             grid = choices[0] if self.chance(0.25) else random.choice(choices)
             if self.chance(0.35) and self.ranks in ORDERS:
                 grid = replace(grid, order=random.choice(ORDERS[self.ranks]))
-            if self.chance(0.06) and grid.order is None and self.ranks in (2, 4):
+            if self.chance(0.06) and not grid.sub and grid.order is None and self.ranks in (2, 4):
                 grid = PATIENT[self.ranks]
                 self.features.add("groups of its own")
         if grid.order is not None and list(grid.order) != sorted(grid.order):
