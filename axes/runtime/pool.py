@@ -150,9 +150,12 @@ def _deadline(timeout: float | None) -> float:
 
 
 def _error(ends: Sequence[End], name: str) -> Exception:
-    """The first failure as an exception, with notes on all ranks; or that time is up."""
+    """The first failure as an exception, with notes on all ranks; or that time is up.
+
+    A rank that died comes before those that raised: its end is seen later than the errors that it gives them.
+    """
     size = len(ends)
-    first = min(range(size), key=lambda rank: ends[rank].failed_at)
+    first = min(range(size), key=lambda at: (ends[at].failed_at == math.inf, not ends[at].lost, ends[at].failed_at))
     end = ends[first]
     if end.failed_at == math.inf:
         late = [rank for rank in range(size) if ends[rank].lost]
