@@ -24,7 +24,7 @@ from axes.runtime.check import waited
 from axes.runtime.graphs import check_groups, guard_whole_sizes, known, number_of
 from axes.runtime.groups import of_world
 from axes.runtime.routes import resharded, settled
-from axes.runtime.symbols import spec_at
+from axes.runtime.symbols import is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 
 Spec = Any
@@ -41,9 +41,10 @@ def resolve_at_leaf(leaf: DTensor) -> None:
 
 
 def resolving(made: DTensor) -> DTensor:
-    """A DTensor that was just made, which resolves its gradient if it ever is a leaf with one."""
-    if made.dtype.is_floating_point or made.dtype.is_complex:
-        torch_private.add_hook(made, _resolve(torch_private.spec_of(made)))
+    """A DTensor that was just made, which resolves its gradient if it is ever a leaf with one; none is in a graph."""
+    spec = torch_private.spec_of(made)
+    if (made.dtype.is_floating_point or made.dtype.is_complex) and not is_symbolic(spec.shape):
+        torch_private.add_hook(made, _resolve(spec))
     return made
 
 
