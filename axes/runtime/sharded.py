@@ -51,7 +51,7 @@ from axes.runtime.torch_placements import (
     sharding_of_spec,
     torch_placements,
 )
-from axes.runtime.transforms import check_not_wrapped, check_plain, check_transforms, refuse_transform
+from axes.runtime.transforms import PLAIN, check_not_wrapped, check_plain, check_transforms, refuse_transform
 
 Sizes = Mapping[str, int]
 Use: TypeAlias = Literal["whole", "summed"]
@@ -228,7 +228,7 @@ def _from_local(
     local, placements, whole = whole_of(f"axes.from_local '{spec}'", part, spec, local)
     counted = _counted(local, mesh, spec, placements, same, grad)
     made = enter_global(local, mesh.device_mesh, placements, whole, counted)
-    return made if made.requires_grad or torch.compiler.is_compiling() else resolving(made)
+    return made if made.requires_grad or type(local) not in PLAIN else resolving(made)
 
 
 def _apart(sizes: Given) -> tuple[tuple[str, ...], tuple[int, ...]]:

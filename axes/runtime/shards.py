@@ -29,6 +29,7 @@ from axes.runtime.axis_groups import AxisGroup, gathered_numbers, group_over, tr
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.symbols import are_equal, fixed, hints
 from axes.runtime.torch_placements import torch_placements
+from axes.runtime.transforms import PLAIN
 
 Given = tuple[tuple[str, int], ...]
 Shape = tuple[int, ...]
@@ -105,7 +106,7 @@ def whole_of(what: str, part: LocalPart, spec: str, local: torch.Tensor) -> tupl
 
     `what` says in errors and traces who asks. A part of a graph is contiguous.
     """
-    if not torch.compiler.is_compiling():
+    if type(local) in PLAIN:
         (whole,) = told_shapes(what, part.sharding.mesh, (part,), local.device)
         return local, placements_of(part, spec, whole), whole
     placements = traced_placements_of(part, spec, part.even)
