@@ -94,7 +94,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ('axes.rearrange(D("b seq@tp d", 8, 16, 32), "b seq@tp d -> b sek d")', "ExpressionError", "'seq' stands on the left only; rearrange keeps what is there, reduce drops names; did you mean 'sek'?\n  b seq@tp d -> b sek d\n    ^^^^^^"),
     ('axes.rearrange(D("b s@tp d", 8, 16, 32), "b s@tp d -> b s")', "ExpressionError", "'d' stands on the left only; rearrange keeps what is there, reduce drops names\n  b s@tp d -> b s\n         ^"),
     ('axes.rearrange(D("b s@tp", 8, 16), "b s@tp -> b s d")', "ExpressionError", "'d' stands on the right only; repeat adds names\n  b s@tp -> b s d\n                ^"),
-    ('axes.rearrange(D("b s@tp d", 8, 16, 32), "b s@tp -> b s")', "SizeError", "'b s@tp' has 2 dims; the tensor has 3"),
+    ('axes.rearrange(D("b s@tp d", 8, 16, 32), "b s@tp -> b s")', "SizeError", "'b s@tp' has 2 dims; the tensor has 3", "write a name for each dim, or '...'"),
     ('axes.rearrange(D("b s@tp", 8, 16), "b s@tp d -> b s d")', "SizeError", "'b s@tp d' has 3 dims; the tensor has 2"),
     ('axes.rearrange(D("b s@tp", 8, 16), "b s@tp")', "ExpressionError", "rearrange needs '->' and the result behind it\n  b s@tp\n       ^"),
     ('axes.rearrange(D("b s@tp", 8, 16), "b s@tp -> b, s")', "ExpressionError", "rearrange has one result; found 2\n  b s@tp -> b, s\n           ^^^^^"),

@@ -102,7 +102,8 @@ def expanded(spec: Spec, ndim: int, what: str) -> list[Dim]:
     dots = sum(map(has_dots, spec.dims))
     missing = ndim - len(spec.dims) + dots
     if missing < 0 or (missing and not dots):
-        raise ShardingError(f"{what} has {ndim} dims, its spec '{spec}' {len(spec.dims) - dots}")
+        advice = "write a name for each dim, or '...' for dims that stay as they are" if ndim else "a scalar's is empty"
+        raise ShardingError(f"{what} has {ndim} dims, its spec '{spec}' {len(spec.dims) - dots}; {advice}")
     filling = [Dim((Factor(f"...{i}"),)) for i in range(missing)]
     return [found for dim in spec.dims for found in (filling if has_dots(dim) else [dim])]
 

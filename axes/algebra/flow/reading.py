@@ -270,7 +270,8 @@ def _dots(text: str, spec: grammar.Spec, rank: int, index: int) -> int | None:
     if rank < others or (not dots and rank != others):
         which = f"operand {index + 1}, '{spec}'," if "," in text.split("->")[0] else f"'{spec}'"
         counts = f"{which} has {'at least ' if dots else ''}{_counted(others, 'dim')}; the tensor has {rank}"
-        raise SizeError(f"{counts}\nin  {text}{spaced(text, str(spec), rank)}")
+        advice = spaced(text, str(spec), rank) or "\nwrite a name for each dim, or '...' for dims that stay as they are"
+        raise SizeError(f"{counts}\nin  {text}{advice}")
     return rank - others if dots else None
 
 
