@@ -442,9 +442,13 @@ def as_torch_has_it(declaration, ranks, expression):
             assert funcol.all_gather_tensor(torch.tensor([dist.get_rank()]), 0, group).tolist() == line
             dist.broadcast(start, src=line[0], group=group)
             assert (dist.get_process_group_ranks(group), group.rank(), start.item()) == (line, axis.index, 0)
+    as_root = {"_layout": made._layout, "_rank_map": made._rank_map, "_root_mesh": made._root_mesh}
+    theirs = vars(DeviceMesh("cpu", mesh_dim_names=names, **as_root, _init_backend=False))
     checks = {
         "coordinate": made.get_coordinate() == tuple(mesh.coordinate.values()),
         "places": tuple(made.get_local_rank(i) for i in range(made.ndim)) == made.get_coordinate(),
+        "no field more": vars(made).keys() == {*theirs, "_dim_group_names"},
+        "fields": all(vars(made)[name] == theirs[name] for name in {*theirs} - {"_hash", "_rank_map"}),
         "groups": made.get_all_groups() == [mesh.axis(name).group for name in mesh.axis_names],
         "adopted": Mesh.from_device_mesh(made) == mesh,
         "one object": mesh.define("more = " + mesh.axis_names[0]).device_mesh is made,

@@ -21,7 +21,6 @@ has dims of the `DeviceMesh` alone, in its order: for others write `mesh["fsdp"]
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from axes.algebra.universe import Universe
 from axes.runtime import checkpoint, torch_private
 from axes.runtime.agreement import ranks_text
 from axes.runtime.groups import (
-    GroupOptions,
     World,
     adopt,
     backend_for,
@@ -62,14 +60,11 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         raise MeshError(f"rank {world.rank} isn't one of the ranks of {mesh!r}, so it has no DeviceMesh of them")
     with world.lock:
         groups = groups_of(mesh, zip(mesh.layouts, mesh.axis_names, strict=True))
-        made = torch_private.device_mesh_over(
-            _root(world, mesh.universe, mesh.binding.device_type),
-            mesh.binding.device_type,
-            (),
-            [layout.modes for layout in mesh.layouts],
-            mesh.axis_names,
-            [groups[name] for name in mesh.axis_names if groups],
-        )
+        root = _root(world, mesh.universe, mesh.binding.device_type)
+        modes = [layout.modes for layout in mesh.layouts]
+        here = None if mesh.coordinate is None else tuple(mesh.coordinate.values())
+        own = [groups[name] for name in mesh.axis_names if groups]
+        made = torch_private.device_mesh_over(root, modes, mesh.axis_names, here, own)
         # torch calls two DeviceMeshes equal that differ in their groups alone.
         found, known = world.meshes.setdefault(made, (made, mesh))
         if any(options_of(known, layout) != options_of(mesh, layout) for layout in mesh.layouts):
@@ -119,8 +114,7 @@ def _teach_torch() -> None:
 
 def _root(world: World, universe: Universe, device_type: str) -> DeviceMesh:
     if (universe, device_type) not in world.roots:
-        line = universe.ranks, [[(universe.size, 1)]], ["universe"], ()
-        world.roots[universe, device_type] = torch_private.device_mesh_over(None, device_type, *line)
+        world.roots[universe, device_type] = torch_private.root_device_mesh(device_type, universe.ranks)
     return world.roots[universe, device_type]
 
 
@@ -138,41 +132,23 @@ def _adopted(world: World, device_mesh: DeviceMesh) -> Mesh:
     names = device_mesh.mesh_dim_names
     if not names:
         raise MeshError("from_device_mesh needs names for the dims; give the DeviceMesh mesh_dim_names=(...)")
-    universe = Universe.of(torch_private.root_ranks(device_mesh))
-    layouts = [Layout.of(modes) for modes in torch_private.dims_of(device_mesh)]
-    plain = Mesh("universe", ranks=universe.ranks)._with(binding=Binding(device_mesh.device_type))
-    mesh = plain._with(axis_names=tuple(names), namespace=dict(zip(names, layouts, strict=True)))
+    universe, device = Universe.of(torch_private.root_ranks(device_mesh)), device_mesh.device_type
+    layouts = dict(zip(names, map(Layout.of, torch_private.dims_of(device_mesh)), strict=True))
+    mesh = Mesh("universe", ranks=universe.ranks)._with(
+        axis_names=tuple(names), namespace=layouts, binding=Binding(device)
+    )
     member = universe.position(world.rank) is not None
     if member and (wrong := wrong_with_groups(device_mesh)):
         raise MeshError(wrong)
-    groups = [device_mesh.get_group(i) for i in range(len(names))] if member else []
-    for name, group in zip(names, groups, strict=False):
+    groups = {name: device_mesh.get_group(name) for name in names if member}
+    for name, group in groups.items():
         _check_order(world, mesh, name, group)
-    mesh = mesh._with(binding=Binding(device_mesh.device_type, _options(world, device_mesh, layouts, groups)))
-    for name, layout, group in zip(names, layouts, groups, strict=False):
-        adopt(world, group, dist.get_process_group_ranks(group), layout, name)
-    root = torch_private.root_of(device_mesh)
-    ours = world.roots.setdefault((universe, device_mesh.device_type), root)
-    torch_private.register_groups(ours, groups)
-    return mesh
-
-
-def _options(
-    world: World,
-    device_mesh: DeviceMesh,
-    layouts: Sequence[Layout],
-    groups: Sequence[dist.ProcessGroup],
-) -> tuple[tuple[Layout, GroupOptions], ...]:
-    """The options of the axes whose groups have options, or a backend of their own."""
-    usual = backend_for(world, device_mesh.device_type)
-    found = []
-    for layout, group in zip(layouts, groups, strict=False):
-        entry, backend = info_of(world, group), str(dist.get_backend(group))
-        given = GroupOptions() if entry is None else entry.options
-        options = replace(given, backend=None if backend == usual else backend)
-        if layout.size > 1 and options.text:
-            found.append((layout, options))
-    return tuple(sorted(found, key=lambda pair: pair[0].modes))
+    entries = [(layouts[name], adopt(world, group, layouts[name], name)) for name, group in groups.items()]
+    ours = world.roots.setdefault((universe, device), torch_private.root_of(device_mesh))
+    torch_private.register_groups(ours, [*groups.values()])
+    usual = backend_for(world, device)
+    own = {layout: replace(e.options, backend=None if e.backend == usual else e.backend) for layout, e in entries}
+    return mesh._with(binding=Binding.of(device, own))
 
 
 def _check_order(world: World, mesh: Mesh, name: str, group: dist.ProcessGroup) -> None:

@@ -378,14 +378,14 @@ def _end(world: World, end: Callable[[dist.ProcessGroup], None], wanted: Callabl
         known.clear()
 
 
-def adopt(world: World, group: dist.ProcessGroup, ranks: Sequence[int], layout: Layout, name: str) -> None:
-    """Enters a group that somebody else made, unless it or one of this content is known already."""
-    if info_of(world, group) is not None:
-        return
-    ranks = Universe.of(ranks).ranks
-    backend = str(dist.get_backend(group))
-    what = ranks, backend, _NO_OPTIONS
-    _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), layout, name)
+def adopt(world: World, group: dist.ProcessGroup, layout: Layout, name: str) -> ProcessGroupInfo:
+    """What axes knows of a group that somebody else made: enters it, unless it or one of this content is known."""
+    entry = info_of(world, group)
+    if entry is None:
+        ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
+        what = ranks, str(dist.get_backend(group)), _NO_OPTIONS
+        entry = _asked_for(world.groups.setdefault(what, ProcessGroupInfo(group, *what, "adopted")), layout, name)
+    return entry
 
 
 def info_of(world: World, group: dist.ProcessGroup) -> ProcessGroupInfo | None:

@@ -74,6 +74,12 @@ class Binding:
     device_type: str
     options: tuple[tuple[Layout, GroupOptions], ...] = ()
 
+    @classmethod
+    def of(cls, device_type: str, options: Mapping[Layout, GroupOptions]) -> Binding:
+        """The binding with these options, of which the usual ones say nothing."""
+        own = [(layout, given) for layout, given in options.items() if layout.size > 1 and given.text]
+        return cls(device_type, tuple(sorted(own, key=lambda pair: pair[0].modes)))
+
 
 def init_mesh(
     declaration: str,
@@ -268,8 +274,7 @@ def _bound(
                 f"is that of another mesh: axes.init_mesh('{name}', options={{'{name}': GroupOptions(..., "
                 f"lane='{name}')}})"
             )
-    kept = [(layout, given) for layout, (_, given) in found.items() if layout.size > 1 and given.text]
-    return Binding(device_type, tuple(sorted(kept, key=lambda pair: pair[0].modes)))
+    return Binding.of(device_type, {layout: given for layout, (_, given) in found.items()})
 
 
 def _barrier(world: World, universe: Universe) -> Barrier:
