@@ -166,10 +166,10 @@ def refuse(member: Member, barrier: Barrier, error: Exception) -> None:
             asked(barrier.subject, LINGER_SECONDS, end, member.store_name)
 
 
-def leave_word(member: Member, text: str) -> None:
+def leave_word(member: Member, text: str, seconds: float = LINGER_SECONDS) -> None:
     """Note why this rank doesn't come, for members that expect it: they read it behind "rank 3"."""
-    with contextlib.suppress(DesyncError):
-        asked("a note of where a rank is", LINGER_SECONDS, lambda: _leave_note(member, text), member.store_name)
+    with contextlib.suppress(DesyncError):  # the next question to the store says what is wrong with it
+        asked("a note of where a rank is", seconds, lambda: _leave_note(member, text), member.store_name)
 
 
 def without_report(member: Member, barriers: Iterable[Barrier]) -> str:
@@ -284,20 +284,32 @@ def _wait_for_end(member: Member, barrier: Barrier, limit: float, reports: bool)
 
     One of the ranks that wait `reports` who is missing; the others do later, if it dies.
     """
-    started, warned = time.monotonic(), False
+    end = f"{barrier.key}/end"
+
+    def ended(patience: float) -> bool:
+        return polled(lambda: member.store.check([end]), patience, len(barrier.members) / 20_000)
+
     until = limit if reports else limit + _REPORTERS_SECONDS
-    slowest = max(_SLOWEST_POLL_SECONDS, len(barrier.members) / 20_000)
-    while not member.store.check([f"{barrier.key}/end"]):
-        waited = time.monotonic() - started
-        if waited >= until:
-            missing, text = _missing(member, barrier, f"within {limit:g} s")
-            _end(member, barrier, text, missing)
-        elif reports and not warned and waited >= _STALLED_SECONDS:
-            warned = True
-            warnings.warn(_missing(member, barrier, f"for {waited:.0f} s so far")[1], stacklevel=2)
-        time.sleep(max(0.0, min(max(_FIRST_POLL_SECONDS, waited / 8), slowest, until - waited)))
-    error, absent = json.loads(member.store.get(f"{barrier.key}/end"))
+    over = ended(min(until, _STALLED_SECONDS))
+    if not over and reports and until > _STALLED_SECONDS:
+        warnings.warn(_missing(member, barrier, f"for {_STALLED_SECONDS:.0f} s so far")[1], stacklevel=2)
+    if not over and not ended(until - _STALLED_SECONDS):
+        missing, text = _missing(member, barrier, f"within {limit:g} s")
+        _end(member, barrier, text, missing)
+    error, absent = json.loads(member.store.get(end))
     return error, absent
+
+
+def polled(condition: Callable[[], bool], patience: float, slowest: float = 0.0) -> bool:
+    """Whether a condition becomes true within some seconds; asked ever more slowly."""
+    started, waited = time.monotonic(), 0.0
+    while not condition():
+        waited = time.monotonic() - started
+        if waited >= patience:
+            return False
+        pause = min(max(_FIRST_POLL_SECONDS, waited / 8), max(_SLOWEST_POLL_SECONDS, slowest))
+        time.sleep(min(pause, patience - waited))
+    return True
 
 
 def _came(member: Member, barrier: Barrier) -> dict[int, Any]:
@@ -324,13 +336,8 @@ def _leave(member: Member, barrier: Barrier, present: int) -> None:
         while member.rank == _HOST and store.add(left, 0) < present - 1 and time.monotonic() < patience:
             time.sleep(0.005)
         if store.add(left, 1) == len(barrier.members):
-            forget(store, barrier)
-
-
-def forget(store: dist.Store, barrier: Barrier) -> None:
-    """Removes the keys of a barrier that nobody reads any more."""
-    for part in _KEYS:
-        store.delete_key(f"{barrier.key}/{part}")
+            for part in _KEYS:
+                store.delete_key(f"{barrier.key}/{part}")
 
 
 # Notes: where each rank was last seen, as text that follows "rank 3"

@@ -158,7 +158,7 @@ class JobLink:
         self.texts: dict[tuple[str, int], tuple[str, str]] = {}
         said = f"axes.connect(store, '{name}', {mesh.declaration}, peers={peers})"
         token = self._told("axes.connect", said, uuid.uuid4().hex[:12])[0]
-        self.meeting.join(token, len(self.ranks))
+        self.meeting.join(token)
 
     def __repr__(self) -> str:
         return f"<link of '{self.name}' with {', '.join(repr(peer) for peer in self.peers if peer != self.name)}>"
@@ -244,8 +244,7 @@ class JobLink:
         own: OwnTensors | None = None
         text = ""
         waits = f"is in {said}, and waits for its own ranks"
-        with contextlib.suppress(DesyncError):  # the next question to the store says so
-            self.meeting.note(waits)
+        self.meeting.note(waits)
         try:
             own, text = self._described(tensors, specs, said, side, rules, pages)
         except AxesError as failed:
@@ -257,6 +256,7 @@ class JobLink:
             len(self.ranks),
             _digest(text),
             self.peers.index(self.name),
+            side,
             "" if wrong is None else f"{type(wrong).__name__}: {wrong}",
             "" if own is None else own.pages,
         )
@@ -264,19 +264,17 @@ class JobLink:
             if self.rank == 0:
                 with contextlib.suppress(AxesError):  # its own error matters more
                     self.meeting.note(f"raised in {said}: {wrong}")
-                    self.meeting.meet(call, other, side, text, said)
+                    self.meeting.meet(call, other, text, said)
             raise wrong
         assert own is not None, "what isn't wrong is described"
-        pair = heard(self._waits(other, side), self._met, call, other, side, text, said)
+        pair = heard(self._waits(other, side), self._met, call, other, text, said)
         try:
             self._carried_out(pair, own, text, said)
         except AxesError:
             self._disconnect(other)
-            with contextlib.suppress(DesyncError):
-                self.meeting.note(f"failed in {said}, and has gone on")
+            self.meeting.note(f"failed in {said}, and has gone on")
             raise
-        with contextlib.suppress(DesyncError):
-            self.meeting.note(f"was last seen at the end of {said}")
+        self.meeting.note(f"was last seen at the end of {said}")
 
     def _waits(self, other: str, side: int) -> Operation:
         """The call as a trace has it, until the other job has come."""
@@ -310,12 +308,12 @@ class JobLink:
         assert own is not None, "its error would have been raised"
         return own, own.text([found for found, *_ in every])
 
-    def _met(self, call: JobCall, other: str, side: int, text: str, said: str) -> Pair:
+    def _met(self, call: JobCall, other: str, text: str, said: str) -> Pair:
         """The transfer for which the first ranks of both jobs have met: each tells its own job."""
         subject, told = f"{said}, which rank 0 begins with '{other}'", {}
         if self.rank == 0:
             try:
-                pair = self.meeting.meet(call, other, side, text, said)
+                pair = self.meeting.meet(call, other, text, said)
                 told = {"jobs": [asdict(pair.source), asdict(pair.target)]}
             except DesyncError as error:
                 with contextlib.suppress(DesyncError):  # its own error matters more
@@ -325,7 +323,7 @@ class JobLink:
         if "error" in found:
             raise DesyncError(found["error"])
         source, target = (JobCall(**each) for each in found["jobs"])
-        return Pair(source, target, side)
+        return Pair(source, target, call.side)
 
     def _told(self, subject: str, statement: str, told: Any, more: float = 0.0) -> list[Any]:
         """What each rank of this job tells the others, when all have come and stated the same.

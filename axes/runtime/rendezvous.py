@@ -8,11 +8,11 @@ with a token that is new each time it joins. For a transfer the first rank of ea
 
 So a call meets the other side's next one, whatever either of them has missed. From then on both jobs have a key for
 this transfer, and its ranks are one list, numbered by job. All of them come to two barriers (see `agreement`), before
-the first byte and after the last one.
+the first byte and after the last one. The keys of a transfer have the calls in them, so that those of one that failed
+are found when nobody reads them any more.
 
->>> from torch.distributed import HashStore
->>> here = JobCall("trainer", "a1", 0, 2, "", 0)
->>> Pair(here, JobCall("generator", "b7", 0, 3, "", 1), 0).who(3)
+>>> here = JobCall("trainer", "a1", 0, 2, "", 0, 0)
+>>> Pair(here, JobCall("generator", "b7", 0, 3, "", 1, 1), 0).who(3)
 "rank 1 of 'generator'"
 """
 
@@ -23,12 +23,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from axes.algebra.errors import AxesError, DesyncError
-from axes.runtime.agreement import LINGER_SECONDS, Barrier, Member, agree, asked, forget, in_time, note_key, refuse
+from axes.runtime.agreement import (
+    LINGER_SECONDS,
+    Barrier,
+    Member,
+    agree,
+    asked,
+    in_time,
+    leave_word,
+    note_key,
+    polled,
+    refuse,
+)
 
 T = TypeVar("T")
 
@@ -38,7 +49,6 @@ GRACE = 1.0
 REPORT = 1.5
 """Seconds in which all ranks report a failure that closes their connections."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _SHOWN = 8
 _STORE = "the link's store"
 _NOTHING = "?"
@@ -50,8 +60,8 @@ class JobCall:
     """One call of a job for a transfer.
 
     token: of the job since it joined. number: of the call. size: ranks of the job. text: a digest of what the job says
-    of its tensors. place: of the job among the peers. error: why it can't take part, "" where it can. pages: which
-    pages of them move, as text, "" where all that there is does.
+    of its tensors. place: of the job among the peers. side: 0 where it sends, 1 where it receives. error: why it can't
+    take part, "" where it can. pages: which pages of them move, as text, "" where all that there is does.
     """
 
     name: str
@@ -60,6 +70,7 @@ class JobCall:
     size: int
     text: str
     place: int
+    side: int
     error: str = ""
     pages: str = ""
 
@@ -80,7 +91,7 @@ class Pair:
     @property
     def key(self) -> str:
         """Under which its keys are."""
-        return f"pair/{self.source.id}-{self.target.id}"
+        return f"pair/{self.source.id}/{self.target.id}"
 
     @property
     def jobs(self) -> tuple[JobCall, JobCall]:
@@ -97,14 +108,6 @@ class Pair:
     def other(self) -> JobCall:
         """The job on the other side."""
         return (self.target, self.source)[self.side]
-
-    def begins(self, said: str) -> Barrier:
-        """Where its ranks come before the first byte."""
-        return Barrier(f"{self.key}/begin", range(self.size), f"{said}, before the first byte")
-
-    def ends(self, said: str) -> Barrier:
-        """Where they come after the last one."""
-        return Barrier(f"{self.key}/end", range(self.size), f"the end of {said}")
 
     def first(self, job: JobCall) -> int:
         """The number of the first rank of a job."""
@@ -135,16 +138,11 @@ class Rendezvous:
     def __init__(self, store: dist.Store, name: str, rank: int, timeout: timedelta):
         self.store = dist.PrefixStore("axes/link", store)
         self.name, self.rank, self.timeout = name, rank, timeout
-        self.token = ""
+        self.seconds, self.token, self.entry = timeout.total_seconds(), "", f"job/{name}"
         self.posted: dict[str, str] = {}
-        self.channels: set[str] = set()
+        """What the job has in the store, by key: its token, digests of its texts."""
         self.open: Pair | None = None
         """The last transfer that this job has met for, unless it has ended well: its keys are still there."""
-
-    @property
-    def seconds(self) -> float:
-        """How long ranks wait for one another."""
-        return self.timeout.total_seconds()
 
     def ask(self, subject: str, patience: float, question: Callable[[dist.Store], T]) -> T:
         """`question(store)`, which ends by itself within `patience` seconds, or an error that says what is wrong."""
@@ -156,12 +154,12 @@ class Rendezvous:
 
     # who is there
 
-    def join(self, token: str, size: int) -> None:
+    def join(self, token: str) -> None:
         """Enters the job under its name, in the place of one that had the name before."""
         self.token = token
         if self.rank == 0:
-            entry = json.dumps({"token": token, "size": size})
-            self.ask("axes.connect", self.seconds, lambda store: store.set(f"job/{self.name}", entry))
+            self.ask("axes.connect", self.seconds, lambda store: store.set(self.entry, token))
+            self.posted[self.entry] = token
             self.note("was last seen when it joined")
 
     def leave(self) -> None:
@@ -171,80 +169,72 @@ class Rendezvous:
 
         def remove(store: dist.Store) -> None:
             self._forget(store)
-            store.delete_key(note_key(rank_of(self.rank, self.name)))
-            if self.rank == 0 and (_read(store, f"job/{self.name}") or {}).get("token") == self.token:
-                for key in (f"job/{self.name}", f"note/{self.name}", *self.posted):
-                    store.delete_key(key)
-                for channel in self.channels:
-                    if "taken" in (_read(store, f"{channel}/waits") or {}):
-                        store.delete_key(f"{channel}/waits")
+            if self.rank == 0 and _read(store, self.entry) != self.token:
+                return  # another job has the name by now
+            for key in (note_key(rank_of(self.rank, self.name)), *self.posted):
+                store.delete_key(key)
 
         self.ask("the end of a link", self.seconds, remove)
 
     def note(self, text: str) -> None:
         """Leaves word of where the job is, for others that wait for it."""
         if self.rank == 0:
-            self.ask("a note of where a job is", GRACE, lambda store: store.set(f"note/{self.name}", json.dumps(text)))
-
-    def _seen(self, store: dist.Store, name: str) -> str:
-        if not store.check([f"job/{name}"]):
-            return f"'{name}' hasn't joined, or has left"
-        return f"'{name}' {_read(store, f'note/{name}') or 'has ended, is stopped, or calls something else'}"
+            leave_word(Member(self.store, 0, _STORE, lambda _: rank_of(0, self.name)), text, GRACE)
 
     # meeting
 
-    def meet(self, call: JobCall, other: str, side: int, text: str, said: str) -> Pair:
+    def meet(self, call: JobCall, other: str, text: str, said: str) -> Pair:
         """The transfer for which this job's call meets one of the other job. The first rank asks for its job.
 
         `text`: what the job says of its tensors.
         """
-        names = (call.name, other) if side == 0 else (other, call.name)
+        names = (call.name, other) if call.side == 0 else (other, call.name)
         channel = f"channel/{names[0]}/{names[1]}"
 
         def leader(store: dist.Store) -> Pair:
-            self.channels.add(channel)
-            if (_read(store, f"job/{self.name}") or {}).get("token") != self.token:
+            if _read(store, self.entry) != self.token:
                 raise DesyncError(
                     f"another job has joined as '{self.name}' since this one did, or the store is a new one"
                 )
-            place = f"text/{channel}/{side}"
+            place = f"text/{channel}/{call.side}"
             if not call.error and self.posted.get(place) != call.text:
                 store.set(place, text)
                 self.posted[place] = call.text
-            found = self._met(store, channel, call, other, side, said)
+            found = self._met(store, channel, call, other, said)
             self._forget(store)  # both jobs have come to another call, and have read how the last one ended
-            return Pair(*((call, found) if side == 0 else (found, call)), side)
+            return Pair(*((call, found) if call.side == 0 else (found, call)), call.side)
 
         self.open = self.ask(said, self.seconds + 2 * GRACE, leader)
         return self.open
 
-    def _met(self, store: dist.Store, channel: str, call: JobCall, other: str, side: int, said: str) -> JobCall:
+    def _met(self, store: dist.Store, channel: str, call: JobCall, other: str, said: str) -> JobCall:
         """The other job's call."""
-        key, mine = f"{channel}/waits", json.dumps({"side": side, **asdict(call)})
-        taken = json.dumps({"taken": call.id})
+        key, mine, taken = f"{channel}/waits", json.dumps(asdict(call)), _TAKEN + call.id
         expected = ""
         while (found := store.compare_set(key, expected, mine).decode()) != mine:
-            there = json.loads(found or "{}")
-            if there.get("side") == 1 - side:
-                if store.compare_set(key, found, taken).decode() == taken:
-                    store.set(f"met/{there['token']}.{there['number']}", mine)
-                    return _call_of(there)
-                found = ""
+            if found and not found.startswith(_TAKEN):
+                there = JobCall(**json.loads(found))
+                if there.side != call.side:
+                    if store.compare_set(key, found, taken).decode() == taken:
+                        store.set(_answer(there), mine)
+                        return there
+                    found = ""
             # A torch that finds no key says that it found what was expected.
             expected = "" if found == expected else found
-        answer = f"met/{call.id}"
+        answer = _answer(call)
         # Where the other one isn't there yet, it is shown this job's note when its time is up.
         patience = 0.0 if call.error else self.seconds + GRACE
-        came = _polled(lambda: store.check([answer]), patience)
+        came = polled(lambda: store.check([answer]), patience)
         if not came and store.compare_set(key, mine, taken).decode() != taken:
-            came = _polled(lambda: store.check([answer]), GRACE)  # it came just now
+            came = polled(lambda: store.check([answer]), GRACE)  # it came just now
+        if _read(store, key).startswith(_TAKEN):
+            store.delete_key(key)
         if not came:
-            raise DesyncError(
-                f"'{other}' didn't come to {said} within {self.seconds:g} s:\n  {self._seen(store, other)}"
-            )
-        met = json.loads(store.get(answer))
+            seen = _read(store, note_key(rank_of(0, other))) or "hasn't joined, or has left"
+            raise DesyncError(f"'{other}' didn't come to {said} within {self.seconds:g} s:\n  '{other}' {seen}")
+        met = JobCall(**json.loads(store.get(answer)))
         store.delete_key(answer)
-        return _call_of(met)
+        return met
 
     def text_of(self, pair: Pair, side: int, said: str) -> str:
         """What the job of a side says of its tensors."""
@@ -261,7 +251,8 @@ class Rendezvous:
         part: whether this rank exchanges anything. held: by which connections, "" for none yet. Gives the ranks that
         exchange anything, and whether they connect anew.
         """
-        member, barrier = self._member(pair, rank), pair.begins(said)
+        member = self._member(pair, rank)
+        barrier = Barrier(f"{pair.key}/begin", range(pair.size), f"{said}, before the first byte")
         if wrong is not None:
             refuse(member, barrier, wrong)
             raise wrong
@@ -276,7 +267,8 @@ class Rendezvous:
         error: why it failed on this rank, "" where it didn't. place: of this rank among those that connected for it.
         """
         seconds = REPORT if error else self.seconds + REPORT + GRACE
-        every = agree(self._member(pair, rank), pair.ends(said), "", timedelta(seconds=seconds), error)
+        barrier = Barrier(f"{pair.key}/end", range(pair.size), f"the end of {said}")
+        every = agree(self._member(pair, rank), barrier, "", timedelta(seconds=seconds), error)
         failed = [f"  {pair.who(each)}: {text}" for each, text in enumerate(every) if text]
         if failed:
             raise DesyncError("\n".join([f"{said} failed, and all ranks are there to say so:", *failed[:_SHOWN]]))
@@ -289,14 +281,10 @@ class Rendezvous:
 
     def _forget(self, store: dist.Store) -> None:
         """Removes the keys of a transfer that failed: nobody reads them any more."""
-        if self.open is None:
-            return
-        for barrier in (self.open.begins(""), self.open.ends("")):
-            forget(store, barrier)
-        for call in self.open.jobs:
-            store.delete_key(f"met/{call.id}")
-        for rank in range(self.open.size):
-            store.delete_key(f"{connection_prefix(self.open)}/0/{rank}")
+        calls = () if self.open is None else self.open.jobs
+        for key in store.list_keys() if calls else ():
+            if any(f"/{call.id}/" in key for call in calls):
+                store.delete_key(key)
         self.open = None
 
 
@@ -305,22 +293,16 @@ def connection_prefix(pair: Pair) -> str:
     return f"{pair.key}/connect"
 
 
-def _call_of(record: dict[str, Any]) -> JobCall:
-    return JobCall(**{name: value for name, value in record.items() if name != "side"})
+_TAKEN = "taken by "
+"""What stands in the place of a call that doesn't wait any more."""
 
 
-def _read(store: dist.Store, key: str) -> Any:
-    """What is under a key, None where nothing is. (`get` would wait where another job removes it just then.)"""
+def _answer(call: JobCall) -> str:
+    """Where a call that waits finds the one that it has met."""
+    return f"met/{call.id}/"
+
+
+def _read(store: dist.Store, key: str) -> str:
+    """What is under a key, "" where nothing is. (`get` would wait where another job removes it just then.)"""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
-    return None if found == _NOTHING else json.loads(found)
-
-
-def _polled(condition: Callable[[], bool], patience: float) -> bool:
-    """Whether it becomes true within some seconds; asked ever more slowly."""
-    end, pause = time.monotonic() + patience, _FIRST_PAUSE
-    while not condition():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    return True
+    return "" if found == _NOTHING else found
