@@ -48,7 +48,7 @@ from axes.algebra.errors import MeshError, ShardingError, SizeError, shown
 from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import axis_groups
-from axes.runtime.axis_groups import AxisGroup, AxisName, axis_layout, check_axis, group_along
+from axes.runtime.axis_groups import AxisGroup, AxisName, axis_layout, group_along
 from axes.runtime.linear import Kept, Map, both_ways, linear
 from axes.runtime.transforms import check_plain
 from axes.runtime.writes import writable
@@ -303,7 +303,10 @@ def _mesh(what: str, axis: AxisName, mesh: Mesh | None) -> Mesh:
             f"{what}: no mesh says which ranks {shown(axis)} is. Call it in a function that axes.shard_map runs, "
             "inside `with mesh:`, or with mesh=..."
         )
-    check_axis(found, axis)
+    if not isinstance(found, Mesh):
+        raise MeshError(f"axes are looked up in an axes mesh; found {type(found).__name__}")
+    if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
+        raise MeshError(f"an axis is a name like 'tp', or several like ('cp', 'tp'); found {shown(axis)}")
     return found
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axes.algebra.errors import AxesError, MeshError, SizeError, shown
+from axes.algebra.errors import AxesError, MeshError, SizeError
 from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.universe import Universe
@@ -36,7 +36,7 @@ from axes.runtime.communicator import communicator, functional_communicator, mov
 from axes.runtime.graphs import check_groups, kept
 from axes.runtime.groups import current_world, group_of, of_world
 from axes.runtime.trace import Operation
-from axes.runtime.transforms import PLAIN, as_plain
+from axes.runtime.transforms import PLAIN
 
 AxisName = str | tuple[str, ...]
 """A name of the mesh's namespace, or several: their product, the first the slowest."""
@@ -48,15 +48,13 @@ _NAMES = {"sum": "psum", "mean": "pmean", "max": "pmax", "min": "pmin"}
 class AxisGroup:
     """The ranks of an axis through this one, which is `coordinate` of `size`, and what they communicate by.
 
-    group: theirs in torch; None of a single rank, which has nobody to talk to. eager: its collectives by dtype. fake:
-    nobody else is there.
+    group: theirs in torch; None of a single rank, which has nobody to talk to. fake: nobody else is there.
     """
 
     def __init__(self, mesh: Mesh, name: str, group: Any):
         self.mesh, self.name, self.group, self.size, self.coordinate, self.fake = mesh, name, group, 1, 0, False
         if group is not None:
             self.size, self.coordinate, self.group_name = group.size(), group.rank(), group.group_name
-            self.eager = functools.lru_cache(32)(lambda dtype: communicator(group, dtype, True))
             self.fake = dist.get_backend(group) == "fake"
 
     @functools.cached_property
@@ -72,13 +70,15 @@ def group_along(mesh: Mesh, axis: AxisName) -> AxisGroup:
     by the mesh. Raises `MeshError` for a name that the mesh doesn't have, axes that share ranks, a
     mesh without a running job, and on a rank outside the mesh.
     """
-    if not torch.compiler.is_compiling():
-        return _checked(mesh, axis)
-    check_groups()
-    return getattr(kept, _keep(mesh, axis))
+    if torch.compiler.is_compiling():
+        check_groups()
+        return getattr(kept, _keep(mesh, axis))
+    if mesh.binding is None or mesh._view is not None:
+        _check_here(mesh, axis)
+    return _group_along(mesh, axis)
 
 
-def _checked(mesh: Mesh, axis: AxisName) -> AxisGroup:
+def _check_here(mesh: Mesh, axis: AxisName) -> None:
     if mesh.binding is None:
         raise MeshError(
             f"a collective over {axis!r} needs a mesh that is bound to torch.distributed; {mesh!r} is algebra "
@@ -87,12 +87,17 @@ def _checked(mesh: Mesh, axis: AxisName) -> AxisGroup:
     if mesh._view is not None and mesh._view != current_world().rank:
         rank = current_world().rank
         raise MeshError(f"a collective runs on rank {rank}, this one; the mesh is seen from rank {mesh.rank}")
-    return group_over(mesh, *axis_layout(mesh, axis))
 
 
 @torch.compiler.assume_constant_result
 def _keep(mesh: Mesh, axis: AxisName) -> str:
-    return kept.keep(_checked(mesh, axis))
+    _check_here(mesh, axis)
+    return kept.keep(_group_along(mesh, axis))
+
+
+@of_world(1024)
+def _group_along(mesh: Mesh, axis: AxisName) -> AxisGroup:
+    return group_over(mesh, *axis_layout(mesh, axis))
 
 
 @of_world(1024)
@@ -101,15 +106,6 @@ def group_over(mesh: Mesh, layout: Layout, name: str) -> AxisGroup:
     return AxisGroup(mesh, name, group_of(mesh, layout, name) if layout.size > 1 else None)
 
 
-def check_axis(mesh: Mesh, axis: AxisName) -> None:
-    """`MeshError` where these can't be a mesh and names."""
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"axes are looked up in an axes mesh; found {type(mesh).__name__}")
-    if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
-        raise MeshError(f"an axis is a name like 'tp', or several like ('cp', 'tp'); found {shown(axis)}")
-
-
-@functools.lru_cache(maxsize=1024)
 def axis_layout(mesh: Mesh, axis: AxisName) -> tuple[Layout, str]:
     """The layout of an axis or of a product of axes, and what to call it."""
     if isinstance(axis, str):
@@ -201,11 +197,11 @@ def _carried_out(by: str, described: tuple[Any, ...], x: torch.Tensor, *how: Any
     """The collective `by` of a communicator: in a graph a node of it."""
     group = described[3]
     if type(x) not in PLAIN:
-        x = as_plain(waited(x))
+        x = waited(x)
     x = x.resolve_conj().resolve_neg().contiguous()
     if torch.compiler.is_compiling() or type(x) not in PLAIN:
         return getattr(functional_communicator(group.group_name, group.size, x.dtype), by)(x, *how)
-    return collective(_named, described, getattr(group.eager(x.dtype), by), x, *how)
+    return collective(_named, described, getattr(communicator(group.group, x.dtype, True), by), x, *how)
 
 
 def gathered_values(value: Any, what: str, group: AxisGroup) -> list[Any]:
@@ -215,25 +211,6 @@ def gathered_values(value: Any, what: str, group: AxisGroup) -> list[Any]:
         _operation, (what, "all_gather_object", (0, 0), group), dist.all_gather_object, found, value, group.group
     )
     return found
-
-
-def gathered_numbers(numbers: Sequence[int], what: str, group: AxisGroup, device: torch.device) -> list[list[int]]:
-    """The whole numbers of every rank of a group, as many on each, in its order. `what` are they?
-
-    The host waits for them.
-    """
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    sides = tuple(moved("all_gather", len(numbers), mine.element_size(), group.size, group.coordinate))
-    described = f"{what}, {len(numbers)} numbers", "all_gather", sides, group
-    gather = group.eager(mine.dtype).all_gather
-    return collective(_operation, described, gather, mine, (group.size, len(numbers))).tolist()
-
-
-def traced_numbers(numbers: Sequence[Any], group: AxisGroup, device: torch.device) -> torch.Tensor:
-    """The same in a graph, where numbers may be symbols: a tensor, flat."""
-    mine = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
-    gather = functional_communicator(group.group_name, group.size, mine.dtype).all_gather
-    return gather(mine, (group.size * len(numbers),))
 
 
 def broadcast(x: torch.Tensor, source: int, group: AxisGroup, what: str) -> None:
@@ -279,7 +256,6 @@ def _named_of(
     return replace(found, kind=what, dtype=name, compared=compared, sends=sends, receives=receives)
 
 
-@of_world(4096)
 def _operation(what: str, by: str, sides: tuple[int, ...], group: AxisGroup) -> Operation:
     """What the ranks of a group do together, by which each receives and sends so many bytes."""
     named = what, by, by, group.name, str(group.group_name), group.ranks, "", group.mesh.binding.device_type

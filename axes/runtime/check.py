@@ -37,6 +37,7 @@ from axes.runtime.agreement import OF_ONE_RANK, Barrier, agree, leave_word, rank
 from axes.runtime.groups import World, as_timeout, current_world, time_limit, who_else_failed
 from axes.runtime.places import user_place, whole_text
 from axes.runtime.trace import Listener, Operation, recorder, stop
+from axes.runtime.transforms import as_plain
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -157,10 +158,8 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     Of a subclass that only has a name of its own, not a way of its own to compute, it is the tensor itself: torch
     can't make one of what a collective gives. Raises `DesyncError` where the collective has failed.
     """
-    if type(x) in (torch.Tensor, torch.nn.Parameter):
-        return x
     if not isinstance(x, torch_private.UnderWay):
-        return x.as_subclass(torch.Tensor) if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else x
+        return as_plain(x)
     try:
         return x.trigger_wait()
     except RuntimeError as error:
@@ -183,7 +182,7 @@ def under_way(x: torch.Tensor, *described: Any) -> torch.Tensor:
 
 
 def _left(
-    before: flags.Said, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    before: dict[str, Any], kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
 ) -> None:
     """What `axes.debug` has turned on is as it was before; others that expect this rank to compare are told."""
     was_on, traced = flags.check, flags.trace
@@ -238,28 +237,25 @@ def debug(check: bool | None = None, trace: str | os.PathLike[str] | None = None
         raise AxesError(f"axes.debug(check=): True or False; found {shown(check)}")
     if trace is not None and not isinstance(trace, str | os.PathLike):
         raise AxesError(f"axes.debug(trace=): the path of a file, or ''; found {shown(trace)}")
+    wanted = dict[str, Any](flags.said)
     if check is not None:
         _agree_on(check)
-    before, block = flags.said(), contextlib.ExitStack()
-    wanted = before.trace if trace is None else os.fspath(trace)
-    block.push(functools.partial(_left, before))
-    flags.say(flags.Said(before.check if check is None else check, wanted))
-    if trace is not None and wanted and dist.is_initialized():
-        try:
-            recorder()
-        except AxesError:  # the file can't be written
-            block.close()
-            raise
-    return block
+        wanted["check"] = check
+    if trace is not None:
+        wanted["trace"] = os.fspath(trace)
+    with contextlib.ExitStack() as block:
+        block.push(functools.partial(_left, flags.said))
+        flags.say(wanted)
+        if trace is not None and flags.trace and dist.is_initialized():
+            recorder()  # a file that can't be written is found here
+        return block.pop_all()
 
 
 def _agree_on(check: bool) -> None:
     """Returns where all ranks of the running job ask for the same."""
-    if dist.is_initialized():
-        world = current_world()
-        if not world.fake and world.size > 1:
-            subject = "axes.debug, which all ranks of the job call"
-            found = world.barrier("debug", range(world.size), subject, "Ask for the same on all ranks")
-            world.times_debugged += 1  # what ranks count of a group, they count since then
-            barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
-            agree(world.member, barrier, f"check={check}", time_limit("cpu"))
+    if dist.is_initialized() and not current_world().fake:
+        world, subject = current_world(), "axes.debug, which all ranks of the job call"
+        found = world.barrier("debug", range(world.size), subject, "Ask for the same on all ranks")
+        world.times_debugged += 1  # what ranks count of a group, they count since then
+        barrier = replace(found, doing=f"axes.debug(check={check}){_at(user_place())}")
+        agree(world.member, barrier, f"check={check}", time_limit("cpu"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ def moved(by: str, x: int, each: int, size: int, rank: int, receives: Counts = N
     return [even if of is None else (sum(of) - of[rank]) * each for of in (receives, sends)]
 
 
+_METHODS = "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
+
+
 class _Functional:
     """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
 
@@ -90,29 +94,22 @@ class _Functional:
         return torch_private.functional("reduce_scatter_tensor", x.view(-1), op, self.size, self.name).view(shape)
 
 
-class _Recorded:
-    """Collectives of each of which listeners hear: it is as `about` says but for the method and the bytes.
+def _recorded(raw: Any, rank: int, about: Operation, by: str) -> Callable[..., torch.Tensor]:
+    """A collective of which listeners hear: it is as `about` says but for the method and the bytes.
 
     The bytes that go through it are those of one stage of a program: the same for as many elements.
     """
+    known, run = dict[int, Operation](), getattr(raw, by)
 
-    def __init__(self, raw: Any, rank: int, about: Operation):
-        self.size, self._rank, self._about = raw.size, rank, about
-        self._known: dict[tuple[str, int], Operation] = {}
-        for by in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter"):
-            setattr(self, by, self._recorded(by, getattr(raw, by)))
+    def recorded(x: torch.Tensor, *how: Any) -> torch.Tensor:
+        found = known.get(x.numel())
+        if found is None:
+            counts = how[:2] if by == "all_to_all" else ()
+            sides = moved(by, x.numel(), x.element_size(), raw.size, rank, *counts)
+            found = known[x.numel()] = replace(about, by=by, bytes_in=sides[0], bytes_out=sides[1])
+        return heard(found, run, x, *how)
 
-    def _recorded(self, by: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def recorded(x: torch.Tensor, *how: Any) -> torch.Tensor:
-            found = self._known.get((by, x.numel()))
-            if found is None:
-                counts = how[:2] if by == "all_to_all" else ()
-                sides = moved(by, x.numel(), x.element_size(), self.size, self._rank, *counts)
-                found = replace(self._about, by=by, bytes_in=sides[0], bytes_out=sides[1])
-                self._known[by, x.numel()] = found
-            return heard(found, run, x, *how)
-
-        return recorded
+    return recorded
 
 
 class Communicator:
@@ -214,7 +211,9 @@ def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> C
 
 def recorded_communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, about: Operation) -> Communicator:
     """The same, with listeners that hear of its collectives."""
-    return Communicator(_Recorded(_raw(group, eager), group.rank(), about), dtype)
+    raw = _raw(group, eager)
+    methods = {by: _recorded(raw, group.rank(), about, by) for by in _METHODS}
+    return Communicator(SimpleNamespace(**methods), dtype)
 
 
 def functional_communicator(name: str, size: int, dtype: torch.dtype) -> Communicator:

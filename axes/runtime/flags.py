@@ -8,7 +8,7 @@ group: it is the same on all. A trace is of each rank by itself.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from axes.algebra.errors import AxesError, shown
 
@@ -26,12 +26,8 @@ _WORDS = {
 """What `AXES_CHECK` may be, in any case."""
 
 
-class Said(NamedTuple):
-    """What the program has said; None where it has said nothing, and the environment counts."""
-
-    check: bool | None = None
-    trace: str | None = None
-
+said: dict[str, Any] = {}
+"""What the program has said of `check` and `trace`; where it has said nothing, the environment counts."""
 
 check = False
 """Whether ranks compare each operation before they communicate."""
@@ -45,18 +41,11 @@ watched = False
 listeners: tuple[Any, ...] = ()
 """Who else hears of operations (see `trace.Listener`)."""
 
-_said = Said()
 
-
-def said() -> Said:
-    """What the program has said."""
-    return _said
-
-
-def say(wanted: Said) -> None:
-    """Have operations compared and recorded, or not; with None as the environment says."""
-    global _said
-    _said = wanted
+def say(wanted: dict[str, Any]) -> None:
+    """Have operations compared and recorded, or not; of what isn't named the environment decides."""
+    global said
+    said = wanted
     read_environment()
 
 
@@ -69,8 +58,8 @@ def read_environment() -> None:
     word = os.environ.get("AXES_CHECK", "")
     if word.lower() not in _WORDS:
         raise AxesError(f"AXES_CHECK is 1 (true, yes, on) or 0 (false, no, off); found {shown(word)}")
-    check = _WORDS[word.lower()] if _said.check is None else _said.check
-    trace = os.environ.get("AXES_TRACE", "") if _said.trace is None else _said.trace
+    check = said.get("check", _WORDS[word.lower()])
+    trace = said.get("trace", os.environ.get("AXES_TRACE", ""))
     watched = check or trace != "" or bool(listeners)
 
 

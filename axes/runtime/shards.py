@@ -25,7 +25,7 @@ from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding, Slots
 from axes.algebra.specs import marked_sharding
 from axes.runtime.agreement import ranks_text
-from axes.runtime.axis_groups import AxisGroup, gathered_numbers, group_over, traced_numbers
+from axes.runtime.axis_groups import AxisGroup, all_gather, group_over
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.symbols import are_equal, fixed, hints
 from axes.runtime.torch_placements import torch_placements
@@ -104,7 +104,7 @@ def check_share(part: LocalPart, spec: str, whole: Shape) -> None:
 def whole_of(what: str, part: LocalPart, spec: str, local: torch.Tensor) -> tuple[torch.Tensor, Any, Shape]:
     """A part, its placements, and the whole shape, which the ranks tell each other where it isn't known.
 
-    `what` says in errors and traces who asks. A part of a graph is contiguous.
+    `what` says in errors who asks. A part of a graph is contiguous.
     """
     if type(local) in PLAIN:
         (whole,) = told_shapes(what, part.sharding.mesh, (part,), local.device)
@@ -120,7 +120,7 @@ def whole_of(what: str, part: LocalPart, spec: str, local: torch.Tensor) -> tupl
 def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch.device) -> list[Shape]:
     """The whole shapes of tensors of which each rank has a part; nothing is sent where all sizes are known.
 
-    `what` says in errors and traces who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
+    `what` says in errors who asks. `SizeError`, on all ranks that tell each other, where the parts aren't
     the shards of whole tensors. The host waits for the answer.
     """
     told_dims = tuple([part.sharding.dims[dim] for part in parts for dim in part.open])
@@ -134,8 +134,8 @@ def told_shapes(what: str, mesh: Mesh, parts: Sequence[LocalPart], device: torch
     group, ranks = _tellers(mesh, told_dims)
     if group.fake:
         return [part.even for part in parts]
-    mine = [size for part in parts for size in part.local]
-    rows = gathered_numbers(mine, f"the sizes of {what}", group, device)
+    mine = torch.tensor([size for part in parts for size in part.local], dtype=torch.int64, device=device)
+    rows = all_gather(mine[None], 0, group).tolist()
     totals = list(map(sum, zip(*rows, strict=True)))
     found, at = [], 0
     for part in parts:
@@ -204,7 +204,8 @@ def told_even(x: torch.Tensor, what: str, mesh: Mesh, parts: Sequence[LocalPart]
     group, ranks = _tellers(mesh, tuple([dim for dim, _ in dims]))
     if group.fake:
         return x
-    every = traced_numbers([size for _, size in dims], group, x.device)
+    mine = torch.stack([torch.full((), size, dtype=torch.int64, device=x.device) for _, size in dims])
+    every = all_gather(mine, 0, group)
     zero = _check_even(every, len(ranks), f"{what} on {ranks_text(ranks)}")
     if x.dtype.itemsize == 1:  # torch subtracts neither booleans nor floats of 8 bits
         return (x.view(torch.uint8) - zero.to(torch.uint8)).view(x.dtype)

@@ -40,7 +40,8 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
     >>> dist.is_initialized()
     False
     """
-    world_size, rank = _checked(world_size, rank)
+    world_size = _checked("world size", world_size, 1, MOST, f"simulate makes a world of 1 to {MOST:,} ranks")
+    rank = _checked("rank", rank, 0, world_size - 1, f"a world of {world_size:,} has ranks 0 to {world_size - 1:,}")
     if dist.is_initialized():
         raise AxesError(
             f"simulate makes a world, and this process is in one already (rank {dist.get_rank()} "
@@ -59,17 +60,10 @@ def simulate(world_size: int, rank: int = 0) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _whole(name: str, value: object) -> int:
-    if (found := whole_number(value)) is None:
+def _checked(name: str, value: object, least: int, most: int, said: str) -> int:
+    found = whole_number(value)
+    if found is None:
         raise AxesError(f"the {name} is a whole number, not {shown(value)}")
+    if not least <= found <= most:
+        raise AxesError(f"{said}, not {f'{found:,}' if abs(found) < 10**30 else shown(found)}")
     return found
-
-
-def _checked(world_size: object, rank: object) -> tuple[int, int]:
-    size, seen_from = _whole("world size", world_size), _whole("rank", rank)
-    if not 1 <= size <= MOST:
-        asked = f"{size:,}" if abs(size) < 10**30 else shown(size)
-        raise AxesError(f"simulate makes a world of 1 to {MOST:,} ranks, not {asked}")
-    if not 0 <= seen_from < size:
-        raise AxesError(f"a world of {size:,} has ranks 0 to {size - 1:,}, not {shown(seen_from)}")
-    return size, seen_from

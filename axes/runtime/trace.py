@@ -426,7 +426,7 @@ def _forked() -> None:
         for found in _here.open.values():
             found.leave()
         _here.open.clear()
-        flags.say(flags.Said(flags.said().check, ""))
+        flags.say({**flags.said, "trace": ""})
 
 
 os.register_at_fork(after_in_child=_forked)
