@@ -114,9 +114,8 @@ class Plan:
     @property
     def least(self) -> Plan:
         """The same at the smallest shape that is cut alike; of an odd dim, or of nothing, the size is what it is."""
-        found = cuts_of(*self.states, self.target)
-        odd, sizes = odd_dims(self.shape, found), enumerate(zip(self.shape, found, strict=True))
-        return replace(self, shape=tuple([n if dim in odd or not n else pieces for dim, (n, (pieces, _)) in sizes]))
+        sizes = zip(self.shape, cuts_of(*self.states, self.target), strict=True)
+        return replace(self, shape=tuple([n if not n or not pieces or n % pieces else pieces for n, pieces in sizes]))
 
     @property
     def fingerprint(self) -> str:
@@ -220,34 +219,19 @@ def _seen(end: Sharding, shape: tuple[int, ...]) -> Sharding:
     return unmarked(end)[0].at(shape)
 
 
-Cuts = tuple[tuple[int, int], ...]
-"""For each dim the number of its pieces, and what its sizes have to divide by if they are to be cut alike.
-
-That is 1 where all stages of a plan cut the dim alike, and 0 where the stages know its size, or those of its factors.
-"""
-
-
 @lru_cache(maxsize=4096)
-def cuts_of(*stages: Sharding) -> Cuts:
-    """Into what a tensor is cut on the way through some shardings.
+def cuts_of(*stages: Sharding) -> Shape:
+    """Into how many pieces a tensor is cut on the way through some shardings, of whose sizes these are divisors.
+
+    That is 0 for a dim where the stages know its size, or those of its factors.
 
     >>> from axes.algebra.mesh import Mesh
     >>> mesh = Mesh("dp=2 tp=2")
     >>> cuts_of(mesh.sharding("a@dp b@tp c d"), mesh.sharding("a@dp b c@tp d"))
-    ((2, 1), (2, 2), (2, 2), (1, 1))
+    (2, 2, 2, 1)
     """
-    one_universe = len({stage.universe for stage in stages}) == 1
-    found = []
-    for dims in zip(*[stage.dims for stage in stages], strict=True):
-        pieces, same = math.lcm(*[dim.pieces for dim in dims]), one_universe and len({*dims}) == 1
-        found.append((pieces, (1 if same else pieces) if all(dim.is_plain for dim in dims) else 0))
-    return tuple(found)
-
-
-def odd_dims(shape: Sequence[int], found: Cuts) -> set[int]:
-    """The dims that can't have another size if they are to be cut so; the others can, if they divide as well."""
-    sizes = enumerate(zip(shape, found, strict=True))
-    return {dim for dim, (size, (_, divisor)) in sizes if not divisor or size % divisor}
+    columns = zip(*[stage.dims for stage in stages], strict=True)
+    return tuple([math.lcm(*[dim.pieces for dim in dims]) * all(dim.is_plain for dim in dims) for dims in columns])
 
 
 def _without_names(end: Sharding) -> tuple[object, ...]:

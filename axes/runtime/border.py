@@ -301,7 +301,7 @@ def _entered(value: Spec, counted: Placements, cotangent: DTensor) -> _Entering:
         return _entering(value, counted, spec)
     numbers = hints(spec.shape)
     found = _entering(spec_at(value, numbers), counted, spec_at(spec, numbers))
-    shape = vary(spec.shape, cuts_of(*found.route.stages, *found.framed))
+    shape = vary(spec.shape, cuts_of(*found.route.made.program.stages, *found.framed))
     return replace(found, route=found.route.at(shape))
 
 

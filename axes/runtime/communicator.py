@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,9 +19,7 @@ import torch.distributed as dist
 
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
-from axes.runtime.check import heard
 from axes.runtime.groups import of_world
-from axes.runtime.trace import Operation
 
 Shape = tuple[int, ...]
 
@@ -68,9 +64,6 @@ def moved(by: str, x: int, each: int, size: int, rank: int, receives: Counts = N
     return [even if of is None else (sum(of) - of[rank]) * each for of in (receives, sends)]
 
 
-_METHODS = "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
-
-
 class _Functional:
     """Functional collectives: nodes of a graph, or results that are waited for at their first use."""
 
@@ -92,24 +85,6 @@ class _Functional:
 
     def reduce_scatter(self, x: torch.Tensor, op: str, shape: Shape) -> torch.Tensor:
         return torch_private.functional("reduce_scatter_tensor", x.view(-1), op, self.size, self.name).view(shape)
-
-
-def _recorded(raw: Any, rank: int, about: Operation, by: str) -> Callable[..., torch.Tensor]:
-    """A collective of which listeners hear: it is as `about` says but for the method and the bytes.
-
-    The bytes that go through it are those of one stage of a program: the same for as many elements.
-    """
-    known, run = dict[int, Operation](), getattr(raw, by)
-
-    def recorded(x: torch.Tensor, *how: Any) -> torch.Tensor:
-        found = known.get(x.numel())
-        if found is None:
-            counts = how[:2] if by == "all_to_all" else ()
-            sides = moved(by, x.numel(), x.element_size(), raw.size, rank, *counts)
-            found = known[x.numel()] = replace(about, by=by, bytes_in=sides[0], bytes_out=sides[1])
-        return heard(found, run, x, *how)
-
-    return recorded
 
 
 class Communicator:
@@ -206,20 +181,10 @@ def _swapped(bits: torch.Tensor) -> torch.Tensor:
 @of_world(512)
 def communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Communicator:
     """The collectives of a group for a dtype; made once."""
-    return Communicator(_raw(group, eager), dtype)
-
-
-def recorded_communicator(group: dist.ProcessGroup, dtype: torch.dtype, eager: bool, about: Operation) -> Communicator:
-    """The same, with listeners that hear of its collectives."""
-    raw = _raw(group, eager)
-    methods = {by: _recorded(raw, group.rank(), about, by) for by in _METHODS}
-    return Communicator(SimpleNamespace(**methods), dtype)
+    raw: Any = torch_private.Collectives(group) if eager else _Functional(group.group_name, group.size())
+    return Communicator(raw, dtype)
 
 
 def functional_communicator(name: str, size: int, dtype: torch.dtype) -> Communicator:
     """That of a group by its name, as nodes of a graph."""
     return Communicator(_Functional(name, size), dtype)
-
-
-def _raw(group: dist.ProcessGroup, eager: bool) -> Any:
-    return torch_private.Collectives(group) if eager else _Functional(group.group_name, group.size())

@@ -6,13 +6,12 @@ copy. A grid that is a stretch of memory is no copy at all: the buffer is a view
 that is cut or joined along the first dim. Other boxes are a grid each, and so many copies.
 
 >>> tile = (4, 6)
->>> laid(arranged([(0, ((0, 2), (0, 6))), (12, ((2, 4), (0, 6)))]), tile, (1, 1))        # two halves of the rows
-[(0, Grid(sizes=(24,), strides=(1,), offset=0))]
->>> halves = laid(arranged([(0, ((0, 4), (0, 3))), (12, ((0, 4), (3, 6)))]), tile, (1, 1))   # of the columns
->>> halves
-[(0, Grid(sizes=(2, 4, 3), strides=(3, 6, 1), offset=0))]
->>> packed = packer(halves, tile, 24)(torch.arange(24).view(4, 6))
->>> packed.view(-1)[:6].tolist(), unpacker(halves, tile)(packed)[0].tolist()
+>>> rows, columns = [((0, 2), (0, 6)), ((2, 4), (0, 6))], [((0, 4), (0, 3)), ((0, 4), (3, 6))]     # two halves of each
+>>> [laid(arranged([(0, one), (12, two)]), tile, (1, 1)) for one, two in (rows, columns)]
+[[(0, Grid(sizes=(24,), strides=(1,), offset=0))], [(0, Grid(sizes=(2, 4, 3), strides=(3, 6, 1), offset=0))]]
+>>> halves = Side(arranged([*zip((0, 12), columns)]), tile, (12, 12), 24)
+>>> packed = packer(halves, (1, 1))(torch.arange(24).view(4, 6))
+>>> packed.view(-1)[:6].tolist(), unpacker(halves, (1, 1), tile)(packed)[0].tolist()
 ([0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5])
 
 Sizes may be symbolic while a graph is traced; nothing here asks more of them than arithmetic.
@@ -97,16 +96,15 @@ class Lattice:
         return tuple(low), tuple(high)
 
 
-def arranged(parts: Sequence[Part], counts: Sequence[int] | None = None) -> tuple[tuple[int, Lattice], ...]:
-    """The boxes as one lattice where they are one, which needs no look at every box, else as one each; each with where
-    it begins in the buffer. `counts`: how large they are.
+def arranged(parts: Sequence[Part]) -> tuple[tuple[int, Lattice], ...]:
+    """The boxes as one lattice where they are one, else as one each; each with where it begins in the buffer.
 
     Boxes are in the order of the buffer and hold at least one element each.
     """
-    boxes = [box for _, box in parts]
-    counts = [elements_of(box) for box in boxes] if counts is None else counts
+    starts, boxes = [start for start, _ in parts], [box for _, box in parts]
     shapes = {tuple([stop - start for start, stop in box]) for box in boxes}
-    dense = len(shapes) == 1 and parts[0][0] == 0 and _adjoin([start for start, _ in parts], counts)
+    count = elements_of(boxes[0]) if boxes else 0
+    dense = len(shapes) == 1 and starts == [number * count for number in range(len(parts))]
     steps = _nested([tuple([start for start, _ in box]) for box in boxes]) if dense else None
     if steps is None:
         return tuple([(start, Lattice(box, ())) for start, box in parts])
@@ -133,16 +131,6 @@ def elements_of(box: Region) -> int:
     for start, stop in box:
         found *= stop - start
     return found
-
-
-def times(box: Region, multiples: Sequence[int]) -> Region:
-    """A box of a tile whose sizes are so many times larger."""
-    return tuple([(start * more, stop * more) for (start, stop), more in zip(box, multiples, strict=True)])
-
-
-def _adjoin(starts: Sequence[int], counts: Sequence[int]) -> bool:
-    """Whether each stretch begins where the one before it ends."""
-    return all(start + count == after for start, count, after in zip(starts, counts, starts[1:], strict=False))
 
 
 def strides_of(shape: Sequence[int]) -> Shape:
@@ -199,7 +187,32 @@ def _merged(modes: Sequence[tuple[int, int]]) -> tuple[Shape, Shape]:
     return tuple(sizes), tuple(strides)
 
 
-# --- tile to buffer -------------------------------------------------------------------------------
+# --- tile to buffer, and back ---------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """The boxes of a tile of `shape` that a rank sends, or receives: `counts[i]` elements to or from rank i.
+
+    places: the boxes, each with where it begins in the buffer. size: of the buffer, which may have gaps. In a tile
+    that is so many `multiples` as large along each dim all of these are, too.
+    """
+
+    places: Sequence[tuple[int, Lattice]]
+    shape: Shape
+    counts: tuple[int, ...]
+    size: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the buffer has more than the boxes."""
+        return self.size > sum(self.counts)
+
+    def at(self, multiples: Shape) -> tuple[Places, Shape]:
+        """Where the boxes lie in the memory of a tile whose sizes are so many times larger, and its shape."""
+        # In a stack of tiles the first dim is none of the tensor's.
+        many = (1, *multiples) if len(self.shape) > len(multiples) else multiples
+        shape = tuple(map(operator.mul, self.shape, many))
+        return laid(self.places, shape, many), shape
 
 
 def _only(places: Places) -> Grid | None:
@@ -207,55 +220,44 @@ def _only(places: Places) -> Grid | None:
     return places[0][1] if len(places) == 1 and places[0][0] == 0 else None
 
 
-def is_run(places: Places) -> bool:
-    """Whether a tile and its buffer are the same memory, but for what is behind it."""
-    grid = _only(places)
-    return grid is not None and grid.is_run
+def packer(side: Side, multiples: Shape, fresh: bool = False) -> Pack:
+    """A function from a row-major tile to the buffer, a contiguous tensor, which shares the tile's memory where it can,
+    unless it is to be `fresh`.
 
-
-def packer(places: Places, shape: Shape, size: int) -> Pack:
-    """A function from a row-major tile of `shape` to the buffer of `size` elements, a contiguous tensor.
-
-    The buffer shares the tile's memory where it can. What no box fills of it is arbitrary.
+    What no box fills of it is arbitrary.
     """
+    (places, shape), size = side.at(multiples), side.size * math.prod(multiples)
     grid = _only(places)
-    if grid is not None and grid.numel == size:
-        if not grid.is_run:
-            sizes, strides, offset = grid
-            if offset == 0:
-                return lambda tile: torch.as_strided_copy(tile, sizes, strides)
-            return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
-        if shape and size == math.prod(shape):
-            return lambda tile: tile
-        start, stop = grid.offset, grid.offset + size
-        return lambda tile: tile.view(-1)[start:stop]
+    if grid is None or grid.numel != size:
 
-    def pack(tile: torch.Tensor) -> torch.Tensor:
-        buffer = tile.new_empty(size)
-        for start, grid in places:
-            buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.of(tile))
-        return buffer
+        def pack(tile: torch.Tensor) -> torch.Tensor:
+            buffer = tile.new_empty(size)
+            for start, grid in places:
+                buffer[start : start + grid.numel].view(grid.sizes).copy_(grid.of(tile))
+            return buffer
 
-    return pack
-
-
-def slices_of(box: Region) -> tuple[slice, ...]:
-    """A box as an index."""
-    return tuple(slice(start, stop) for start, stop in box)
+        return pack
+    if fresh or not grid.is_run:
+        sizes, strides, offset = grid
+        if offset == 0:
+            return lambda tile: torch.as_strided_copy(tile, sizes, strides)
+        return lambda tile: torch.as_strided_copy(tile, sizes, strides, tile.storage_offset() + offset)
+    if shape and size == math.prod(shape):
+        return lambda tile: tile
+    start, stop = grid.offset, grid.offset + size
+    return lambda tile: tile.view(-1)[start:stop]
 
 
-# --- buffer to tile -------------------------------------------------------------------------------
-
-
-def unpacker(places: Places, shape: Shape) -> Pack:
-    """A function from a flat buffer to the row-major tile of `shape` that its boxes fill.
+def unpacker(side: Side, multiples: Shape, shape: Shape) -> Pack | None:
+    """A function from a flat buffer to the row-major tile of `shape` that its boxes fill; None where it is the tile.
 
     The tile shares the buffer's memory where it can.
     """
+    places, _ = side.at(multiples)
     grid = _only(places)
     if grid is not None and grid.is_run:
-        count = math.prod(shape)  # behind it there may be padding
-        return lambda buffer: buffer[:count].view(shape)
+        count = math.prod(shape)
+        return (lambda buffer: buffer[:count].view(shape)) if side.is_padded else None
     if grid is not None:
         # Read the buffer in the order of the tile's memory.
         read = zip(grid.strides, grid.sizes, strides_of(grid.sizes), strict=True)
@@ -270,3 +272,8 @@ def unpacker(places: Places, shape: Shape) -> Pack:
         return tile
 
     return unpack
+
+
+def slices_of(box: Region) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(start, stop) for start, stop in box)

@@ -9,9 +9,9 @@ where packing and unpacking are views as often as memory allows (see `packing`).
 gives contiguous tensors, and knows nothing of gradients. It has no sizes of its own: it is for every shape that its
 steps cut as evenly, and what it is for one of them, `BoundProgram` says, by numbers or by symbols.
 
-Each program exists in two forms. The eager one calls the methods of the `ProcessGroup`, at a third
-of the Python that functional collectives cost. The traced one is made of functional collectives, one
-node of a graph each; it also serves `async_op`, where the last collective's result isn't waited for.
+In eager mode a program calls the methods of the `ProcessGroup`, at a third of the Python that functional
+collectives cost. In a graph it is made of functional collectives, one node each; so it is for `async_op`,
+where the last collective's result isn't waited for.
 
 What differs between backends is decided when a program is made:
 
@@ -29,8 +29,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,59 +37,50 @@ import torch.distributed as dist
 from axes.algebra.chunks import tile_shape
 from axes.algebra.errors import ShardingError
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Cuts, Plan, cuts_of
+from axes.algebra.plan import Plan, cuts_of
 from axes.algebra.planning.exchange import Exchange, Message, ranks_of_both
 from axes.algebra.planning.step import Step
 from axes.algebra.sharding import Sharding
 from axes.algebra.universe import Universe
-from axes.runtime import torch_private
+from axes.runtime import flags, torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.communicator import REDUCED, Communicator, communicator, recorded_communicator
-from axes.runtime.groups import group_of
-from axes.runtime.packing import (
-    Part,
-    Shape,
-    arranged,
-    elements_of,
-    is_run,
-    laid,
-    packer,
-    slices_of,
-    times,
-    unpacker,
-)
+from axes.runtime.check import heard
+from axes.runtime.communicator import REDUCED, communicator, moved, reduced_bytes
+from axes.runtime.groups import group_of, of_world
+from axes.runtime.packing import Part, Shape, Side, arranged, elements_of, packer, unpacker
 from axes.runtime.trace import Operation
 
 Run = Callable[[torch.Tensor], torch.Tensor]
+Send = Callable[..., torch.Tensor]
+"""A method of a `Communicator`."""
 
 # --- programs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Program:
     """A plan, made ready for one rank, dtype and device, for tensors of every shape that its steps cut alike.
 
-    plan: at the smallest of these shapes, of which the others are multiples. stages: how a tensor lies on its way.
-    is_only: whether there is no other plan that is cheaper at other sizes.
-    comm_dtype: in which dtype values travel and are reduced, where that isn't their own.
+    ends: source and target as they were asked for. plan: at the smallest of these shapes, of which the others are
+    multiples. is_only: whether there is no other plan that is cheaper at other sizes. comm_dtype: in which dtype values
+    travel and are reduced, where that isn't their own.
     """
 
+    ends: tuple[Sharding, Sharding]
     plan: Plan
-    stages: tuple[Sharding, ...]
     is_only: bool
     dtype: torch.dtype
     comm_dtype: torch.dtype | None
 
-    @cached_property
-    def cuts(self) -> Cuts:
-        """Into what the steps cut a tensor."""
-        return cuts_of(*self.stages)
+    @property
+    def stages(self) -> tuple[Sharding, ...]:
+        """How a tensor lies on its way, and how both ends are written."""
+        return (*self.ends, *self.plan.states, self.plan.target)
 
     @cached_property
-    def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """The group of each step, made at first use; None where this rank doesn't communicate in it."""
-        meshes = self.plan.source.mesh, self.plan.target.mesh
-        return tuple([_group(meshes, step) for step in self.plan.steps])
+    def cuts(self) -> Shape:
+        """Into how many pieces these cut a tensor."""
+        return cuts_of(*self.stages)
 
     @property
     def device_type(self) -> str:
@@ -98,44 +88,25 @@ class Prepared:
         return self.plan.source.mesh.binding.device_type
 
     @cached_property
-    def steps(self) -> dict[int, LocalStep]:
-        """The steps in which this rank takes part, by number."""
-        return {at: local_step(step) for at, step in enumerate(self.plan.steps) if step.takes_part(step.rank)}
-
-    @cached_property
-    def tile(self) -> Shape:
-        """This rank's tile of a tensor of the plan's shape; that of nothing for a rank that has none."""
-        return held_shape(self.plan.source, self.plan.shape, self.plan.rank)
+    def steps(self) -> tuple[LocalStep, ...]:
+        """The steps in which this rank takes part. Their groups are made at first use."""
+        meshes = self.plan.source.mesh, self.plan.target.mesh
+        return tuple([local_step(step, _group(meshes, step)) for step in self.plan.steps if step.takes_part(step.rank)])
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.plan.steps
+        return not self.plan.stages
 
-    @cached_property
+    @property
     def sends(self) -> bool:
         """Whether some rank sends something."""
-        return any(step.kind != "slice" for step in self.plan.steps)
-
-    def multiples(self, shape: Shape, tile: Shape | None = None) -> Shape:
-        """How many times as large as the plan's shape a tensor of `shape` is; or its tile, where that is given.
-
-        What no step cuts may be uneven: then that is what this rank has of it.
-        """
-        least = self.plan.shape
-        if tile is None:
-            if not any(map(operator.mod, shape, [size or 1 for size in least])):
-                return tuple([size // (whole or 1) or 1 for size, whole in zip(shape, least, strict=True)])
-            tile = held_shape(self.plan.source, shape, self.plan.rank)
-        nothing = (0,) * len(shape)
-        held, own = (each if len(each) == len(shape) else nothing for each in (tile, self.tile))
-        sizes = zip(shape, least, held, own, strict=True)
-        return tuple([mine // one if one else size // (whole or 1) or 1 for size, whole, mine, one in sizes])
+        return self.plan.collectives > 0
 
 
 def _group(meshes: tuple[Mesh, Mesh], step: Step) -> dist.ProcessGroup | None:
-    """The group of a step; None where nothing is sent or this rank takes no part."""
-    if step.kind == "slice" or not step.takes_part(step.rank):
+    """The group of a step; None where nothing is sent, or nothing by this rank."""
+    if step.kind == "slice":
         return None
     if step.layout is None:
         mesh = _union_of(*meshes)
@@ -160,60 +131,77 @@ def held_shape(source: Sharding, shape: Shape, rank: int) -> Shape:
 
 @dataclass(frozen=True, eq=False)
 class BoundProgram:
-    """A prepared plan for tensors of one shape, whose sizes may be symbolic."""
+    """A program for tensors of one shape, whose sizes may be symbolic."""
 
-    program: Prepared
+    program: Program
     shape: Shape
-
-    @cached_property
-    def tile(self) -> Shape:
-        """This rank's tile, of numbers."""
-        return held_shape(self.program.plan.source, self.shape, self.program.plan.rank)
 
     @cached_property
     def eager(self) -> Run:
         """The program as a function of the contiguous tile."""
-        return _compiled(self, None, True)
+        return self._at(None, eager=True, told=True)
 
     @cached_property
-    def form(self) -> Callable[[bool, bool], Run]:
-        """`form(eager, recorded)`: that, or of functional collectives; each of its collectives in the trace, or not."""
-        return functools.lru_cache(maxsize=4)(functools.partial(_compiled, self, None))
+    def later(self) -> Run:
+        """The same, whose last collective is waited for where its result is used."""
+        return self._at(None, eager=False, told=True)
 
     def traced_at(self, tile: Shape) -> Run:
-        """The program of functional collectives, for a tile whose sizes may be symbolic."""
-        return _compiled(self, tile, False)
+        """The program as nodes of a graph, for a tile whose sizes may be symbolic."""
+        return self._at(tile, eager=False, told=False)
+
+    def _at(self, tile: Shape | None, eager: bool, told: bool) -> Run:
+        """The program for this rank's tile, whose sizes may have symbols of their own.
+
+        By methods of process groups or by functional collectives; `told` to listeners, or not.
+        """
+        program, wire, stages = self.program, self.program.comm_dtype or self.program.dtype, list[Run]()
+        plan, sizes, least = program.plan, self.shape, program.plan.shape
+        if program.idle:
+            return lambda x: x
+        if plan.source.universe.position(plan.rank) is None:
+            # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
+            stages.append(lambda x: x.new_empty(0))
+        elif tile is not None:
+            sizes, least = tile, held_shape(plan.source, plan.shape, plan.rank)
+        multiples = tuple([size // (one or 1) or 1 for size, one in zip(sizes, least, strict=True)])
+        sending = [step for step in program.steps if step.group is not None]
+        for step in program.steps:
+            how = step, step.opened(multiples), _larger(step.shape, multiples)
+            if step.group is None:
+                stages.append(_slice(*how, eager))
+                continue
+            if step is sending[0] and wire is not program.dtype:
+                stages.append(lambda x: x.to(wire))
+            by = _method(step.step.kind, step.group, eager, program.device_type)
+            send = getattr(communicator(step.group, wire, eager), by)
+            if told:
+                send = functools.partial(_told, send, (self, step, by, wire, eager))
+            # What a stage before has made may be written over.
+            stages.append(_communicating(*how, by, send, owned=bool(stages)))
+            if step is sending[-1] and wire is not program.dtype:
+                stages.append(lambda x: x.to(program.dtype))
+        return _chained(stages)
 
     @cached_property
     def operation(self) -> Operation:
         """What the ranks of the program do together: all those of its meshes through this one."""
         program, made = self.program, self.program.plan
-        meshes = made.source.mesh, made.target.mesh
-        lines = [
-            mesh.universe.line(mesh.extent, made.rank)
-            for mesh in meshes
-            if mesh.universe.position(made.rank) is not None
-        ]
-        members: Sequence[int] = sorted({rank for line in lines for rank in line})
-        if meshes[0].universe != meshes[1].universe:
-            members = sorted(_union_of(*meshes).universe.ranks)
-        named = (
-            self.said,
-            "redistribution",
-            "",
-            "",
-            "",
-            Universe.of(members).ranks,
-            program.plan.dtype,
-            program.device_type,
+        mesh, other = made.source.mesh, made.target.mesh
+        if mesh.universe == other.universe:
+            members = Universe.of(sorted(mesh.universe.line(mesh.extent, made.rank))).ranks
+        else:
+            members = _union_of(mesh, other).universe.ranks
+        return Operation(
+            *(self.said, "redistribution", "", "", "", members, made.dtype, program.device_type),
+            compared=f"{made.fingerprint} of {self.tensor}" if program.sends else "",
+            mesh=mesh,
+            part=self._collectives,
         )
-        compared = f"{made.fingerprint} of {self.tensor}" if program.sends else ""
-        return Operation(*named, compared=compared, mesh=meshes[0], part=self._collectives)
 
     def _collectives(self) -> str:
         """The collectives of this rank's, as errors show them."""
-        steps = zip(self.program.plan.steps, self.program.groups, strict=True)
-        return " or ".join(part_text(step, group) for step, group in steps if group is not None)
+        return " or ".join([part_text(each.step, each.group) for each in self.program.steps if each.group is not None])
 
     @property
     def said(self) -> str:
@@ -231,20 +219,12 @@ class BoundProgram:
 def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None) -> None:
     """Raise `ShardingError` where the plan reduces in a dtype in which that can't be done."""
     wire = dtype if comm_dtype is None else comm_dtype
-    if comm_dtype is not None and dtype.is_complex and not comm_dtype.is_complex:
-        raise ShardingError(f"comm_dtype={comm_dtype} would drop the imaginary part of {dtype}; use a complex one")
     if not _holds(wire, dtype):
         raise ShardingError(
             f"comm_dtype={comm_dtype} can't hold the values of {dtype}; use one of the same kind, like {_wider(dtype)}"
         )
     for step in plan.steps:
-        if step.op is None:
-            continue
-        if (
-            wire not in REDUCED
-            and not (wire.is_complex and step.op == "sum")
-            and not (wire is torch.bool and step.op != "sum")
-        ):
+        if step.op is not None and not _reduces(wire, step.op):
             raise ShardingError(
                 f"{wire} isn't reduced by every backend: a {step.op} over '{' '.join(step.axes)}' needs "
                 f"comm_dtype={_wider(wire)}, as axes.reshard(x, {str(plan.target)!r}, comm_dtype={_wider(wire)})\n"
@@ -254,45 +234,53 @@ def check_dtypes(plan: Plan, dtype: torch.dtype, comm_dtype: torch.dtype | None)
 
 def _holds(wire: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether values may travel in a dtype: of floats in any floats, rounded; of integers in no smaller ones."""
-    if dtype.is_complex or dtype.is_floating_point:
-        return wire.is_complex == dtype.is_complex and wire.is_floating_point == dtype.is_floating_point
-    integral = not (wire.is_complex or wire.is_floating_point)
-    return integral and wire.itemsize >= dtype.itemsize and (wire is not torch.bool or dtype is torch.bool)
+    same = wire.is_complex == dtype.is_complex and wire.is_floating_point == dtype.is_floating_point
+    inexact = dtype.is_complex or dtype.is_floating_point
+    return same and (inexact or wire is dtype or (wire is not torch.bool and wire.itemsize >= dtype.itemsize))
+
+
+def _reduces(wire: torch.dtype, op: str) -> bool:
+    """Whether every backend reduces in a dtype, as it is or as another one that holds its values."""
+    return wire in REDUCED or (wire.is_complex and op == "sum") or (wire is torch.bool and op != "sum")
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point or dtype.is_complex else torch.int64
+    return torch.complex64 if dtype.is_complex else torch.float32 if dtype.is_floating_point else torch.int64
 
 
-def _compiled(made: BoundProgram, tile: Shape | None, eager: bool, recorded: bool = False) -> Run:
-    program, stages = made.program, list[Run]()
-    steps, groups, wire = program.plan.steps, program.groups, program.comm_dtype or program.dtype
-    sending = [at for at, group in enumerate(groups) if group is not None]
-    if steps and steps[0].source.universe.position(steps[0].rank) is None:
-        # A rank that has no part of the source comes with nothing, whatever torch calls a part of a scalar there.
-        stages.append(lambda x: x.new_empty(0))
-    multiples = program.multiples(made.shape, tile) if steps else ()
-    for at, step in program.steps.items():
-        group, many = groups[at], step.opened(multiples)
-        if group is None:
-            stages.append(_slice(step, many, eager))
-            continue
-        if at == sending[0] and wire is not program.dtype:
-            stages.append(lambda x: x.to(wire))
-        how = group, wire, eager
-        link = recorded_communicator(*how, _about(made, at, *how)) if recorded else communicator(*how)
+def _method(kind: str, group: dist.ProcessGroup, eager: bool, device_type: str) -> str:
+    """The collective that carries a step out."""
+    if kind == "reduce_scatter" and eager:
         # Over gloo an exchange and a sum on this rank take less than half the time of its own reduce-scatter.
-        by_exchange = eager and step.kind == "reduce_scatter" and _is_gloo(group, program.device_type)
-        # What a stage before has made may be written over.
-        run = _communicating(step, many, link, by_exchange, owned=bool(stages))
-        stages.append(run)
-        if at == sending[-1] and wire is not program.dtype:
-            stages.append(lambda x: x.to(program.dtype))
-    return _chained(stages)
+        served = torch_private.served_devices(str(dist.get_backend(group)))
+        return "all_to_all" if served.get(device_type, "") == "gloo" else kind
+    return kind if kind in ("all_gather", "all_reduce", "reduce_scatter") else "all_to_all"
 
 
-def _is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
-    return torch_private.served_devices(str(dist.get_backend(group))).get(device_type, "") == "gloo"
+def _told(send: Send, about: tuple[Any, ...], x: torch.Tensor, *how: Any) -> torch.Tensor:
+    """`send(x, *how)`, of which listeners hear."""
+    return heard(_operation(*about, x.numel(), *how), send, x, *how) if flags.watched else send(x, *how)
+
+
+@of_world(4096)
+def _operation(
+    made: BoundProgram, local: LocalStep, by: str, dtype: torch.dtype, eager: bool, elements: int, *how: Any
+) -> Operation:
+    """The collective of a step, as a trace has it."""
+    every, group = [step for step in made.program.plan.steps if step.kind != "slice"], local.group
+    assert group is not None, "it sends something"
+    ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
+    each = reduced_bytes(dtype, local.op) if by in ("all_reduce", "reduce_scatter") else dtype.itemsize
+    sides = moved(by, elements, each, len(ranks), group.rank(), *(how[:2] if by == "all_to_all" else ()))
+    axis = " ".join(local.step.axes) or "both meshes"
+    return Operation(
+        *(made.said, local.step.kind, by, axis, str(group.group_name), ranks, name_of(dtype)),
+        made.program.device_type,
+        step=(every.index(local.step) + 1, len(every)),
+        bytes_in=sides[0],
+        bytes_out=sides[1],
+        later=not eager,
+    )
 
 
 def _chained(stages: Sequence[Run]) -> Run:
@@ -310,19 +298,6 @@ def part_text(step: Step, group: dist.ProcessGroup) -> str:
     return f"{step.kind}{axes} of {ranks_text(Universe.of(dist.get_process_group_ranks(group)).ranks)}"
 
 
-def _about(made: BoundProgram, at: int, group: dist.ProcessGroup, dtype: torch.dtype, eager: bool) -> Operation:
-    """A step as a trace has it."""
-    steps = made.program.plan.steps
-    sending = [i for i, step in enumerate(steps) if step.kind != "slice"]
-    ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
-    step, axis = steps[at], " ".join(steps[at].axes) or "both meshes"
-    return Operation(
-        *(made.said, step.kind, "", axis, str(group.group_name), ranks, name_of(dtype), made.program.device_type),
-        step=(sending.index(at) + 1, len(sending)),
-        later=not eager,
-    )
-
-
 def name_of(dtype: torch.dtype | None) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -331,105 +306,63 @@ def name_of(dtype: torch.dtype | None) -> str:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-class Side(NamedTuple):
-    """What a rank packs of a tile of `shape`, or unpacks into one: boxes, `counts[i]` elements for or from rank i.
-
-    places: lattices of boxes; in a tile of another size grids of its memory. Each has where it begins in the buffer.
-    size: of the buffer. is_padded: whether it has more than the boxes.
-    """
-
-    places: Sequence[tuple[int, Any]]
-    shape: Shape
-    counts: list[int]
-    size: int
-    is_padded: bool
-
-    def times(self, multiples: Shape) -> Side:
-        """The same in a tile whose sizes are so many times larger, and where that lies in memory."""
-        # In a stack of tiles the first dim is none of the tensor's.
-        many = (1, *multiples) if len(self.shape) > len(multiples) else multiples
-        shape = tuple(map(operator.mul, self.shape, many))
-        places, more = laid(self.places, shape, many), math.prod(multiples)
-        return Side(places, shape, [count * more for count in self.counts], self.size * more, self.is_padded)
-
-
 @dataclass(frozen=True, eq=False)
 class LocalStep:
     """A step as this rank carries it out on a small tensor, whose multiples it carries out in the same way.
 
-    `tile` and `shape`, before and after, have one dim for each factor, as the boxes do. factors: how many of them the
-    dims have; None where each has one. receives: of the stack of `layers` tiles that a `reduce_move` reduces.
+    group: None where nothing is sent. shape: of the new tile. sends, receives: boxes of the tiles before and after,
+    with a dim for each factor; after a `reduce_move` of the stack of `layers` tiles that it reduces.
     """
 
-    kind: str
-    op: str
-    divisor: int
+    step: Step
+    group: dist.ProcessGroup | None
     layers: int
-    is_even: bool
-    factors: tuple[int, ...] | None
-    tile: Shape
     shape: Shape
     sends: Side
     receives: Side
 
+    @property
+    def op(self) -> str:
+        """How it reduces, if it does."""
+        return self.step.op or "sum"
+
     def opened(self, multiples: Shape) -> Shape:
         """The multiples of the factors by those of the dims: the factors of a group are as they are."""
-        if self.factors is None:
-            return multiples
-        pairs = zip(multiples, self.factors, strict=True)
-        return tuple([one for many, count in pairs for one in ([many] if count == 1 else [1] * count)])
-
-    def at(self, multiples: Shape) -> tuple[Side, Side, Shape]:
-        """Both sides at the multiples of the factors, and the shape that is received."""
-        shape = self.result(multiples)
-        stacked = (self.layers, *shape) if self.kind == "reduce_move" else shape
-        return self.sends.times(multiples), self.receives.times(multiples), stacked
-
-    def result(self, multiples: Shape) -> Shape:
-        """The shape of the new tile in the dims of the tensor, by the multiples of its factors."""
-        shape = _larger(self.shape, multiples)
-        if self.factors is None or len(shape) != len(multiples):  # a rank that leaves with nothing has no dims
-            return shape
-        ends = pairwise([0, *accumulate(self.factors)])
-        return tuple([math.prod(shape[start:stop]) for start, stop in ends])
+        pairs = zip(multiples, self.step.factors, strict=True)
+        return tuple([one for many, sizes in pairs for one in ([many] if len(sizes) == 1 else [1] * len(sizes))])
 
     @cached_property
     def is_balanced(self) -> bool:
         """Whether each rank sends as much to each rank as it gets from each, itself included."""
         # Between even tiles the counts of one rank are, in another order, those of every other.
-        return self.is_even and len({*self.sends.counts, *self.receives.counts}) == 1
+        return self.step.is_even and len({*self.sends.counts, *self.receives.counts}) == 1
 
 
-def local_step(step: Step) -> LocalStep:
+def local_step(step: Step, group: dist.ProcessGroup | None) -> LocalStep:
     """A step on this rank, of a tensor of the step's own shape."""
     opened, exchange = step.opened, step.exchange()
-    factors = None if opened is step else tuple(map(len, step.factors))
     tile, shape = (held_shape(end, opened.shape, step.rank) for end in (opened.source, opened.target))
     # What a rank keeps goes through an exchange like the rest: so the boxes are as regular as they can be.
     here, kept = exchange.ranks.index(step.rank), zip(*exchange.copies, strict=True)
     own = [Message(here, boxes, 0, exchange.layer) for boxes in kept]
     sends, receives = sorted([*exchange.sends, *own[:1]]), sorted([*exchange.receives, *own[1:]])
-    stack = shape
     if step.kind == "reduce_move":
         receives = [m._replace(regions=tuple([((m.layer, m.layer + 1), *box) for box in m.regions])) for m in receives]
-        stack = (exchange.layers, *shape)
-    sides = _side(sends, tile, exchange), _side(receives, stack, exchange)
-    how = step.kind, step.op or "sum", step.divisor, exchange.layers, step.is_even, factors
-    return LocalStep(*how, tile, shape, *sides)
+        shape = (exchange.layers, *shape)
+    sides = _side(sends, tile, exchange), _side(receives, shape, exchange)
+    return LocalStep(step, group, exchange.layers, held_shape(step.target, step.shape, step.rank), *sides)
 
 
 def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side:
-    counts, parts, lengths, start = [0] * len(exchange.ranks), list[Part](), list[int](), 0
+    counts, parts, start = [0] * len(exchange.ranks), list[Part](), 0
     for number, message in enumerate(messages):
         start = number * exchange.padded or start
         for box in message.regions:
             if count := elements_of(box):
                 parts.append((start, box))
-                lengths.append(count)
                 start += count
                 counts[message.peer] += count
-    size, places = len(messages) * exchange.padded or start, arranged(parts, lengths) if parts else ()
-    return Side(places, shape, counts, size, size > sum(counts))
+    return Side(arranged(parts), shape, tuple(counts), len(messages) * exchange.padded or start)
 
 
 def _larger(shape: Shape, multiples: Shape) -> Shape:
@@ -437,61 +370,63 @@ def _larger(shape: Shape, multiples: Shape) -> Shape:
     return tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
 
 
-def _slice(step: LocalStep, multiples: Shape, eager: bool) -> Run:
+def _slice(local: LocalStep, multiples: Shape, shape: Shape, eager: bool) -> Run:
     """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
-    tile, shape = _larger(step.tile, multiples), step.result(multiples)
-    lattices = [lattice for _, lattice in step.sends.places]
-    if len(lattices) != 1 or lattices[0].steps:
-        return _through(*step.at(multiples), lambda x, shape: x.clone().view(shape))
-    only = times(lattices[0].first, multiples)
-    cut = [dim for dim, (box, size) in enumerate(zip(only, tile, strict=True)) if box != (0, size)]
-    if eager and len(cut) == 1 and step.factors is None:
-        dim, start, length = cut[0], only[cut[0]][0], shape[cut[0]]
-        return lambda x: torch.narrow_copy(x, dim, start, length)  # half the time of a view and a copy
-    box = slices_of(only)
-    return lambda x: x.view(tile)[box].clone(memory_format=torch.contiguous_format).view(shape)
+    places, tile = local.sends.places, local.sends.shape
+    if eager and len(places) == 1 and len(tile) == len(shape) and not places[0][1].steps:
+        box = places[0][1].first
+        cut = [dim for dim, each in enumerate(box) if each != (0, tile[dim])]
+        if len(cut) == 1:  # half the time of a view and a copy
+            dim, start, length = cut[0], box[cut[0]][0] * multiples[cut[0]], shape[cut[0]]
+            return lambda x: torch.narrow_copy(x, dim, start, length)
+    return _through(local, multiples, shape, lambda x, shape: x.view(shape), fresh=True)
 
 
-def _communicating(step: LocalStep, multiples: Shape, link: Communicator, by_exchange: bool, owned: bool) -> Run:
+def _communicating(local: LocalStep, multiples: Shape, shape: Shape, by: str, send: Send, owned: bool) -> Run:
     """A tile packed, sent by a collective, and unpacked, with as few copies as can be, or none."""
-    kind, op, divisor, layers = step.kind, step.op, step.divisor, step.layers
-    if kind == "all_reduce":
-        return lambda x: link.all_reduce(x, op, owned, divisor)
-    (sends, receives, shape), reduce = step.at(multiples), _local_reduction(step)
-    run = functools.partial(_through, sends, receives, shape)
-    if kind == "all_gather":
-        return run(link.all_gather)
-    exchange, scatter = link.all_to_all, link.reduce_scatter
-    if by_exchange:
-        return run(lambda x, shape: reduce(exchange(x, None, None, (layers, *shape))))
+    op, divisor, layers, kind = local.op, local.step.divisor, local.layers, local.step.kind
+    if by == "all_reduce":
+        return lambda x: send(x, op, owned, divisor)
+    run = functools.partial(_through, local, multiples)
+    if by == "all_gather":
+        return run(shape, send)
+    if by == "reduce_scatter":
+        return run(shape, lambda x, shape: send(x, op, shape, divisor))
+    got = given = None
+    if not (kind == "reduce_scatter" or local.is_balanced):
+        # Where all counts are equal, on all ranks alike, backends have another algorithm.
+        more = math.prod(multiples)
+        got, given = (tuple([n * more for n in side.counts]) for side in (local.receives, local.sends))
+    if local.step.op is None:
+        return run(shape, lambda x, shape: send(x, got, given, shape))
+    reduce = _local_reduction(op, divisor)
     if kind == "reduce_scatter":
-        return run(lambda x, shape: scatter(x, op, shape, divisor))
-    # Where all counts are equal, on all ranks alike, backends have another algorithm.
-    got, given = (None, None) if step.is_balanced else (receives.counts, sends.counts)
-    moved = run(lambda x, shape: exchange(x, got, given, shape))
-    return moved if kind != "reduce_move" else lambda x: reduce(moved(x))
+        return run(shape, lambda x, shape: reduce(send(x, None, None, (layers, *shape))))
+    moved = run((layers, *shape), lambda x, shape: send(x, got, given, shape))
+    return lambda x: reduce(moved(x))
 
 
-def _through(sends: Side, receives: Side, shape: Shape, move: Callable[[torch.Tensor, Shape], torch.Tensor]) -> Run:
+def _through(
+    local: LocalStep,
+    multiples: Shape,
+    shape: Shape,
+    move: Callable[[torch.Tensor, Shape], torch.Tensor],
+    fresh: bool = False,
+) -> Run:
     """Packed, moved by what gives a tensor of a shape, and unpacked."""
-    pack = packer(sends.places, sends.shape, sends.size)
-    if is_run(receives.places) and not receives.is_padded:
+    pack, unpack = packer(local.sends, multiples, fresh), unpacker(local.receives, multiples, shape)
+    if unpack is None:
         return lambda x: move(pack(x), shape)
-    flat, unpack = (receives.size,), unpacker(receives.places, shape)
+    flat = (local.receives.size * math.prod(multiples),)
     return lambda x: unpack(move(pack(x), flat))
 
 
-def _local_reduction(step: LocalStep) -> Run:
+def _local_reduction(op: str, divisor: int) -> Run:
     """Reduces the first dim, in order; 16-bit floats in 32 bits."""
-    op, divisor, layers = step.op, step.divisor, step.layers
-    if op == "max":
-        return lambda stack: stack.amax(0)
-    if op == "min":
-        return lambda stack: stack.amin(0)
+    if op != "sum":
+        return lambda stack: getattr(stack, f"a{op}")(0)
     if divisor == 1:
         return lambda stack: stack.sum(0, dtype=stack.dtype)
-    if divisor == layers:
-        return lambda stack: stack.mean(0)
 
     def mean(stack: torch.Tensor) -> torch.Tensor:
         wide = torch.float32 if stack.dtype.itemsize == 2 else stack.dtype

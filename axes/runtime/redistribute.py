@@ -3,8 +3,8 @@
     moves = moves_of(mesh.sharding("b s@tp d"), mesh.sharding("b s d@tp"), (8, 32, 64))
     local = moves(local.dtype).apply(local)
 
-One look-up gives a `Program` for (source, target, dtype), of which a shape makes what packs, sends, unpacks. Nothing
-happens where both shardings put the same data on the same ranks.
+What packs, sends and unpacks is one `BoundProgram` for (source, target, dtype, shape). Nothing happens where both
+shardings put the same data on the same ranks.
 
 **Gradients.** A redistribution is a linear map (but for max and min), and its gradient is the
 transposed map, which is a redistribution, too. What it is depends on what a gradient means, for each
@@ -39,7 +39,7 @@ from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
 from axes.algebra.layout import Layout, digits
 from axes.algebra.mesh import Mesh
-from axes.algebra.plan import Plan, cheapest, choices_between, cuts_of
+from axes.algebra.plan import Plan, cheapest, choices_between
 from axes.algebra.sharding import Pending, Sharding
 from axes.runtime import flags
 from axes.runtime.check import (
@@ -52,7 +52,7 @@ from axes.runtime.gradients import Same, of_shards, transposed
 from axes.runtime.groups import current_world, of_world
 from axes.runtime.linear import Kept, both_ways, linear
 from axes.runtime.packing import slices_of
-from axes.runtime.programs import BoundProgram, Prepared, Run, check_dtypes, name_of
+from axes.runtime.programs import BoundProgram, Program, Run, check_dtypes, name_of
 from axes.runtime.symbols import found_for, hints, is_symbolic, vary
 from axes.runtime.transforms import PLAIN
 from axes.runtime.writes import writable
@@ -102,23 +102,23 @@ def run(made: BoundProgram, local: torch.Tensor, async_op: bool = False) -> torc
     """The program on this rank's tile: eager on a plain tensor, traced where a graph is being made."""
     if type(local) not in PLAIN:
         local = waited(local)
-    if type(local) in PLAIN:
-        # What `collective` does, at no price where nobody listens: ranks compare the program, and listeners hear of its
-        # steps.
-        if flags.check:
-            compare_operation(made.operation)
-        recorded, sent = flags.watched, local.contiguous()
-        try:
-            if async_op:
-                if sent is local and made.program.sends:
-                    sent = sent.clone()  # the caller may write to its own before it has been sent
-                return under_way(made.form(False, recorded)(sent), _OPERATION, made)
-            return made.form(True, True)(sent) if recorded else made.eager(sent)
-        except RuntimeError as error:
-            if not made.program.sends:
-                raise
-            raise_located(error, _OPERATION, made)
-    return made.traced_at(tuple(local.shape))(local.contiguous())
+    if type(local) not in PLAIN:
+        return made.traced_at(tuple(local.shape))(local.contiguous())
+    # What `collective` does, at no price where nobody listens: ranks compare the program, and listeners hear of its
+    # steps.
+    if flags.check:
+        compare_operation(made.operation)
+    sent = local.contiguous()
+    try:
+        if not async_op:
+            return made.eager(sent)
+        if sent is local and made.program.sends:
+            sent = sent.clone()  # the caller may write to its own before it has been sent
+        return under_way(made.later(sent), _OPERATION, made)
+    except RuntimeError as error:
+        if not made.program.sends:
+            raise
+        raise_located(error, _OPERATION, made)
 
 
 _OPERATION = operator.attrgetter("operation")
@@ -151,51 +151,34 @@ def check_takes_part(source: Sharding, target: Sharding) -> None:
         )
 
 
-class Program:
-    """How this rank's tiles of one sharding become those of another, of tensors of any shape.
+def program(
+    source: Sharding, target: Sharding, dtype: torch.dtype, comm_dtype: torch.dtype | None, shape: Shape
+) -> BoundProgram:
+    """How this rank's tile of a tensor of some shape in one sharding becomes that in another.
 
-    What it does has no size in it: for all shapes that are cut alike it is one `Prepared` plan. `bound` says what that
-    is for one of them. `MeshError` where a mesh isn't of a running job.
+    For all shapes that are cut alike it is one `Program`. Raises `ShardingError` where there is none, and `MeshError`
+    where a mesh isn't of a running job.
     """
+    check_takes_part(source, target)
+    numbers, ranks = hints(shape), math.lcm(source.universe.size, target.universe.size)
+    ends, pairs = (source.at(numbers), target.at(numbers)), enumerate(zip(source.dims, target.dims, strict=True))
+    sized = {dim for dim, (one, two) in pairs if not (one.is_plain and two.is_plain)}
 
-    def __init__(self, source: Sharding, target: Sharding, dtype: torch.dtype, comm_dtype: torch.dtype | None):
-        check_takes_part(source, target)
-        self.source, self.target, self.dtype, self.comm_dtype = source, target, dtype, comm_dtype
-        self._ranks = math.lcm(source.universe.size, target.universe.size)
-        self._kept = functools.lru_cache(maxsize=4096)(self._bound)
-        self._prepared = functools.lru_cache(maxsize=64)(self._prepare)
+    def find(like: Shape) -> Program:
+        plans = choices_between(*ends, like, name_of(dtype), model_of(source.mesh))
+        return _prepared((source, target), cheapest(plans, numbers), len(plans) == 1, dtype, comm_dtype)
 
-    def bound(self, shape: Shape) -> BoundProgram:
-        """The program for tensors of a shape; kept where that is numbers. `ShardingError` where there is none."""
-        if not is_symbolic(shape):
-            return self._kept(shape)
-        found = self._kept(hints(shape)).program
-        return BoundProgram(found, vary(shape, cuts_of(self.source, self.target, *found.stages)))
-
-    def _bound(self, shape: Shape) -> BoundProgram:
-        source, target = self.source.at(shape), self.target.at(shape)
-
-        def find(like: Shape) -> Prepared:
-            found = choices_between(source, target, like, name_of(self.dtype), model_of(source.mesh))
-            return self._prepared(cheapest(found, shape), len(found) == 1)
-
-        return BoundProgram(
-            found_for(shape, self._ranks, find, lambda found: found.cuts, sized_dims(source, target)), shape
-        )
-
-    def _prepare(self, found: Plan, is_only: bool) -> Prepared:
-        made = found.least.at(current_world().rank)
-        check_dtypes(made, self.dtype, self.comm_dtype)
-        return Prepared(made, (*found.states, found.target), is_only, self.dtype, self.comm_dtype)
+    found = found_for(numbers, ranks, find, lambda found: found.cuts, sized)
+    return BoundProgram(found, vary(shape, found.cuts) if is_symbolic(shape) else shape)
 
 
-program = of_world(4096)(Program)
-"""The program of this rank between two shardings, made once."""
-
-
-def sized_dims(*ends: Sharding) -> frozenset[int]:
-    """The dims of which one of these knows a size: groups, and what is written with its own."""
-    return frozenset([dim for end in ends for dim, each in enumerate(end.dims) if not each.is_plain])
+@of_world(4096)
+def _prepared(
+    ends: tuple[Sharding, Sharding], found: Plan, is_only: bool, dtype: torch.dtype, comm_dtype: torch.dtype | None
+) -> Program:
+    made = found.least.at(current_world().rank)
+    check_dtypes(made, dtype, comm_dtype)
+    return Program(ends, made, is_only, dtype, comm_dtype)
 
 
 @functools.lru_cache(maxsize=64)
@@ -225,14 +208,14 @@ class Move:
     @cached_property
     def there(self) -> BoundProgram:
         """From the source to the target."""
-        return program(self.source, self.target, self.dtype, self.comm_dtypes[0]).bound(self.shape)
+        return program(self.source, self.target, self.dtype, self.comm_dtypes[0], self.shape)
 
     @cached_property
     def way_back(self) -> tuple[BoundProgram, Run | None, int]:
         """From the target's gradient to the source's: a program, zeros around its result, and what divides it."""
         arriving, middle, divisor = transposed(self.source, self.target, self.same)
         means = math.prod([step.divisor for step in self.there.program.plan.steps])
-        made = program(arriving, middle, self.dtype, self.comm_dtypes[1]).bound(self.shape)
+        made = program(arriving, middle, self.dtype, self.comm_dtypes[1], self.shape)
         return made, zeros_around(middle, self.source, self.shape), divisor * means
 
     @cached_property
@@ -251,8 +234,8 @@ class Move:
         """Of a maximum: the maximum on the source's own splits, the count of where it is reached, the move as a sum."""
         added = replace(self.source, pending=_as_sum(self.source, self.target))
         here = replace(self.source, pending=self.target.pending)
-        how = here, self.dtype, self.comm_dtypes[0]
-        extreme, total = (program(end, *how).bound(self.shape) for end in (self.source, added))
+        how = here, self.dtype, self.comm_dtypes[0], self.shape
+        extreme, total = (program(end, *how) for end in (self.source, added))
         return extreme, total, replace(self, source=added)
 
     @cached_property

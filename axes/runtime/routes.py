@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,14 +32,13 @@ from axes.algebra.errors import ShardingError
 from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.plan import Cuts, cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.groups import of_world
 from axes.runtime.linear import linear
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import BoundProgram
-from axes.runtime.redistribute import Dtypes, Program, both, carried, program
+from axes.runtime.redistribute import Dtypes, both, carried, program
 from axes.runtime.symbols import found_for, hints, is_symbolic, spec_at, vary
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.writes import writable
@@ -54,28 +52,20 @@ Spec = Any
 class Route:
     """A redistribution of DTensors with one spec: what their shards go through, and the spec of the result."""
 
-    program: Program
+    source: Sharding
     made: BoundProgram
     spec: Spec
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     stays: bool
 
-    @property
-    def stages(self) -> tuple[Sharding, ...]:
-        """How a tensor lies on its way, and how both ends are written."""
-        return (self.program.source, self.program.target, *self.made.program.stages)
-
-    @cached_property
-    def cuts(self) -> Cuts:
-        """Into what these cut a tensor."""
-        return cuts_of(*self.stages)
-
     def at(self, shape: Shape) -> Route:
         """The same for tensors of another shape that is cut alike."""
-        only = self.made.program.is_only or is_symbolic(shape)
-        made = BoundProgram(self.made.program, shape) if only else self.program.bound(shape)
-        spec = torch_private.resized_spec(self.spec, shape, strides_of(shape))
-        return Route(self.program, made, spec, self.comm_dtypes, self.stays)
+        found = self.made.program
+        if found.is_only or is_symbolic(shape):
+            made = BoundProgram(found, shape)
+        else:
+            made = program(*found.ends, found.dtype, found.comm_dtype, shape)
+        return Route(self.source, made, spec_at(self.spec, shape), self.comm_dtypes, self.stays)
 
     def take(self, x: DTensor, async_op: bool = False) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -91,7 +81,7 @@ class Route:
 
     def back(self, cotangent: DTensor) -> DTensor:
         """The gradient of the source, by what the cotangent of the target is."""
-        return _back(torch_private.spec_of(cotangent), self.program.source, self.comm_dtypes[1]).take(cotangent)
+        return _back(torch_private.spec_of(cotangent), self.source, self.comm_dtypes[1]).take(cotangent)
 
 
 def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None, async_op: bool = False) -> DTensor:
@@ -118,24 +108,20 @@ def of_sizes(find: Callable[..., Route]) -> Callable[..., Route]:
     """`find(spec, *how)`, asked for one of all shapes that are cut as evenly, and kept by shape for numbers."""
 
     @of_world(4096)
-    def of_kind(mesh: Any, placements: Any, shape: Shape, dtype: torch.dtype, *how: Any) -> Route:
-        return find(torch_private.dtensor_spec(mesh, placements, shape, strides_of(shape), dtype), *how)
-
-    @of_world(4096)
     def kept(spec: Spec, *how: Any) -> Route:
         shape = tuple(spec.shape)
 
         def at(like: Shape) -> Route:
-            return of_kind(spec.mesh, spec.placements, like, spec.tensor_meta.dtype, *how)
+            return find(spec, *how) if like == shape else kept(spec_at(spec, like), *how)
 
-        return found_for(shape, spec.mesh.size(), at, lambda route: route.cuts).at(shape)
+        return found_for(shape, spec.mesh.size(), at, lambda route: route.made.program.cuts).at(shape)
 
     @functools.wraps(find)
     def found(spec: Spec, *how: Any) -> Route:
         if not is_symbolic(spec.shape):
             return kept(spec, *how)
         made = kept(spec_at(spec, hints(spec.shape)), *how)
-        return made.at(vary(spec.shape, made.cuts))
+        return made.at(vary(spec.shape, made.made.program.cuts))
 
     return found
 
@@ -151,13 +137,12 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
         )
     target = target.sized(shape)
     check_torch_can(target, shape)
-    moving = program(source, target, dtype, comm_dtypes[0])
-    made = moving.bound(shape)
+    made = program(source, target, dtype, comm_dtypes[0], shape)
     device_mesh = spec.mesh if same_axes(source.mesh, target.mesh) else target.mesh.device_mesh
     placements = torch_placements(target)
     stays = made.program.idle and device_mesh is spec.mesh and placements == spec.placements
     result = torch_private.dtensor_spec(device_mesh, placements, shape, strides_of(shape), dtype)
-    return Route(moving, made, result, comm_dtypes, stays)
+    return Route(source, made, result, comm_dtypes, stays)
 
 
 def settled(x: DTensor) -> DTensor:

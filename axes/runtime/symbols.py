@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from axes.algebra.errors import AxesError, SizeError
-from axes.algebra.plan import Cuts, odd_dims
 from axes.runtime import torch_private
 from axes.runtime.packing import strides_of
 
@@ -78,11 +77,11 @@ _MORE_THAN_ANY_SIZE = 2**61 - 1
 
 def spec_at(spec: Any, shape: Shape) -> Any:
     """The `DTensorSpec` at another shape."""
-    return torch_private.dtensor_spec(spec.mesh, spec.placements, shape, strides_of(shape), spec.tensor_meta.dtype)
+    return torch_private.resized_spec(spec, shape, strides_of(shape))
 
 
 def found_for(
-    shape: Shape, ranks: int, find: Callable[[Shape], Found], cuts: Callable[[Found], Cuts], own: Collection[int] = ()
+    shape: Shape, ranks: int, find: Callable[[Shape], Found], cuts: Callable[[Found], Shape], own: Collection[int] = ()
 ) -> Found:
     """What is found for a shape, by the small one that is cut alike on this many ranks.
 
@@ -100,20 +99,21 @@ def found_for(
             own = {*range(len(shape))}
             continue
         # A mesh that the tensor goes to may have more ranks: then the small size isn't cut as evenly.
-        odd = odd_dims(shape, cuts(found)) | odd_dims(like, cuts(found))
+        sizes = enumerate(zip(shape, like, cuts(found), strict=True))
+        odd = {dim for dim, (size, small, pieces) in sizes if not pieces or size % pieces or small % pieces}
         if odd <= own:
             return found
         own |= odd
 
 
-def vary(shape: Sequence[int], cuts: Cuts) -> Shape:
+def vary(shape: Sequence[int], cuts: Shape) -> Shape:
     """The shape for which what was found at its `hints` is good in a graph: symbols, where these sizes divide by what
     they are cut into, and numbers elsewhere.
     """
     found = []
-    for size, (pieces, divisor) in zip(shape, cuts, strict=True):
+    for size, pieces in zip(shape, cuts, strict=True):
         # Nor can a size vary of which shards have a single element: torch takes a size of 1 for a number.
-        may = type(size) is not int and divisor and hint(size) != pieces and size % divisor == 0
+        may = type(size) is not int and pieces and hint(size) != pieces and size % pieces == 0
         found.append(size if may else fixed(size))
     return tuple(found)
 

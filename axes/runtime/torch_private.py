@@ -566,7 +566,7 @@ def resized_spec(spec: DTensorSpec, shape: Sequence[int], stride: tuple[int, ...
     It derives nothing from the placements again, and the hash at its first use.
     """
     found, meta = DTensorSpec.__new__(DTensorSpec), TensorMeta(torch.Size(shape), stride, spec.tensor_meta.dtype)
-    vars(found).update(vars(spec), tensor_meta=meta, _hash=None)
+    vars(found).update(vars(spec), mesh=getattr(spec.mesh, "real_obj", spec.mesh), tensor_meta=meta, _hash=None)
     return found
 
 
