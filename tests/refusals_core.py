@@ -165,7 +165,7 @@ MOVED = (
     ("axes.reshard({'x': L(2)}, {'x': 'i'})", "ShardingError", "as axes.shard and axes.from_local make them; 'x'"),
     ("axes.reshard({'x': D('i', 8)}, {'x': 3})", "ExpressionError", "takes a spec or a Sharding; found 3"),
     ("axes.reshard({'x': D('i', 8)}, {'x': 'i@pp'})", "MeshError", "'pp'"),
-    ("axes.reshard({'x': D('i', 8)}, {'x': 'i'}, h=2)", "SizeError", "a size is given for 'h'"),
+    ("axes.reshard({'x': D('i', 8)}, {'x': '(h d)'}, h=2)", "ShardingError", "Sizes stand in the specs, like '(h=8 d)@tp'"),
     ("axes.reshard(D('i', 8), 'i', mesh=3)", "MeshError", "a mesh is an axes mesh"),
 )
 

@@ -41,9 +41,9 @@ from axes.ops.shard_map import shard_map
 from axes.runtime import torch_private
 from axes.runtime.check import waited
 from axes.runtime.groups import destroy_process_groups
+from axes.runtime.linear import count_writes
 from axes.runtime.sharded import shard_on_mesh, sharding_of
 from axes.runtime.world import init_mesh
-from axes.runtime.writes import count_writes
 
 _HOOKS = 1_000_000
 """A module that comes from another process has hooks under that one's numbers, which new hooks mustn't get here."""

@@ -31,7 +31,7 @@ from axes.nn.local_gradients import local_tensor
 from axes.runtime.agreement import agree, ranks_text, refuse
 from axes.runtime.checkpoint import parts_of
 from axes.runtime.groups import current_world, time_limit
-from axes.runtime.writes import count_writes
+from axes.runtime.linear import count_writes
 
 M = TypeVar("M", bound=torch.nn.Module)
 Names = Mapping[str, str | None] | Callable[[str], str | None]

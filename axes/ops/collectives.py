@@ -49,12 +49,14 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.sizes import whole_number, whole_numbers
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, AxisName, axis_layout, group_along
-from axes.runtime.linear import Kept, Map, both_ways, linear
+from axes.runtime.linear import both_ways
+from axes.runtime.redistribute import extreme
 from axes.runtime.transforms import check_plain
-from axes.runtime.writes import writable
 
 Pairs = Sequence[tuple[int, int]]
 """`(source, target)` coordinates."""
+
+_SUM, _MEAN = (partial(axis_groups.all_reduce, op=op) for op in ("sum", "mean"))
 
 
 def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -73,7 +75,7 @@ def psum(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.
     torch.Size([3, 2])
     """
     group = _group("psum", x, axis, mesh)
-    return _total(x.to(torch.int64) if x.dtype == torch.bool else x, "sum", group)
+    return _linear(x.to(torch.int64) if x.dtype == torch.bool else x, group, _SUM, _SUM)
 
 
 def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -92,7 +94,7 @@ def pmean(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch
     group = _group("pmean", x, axis, mesh)
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise ShardingError(f"pmean of {x.dtype}: a mean of integers is no integer; write x.float(), or psum")
-    return _total(x, "mean", group)
+    return _linear(x, group, _MEAN, _MEAN)
 
 
 def pmax(x: torch.Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -420,38 +422,8 @@ def _linear(x: torch.Tensor, group: AxisGroup, run: Callable[..., Any], back: Ca
     return both_ways(partial(run, group=group), partial(back, group=group), x)
 
 
-def _total(x: torch.Tensor, op: str, group: AxisGroup) -> torch.Tensor:
-    run = partial(axis_groups.all_reduce, op=op)
-    return _linear(x, group, run, run)
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 def _extreme(what: str, x: torch.Tensor, axis: AxisName, mesh: Mesh | None, op: str) -> torch.Tensor:
     group = _group(what, x, axis, mesh)
     if x.dtype.is_complex:
         raise ShardingError(f"{what}: complex numbers have no order; take x.abs()")
     return extreme(x, op, group) if group.size > 1 else x
-
-
-def extreme(
-    x: torch.Tensor, op: str, group: AxisGroup, most: Map = _same, count: Map = _same, spread: Map = _same
-) -> torch.Tensor:
-    """The maximum (minimum) over the ranks of `most(x)`. Its gradient goes to where it is reached, on whatever rank, in
-    equal parts.
-
-    `most` is the maximum (minimum) over dims of `x`, `count` the sum over the same, and `spread` repeats along them.
-    """
-
-    def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
-        with torch.no_grad():
-            reached = (kept[0] == spread(kept[1])).to(g.dtype)
-            share = reached / spread(axis_groups.all_reduce(count(reached), "sum", group))
-        return share * spread(_total(g, "sum", group))
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return writable(axis_groups.all_reduce(most(x), op, group), x)
-
-    return linear(run, back, x, keep=(True, True))  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import MeshError, ShardingError
 from axes.algebra.flow import Recipe, gradient, unmoved
@@ -32,13 +32,13 @@ from axes.algebra.sharding import Sharding, pending_text
 from axes.ops import autocast
 from axes.ops.recipes import BoundRecipe, at_sizes
 from axes.runtime import flags, torch_private
-from axes.runtime.border import Changes, enter_global, leave_global
+from axes.runtime.border import Changes, counted_as_same, enter_global, leave_global, whole_strides
 from axes.runtime.leaves import used
 from axes.runtime.linear import Kept, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.places import within
 from axes.runtime.redistribute import both
-from axes.runtime.routes import resharded
+from axes.runtime.routes import Route, resharded
 from axes.runtime.symbols import hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
 from axes.runtime.transforms import PLAIN
@@ -99,7 +99,7 @@ def _spec_around(made: BoundRecipe, local: torch.Tensor) -> Spec:
 def _spec_at(made: BoundRecipe, dtype: torch.dtype, strides: tuple[int, ...] | None) -> Spec:
     """The same, of its dtype and of the strides of a shard that isn't contiguous."""
     shape = made.whole.whole(made.recipe.result.groups)
-    whole = strides_of(shape) if strides is None else _whole_strides(shape, strides)
+    whole = strides_of(shape) if strides is None else whole_strides(strides, shape)
     return torch_private.dtensor_spec(made.device_mesh, made.placements, shape, whole, dtype)
 
 
@@ -107,19 +107,10 @@ _spec = _per_program(_spec_at)
 """`_spec_at`, kept; symbols can't be. A backward pass may know all sizes of a graph, and a stride as a symbol."""
 
 
-def _whole_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the whole with the dims in the order of memory that they have locally."""
-    found = [0] * len(shape)
-    step = 1
-    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
-        if strides[dim] or shape[dim] == 1:
-            found[dim] = step
-            step *= max(1, shape[dim])
-    return tuple(found)
-
-
-def on_dtensors(made: BoundRecipe, operands: Sequence[DTensor], grad: Grad) -> DTensor:
+def on_dtensors(made: BoundRecipe | Route, operands: Sequence[DTensor], grad: Grad) -> DTensor:
     """The operation on DTensors; `grad` is what becomes of the gradients of leaves among them."""
+    if isinstance(made, Route):
+        return made.take(used(operands[0], grad))
     run: Callable[..., DTensor] = _run
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, operands)):
         for x in operands:
@@ -144,8 +135,8 @@ def _apply_linear(made: BoundRecipe, *operands: DTensor) -> DTensor:
         return _gradients(*given)
 
     # An operand is kept for the gradients of the others.
-    needed = [x.requires_grad for x in operands]
-    keep = [any(needed[:at]) or any(needed[at + 1 :]) for at in range(len(operands))]
+    needed = list(map(_REQUIRES_GRAD, operands))
+    keep = [sum(needed) > own for own in needed]
     return linear(functools.partial(_run, made), back, *operands, keep=(*keep, False))  # type: ignore[no-any-return]
 
 
@@ -153,17 +144,18 @@ def _gradients(
     made: BoundRecipe, needed: tuple[bool, ...], cotangent: DTensor, operands: Sequence[DTensor | None]
 ) -> tuple[DTensor | None, ...]:
     """The gradients of all operands that need one."""
-    target = _brought(made, needed, _arriving(cotangent))
+    spec, found = _arriving(cotangent), list[DTensor | None]()
+    target = _brought(made, needed, spec)
     if target is not None:
         cotangent = resharded(cotangent, target, both(made.comm_dtype)[1])
-    spec, found = _arriving(cotangent), list[DTensor | None]()
+        spec = _arriving(cotangent)
     # Nobody changes a gradient before a leaf has it.
     run = _apply_linear if torch.is_grad_enabled() else functools.partial(_run, owned=False)
     # Operands have been cast; backward runs inside of the block of autocast that the forward ran in, or outside.
     state = torch.autocast(cotangent.device.type, enabled=False) if torch_private.autocast_may_be_on() else _AS_IT_IS
     with state:
         for index, wanted in enumerate(needed):
-            others = [x for at, x in enumerate(operands) if at != index and x is not None]
+            others = *operands[:index], *operands[index + 1 :]
             found.append(run(_gradient(made, index, spec), cotangent, *others) if wanted else None)
     return tuple(found)
 
@@ -242,14 +234,12 @@ def _as_region(made: BoundRecipe) -> tuple[BoundRecipe, tuple[Any, ...], tuple[A
     Over an axis along which tensor and result are replicated each rank computes the same, and has the whole gradient;
     over any other the gradients of copies add up.
     """
-    placements = torch_placements(made.recipe.inputs[0].source)
-    whole = [a.is_replicate() and b.is_replicate() for a, b in zip(placements, made.placements, strict=True)]
-
-    def counted(of: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([Partial("sum") if same else p for same, p in zip(whole, of, strict=True)])
-
+    source, result = made.recipe.inputs[0].source, made.placements
+    placements, mesh = torch_placements(source), source.mesh
+    axes = zip(mesh.layouts, placements, result, strict=True)
+    whole = tuple([layout for layout, a, b in axes if a.is_replicate() and b.is_replicate() and layout.size > 1])
     local = BoundRecipe(made.recipe, made.sized, None, made.comm_dtype)
-    return local, counted(placements), counted(made.placements)
+    return local, counted_as_same(mesh, placements, whole), counted_as_same(mesh, result, whole)
 
 
 def _refuse(found: Recipe, pending: Sequence[tuple[str, Layout]], _: DTensor) -> NoReturn:

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,12 +29,11 @@ from axes.algebra.flow import Input, Recipe, unmoved
 from axes.algebra.flow.reading import read
 from axes.algebra.flow.recipe import Groups, Op, Shape, singles
 from axes.algebra.flow.rules import REDUCTIONS, units_of
-from axes.algebra.sharding import Sharding, unmarked
-from axes.ops.collectives import extreme
+from axes.algebra.sharding import Sharding
 from axes.ops.contraction import contraction, flat, reshaping
 from axes.runtime import axis_groups
 from axes.runtime.axis_groups import AxisGroup, group_along
-from axes.runtime.redistribute import Dtypes, moves_of
+from axes.runtime.redistribute import EXTREMES, Dtypes, extreme, moving
 from axes.runtime.symbols import fixed, hint, hints, is_symbolic, varying
 from axes.runtime.torch_placements import torch_placements
 
@@ -149,7 +148,7 @@ def _is_extreme_across_ranks(found: Recipe) -> bool:
     """Whether a maximum or minimum arises over ranks here, and is resolved here."""
     kept = {layout for op, layout in found.result.target.pending if op != "same"}
     inherited = any(op != "same" for op, _ in found.inputs[0].source.pending)
-    return found.op in ("max", "min") and bool(found.result.derived.pending) and not kept and not inherited
+    return found.op in EXTREMES and bool(found.result.derived.pending) and not kept and not inherited
 
 
 def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
@@ -159,8 +158,8 @@ def _nothing(*locals_: torch.Tensor) -> torch.Tensor:
 
 def _chained(feeds: Sequence[Stage | None], compute: Run, last: Stage | None) -> Run:
     """Compose what is done to the operands, to all of them, and to the result; most of it is nothing."""
-    if not any(feeds):
-        return _joined([compute, last])
+    if len(feeds) == 1 or not any(feeds):
+        return _joined([feeds[0], compute, last])
 
     def fed(*xs: torch.Tensor) -> torch.Tensor:
         return compute(*[x if feed is None else feed(x) for feed, x in zip(feeds, xs, strict=True)])
@@ -193,12 +192,8 @@ def _move(made: BoundRecipe, source: Sharding, target: Sharding, atoms: tuple[st
     """A redistribution of tensors with one dim per atom, the `last` that is done; None where there is nothing to do."""
     if unmoved(source, target, made.recipe.shape_of(atoms)):
         return None
-    (source, source_same), (target, target_same) = map(unmarked, (source, target))
-    view: Literal["global", "local"] = "local" if made.device_mesh is None else "global"
-    shape = made.whole.shape_of(atoms)
-    moves = moves_of(source, target, shape, view, made.comm_dtype, source_same, target_same)
-    async_op = made.async_op and last
-    return lambda x: moves(x.dtype).apply(x, async_op)
+    shape, is_local = made.whole.shape_of(atoms), made.device_mesh is None
+    return moving(source, target, shape, made.comm_dtype, made.async_op and last, is_local)
 
 
 def _feed(made: BoundRecipe, operand: Input) -> Stage | None:
@@ -354,10 +349,10 @@ def _reduction(made: BoundRecipe, op: Op, atoms: Sequence[str], dims: tuple[int,
     if made.sized is not None:  # for its part of the whole, one size tells as much as another
         own = replace(made, sized=None).computed
     count, empty = math.prod([own[atom] for atom in atoms]), [atom for atom in atoms if not found.size[atom]]
-    if op in ("max", "min") and empty and not found.counted:
+    if op in EXTREMES and empty and not found.counted:
         names = " and ".join(f"'{atom}'" for atom in empty)
         raise SizeError(f"a {op} over no elements has no value: {names} is 0\nin  {found.text}")
-    if op in ("max", "min") and count == 0:
+    if op in EXTREMES and count == 0:
         return functools.partial(_identity, dims, op)
     if op == "mean" and found.counted:
         group = group_along(found.mesh, tuple(map(found.mesh.called, found.counted)))

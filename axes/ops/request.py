@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.ambient import ambient_mesh
-from axes.algebra.errors import MeshError, ShardingError, shown
+from axes.algebra.errors import MeshError, ShardingError, shortened, shown
 from axes.algebra.flow import recipe
 from axes.algebra.flow.recipe import Op, Shape, op_name
 from axes.algebra.mesh import Mesh
+from axes.algebra.redistribution import retargeted
 from axes.algebra.scopes import checked_mesh, required_mesh
 from axes.algebra.sharding import Sharding
 from axes.algebra.sizes import checked_flag, written_sizes
@@ -36,7 +38,8 @@ from axes.runtime.leaves import traced
 from axes.runtime.linear import linear
 from axes.runtime.places import within
 from axes.runtime.redistribute import Dtypes, both
-from axes.runtime.symbols import hint, hints, is_symbolic, spec_at
+from axes.runtime.routes import Route, of_sizes, route, same_axes
+from axes.runtime.symbols import fixed, hint, hints, is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transforms import PLAIN, as_plain, check_dense, check_transforms, is_dense
 
@@ -160,9 +163,11 @@ def _on_shards(made: BoundRecipe, tensors: Sequence[torch.Tensor], _: Grad) -> t
 # --- what is kept, and what is traced
 
 
-def _made(request: Request, held: Held) -> BoundRecipe:
-    """The operation for tensors of which this is known."""
+def _made(request: Request, held: Held) -> Any:
+    """The operation for tensors of which this is known: a `BoundRecipe`, or of `reshard` a `Route`."""
     _, kind, text, op, mesh, given, sizes, comm_dtype, async_op = request
+    if kind == "reshard":
+        return _route(held[0], request._replace(sizes=tuple([(name, fixed(size)) for name, size in sizes])))
     shardings: tuple[Sharding | None, ...] = (None,) * len(held)
     device_mesh, is_local = None, isinstance(held[0], torch.Size)
     shapes = tuple([tuple(each if is_local else each.shape) for each in held])
@@ -184,12 +189,42 @@ def _varies(shapes: Sequence[Shape], sizes: Sizes) -> bool:
     return any(map(is_symbolic, (*shapes, [size for _, size in sizes])))
 
 
+@of_sizes
+def _route(spec: Any, request: Request) -> Route:
+    """The route of DTensors with this `DTensorSpec`, which `reshard` asks for."""
+    found = route(spec, meant(spec, request), both(request.comm_dtype))
+    return replace(found, async_op=request.async_op)
+
+
+def meant(spec: Any, request: Request) -> Sharding:
+    """The sharding that a request means for DTensors with this `DTensorSpec`.
+
+    A text is looked up on the tensor's own mesh, or on the one that is given where that has other axes.
+    """
+    source, target, mesh = sharding_of_spec(spec), request.text, request.mesh
+    own = source.mesh
+    if isinstance(target, Sharding):
+        if request.given and mesh != target.mesh:
+            raise MeshError(f"a Sharding has its own mesh, {target.mesh!r}; leave out mesh={mesh!r}")
+        return target
+    if "->" in target:
+        after = shortened(target.split("->")[1].strip())
+        raise ShardingError(
+            f"a DTensor knows how it is sharded: write only what it becomes, {after}\n"
+            f"  source  {source}\n  target  {target}"
+        )
+    if mesh is None or not (request.given or mesh.universe == own.universe):
+        mesh = own
+    elsewhere = mesh if request.given and not same_axes(own, mesh) else None
+    return retargeted(source, target, tuple(spec.shape), mesh, elsewhere, request.sizes)
+
+
 _bound = of_world(8192)(_made)
 _bound_alone = functools.lru_cache(maxsize=8192)(_made)
 """The same for meshes that belong to no world."""
 
 
-def _kept(request: Request, held: Held) -> BoundRecipe:
+def _kept(request: Request, held: Held) -> Any:
     """The operation for tensors of which this is known, made once."""
     if request.mesh is not None and request.mesh.binding is None and isinstance(held[0], torch.Size):
         return _bound_alone(request, held)

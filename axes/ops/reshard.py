@@ -15,27 +15,21 @@ from typing import Any, overload
 import torch
 from torch.distributed.tensor import DTensor
 
-from axes.algebra.errors import ExpressionError, MeshError, ShardingError, shortened, shown, suggestion
+from axes.algebra.errors import ExpressionError, ShardingError, shortened, shown, suggestion
 from axes.algebra.flow.reading import read
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
-from axes.algebra.redistribution import retargeted
 from axes.algebra.sharding import Sharding
-from axes.algebra.sizes import given_sizes
-from axes.algebra.transfer_ends import names_in_spec
 from axes.algebra.transfers import Like, Transfer, transfer
 from axes.ops.global_view import Grad
-from axes.ops.request import Request, apply, requested, with_sizes, without_sizes
+from axes.ops.request import Request, apply, meant, requested
 from axes.ops.typed import T
-from axes.runtime import flags, torch_private
-from axes.runtime.graphs import device_mesh_input, read_once
-from axes.runtime.leaves import traced, used
-from axes.runtime.places import within
+from axes.runtime import torch_private
+from axes.runtime.graphs import read_once
 from axes.runtime.programs import name_of
-from axes.runtime.redistribute import Dtypes, both, check_takes_part
-from axes.runtime.routes import Route, of_sizes, resharded, route, same_axes
+from axes.runtime.redistribute import Dtypes, check_takes_part
+from axes.runtime.routes import resharded
 from axes.runtime.sharded import dtensor_of
-from axes.runtime.symbols import fixed
 from axes.runtime.torch_placements import sharding_of_spec
 from axes.runtime.transfer_runs import carry_out
 from axes.runtime.transforms import PLAIN, check_dense, check_not_wrapped, check_transforms
@@ -95,7 +89,7 @@ def reshard(
 
     DTensors by name, with specs by the same names, move together: one exchange for a bucket of them, in place of
     collectives for each (see `axes.transfer`); those with something pending, or on a sub-mesh, one by one. The result
-    has the same names, and no gradient.
+    has the same names, and no gradient. Sizes stand in the specs.
 
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
     With `async_op` the result of the last collective is waited for at its first use. The result is `x`
@@ -116,60 +110,19 @@ def reshard(
     request = requested("reshard", spec, "", mesh, comm_dtype, async_op, grad, sizes, keywords)
     plain = type(x) in PLAIN
     if not plain and isinstance(x, Mapping):
-        if comm_dtype is not None or async_op or grad != "resolved":
+        if comm_dtype is not None or async_op or grad != "resolved" or request.sizes:
             raise ShardingError(
-                "axes.reshard of many takes no comm_dtype, async_op or grad; reshard such tensors one by one"
+                "axes.reshard of many takes no comm_dtype, async_op or grad; reshard such tensors one by one. Sizes "
+                "stand in the specs, like '(h=8 d)@tp'"
             )
         return _many(x, request)
     if not isinstance(spec, (str, Sharding)):
         raise ExpressionError(f"reshard takes a spec or a Sharding; found {type(spec).__name__}")
     if plain or not isinstance(x, DTensor):
         return _of_shard(x, request, grad)
-    if torch_private.transforms_are_on():
-        check_transforms("axes.reshard", (x,))
-    if torch.compiler.is_compiling():
-        home = device_mesh_input(spec.mesh if isinstance(spec, Sharding) else request.mesh, x)
-        what, numbers = without_sizes(request)
-        return traced(_in_graph, what, (x,), grad, home, numbers)
-    found = _route(torch_private.spec_of(used(x, grad)), request._replace(async_op=False))
-    if flags.watched:
-        return within("axes.reshard to", spec, found.take, x, async_op)
-    return found.take(x, async_op)
-
-
-def _in_graph(*what: Any) -> DTensor:
-    """`reshard` of a tensor that is traced."""
-    *kept, sizes, (x,) = what
-    return _route(torch_private.spec_of(x), with_sizes(kept, tuple(map(fixed, sizes)))).take(x)
-
-
-@of_sizes
-def _route(spec: Any, request: Request) -> Route:
-    """The route of DTensors with this `DTensorSpec`."""
-    return route(spec, _meant(spec, request), both(request.comm_dtype))
-
-
-def _meant(spec: Any, request: Request) -> Sharding:
-    """The sharding that a request means for DTensors with this `DTensorSpec`.
-
-    A text is looked up on the tensor's own mesh, or on the one that is given where that has other axes.
-    """
-    source, target, mesh = sharding_of_spec(spec), request.text, request.mesh
-    own = source.mesh
-    if isinstance(target, Sharding):
-        if request.given and mesh != target.mesh:
-            raise MeshError(f"a Sharding has its own mesh, {target.mesh!r}; leave out mesh={mesh!r}")
-        return target
-    if "->" in target:
-        after = shortened(target.split("->")[1].strip())
-        raise ShardingError(
-            f"a DTensor knows how it is sharded: write only what it becomes, {after}\n"
-            f"  source  {source}\n  target  {target}"
-        )
-    if mesh is None or not (request.given or mesh.universe == own.universe):
-        mesh = own
-    elsewhere = mesh if request.given and not same_axes(own, mesh) else None
-    return retargeted(source, target, tuple(spec.shape), mesh, elsewhere, request.sizes)
+    if isinstance(spec, Sharding) and not request.given:
+        request = request._replace(mesh=spec.mesh)
+    return apply(request, (x,), grad)
 
 
 def _of_shard(x: Any, request: Request, grad: Grad) -> torch.Tensor:
@@ -209,21 +162,17 @@ def _many(tensors: Mapping[str, Any], request: Request) -> dict[str, DTensor]:
     One transfer moves those with nothing pending, on whole meshes. What is pending is reduced, and a sub-mesh is
     another one on each rank: such tensors go one by one.
     """
-    specs, mesh, sizes = request.text, request.mesh if request.given else None, request.sizes
+    specs, mesh = request.text, request.mesh if request.given else None
     _check_named(tensors, specs)
-    names = {name: names_in_spec(spec) if sizes and isinstance(spec, str) else () for name, spec in specs.items()}
-    known = sorted({each for own in names.values() for each in own})
-    given_sizes(dict(sizes), None, (), known, "the specs")
-    given = {name: tuple([each for each in sizes if each[0] in own]) for name, own in names.items()}
     if torch.compiler.is_compiling():  # a graph has a node for each tensor, and orders them itself
-        return {name: reshard(x, specs[name], mesh=mesh, sizes=dict(given[name])) for name, x in tensors.items()}
+        return {name: reshard(x, specs[name], mesh=mesh) for name, x in tensors.items()}
     if torch_private.transforms_are_on():
         check_transforms("axes.reshard", tuple(tensors.values()))
     ends = {}
     for name, x in tensors.items():
         spec = torch_private.spec_of(x)
         try:
-            target = _meant(spec, request._replace(text=specs[name], sizes=given[name]))
+            target = meant(spec, request._replace(text=specs[name]))
             check_torch_can(target, tuple(x.shape))
         except ShardingError as error:
             raise ShardingError(f"{error}\n  of the tensor {shortened(name)}") from None

@@ -12,10 +12,6 @@ gradient is this rank's summand of it. In the global view there is one loss. Per
 | pending mean | replicated, times n | replicated, by n |
 | replicated, `same` | replicated, `same` | replicated, `same` |
 
->>> from torch.distributed.tensor import Partial, Replicate, Shard
->>> gradient_of_local([Shard(0), Replicate(), Partial("sum")])
-(Shard(dim=0), Partial(sum), Replicate())
-
 The rule is that of JAX's `shard_map` with replication tracking. A gradient crosses the border itself,
 so its own gradient follows the same table: the gradient of what is pending is replicated and its
 ranks' cotangents add up, and what is `same` stays so through every derivative.
@@ -33,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from axes.algebra.errors import ShardingError, shown
@@ -42,12 +38,13 @@ from axes.algebra.mesh import Mesh
 from axes.algebra.plan import cuts_of
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
+from axes.runtime.gradients import copies, gradient_sharding, of_placements
 from axes.runtime.groups import of_world
 from axes.runtime.linear import Border, linear
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import Run
-from axes.runtime.redistribute import zeros_around
-from axes.runtime.routes import Route, Spec, gradient_sharding, route
+from axes.runtime.redistribute import into_summand
+from axes.runtime.routes import Route, Spec, route
 from axes.runtime.symbols import hints, spec_at, vary
 from axes.runtime.torch_placements import (
     sharding_of_placements,
@@ -58,11 +55,6 @@ from axes.runtime.transforms import PLAIN
 
 Placements = tuple[Placement, ...]
 Axes = tuple[Layout, ...]
-
-
-def gradient_of_local(placements: Sequence[Placement]) -> Placements:
-    """What the local gradients of `leave_global` are, as one global value."""
-    return tuple(Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in placements)
 
 
 class Changes(list[tuple[torch.Tensor, int, torch.Tensor, int]]):
@@ -94,16 +86,19 @@ def leave_global(x: DTensor, counted: Placements | None = None, changes: Changes
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return torch_private.local_of(x)
-    found = _gradient_of(x, counted)
-    return linear(_shard, lambda gradient: _left(found, gradient, changes), x, border="argument")
+    (shard,) = leave_together((x,), (counted,), changes)
+    return shard
 
 
-def leave_together(xs: Sequence[DTensor], counted: Sequence[Placements | None]) -> tuple[torch.Tensor, ...]:
+def leave_together(
+    xs: Sequence[DTensor], counted: Sequence[Placements | None], changes: Changes | None = None
+) -> tuple[torch.Tensor, ...]:
     """The same of several that need gradients, by one node of the graph: it runs when all gradients have come."""
     found = list(map(_gradient_of, xs, counted))
 
     def back(*gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple([None if g is None else _left(each, g, None) for each, g in zip(found, gradients, strict=True)])
+        pairs = zip(found, gradients, strict=True)
+        return tuple([None if g is None else _left(each, g, changes) for each, g in pairs])
 
     return linear(lambda *xs: tuple(map(_shard, xs)), back, *xs, border="argument")
 
@@ -139,12 +134,17 @@ def enter_global(
 
 def strides_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the whole tensor, its dims in memory in the order of those of `local`."""
-    if local.is_contiguous():
-        return strides_of(shape)
-    order = sorted(range(local.ndim), key=lambda dim: (-local.stride(dim), dim))
-    packed = strides_of([shape[dim] for dim in order])
-    by_dim = dict(zip(order, packed, strict=True))
-    return tuple(by_dim[dim] for dim in range(local.ndim))
+    return strides_of(shape) if local.is_contiguous() else whole_strides(local.stride(), shape)
+
+
+def whole_strides(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the whole tensor with the dims in the order of memory that they have locally; 0 stays."""
+    found, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        if strides[dim] or shape[dim] == 1:
+            found[dim] = step
+            step *= max(1, shape[dim])
+    return tuple(found)
 
 
 # --- axes whose gradient is whole on every rank
@@ -240,7 +240,7 @@ def _gradient_of(x: DTensor, counted: Placements | None) -> _Gradient:
 def _gradient(spec: Spec, counted: Placements | None) -> _Gradient:
     by = counted or spec.placements
     _check_differentiable(spec.mesh, by)
-    placements, shape = gradient_of_local(by), tuple(spec.shape)
+    placements, shape = of_placements(by), tuple(spec.shape)
     found = torch_private.dtensor_spec(spec.mesh, placements, shape, strides_of(shape), spec.tensor_meta.dtype)
     return _Gradient(found, _still_same(spec.placements, by, placements), _pending_size(spec.mesh, by, "avg", "mean"))
 
@@ -262,10 +262,8 @@ def _enter(local: torch.Tensor, spec: Spec, counted: Placements, changes: Change
         if changes is not None:
             changes.tell()
         found = _entered(spec, counted, cotangent)
-        moved = found.route.take(cotangent)
-        local = leave_global(moved, found.counted, changes)
-        local = local if found.around is None else found.around(local)
-        return local if found.share == 1 else local / found.share
+        local = leave_global(found.route.take(cotangent), found.counted, changes)
+        return local if found.last is None else found.last(local)
 
     # What becomes of a DTensor's copies is said where it becomes a plain tensor: a result has none but in a region.
     border: Border = None if changes is None else "result"
@@ -283,15 +281,14 @@ def _still_same(placements: Placements, counted: Placements, other: Placements) 
 
 @dataclass(frozen=True, eq=False)
 class _Entering:
-    """How a cotangent becomes this rank's gradient: moved, put within zeros, divided by `share`.
+    """How a cotangent becomes this rank's gradient: moved, and made its summand by what is `last`.
 
-    counted: the placements by which its own gradient goes. framed: what it is before and after it is put within zeros.
+    counted: the placements by which its own gradient goes. framed: how it lies before and after what is last.
     """
 
     route: Route
     counted: Placements
-    around: Run | None
-    share: int
+    last: Run | None
     framed: tuple[Sharding, Sharding]
 
 
@@ -312,10 +309,8 @@ def _entering(value: Spec, counted: Placements, cotangent: Spec) -> _Entering:
     middle = gradient_sharding(whole, sharding_of_spec(cotangent), shape)
     there = route(cotangent, middle, (None, None))
     framed = middle.at(shape), replace(whole, pending=()).at(shape)
-    # What is whole on every rank of an axis over which the value is replicated counts n times.
-    pairs = zip(counted, there.spec.placements, value.mesh.shape, strict=True)
-    copies = math.prod(size for mine, theirs, size in pairs if mine.is_replicate() and theirs.is_replicate())
-    # And what is pending as a mean, of each rank: summands of it are smaller.
+    # What is pending as a mean is one of each rank: summands of it are smaller.
     means = [_pending_size(value.mesh, each, "avg", "mean") for each in (counted, there.spec.placements)]
     by = _still_same(value.placements, counted, there.spec.placements)
-    return _Entering(there, by, zeros_around(*framed, shape), copies * math.prod(means), framed)
+    last = into_summand(*framed, shape, copies(whole, middle) * math.prod(means))
+    return _Entering(there, by, last, framed)

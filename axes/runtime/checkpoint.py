@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.errors import ShardingError
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
+from axes.runtime.linear import count_writes
 from axes.runtime.torch_placements import sharding_of_spec
-from axes.runtime.writes import count_writes
 
 Shape = tuple[int, ...]
 

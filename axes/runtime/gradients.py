@@ -5,138 +5,117 @@ A value is split (S), replicated (R) or pending (P) over an axis. Its gradient, 
 | value | local view: every rank has a loss, their sum counts | global view: there is one loss |
 | --- | --- | --- |
 | S | S | S |
-| R | P: this rank's summand of it | R |
-| `same` | R | R |
+| R | P: this rank's summand of it | as it arrives: whole, split or pending |
+| `same` | R | |
 | P sum | R | R |
 | P mean | R, divided by n | R, divided by n |
 
-(The last row is about each rank's own contribution. As one value, a mean that is pending has the
-gradient of the mean; the border between the views multiplies by n.) So the transpose of a
-redistribution takes the target's gradient, of the sharding that this table says, to the source's.
-Where a replicated value was split, the local view asks for what no collective gives: a gradient that
-is pending, of which this rank knows its own slice. It is that slice within zeros.
+(The last row is about each rank's own contribution. As one value, a mean that is pending has the gradient of the mean;
+the border between the views multiplies by n.)
+
+`cotangent` is the column of the local view. A gradient that arrives, in whatever sharding, is brought to what the value
+requires (`axes.algebra.flow.required`): split where the value is, whole where it is pending or `same`, elsewhere as it
+arrived. For a rank's own tensor that is a summand, once the slice of a rank that has only that is within zeros, and
+what several ranks have the whole of is divided among them (`copies`).
 
 >>> from axes.algebra.mesh import Mesh
 >>> mesh = Mesh("tp=2")
 >>> whole, split = mesh.sharding("s"), mesh.sharding("s@tp")
->>> str(transposed(split, whole, (frozenset(), frozenset()))[0])       # S -> R: arrives as a summand
+>>> str(transposed(split, whole)[0])       # S -> R: arrives as a summand
 's | sum@tp'
->>> [str(found) for found in transposed(whole, split, (frozenset(), frozenset()))[:2]]     # R -> S
+>>> [str(found) for found in transposed(whole, split)[:2]]     # R -> S
 ['s@tp', 's@tp']
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from axes.algebra.errors import MeshError, ShardingError
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from axes.algebra.errors import ShardingError
+from axes.algebra.flow import required
 from axes.algebra.layout import Layout, Mode, digits
-from axes.algebra.mesh import Mesh
-from axes.algebra.planning.digits import aligned
-from axes.algebra.sharding import Pending, Sharding, Slots, slots_text
-
-Same = frozenset[Mode] | None
-"""The digits that are `same` on one side; None for all that are replicated: the global view."""
+from axes.algebra.placements import check_torch_can
+from axes.algebra.sharding import Sharding, unmarked
+from axes.algebra.splits import Digits
 
 
-def of_shards(
-    source: Sharding, target: Sharding, source_same: Iterable[Layout], target_same: Iterable[Layout]
-) -> tuple[Sharding, Sharding, tuple[frozenset[Mode], frozenset[Mode]]]:
-    """Both ends of a redistribution in the local view, on the axes that one side mentions, and what is `same` there.
+def cotangent(value: Sharding) -> Sharding:
+    """How the ranks' gradients of their tensors lie as one value, where these are a value that lies so.
+
+    What is `same` stands among what is pending, as `axes.algebra.sharding.unmarked` takes it apart.
+    """
+    return replace(value, pending=tuple([("sum", Layout.of([digit])) for digit in _replicated(value)]))
+
+
+def copies(value: Sharding, arrived: Sharding) -> int:
+    """How many ranks have the whole of a gradient, lying so, of which each takes a part for its own tensor."""
+    return math.prod([size for size, _ in _replicated(value, arrived)])
+
+
+def _replicated(*shardings: Sharding) -> list[Mode]:
+    """The digits of the mesh over which all of these are replicated."""
+    mesh, used = shardings[0].mesh, [layout for each in shardings for layout in each.used]
+    found = Digits(mesh, [mesh.extent, *used])
+    taken = {*found.of(used)}
+    return [digit for digit in found.of([mesh.extent]) if digit not in taken]
+
+
+def of_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The same of a DTensor's placements.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> of_placements([Shard(0), Replicate(), Partial("sum")])
+    (Shard(dim=0), Partial(sum), Replicate())
+    """
+    return tuple(Partial("sum") if p.is_replicate() else Replicate() if p.is_partial() else p for p in placements)
+
+
+def on_own_axes(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding]:
+    """Both ends of a redistribution of plain tensors, on the axes that one side mentions.
 
     Tensors may differ along the other axes, so nothing may be taken from there.
     """
-    same = _modes(source_same), _modes(target_same)
-    layouts = [*source.used, *target.used, *(Layout.of([digit]) for side in same for digit in side)]
-    found = {digit for refined in digits(*layouts) for digit in refined}
-    line = Layout.of(sorted(found, key=lambda digit: -digit[1]))
-    source, target = (replace(end, mesh=end.mesh.along(line)) for end in (source, target))
-    return source, target, same
+    used = {digit for refined in digits(*source.used, *target.used) for digit in refined}
+    line = Layout.of(sorted(used, key=lambda digit: -digit[1]))
+    one, two = (replace(end, mesh=end.mesh.along(line)) for end in (source, target))
+    return one, two
 
 
-def _modes(layouts: Iterable[Layout]) -> frozenset[Mode]:
-    return frozenset(mode for layout in layouts for mode in layout.modes)
+def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """What sharding the gradient of a value gets, by that of the cotangent that arrives.
 
-
-def transposed(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> tuple[Sharding, Sharding, int]:
-    """`(arriving, middle, divisor)` of the gradient of a redistribution.
-
-    `arriving` is how the target's gradient lies, `middle` how the source's lies before it is put
-    within zeros where `middle` has more splits than the source, and divided by `divisor`: once for
-    each rank that takes the whole of a gradient for its summand.
+    >>> from axes.algebra.mesh import Mesh
+    >>> mesh = Mesh("dp=2 tp=2")
+    >>> gradient_sharding(mesh.sharding("b@dp d"), mesh.sharding("b d | sum@(dp tp)"), (4, 4)).spec
+    'b@dp d | sum@tp'
     """
-    if target.universe == source.universe:
-        target = replace(target, mesh=source.mesh)
-    if same == (None, None):
-        return target, replace(source, pending=target.pending), 1
-    sides = _digits_of(source, target, same)
-    replicated_target = [digit for digit in sides.extent if digit not in sides.target]
-    replicated_source = [digit for digit in sides.extent if digit not in sides.source]
-    still = [digit for digit in replicated_target if digit in replicated_source]
-    sliced = {digit for digit in replicated_source if sides.target.get(digit) == "split"}
-    whole = [digit for digit in replicated_source if sides.target.get(digit) == "same"]
-    dims = tuple(_appended(sides, *pair, sliced) for pair in zip(source.dims, target.dims, strict=True))
-    arriving = replace(target, pending=_pending(replicated_target, target))
-    middle = replace(source, dims=dims, pending=_pending(still, target))
-    return arriving, middle, math.prod(size for size, _ in whole)
-
-
-def _pending(summands: Iterable[Mode], target: Sharding) -> Pending:
-    """Sums over `summands`, and what the target keeps pending: that isn't touched on the way back."""
-    return (*[("sum", Layout.of([digit])) for digit in summands], *target.pending)
-
-
-@dataclass(frozen=True)
-class _Digits:
-    """Common digits of two shardings: what each does to them, and those of each layout."""
-
-    mesh: Mesh
-    extent: tuple[Mode, ...]
-    source: Mapping[Mode, str]
-    target: Mapping[Mode, str]
-    refined: Mapping[Layout, tuple[Mode, ...]]
-
-
-def _digits_of(source: Sharding, target: Sharding, same: tuple[Same, Same]) -> _Digits:
-    used = {layout: None for end in (source, target) for layout in end.used}
-    declared = {Layout.of([digit]): None for side in same for digit in side or ()}
-    layouts = [source.mesh.extent, *used, *declared]
+    plain = replace(source, pending=())
+    if source.mesh.universe != arrived.mesh.universe or source.mesh.layouts != arrived.mesh.layouts:
+        return plain
+    arrived = arrived.on(source.mesh)
     try:
-        if source.universe != target.universe:
-            raise MeshError("they are of different ranks")
-        refined = dict(zip(layouts, digits(*layouts), strict=True))
-    except MeshError as error:
-        raise ShardingError(
-            f"in the local view a gradient needs common digits of source and target: {error}\n"
-            f"  source  {source}\n  target  {target}"
-        ) from None
-
-    def roles(end: Sharding, side: Same) -> dict[Mode, str]:
-        found = {digit: "same" for layout in declared for digit in refined[layout] if layout.modes[0] in (side or ())}
-        places = [("split", layout) for dim in end.dims for layout in dim.layouts]
-        places += [("pending", layout) for _, layout in end.pending]
-        for role, layout in places:
-            for digit in refined[layout]:
-                if digit in found:
-                    raise ShardingError(f"'{end.mesh.called(layout)}' can't be same in '{end}': it is {role}")
-                found[digit] = role
-        return found
-
-    return _Digits(source.mesh, refined[source.mesh.extent], roles(source, same[0]), roles(target, same[1]), refined)
+        found = required(source.sized(shape), arrived.sized(shape))
+        check_torch_can(found, shape)
+    except ShardingError:
+        # What is kept as it arrived may not fit the dims of the source; then it is gathered.
+        return required(source.sized(shape), arrived.sized(shape), lazy=False)
+    return found
 
 
-def _appended(sides: _Digits, source: Slots, target: Slots, sliced: Set[Mode]) -> Slots:
-    """The source's split of a dim, and after it the target's by digits that the source is replicated over."""
-    pair = aligned(source, target)
-    if pair is None:
-        one, two = (slots_text(sides.mesh, slots) for slots in (source, target))
-        raise ShardingError(f"'{one}' and '{two}' split factors of one dim that have no common gradient")
-    slots = zip(*pair, strict=True)
-    return Slots([replace(a, layouts=(*a.layouts, *_within(sides, b.layouts, sliced))) for a, b in slots])
+def transposed(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding, int]:
+    """`(arriving, middle, divisor)` of the gradient of a redistribution in the local view.
 
-
-def _within(sides: _Digits, layouts: Iterable[Layout], sliced: Set[Mode]) -> tuple[Layout, ...]:
-    kept = ([digit for digit in sides.refined[layout] if digit in sliced] for layout in layouts)
-    return tuple([Layout.of(each) for each in kept if each])
+    `arriving` is how the target's gradient lies, `middle` how the source's lies before it is put within zeros where
+    `middle` has more splits than the source, and divided by `divisor`. What the target keeps pending isn't touched on
+    the way back.
+    """
+    arriving, kept = cotangent(target), unmarked(target)[0].pending
+    middle = required(source, arriving)
+    divisor = copies(source, middle)
+    arriving, middle = (replace(end, pending=(*end.pending, *kept)) for end in (arriving, middle))
+    return arriving, middle, divisor

@@ -3,23 +3,23 @@
 Dynamo traces Python line by line, and can't follow a look-up by a `DTensorSpec` or an autograd function
 that makes a DTensor. So it doesn't: a function that is allowed in a graph is one node of it, which
 AOTAutograd runs later on symbolic tensors, and finds the functional collectives inside. Such a node
-takes tensors and numbers alone, so what else it needs goes by a number, which is good as long as the graph lives:
+takes tensors and numbers alone, so what else it needs goes by a name, which is good as long as the graph lives:
 
     def reshard(x, spec, mesh):
         if torch.compiler.is_compiling():
-            return node(x, number_of(spec, mesh))         # to the graph, a constant
+            return node(x, kept_name(spec, mesh))         # to the graph, a constant
         ...
 
     @torch.compiler.allow_in_graph
-    def node(x, number):
-        spec, mesh = known(number)
+    def node(x, name):
+        spec, mesh = known(name)
 
 There is one such node, `traced` in `axes.runtime.leaves`.
 
 Ranks meet in a node, so all must run one of the same graph: its guards on the DTensors that come in are
 such that depend on whole sizes, which are the same on every rank.
 
->>> known(number_of("b s@tp d", None))
+>>> known(kept_name("b s@tp d", None))
 ('b s@tp d', None)
 """
 
@@ -52,40 +52,58 @@ Read = TypeVar("Read")
 
 
 class Held:
-    """A thing that graphs refer to by a key. They keep it alive, and nothing else does."""
+    """The name of a thing that graphs refer to: it is kept as long as this, which graphs alone keep."""
 
-    __slots__ = ("__weakref__", "key", "thing")
+    __slots__ = ("__weakref__", "name")
 
-    def __init__(self, thing: Any, key: Any):
-        self.thing, self.key = thing, key
+    def __init__(self, name: str):
+        self.name = name
 
     def __call__(self) -> None:
         """What dynamo calls when it drops the code of a graph: there is nothing to do but to let go of this."""
 
-    def by_graph(self) -> Any:
-        """The key, of which the graph that is traced may make use as long as it lives.
 
-        Where dynamo isn't tracing, as in `torch.export` with `strict=False`, it is good until many others are held.
-        """
-        if not torch_private.keep_with_graph(self):
-            _held_by_none.append(self)
-        return self.key
-
-
-_held_by_none: deque[Held] = deque(maxlen=1024)
-_by_thing: WeakValueDictionary[Hashable, Held] = WeakValueDictionary()
-_by_number: WeakValueDictionary[int, Held] = WeakValueDictionary()
 _numbers = itertools.count()
+_held: WeakValueDictionary[Hashable, Held] = WeakValueDictionary()
+"""What is held, by the thing for equal ones, or by the number of an object."""
+_held_by_none: deque[Held] = deque(maxlen=1024)
+
+
+class Kept:
+    """What compiled graphs use, as attributes: dynamo guards those, but not what a constant call returns.
+
+    A call that dynamo may not trace is marked as one with a constant result, and returns the name of
+    what it has kept here: `getattr(kept, keep_region(...))`.
+    """
+
+    def keep(self, value: object) -> str:
+        """The name of the attribute that `value` is, as long as a graph that was traced meanwhile lives."""
+        return self._named(id(value), value)
+
+    def _named(self, key: Hashable, thing: object) -> str:
+        """Where dynamo isn't tracing, as in `torch.export` with `strict=False`, it lives until many others are held."""
+        held = _held.get(key)
+        if held is None:
+            held = _held[key] = Held(f"{type(thing).__name__}_{next(_numbers)}")
+            setattr(self, held.name, thing)
+            finalize(held, vars(self).pop, held.name, None).atexit = False
+        if not torch_private.keep_with_graph(held):
+            _held_by_none.append(held)
+        return held.name
+
+
+kept = Kept()
 
 
 @torch.compiler.assume_constant_result
-def number_of(*thing: Hashable) -> int:
-    """The number of a thing, equal things having the same; to `torch.compile` it is a constant."""
-    held = _by_thing.get(thing)
-    if held is None:
-        held = _by_thing[thing] = Held(thing, next(_numbers))
-        _by_number[held.key] = held
-    return held.by_graph()
+def kept_name(*thing: Hashable) -> str:
+    """The name of a thing, equal things having the same; to `torch.compile` it is a constant."""
+    return kept._named(thing, thing)
+
+
+def known(name: str) -> Any:
+    """The thing that has a name."""
+    return getattr(kept, name)
 
 
 def read_once(read: Callable[..., Read]) -> Callable[..., Read]:
@@ -142,28 +160,6 @@ def guard_whole_sizes() -> bool:
     return True
 
 
-class Kept:
-    """What compiled graphs use, as attributes: dynamo guards those, but not what a constant call returns.
-
-    A call that dynamo may not trace is marked as one with a constant result, and returns the name of
-    what it has kept here: `getattr(kept, keep_region(...))`.
-    """
-
-    def keep(self, value: object) -> str:
-        """The name of the attribute that `value` is, as long as a graph that was traced meanwhile lives."""
-        name = f"{type(value).__name__}_{id(value)}"
-        held = _by_name.get(name)
-        if held is None:
-            setattr(self, name, value)
-            held = _by_name[name] = Held(value, name)
-            finalize(held, vars(self).pop, name, None).atexit = False
-        return held.by_graph()
-
-
-kept = Kept()
-_by_name: WeakValueDictionary[str, Held] = WeakValueDictionary()
-
-
 def device_mesh_input(mesh: Mesh | None, *tensors: DTensor) -> Any:
     """The `DeviceMesh` of a mesh, an input of the graph where a node is given it; None where one of `tensors` has it.
 
@@ -179,11 +175,6 @@ def device_mesh_input(mesh: Mesh | None, *tensors: DTensor) -> Any:
 @torch.compiler.assume_constant_result
 def _keep_device_mesh(mesh: Mesh, *known: Any) -> str:
     return "" if known and (mesh.binding is None or mesh.device_mesh in known) else kept.keep(mesh.device_mesh)
-
-
-def known(number: int) -> Any:
-    """The thing that a number stands for."""
-    return _by_number[number].thing
 
 
 # The ambient mesh. To dynamo, a mesh that is pushed on a list is a side effect, which it doesn't allow where a

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
 from axes.runtime.check import waited
-from axes.runtime.graphs import check_groups, guard_whole_sizes, known, number_of
+from axes.runtime.graphs import check_groups, guard_whole_sizes, kept_name, known
 from axes.runtime.groups import of_world
-from axes.runtime.routes import resharded, settled
+from axes.runtime.routes import route, settled
 from axes.runtime.symbols import is_symbolic, spec_at
 from axes.runtime.torch_placements import sharding_of_spec
 
@@ -82,14 +82,14 @@ def traced(
     leaves = [grad == "resolved" and isinstance(x, DTensor) and x.is_leaf and x.requires_grad for x in tensors]
     settle = tuple([leaf and not _is_left_to_fsdp(x) for x, leaf in zip(tensors, leaves, strict=True)])
     check_groups(*[x.device_mesh for x in tensors if isinstance(x, DTensor)])
-    found = _node(number_of(run, *what), home, settle, tuple(numbers), *tensors)
+    found = _node(kept_name(run, *what), home, settle, tuple(numbers), *tensors)
     guard_whole_sizes()
     return found
 
 
 @torch.compiler.allow_in_graph
-def _node(number: int, _: Any, settle: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
-    run, *what = known(number)
+def _node(name: str, _: Any, settle: tuple[bool, ...], numbers: tuple[Any, ...], *tensors: Any) -> Any:
+    run, *what = known(name)
     return run(*what, numbers, [settled(x) if leaf else x for x, leaf in zip(tensors, settle, strict=True)])
 
 
@@ -131,7 +131,7 @@ class _Resolve:
     def __call__(self, found: torch.Tensor) -> DTensor | None:
         if not isinstance(found, DTensor) or not self.is_member:
             return None  # a rank outside the mesh has no part of the leaf
-        x = resharded(found, self.target)
+        x = route(torch_private.spec_of(found), self.target, (None, None)).take(found)
         if torch.is_grad_enabled() or torch_private.owns_its_memory(x):
             return x
         spec, local = torch_private.spec_of(x), waited(torch_private.local_of(x))

@@ -11,14 +11,15 @@ itself, since it is made of the same function; so are gradients of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
 from axes.runtime import torch_private
-from axes.runtime.writes import writable
+from axes.runtime.transforms import PLAIN
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Kept = tuple[Any, ...]
@@ -29,7 +30,7 @@ Border = Literal["argument", "result"] | None
 
 
 class _Linear(torch.autograd.Function):
-    """`run(*xs)`, with the gradient that `linear` or `around` says."""
+    """`run(*xs)`, with the gradient that `linear` says."""
 
     @staticmethod
     def forward(
@@ -38,7 +39,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.back, ctx.border, ctx.keep = back, border, keep
         found = run(*xs)
-        if keep:
+        if any(keep):
             ctx.save_for_backward(*[x if kept else None for x, kept in zip((*xs, found), keep, strict=True)])
         return found
 
@@ -69,7 +70,8 @@ def linear(
 ) -> Any:
     """`run(*xs)`, whose gradient is `back` of its gradient. Of several results that have none, `back` is given None.
 
-    With `keep` it is `back(gradient, needed, kept)`, as `around` says.
+    keep: of a map that is linear around its operands, which its gradient depends on: which of them and of the result,
+    in this order, `back(gradient, needed, kept)` is given. `needed` says which operands need a gradient.
     """
     for x in xs if torch.is_grad_enabled() else ():
         if x.requires_grad:
@@ -78,22 +80,45 @@ def linear(
     return run(*xs)
 
 
-def around(
-    run: Callable[..., Any],
-    back: Callable[[Any, tuple[bool, ...], Kept], Any],
-    *xs: torch.Tensor,
-    keep: Sequence[bool],
-) -> Any:
-    """The same for a map that is linear around its operands, which its gradient depends on.
-
-    keep: which of the operands and the result, in this order, `back(gradient, needed, kept)` is given.
-    `needed` says which operands need a gradient.
-    """
-    return linear(run, back, *xs, keep=tuple(keep))
-
-
 def both_ways(run: Map, back: Map, x: torch.Tensor) -> torch.Tensor:
     """`run(x)` of a plain tensor, where each of the two maps is the gradient of the other."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return run(x)
     return linear(lambda x: writable(run(x), x), lambda g: both_ways(back, run, g), x)
+
+
+# --- tensors that are written in place
+
+# A graph keeps the version of each tensor that it saves, and backward refuses one that was written since. torch counts
+# a write for the tensor that it is given, for that tensor's base and for the views of it. It doesn't count what a
+# collective writes, and a write to the shard of a DTensor isn't one of the DTensor.
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Count a write of each tensor, and of the shard of each DTensor.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = (x * x).sum()
+    >>> count_writes([x])
+    >>> y.backward()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation...
+    """
+    written = []
+    for x in tensors:
+        written.append(x)
+        if isinstance(x, DTensor):
+            written.append(torch_private.local_of(x))
+    torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+
+
+def writable(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What an autograd function gives for `x`, which may be written in place unless it is a view of `x`.
+
+    torch refuses to write to a view that a function has made, though nobody else has the buffer of which it is one.
+    """
+    if torch.compiler.is_compiling() or (type(result) not in PLAIN and not isinstance(result, torch_private.UnderWay)):
+        return torch_private.untied(result)
+    if type(result) in PLAIN and torch_private.has_base(result) and not torch_private.share_memory(result, x):
+        return result.data
+    return result

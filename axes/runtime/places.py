@@ -92,32 +92,25 @@ def user_frame() -> FrameType | None:
 _PASSED = {"axes", "torch", "einops", "contextlib", "functools", "importlib"}
 """Packages whose lines aren't the user's."""
 
-_FILES = 65536
-"""So many files are remembered."""
-
-
 passed_files = {__file__: True}
-"""Whether files are of these packages, as far as it is known: of `_FILES` at most."""
+"""Whether files are of these packages, as far as it is known."""
 
 
 def is_users(frame: FrameType) -> bool:
     """Whether a frame is of the user's code."""
-    passed = passed_files.get(frame.f_code.co_filename)
-    return not (_is_passed(frame) if passed is None else passed)
+    file = frame.f_code.co_filename
+    passed = passed_files.get(file)
+    if passed is None:
+        module = frame.f_globals.get("__name__", "")
+        passed = module.partition(".")[0] in _PASSED or file.startswith(("<frozen", "<eval_with_key"))
+        if not file.startswith("<"):  # in such a one there may be anything
+            passed_files[file] = passed
+    return not passed
 
 
 def place_of_frame(frame: FrameType) -> str:
     """Where a frame is, as `file:line in function`."""
     return line_of_code(frame.f_code, frame.f_lasti)
-
-
-def _is_passed(frame: FrameType) -> bool:
-    """Whether a frame isn't the user's, where `passed_files` doesn't know it."""
-    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-    passed = module.partition(".")[0] in _PASSED or file.startswith(("<frozen", "<eval_with_key"))
-    if not file.startswith("<") and len(passed_files) < _FILES:
-        passed_files[file] = passed
-    return passed
 
 
 def user_place() -> str:

@@ -1,25 +1,15 @@
 """Redistribution of local tensors: this rank's tile of one sharding to its tile of another.
 
-    moves = moves_of(mesh.sharding("b s@tp d"), mesh.sharding("b s d@tp"), (8, 32, 64))
-    local = moves(local.dtype).apply(local)
+    made = program(mesh.sharding("b s@tp d"), mesh.sharding("b s d@tp"), local.dtype, None, (8, 32, 64))
+    local = run(made, local)
 
-What packs, sends and unpacks is one `BoundProgram` for (source, target, dtype, shape). Nothing happens where both
-shardings put the same data on the same ranks.
+One look-up gives what packs, sends, unpacks. Nothing happens where both shardings put the same data on the same ranks.
 
-**Gradients.** A redistribution is a linear map (but for max and min), and its gradient is the
-transposed map, which is a redistribution, too. What it is depends on what a gradient means, for each
-axis:
-
-- *local view*: backward differentiates the sum of all ranks' losses. The gradient of a replicated
-  value is this rank's summand of it, so it is pending; the gradient of a pending value is replicated.
-  Axes can be declared `same`: equal values *and* equal, whole gradients on every rank. Axes that
-  neither side mentions are unknown: what differs along them is never compared, mixed or borrowed.
-- *global view*: there is one loss and one gradient. That of a replicated value is replicated: every
-  replicated axis is `same`. (A DTensor says of its gradient how it is sharded, and reduces nothing
-  before it must: see `gradients`, which builds on this.)
-
-So the two views are one rule with another set of `same` axes, and section by section the table of
-gradients follows from it: split <-> split, replicated <-> pending, same <-> replicated.
+A redistribution is a linear map (but for max and min), and its gradient is the transposed map, which is a
+redistribution, too. Of plain tensors it is a `Move`: each rank has a loss of its own, and `gradients` has the table of
+the local view. Axes can be declared `same`: equal values *and* equal, whole gradients on every rank. Axes that neither
+side mentions are unknown: what differs along them is never compared, mixed or borrowed. DTensors say of their
+gradients how they are sharded: see `routes`.
 """
 
 from __future__ import annotations
@@ -27,65 +17,59 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from axes.algebra.chunks import Region, regions, tile_shape
 from axes.algebra.cost import CostModel
 from axes.algebra.errors import MeshError, ShardingError, shown
-from axes.algebra.layout import Layout, digits
+from axes.algebra.layout import Layout
 from axes.algebra.mesh import Mesh
 from axes.algebra.plan import Plan, cheapest, choices_between
-from axes.algebra.sharding import Pending, Sharding
-from axes.runtime import flags
+from axes.algebra.sharding import Sharding, pending_runs, unmarked
+from axes.algebra.splits import Digits
+from axes.runtime import axis_groups, flags
+from axes.runtime.axis_groups import AxisGroup
 from axes.runtime.check import (
     compare_operation,
     raise_located,
     under_way,
     waited,
 )
-from axes.runtime.gradients import Same, of_shards, transposed
+from axes.runtime.gradients import on_own_axes, transposed
 from axes.runtime.groups import current_world, of_world
-from axes.runtime.linear import Kept, both_ways, linear
+from axes.runtime.linear import Kept, Map, both_ways, linear, writable
 from axes.runtime.packing import slices_of
 from axes.runtime.programs import BoundProgram, Program, Run, check_dtypes, name_of
 from axes.runtime.symbols import found_for, hints, is_symbolic, vary
 from axes.runtime.transforms import PLAIN
-from axes.runtime.writes import writable
 
-Axes = tuple[Layout, ...]
 Shape = tuple[int, ...]
 Dtypes: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 """`comm_dtype`: one for values and gradients, or one for each."""
 
+EXTREMES = frozenset({"max", "min"})
+"""The reductions that aren't linear."""
 
-def moves_of(
-    source: Sharding,
-    target: Sharding,
-    shape: Shape,
-    view: Literal["global", "local"] = "global",
-    comm_dtype: Dtypes = None,
-    source_same: Axes = (),
-    target_same: Axes = (),
-) -> Callable[[torch.dtype], Move]:
-    """The moves between two shardings of a tensor whose whole shape is `shape`, by dtype.
 
-    They are for who holds them: looked up once, not on each call, and for no longer than the world that they were made
-    in. In the global view the gradient arrives with the target's splits, replicated over all other axes, and leaves so
-    with the source's. `source_same` and `target_same` are axes that are `same` on that side, in the local view alone.
+def moving(source: Sharding, target: Sharding, shape: Shape, comm_dtype: Dtypes, async_op: bool, is_local: bool) -> Map:
+    """What takes this rank's tile of a tensor of the whole `shape` from one sharding to the other.
+
+    It is for who holds it: looked up once, not on each call, and for no longer than the world that it was made in.
+    `is_local`: with the gradient of the local view; what is `same` on a side stands among what is pending there.
     `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
     """
-    same: tuple[Same, Same] = (None, None)
-    source, target = source.at(hints(shape)), target.at(hints(shape))
-    if view == "local":
-        source, target, same = of_shards(source, target, source_same, target_same)
-    elif source_same or target_same:
-        raise ShardingError("'same' is about gradients of plain tensors: it has no meaning in the global view")
-    return functools.lru_cache(maxsize=16)(lambda dtype: Move(source, target, shape, dtype, same, both(comm_dtype)))
+    source, target, dtypes = source.at(hints(shape)), target.at(hints(shape)), both(comm_dtype)
+    if not is_local:
+        bound = functools.lru_cache(maxsize=16)(lambda dtype: program(source, target, dtype, dtypes[0], shape))
+        return lambda x: run(bound(x.dtype), x, async_op)
+    ends = on_own_axes(source, target)
+    moves = functools.lru_cache(maxsize=16)(lambda dtype: Move(*ends, shape, dtype, dtypes))
+    return lambda x: moves(x.dtype).apply(x, async_op)
 
 
 def both(comm_dtype: Dtypes) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -192,95 +176,87 @@ def model_of(mesh: Mesh) -> CostModel:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What a redistribution does to a local tensor, and back to its gradient.
+    """What a redistribution does to a plain tensor, and back to its gradient.
 
-    Source and target are as planning sees them (`Sharding.at`). `same` are the digits that count as `same` in the
-    source and in the target.
+    Source and target are as planning sees them (`Sharding.at`); what is `same` stands among what is pending.
     """
 
     source: Sharding
     target: Sharding
     shape: Shape
     dtype: torch.dtype
-    same: tuple[Same, Same]
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
     @cached_property
     def there(self) -> BoundProgram:
         """From the source to the target."""
-        return program(self.source, self.target, self.dtype, self.comm_dtypes[0], self.shape)
+        ends = unmarked(self.source)[0], unmarked(self.target)[0]
+        return program(*ends, self.dtype, self.comm_dtypes[0], self.shape)
 
     @cached_property
-    def way_back(self) -> tuple[BoundProgram, Run | None, int]:
-        """From the target's gradient to the source's: a program, zeros around its result, and what divides it."""
-        arriving, middle, divisor = transposed(self.source, self.target, self.same)
+    def way_back(self) -> tuple[BoundProgram, Run | None]:
+        """From the target's gradient to the source's: a program, and what makes a summand of its result."""
+        arriving, middle, divisor = transposed(self.source, self.target)
         means = math.prod([step.divisor for step in self.there.program.plan.steps])
         made = program(arriving, middle, self.dtype, self.comm_dtypes[1], self.shape)
-        return made, zeros_around(middle, self.source, self.shape), divisor * means
+        return made, into_summand(middle, self.source, self.shape, divisor * means)
 
     @cached_property
     def idle(self) -> bool:
         """Whether neither the tensor nor its gradient changes."""
-        made, around, divisor = self.way_back
-        return self.there.program.idle and made.program.idle and around is None and divisor == 1
+        made, last = self.way_back
+        return self.there.program.idle and made.program.idle and last is None
 
     @cached_property
-    def classes(self) -> tuple[str, ...]:
-        """The kinds of reductions that are resolved, in order: "sum", "max" or "min"."""
-        return tuple([step.op for step in self.there.program.plan.steps if step.op is not None])
+    def has_extreme(self) -> bool:
+        """Whether a maximum or a minimum is resolved."""
+        return any(step.op in EXTREMES for step in self.there.program.plan.steps)
 
     @cached_property
-    def reached(self) -> tuple[BoundProgram, BoundProgram, Move]:
-        """Of a maximum: the maximum on the source's own splits, the count of where it is reached, the move as a sum."""
-        added = replace(self.source, pending=_as_sum(self.source, self.target))
-        here = replace(self.source, pending=self.target.pending)
-        how = here, self.dtype, self.comm_dtypes[0], self.shape
-        extreme, total = (program(end, *how) for end in (self.source, added))
-        return extreme, total, replace(self, source=added)
-
-    @cached_property
-    def one_by_one(self) -> tuple[Move, Move]:
-        """The first of several kinds of reductions on its own, and the others."""
-        first = next(step for step in self.there.program.plan.steps if step.op is not None)
-        middle, (source_same, target_same) = replace(self.source, pending=first.target.pending), self.same
-        return (
-            replace(self, target=middle, same=(source_same, source_same)),
-            replace(self, source=middle, same=(source_same, target_same)),
-        )
+    def in_turn(self) -> tuple[str, AxisGroup, Move, Move]:
+        """The first kind of reduction that is resolved: its name, over whom, as a move by itself; and what is left."""
+        (plain, same), mesh = unmarked(self.source), self.source.mesh
+        (op, layouts), kept = pending_runs(plain.pending)[0], [layout for _, layout in unmarked(self.target)[0].pending]
+        if op in EXTREMES and self.comm_dtypes != (None, None):
+            raise ShardingError(f"a pending {op} with a gradient is sent in its own dtype; leave out comm_dtype")
+        found = Digits(mesh, [*kept, *layouts])
+        still = frozenset(found.of(kept))
+        resolved = sorted({*found.of(layouts)} - still, key=lambda digit: -digit[1])
+        group = axis_groups.group_over(mesh, Layout.of(resolved), " ".join(map(mesh.called, layouts)))
+        parts = [(op, part) for layout in layouts for part in found.pick(layout, still)]
+        marks = [("same", layout) for layout in same]
+        middle = replace(plain, pending=(*parts, *plain.pending[len(layouts) :], *marks))
+        return op, group, replace(self, target=middle), replace(self, source=middle)
 
     def apply(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         """The target's tile, with its gradient."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return run(self.there, x, async_op)
-        if self.idle:
-            return x
-        if not {"max", "min"}.intersection(self.classes):
-            return both_ways(lambda x: run(self.there, x, async_op), self._back, x)
-        if len(self.classes) == 1:
-            return _extreme(x, self, async_op)
-        first, rest = self.one_by_one
-        return rest.apply(first.apply(x), async_op)
-
-    def pull(self, g: torch.Tensor) -> torch.Tensor:
-        """The source's gradient from the target's; differentiable."""
-        return both_ways(self._back, lambda g: run(self.there, g), g)
+        if self.has_extreme:
+            op, group, first, rest = self.in_turn
+            return rest.apply(extreme(x, op, group) if op in EXTREMES else first.apply(x), async_op)
+        return x if self.idle else both_ways(lambda x: run(self.there, x, async_op), self._back, x)
 
     def _back(self, g: torch.Tensor) -> torch.Tensor:
-        made, around, divisor = self.way_back
-        y = run(made, g)
-        y = y if around is None else around(y)
-        return y if divisor == 1 else y / divisor
+        made, last = self.way_back
+        return run(made, g) if last is None else last(run(made, g))
 
 
-def zeros_around(middle: Sharding, source: Sharding, shape: Shape) -> Run | None:
-    """What puts this rank's tile of `middle` within zeros, as its tile of `source`; None where that is the same tile.
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
-    It is of the sizes of this call, and in a graph good for all that both divide as they divide these.
+
+def into_summand(middle: Sharding, source: Sharding, shape: Shape, share: int) -> Run | None:
+    """What makes of this rank's tile of a gradient its summand of the gradient of a tensor; None where it is that.
+
+    The tile lies as `middle` says, the tensor as `source`: what the rank has of the tensor beside is zero. And `share`
+    ranks have the whole of a gradient, of which each takes an equal part. It is of the sizes of this call, and in a
+    graph good for all that both shardings divide as they divide these.
     """
     shape, rank = hints(shape), current_world().rank
     inner, outer = middle.tile(shape, rank), source.tile(shape, rank)
     if inner == outer or inner is None or outer is None:
-        return None
+        return None if share == 1 else lambda x: x / share
     tile, larger = tile_shape(inner), tile_shape(outer)
     places = [*zip(regions(inner, inner), regions(inner, outer), strict=True)] if math.prod(tile) else []
 
@@ -289,10 +265,7 @@ def zeros_around(middle: Sharding, source: Sharding, shape: Shape) -> Run | None
         sizes = [(size, own) if own else (1, 1) for size, own in zip(x.shape, tile, strict=True)]
         boxes = [(_scaled(inner, sizes), _scaled(outer, sizes)) for inner, outer in places]
         whole = [stop for _, stop in _scaled([(0, size) for size in larger], sizes)]
-        if len(boxes) == 1 and places[0][0] == tuple([(0, size) for size in tile]):
-            ends = zip(reversed(boxes[0][1]), reversed(whole), strict=True)
-            return torch.nn.functional.pad(x, [n for (start, stop), size in ends for n in (start, size - stop)])
-        out = x.new_zeros(whole)
+        x, out = x if share == 1 else x / share, x.new_zeros(whole)
         for inner, outer in boxes:
             out[slices_of(outer)].copy_(x[slices_of(inner)])
         # A rank that has nothing to say takes part in the derivative all the same.
@@ -306,25 +279,23 @@ def _scaled(box: Iterable[tuple[int, int]], sizes: Sequence[tuple[int, int]]) ->
     return tuple([(start * n // own, stop * n // own) for (start, stop), (n, own) in zip(box, sizes, strict=True)])
 
 
-def _extreme(x: torch.Tensor, made: Move, async_op: bool) -> torch.Tensor:
-    """A pending maximum or minimum, resolved. Its gradient goes to where it was reached, in equal parts."""
-    if is_symbolic(made.shape):
-        _ = made.reached[2].way_back  # what it asks of sizes can't be asked in the backward pass any more
+def extreme(
+    x: torch.Tensor, op: str, group: AxisGroup, most: Map = _same, count: Map = _same, spread: Map = _same
+) -> torch.Tensor:
+    """The maximum (minimum) over the ranks of `most(x)`. Its gradient goes to where it is reached, on whatever rank, in
+    equal parts.
+
+    `most` is the maximum (minimum) over dims of `x`, `count` the sum over the same, and `spread` repeats along them.
+    """
+    total = functools.partial(axis_groups.all_reduce, op="sum", group=group)
 
     def back(g: torch.Tensor, _: tuple[bool, ...], kept: Kept) -> torch.Tensor:
-        extreme, total, summed = made.reached
-        with torch.no_grad():  # where this rank's values are the maximum: 1, divided among ties, else 0
-            hits = (kept[0] == run(extreme, kept[0])).to(kept[0].dtype)
-            share = hits / run(total, hits)
-        return summed.pull(g) * share
+        with torch.no_grad():
+            reached = (kept[0] == spread(kept[1])).to(g.dtype)
+            share = reached / spread(total(count(reached)))
+        return share * spread(both_ways(total, total, g))
 
-    return linear(lambda x: writable(run(made.there, x, async_op), x), back, x, keep=(True, False))
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return writable(axis_groups.all_reduce(most(x), op, group), x)
 
-
-def _as_sum(source: Sharding, target: Sharding) -> Pending:
-    """What the source has pending, as a sum over all that the target has no longer."""
-    kept = [layout for _, layout in target.pending]
-    refined = digits(*kept, *(layout for _, layout in source.pending))
-    still = {digit for layout in refined[: len(kept)] for digit in layout}
-    resolved = dict.fromkeys(digit for layout in refined[len(kept) :] for digit in layout if digit not in still)
-    return (*[("sum", Layout.of([digit])) for digit in resolved], *target.pending)
+    return linear(run, back, x, keep=(True, True))  # type: ignore[no-any-return]

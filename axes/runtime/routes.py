@@ -5,16 +5,8 @@
 A call is one look-up by what x knows of itself (its `DTensorSpec`), a program on its shard, and a
 DTensor around the result. The result's spec is made once, too.
 
-**Gradients.** There is one loss, and a cotangent is one value however it is sharded: what arrives
-says so itself. Nothing is reduced until something needs it:
-
-| value is | its gradient is |
-| --- | --- |
-| split | split the same way: a pending one is reduce-scattered, a whole one sliced |
-| replicated | as it arrived: split or pending, it stays so |
-| pending | replicated |
-
-(`axes.algebra.flow.required` is this rule, digit by digit.) A leaf's gradient is resolved where it is
+**Gradients.** There is one loss, and a cotangent is one value however it is sharded: what arrives says so itself, and
+nothing is reduced until something needs it (see the table in `gradients`). A leaf's gradient is resolved where it is
 accumulated, by whoever made the leaf part of a computation.
 """
 
@@ -29,19 +21,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from axes.algebra.errors import ShardingError
-from axes.algebra.flow import required
 from axes.algebra.mesh import Mesh
 from axes.algebra.placements import check_torch_can
 from axes.algebra.sharding import Sharding
 from axes.runtime import torch_private
+from axes.runtime.gradients import gradient_sharding
 from axes.runtime.groups import of_world
-from axes.runtime.linear import linear
+from axes.runtime.linear import linear, writable
 from axes.runtime.packing import strides_of
 from axes.runtime.programs import BoundProgram
 from axes.runtime.redistribute import Dtypes, both, carried, program
 from axes.runtime.symbols import found_for, hints, is_symbolic, spec_at, vary
 from axes.runtime.torch_placements import sharding_of_spec, torch_placements
-from axes.runtime.writes import writable
 
 Shape = tuple[int, ...]
 Spec = Any
@@ -57,6 +48,7 @@ class Route:
     spec: Spec
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     stays: bool
+    async_op: bool = False
 
     def at(self, shape: Shape) -> Route:
         """The same for tensors of another shape that is cut alike."""
@@ -65,35 +57,30 @@ class Route:
             made = BoundProgram(found, shape)
         else:
             made = program(*found.ends, found.dtype, found.comm_dtype, shape)
-        return Route(self.source, made, spec_at(self.spec, shape), self.comm_dtypes, self.stays)
+        return Route(self.source, made, spec_at(self.spec, shape), self.comm_dtypes, self.stays, self.async_op)
 
-    def take(self, x: DTensor, async_op: bool = False) -> DTensor:
+    def take(self, x: DTensor) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
-        if self.stays:
-            return x
-        if torch.is_grad_enabled() and x.requires_grad:
-            return linear(lambda x: self.moved(x, async_op), self.back, x)
-        return self.moved(x, async_op)
+        return x if self.stays else linear(self.moved, self.back, x)  # type: ignore[no-any-return]
 
-    def moved(self, x: DTensor, async_op: bool = False) -> DTensor:
+    def moved(self, x: DTensor) -> DTensor:
         """The same, outside of autograd."""
-        return torch_private.dtensor(carried(self.made, torch_private.local_of(x), async_op), self.spec)
+        return torch_private.dtensor(carried(self.made, torch_private.local_of(x), self.async_op), self.spec)
 
     def back(self, cotangent: DTensor) -> DTensor:
         """The gradient of the source, by what the cotangent of the target is."""
         return _back(torch_private.spec_of(cotangent), self.source, self.comm_dtypes[1]).take(cotangent)
 
 
-def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None, async_op: bool = False) -> DTensor:
+def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None) -> DTensor:
     """`x` in another sharding, on the target's mesh. Differentiable, any number of times.
 
-    `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`;
-    with `async_op` the result of the last collective is waited for at its first use.
+    `comm_dtype` is the dtype in which values travel and are reduced, or a pair for `(values, gradients)`.
 
     Raises `ShardingError` where nothing takes the sharding of `x` to the target, or where DTensor can't
     express the target for this shape; on every rank, before anything is sent.
     """
-    return route(torch_private.spec_of(x), target, both(comm_dtype)).take(x, async_op)
+    return route(torch_private.spec_of(x), target, both(comm_dtype)).take(x)
 
 
 def same_axes(one: Mesh, other: Mesh) -> bool:
@@ -158,45 +145,19 @@ def _back(spec: Spec, source: Sharding, dtype: torch.dtype | None) -> Route:
     return route(spec, gradient_sharding(source, sharding_of_spec(spec), tuple(spec.shape)), (dtype, dtype))
 
 
-def gradient_sharding(source: Sharding, arrived: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """What sharding the gradient of a value gets, by that of the cotangent that arrives.
-
-    >>> from axes.algebra.mesh import Mesh
-    >>> mesh = Mesh("dp=2 tp=2")
-    >>> gradient_sharding(mesh.sharding("b@dp d"), mesh.sharding("b d | sum@(dp tp)"), (4, 4)).spec
-    'b@dp d | sum@tp'
-    """
-    plain = replace(source, pending=())
-    if source.mesh.universe != arrived.mesh.universe or source.mesh.layouts != arrived.mesh.layouts:
-        return plain
-    arrived = arrived.on(source.mesh)
-    try:
-        found = required(source.sized(shape), arrived.sized(shape))
-        check_torch_can(found, shape)
-    except ShardingError:
-        # What is kept as it arrived may not fit the dims of the source; then it is gathered.
-        return required(source.sized(shape), arrived.sized(shape), lazy=False)
-    return found
-
-
 # --- the whole, as a plain tensor
 
 
 def unsharded(x: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Its gradient must be the same on every rank, as its value is."""
-    there = _to_whole(torch_private.spec_of(x))
+    spec = torch_private.spec_of(x)
+    there = route(spec, Mesh.from_device_mesh(spec.mesh).sharding(" ".join(["_"] * x.ndim)), (None, None))
 
     def whole(x: DTensor) -> torch.Tensor:
         local = torch_private.local_of(x)
         return writable(carried(there.made, local), local)
 
     return linear(whole, lambda g: there.back(_replicated(g.contiguous(), there.spec)), x)  # type: ignore[no-any-return]
-
-
-@of_sizes
-def _to_whole(spec: Spec) -> Route:
-    mesh = sharding_of_spec(spec).mesh
-    return route(spec, mesh.sharding(" ".join(["_"] * len(spec.shape))), (None, None))
 
 
 def _replicated(local: torch.Tensor, spec: Spec) -> DTensor:

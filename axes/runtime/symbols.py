@@ -52,19 +52,11 @@ def fixed(size: int) -> int:
     if type(size) is int:
         return size
     number = hint(size)
-    guard(size % _MORE_THAN_ANY_SIZE == number)
-    if torch_private.backward_pass() == torch_private.NO_BACKWARD:
-        guard(size == number)
+    # Asking a symbolic condition for its truth makes the guard. So would an `assert`, but not under `python -O`.
+    is_backward = torch_private.backward_pass() != torch_private.NO_BACKWARD
+    if not (size % _MORE_THAN_ANY_SIZE == number and (is_backward or size == number)):
+        raise SizeError(f"a size is {number} in this call, and isn't in its graph: {size}")
     return number
-
-
-def guard(holds: Any) -> None:
-    """Guard the graph on a condition of symbols, which holds in the call that is traced.
-
-    Asking a symbolic condition for its truth makes the guard. So would an `assert`, but not under `python -O`.
-    """
-    if not holds:
-        raise SizeError(f"sizes that are equal in this call are not equal in its graph: {holds}")
 
 
 def are_equal(one: int, other: int) -> bool:
@@ -110,12 +102,11 @@ def vary(shape: Sequence[int], cuts: Shape) -> Shape:
     """The shape for which what was found at its `hints` is good in a graph: symbols, where these sizes divide by what
     they are cut into, and numbers elsewhere.
     """
-    found = []
-    for size, pieces in zip(shape, cuts, strict=True):
-        # Nor can a size vary of which shards have a single element: torch takes a size of 1 for a number.
-        may = type(size) is not int and pieces and hint(size) != pieces and size % pieces == 0
-        found.append(size if may else fixed(size))
-    return tuple(found)
+    # Nor can a size vary of which shards have a single element: torch takes a size of 1 for a number.
+    pairs = enumerate(zip(shape, cuts, strict=True))
+    uses = [(dim, size, 0 if hint(size) == pieces else pieces) for dim, (size, pieces) in pairs]
+    found = varying(uses)
+    return tuple([found[dim] if dim in found else hint(size) for dim, size, _ in uses])
 
 
 def varying(uses: Sequence[tuple[Any, Any, int]]) -> dict[Any, Any]:

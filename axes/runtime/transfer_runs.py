@@ -47,6 +47,7 @@ from axes.runtime.agreement import MissedError, ranks_text
 from axes.runtime.check import collective
 from axes.runtime.communicator import communicator
 from axes.runtime.groups import GroupOptions, abort_group_of, current_world, group_of, of_world
+from axes.runtime.linear import count_writes
 from axes.runtime.packing import Shape
 from axes.runtime.parcels import BucketSide, parcels_of
 from axes.runtime.programs import name_of
@@ -64,7 +65,6 @@ from axes.runtime.transfer_views import (
     is_written_twice,
 )
 from axes.runtime.transforms import check_dense, is_dense
-from axes.runtime.writes import count_writes
 
 _NAMES_SHOWN = 8
 _SPECS_SHOWN = 2

@@ -38,8 +38,7 @@ from axes.ops.recipes import BoundRecipe, computed_shapes, local_computation
 from axes.ops.regions import Region, expanded, key_of, region_of_shardings, result_sharding
 from axes.runtime import torch_private
 from axes.runtime.agreement import ranks_text
-from axes.runtime.border import gradient_of_local
-from axes.runtime.gradients import of_shards, transposed
+from axes.runtime.gradients import cotangent, on_own_axes, transposed
 from axes.runtime.groups import process_groups
 from axes.runtime.redistribute import model_of
 from axes.show.picture import MOST, of_recipe
@@ -267,11 +266,9 @@ def _gradients_of_shards(subject: Recipe, dtype: str) -> list[Moved] | None:
     """What the gradients of plain shards send, each rank's loss one summand; None for a maximum across ranks."""
     found: list[Moved] = []
     for source, target, shape in reversed(subject.moves):
-        (source, before), (target, after) = map(unmarked, (source, target))
         if any(op in ("max", "min") for op, _ in source.pending):
             return None
-        one, two, same = of_shards(source, target, before, after)
-        arriving, middle, _ = transposed(one, two, same)
+        arriving, middle, _ = transposed(*on_own_axes(source, target))
         found += _moved("gradient", arriving, middle, shape, dtype)
     return found
 
@@ -520,7 +517,7 @@ def _of_region(
     tensors, backward = [], []
     for number, each in enumerate(region.inputs, 1):
         tensors.append(_tensor(f"tensor {number}", each.sharding, each.shape, dtype))
-        arriving = sharding_from(mesh, gradient_of_local(each.counted), len(each.shape)).sized(each.shape)
+        arriving = cotangent(sharding_from(mesh, each.counted, len(each.shape))).sized(each.shape)
         leaf = replace(each.sharding, pending=())
         backward += _moved(f"gradient {number} at its leaf", arriving, leaf, each.shape, dtype)
     tensors += [_result(region, number, spec, dtype, sizes) for number, spec in enumerate(region.reading.outputs, 1)]

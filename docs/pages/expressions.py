@@ -185,7 +185,7 @@ def local_backward(found: Recipe) -> Iterator[tuple[Plan, str]]:
     """What the gradient of an operation on plain tensors communicates, in order; and what follows it."""
     for source, target, shape in reversed(found.moves):
         one, two = source.at(shape), target.at(shape)
-        arriving, middle, _ = transposed(one, two, (frozenset(), frozenset()))
+        arriving, middle, _ = transposed(one, two)
         made = plan(arriving.named(names_of(source)), middle, shape, DTYPE)
         yield made, "" if middle.dims == one.dims else "\n  then within zeros: pending"
 

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axes
 from axes.algebra.mesh import Mesh
-from axes.algebra.sharding import Sharding
-from axes.runtime.border import gradient_of_local
+from axes.runtime.gradients import cotangent
 from docs.pages.page import WRITTEN, Session, inline, paragraph, table
 
 EXTENTS = {"b": 4, "s": 8, "d": 12, "f": 16}
@@ -577,8 +576,7 @@ def of_summand(spec: str) -> str:
     """How the gradient of a plain tensor lies over the ranks, by the rule of the border; on `same` axes it is whole."""
     mesh = Mesh(declaration_of(spec))
     plain, _, same = spec.partition("| same@")
-    value = mesh.sharding(plain)
-    dual = Sharding.from_placements(mesh, gradient_of_local(value.placements), value.ndim).named(_dims(spec))
+    dual = cotangent(mesh.sharding(plain))
     return replace(dual, pending=tuple([(op, each) for op, each in dual.pending if mesh.called(each) != same])).spec
 
 

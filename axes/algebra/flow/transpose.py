@@ -74,16 +74,13 @@ class _Free:
     def __init__(self, involved: Sequence[Sharding], every: Sequence[Sharding], lazy: bool):
         self.mesh, self.lazy = involved[0].mesh, lazy
         self.digits = Digits(self.mesh, [layout for each in every for layout in each.used])
-        self.involved = {*self.digits.of([layout for each in involved for layout in each.used])}
-
-    def is_free(self, layout: Layout) -> bool:
-        """Whether nothing of a layout is involved."""
-        return self.involved.isdisjoint(self.digits.of((layout,)))
+        known, taken = ([layout for each in of for layout in each.used] for of in (every, involved))
+        self.free = frozenset(self.digits.of(known)) - {*self.digits.of(taken)}
 
     def _extended(self, state: Slots, arrived: Slots) -> Slots:
         """`state` with the free layouts of `arrived` as its innermost splits."""
-        free = [each for each in arrived.layouts if self.lazy and self.is_free(each) and each not in state.layouts]
-        if free and len(arrived) > 1 and not state.layouts and len(free) == len(arrived.layouts):
+        free = [part for each in arrived.layouts if self.lazy for part in self.digits.pick(each, self.free)]
+        if len(arrived) > 1 and not state.layouts and free == [*arrived.layouts]:
             return arrived
         if not free or len(state) > 1 or len(arrived) > 1:
             return state
@@ -93,7 +90,8 @@ class _Free:
         self, dims: Iterable[Slots], arrived: Iterable[Slots], pending: Iterable[tuple[str, Layout]]
     ) -> tuple[list[Slots], list[tuple[str, Layout]]]:
         """Dims, and what is pending, with what may stay of what arrived."""
-        still = [(op, layout) for op, layout in pending if op in LINEAR and self.is_free(layout)]
+        linear = [entry for entry in pending if entry[0] in LINEAR]
+        still = [(op, part) for op, layout in linear for part in self.digits.pick(layout, self.free)]
         return list(map(self._extended, dims, arrived)), still
 
 
