@@ -251,12 +251,12 @@ def _named_of(
     by = _METHODS[what]
     each = reduced_bytes(dtype, what.removeprefix("p")) if by in ("all_reduce", "reduce_scatter") else dtype.itemsize
     sides = moved(by, math.prod(shape), each, group.size, group.coordinate, *counts)
-    found = _operation(f"{what} over '{group.name}' of {tensor}{along}", by, tuple(sides), group)
+    found = _operation(f"{what} over '{group.name}' of {tensor}{along}", by, sides, group)
     compared, name = f"{what} in {[*group.ranks]} of {tensor}{along}", str(dtype).removeprefix("torch.")
     return replace(found, kind=what, dtype=name, compared=compared, sends=sends, receives=receives)
 
 
-def _operation(what: str, by: str, sides: tuple[int, ...], group: AxisGroup) -> Operation:
+def _operation(what: str, by: str, sides: Sequence[int], group: AxisGroup) -> Operation:
     """What the ranks of a group do together, by which each receives and sends so many bytes."""
     named = what, by, by, group.name, str(group.group_name), group.ranks, "", group.mesh.binding.device_type
     compared = f"{what} in {[*group.ranks]}"

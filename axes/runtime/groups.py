@@ -331,25 +331,16 @@ def destroy_process_groups() -> None:
     if dist.group.WORLD is None:
         return
     world = current_world()
-    _end(world, dist.destroy_process_group, lambda each: True)
-    if world.started_here:
-        dist.destroy_process_group()
-        forget_groups()
-    else:
-        world.groups = {key: each for key, each in world.groups.items() if each.origin == "default"}
+    _end(world, dist.destroy_process_group, range(world.size))
+    world.groups = {key: each for key, each in world.groups.items() if each.origin == "default"}
 
 
 def abort_groups(mesh: Mesh) -> None:
     """Ends the groups among this rank's part of a mesh, now and without its other ranks."""
     world = current_world()
     here = mesh.ranks_of(mesh.layout_of_all, world.rank)
-    if here is None:
-        return
-    members = frozenset(here)
-    _end(world, torch_private.abort_group, lambda each: members.issuperset(each.ranks))
-    if world.started_here and len(here) == world.size:
-        torch_private.abort_group(None)
-        forget_groups()
+    if here is not None:
+        _end(world, torch_private.abort_group, here)
 
 
 def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
@@ -365,17 +356,23 @@ def abort_group_of(group: dist.ProcessGroup, lane: str) -> None:
         world.caches.clear()
 
 
-def _end(world: World, end: Callable[[dist.ProcessGroup], None], wanted: Callable[[ProcessGroupInfo], bool]) -> None:
-    """Ends the groups that axes made and that are wanted; forgets what was made of groups."""
+def _end(world: World, end: Callable[[dist.ProcessGroup | None], None], ranks: Sequence[int]) -> None:
+    """Ends the groups that axes made among these ranks, and among all of them a world that it started; forgets what was
+    made of groups.
+    """
     global times_destroyed
     times_destroyed += 1
     torch_private.forget_dtensor_world()
-    ended = [key for key, each in world.groups.items() if each.origin == "made" and wanted(each)]
+    among = frozenset(ranks)
+    ended = [key for key, each in world.groups.items() if each.origin == "made" and among.issuperset(each.ranks)]
     for entry in sorted(map(world.groups.pop, ended), key=lambda entry: entry.group_name):
         with contextlib.suppress(ValueError):  # it has been ended
             end(entry.group)
     for known in (world.meshes, world.roots, world.caches):
         known.clear()
+    if world.started_here and len(ranks) == world.size:
+        end(None)
+        forget_groups()
 
 
 def adopt(world: World, group: dist.ProcessGroup, layout: Layout, name: str) -> ProcessGroupInfo:

@@ -37,14 +37,14 @@ def resolve_at_leaf(leaf: DTensor) -> None:
     One that `fully_shard` sums over axes of the leaf's own mesh is left to it, summands and all.
     """
     if not _has_hook(leaf) and not _is_left_to_fsdp(leaf):
-        torch_private.add_hook(leaf, _resolve(torch_private.spec_of(leaf)))
+        torch_private.set_hook(leaf, _resolve(torch_private.spec_of(leaf)))
 
 
 def resolving(made: DTensor) -> DTensor:
     """A DTensor that was just made, which resolves its gradient if it is ever a leaf with one; none is in a graph."""
     spec = torch_private.spec_of(made)
     if (made.dtype.is_floating_point or made.dtype.is_complex) and not is_symbolic(spec.shape):
-        torch_private.add_hook(made, _resolve(spec))
+        torch_private.set_hook(made, _resolve(spec))
     return made
 
 
@@ -58,7 +58,7 @@ def used(x: DTensor, grad: str = "resolved") -> DTensor:
 def leave_pending(leaf: DTensor) -> None:
     """Have the gradient of a leaf left as it comes."""
     if not torch.compiler.is_compiling():
-        torch_private.remove_hooks(leaf, _Resolve)
+        torch_private.remove_hook(leaf)
     elif _has_hook(leaf):
         _leave_pending_outside(leaf)
 
@@ -100,12 +100,12 @@ def _is_left_to_fsdp(leaf: DTensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_hook(leaf: DTensor) -> bool:
-    return _Resolve in map(type, torch_private.hooks_of(leaf))
+    return torch_private.has_hook(leaf)
 
 
 @torch.compiler.disable(reason="grad='pending' takes a hook of a leaf away, outside of the graph")
 def _leave_pending_outside(leaf: DTensor) -> None:
-    torch_private.remove_hooks(leaf, _Resolve)
+    torch_private.remove_hook(leaf)
 
 
 @of_world(4096)

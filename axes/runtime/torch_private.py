@@ -29,7 +29,7 @@ never by its version number.
 | `functional` | `torch.ops._c10d_functional` | functional collectives |
 | `dtensor`, `dtensor_spec`, `resized_spec` | `DTensorSpec` | `DTensor.from_local` at a tenth of its price |
 | `spec_of`, `local_of`, `lie_alike` | `DTensor._spec`, `_local_tensor` | the same |
-| `hooks_of`, `add_hook`, `remove_hooks` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
+| `has_hook`, `set_hook`, `remove_hook` | `Tensor._backward_hooks` | a list of hooks; `register_hook` on any leaf |
 | `UnderWay` | `AsyncCollectiveTensor` | a name for it |
 | `owns_its_memory` | `_storage_Use_Count` | a count of a storage |
 | `memory_of`, `share_memory` | `_cdata` | `Tensor.shares_memory_with` |
@@ -612,29 +612,29 @@ def has_default_order(spec: DTensorSpec) -> bool:
     return spec.use_strided_shard_as_shard_order or order is None or order == default(spec.placements)
 
 
-def hooks_of(leaf: torch.Tensor) -> list[Any]:
-    """The gradient hooks of a leaf."""
-    return list((leaf._backward_hooks or {}).values())
+def has_hook(leaf: torch.Tensor) -> bool:
+    """Whether a leaf has the gradient hook that `set_hook` has given it."""
+    return _HOOK in (leaf._backward_hooks or ())
 
 
-def add_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-    """Register a gradient hook, also on a tensor that doesn't require a gradient yet.
+def set_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Give a leaf a gradient hook, also where it doesn't require a gradient yet.
 
     What `register_hook` does behind its check of that (2.11 to 2.13): autograd runs the hooks of a tensor
-    from when it requires one, and an operation in place that makes it another function drops them. Would be
-    replaced by `register_hook`.
+    from when it requires one, and an operation in place that makes it another function drops them.
     """
-    if leaf.requires_grad:
-        leaf.register_hook(hook)
-    else:
-        leaf._backward_hooks = OrderedDict(((-1, hook),))  # the numbers that torch gives start at 0
+    if leaf._backward_hooks is None:
+        leaf._backward_hooks = OrderedDict()
+    leaf._backward_hooks[_HOOK] = hook
 
 
-def remove_hooks(leaf: torch.Tensor, kind: type) -> None:
-    """Remove the gradient hooks of one type."""
-    hooks = leaf._backward_hooks or {}
-    for number in [number for number, hook in hooks.items() if type(hook) is kind]:
-        del hooks[number]
+def remove_hook(leaf: torch.Tensor) -> None:
+    """Take it away."""
+    (leaf._backward_hooks or {}).pop(_HOOK, None)
+
+
+_HOOK = -1
+"""Its number among the hooks of a tensor: those that torch gives start at 0."""
 
 
 UnderWay = funcol.AsyncCollectiveTensor

@@ -278,11 +278,7 @@ def _bound(
 
 
 def _barrier(world: World, universe: Universe) -> Barrier:
-    return world.barrier("mesh", universe.ranks, _subject(universe), _ADVICE)
-
-
-def _subject(universe: Universe) -> str:
-    return f"init_mesh over {ranks_text(universe.ranks)}"
+    return world.barrier("mesh", universe.ranks, f"init_mesh over {ranks_text(universe.ranks)}", _ADVICE)
 
 
 def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
@@ -290,7 +286,8 @@ def _agree(world: World, mesh: Mesh, waits: timedelta | None) -> None:
     if world.fake:
         return
     if universe.position(world.rank) is None:
-        leave_word(world.member, f"isn't a member of what it declared last, {_subject(universe)}")
+        declared = f"init_mesh over {ranks_text(universe.ranks)}"
+        leave_word(world.member, f"isn't a member of what it declared last, {declared}")
         return
     names = {layout: name for name, layout in mesh.namespace.items()}
     options = [f"options[{names[layout]}]: {each.text}" for layout, each in binding.options]
