@@ -33,7 +33,7 @@ from axes.algebra.planning.candidates import COLLECTIVES, Stage, Stages, candida
 from axes.algebra.planning.digits import Digit, State, common
 from axes.algebra.planning.exchange import ranks_of_both
 from axes.algebra.planning.step import Step
-from axes.algebra.sharding import Sharding, unmarked
+from axes.algebra.sharding import Sharding, Slots, unmarked
 from axes.algebra.sizes import checked_rank, checked_shape
 from axes.algebra.splits import split
 from axes.algebra.universe import Universe
@@ -230,8 +230,11 @@ def cuts_of(*stages: Sharding) -> Shape:
     >>> cuts_of(mesh.sharding("a@dp b@tp c d"), mesh.sharding("a@dp b c@tp d"))
     (2, 2, 2, 1)
     """
-    columns = zip(*[stage.dims for stage in stages], strict=True)
-    return tuple([math.lcm(*[dim.pieces for dim in dims]) * all(dim.is_plain for dim in dims) for dims in columns])
+
+    def cut(*dims: Slots) -> int:
+        return 0 if False in [dim.is_plain for dim in dims] else math.lcm(*[dim.pieces for dim in dims])
+
+    return tuple(map(cut, *[stage.dims for stage in stages]))
 
 
 def _without_names(end: Sharding) -> tuple[object, ...]:

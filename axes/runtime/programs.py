@@ -167,9 +167,10 @@ class BoundProgram:
         multiples = tuple([size // (one or 1) or 1 for size, one in zip(sizes, least, strict=True)])
         sending = [step for step in program.steps if step.group is not None]
         for step in program.steps:
-            how = step, step.opened(multiples), _larger(step.shape, multiples)
+            how = step, *step.at(multiples)
             if step.group is None:
-                stages.append(_slice(*how, eager))
+                # A copy of what the rank keeps: a view would hold on to all of the source, and share its memory.
+                stages.append(_through(*how, lambda x, shape: x.view(shape), fresh=True))
                 continue
             if step is sending[0] and wire is not program.dtype:
                 stages.append(lambda x: x.to(wire))
@@ -270,7 +271,7 @@ def _operation(
     every, group = [step for step in made.program.plan.steps if step.kind != "slice"], local.group
     assert group is not None, "it sends something"
     ranks = Universe.of(dist.get_process_group_ranks(group)).ranks
-    each = reduced_bytes(dtype, local.op) if by in ("all_reduce", "reduce_scatter") else dtype.itemsize
+    each = reduced_bytes(dtype, local.step.op or "sum") if by in ("all_reduce", "reduce_scatter") else dtype.itemsize
     sides = moved(by, elements, each, len(ranks), group.rank(), *(how[:2] if by == "all_to_all" else ()))
     axis = " ".join(local.step.axes) or "both meshes"
     return Operation(
@@ -321,15 +322,15 @@ class LocalStep:
     sends: Side
     receives: Side
 
-    @property
-    def op(self) -> str:
-        """How it reduces, if it does."""
-        return self.step.op or "sum"
+    def at(self, multiples: Shape) -> tuple[Shape, Shape]:
+        """The multiples of the factors by those of the dims, and the shape of the new tile.
 
-    def opened(self, multiples: Shape) -> Shape:
-        """The multiples of the factors by those of the dims: the factors of a group are as they are."""
-        pairs = zip(multiples, self.step.factors, strict=True)
-        return tuple([one for many, sizes in pairs for one in ([many] if len(sizes) == 1 else [1] * len(sizes))])
+        The factors of a group are as they are, and a rank that has nothing has nothing at every size.
+        """
+        pairs, shape = zip(multiples, self.step.factors, strict=True), self.shape
+        many = [each for more, sizes in pairs for each in ([more] if len(sizes) == 1 else [1] * len(sizes))]
+        larger = tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
+        return tuple(many), larger
 
     @cached_property
     def is_balanced(self) -> bool:
@@ -365,26 +366,9 @@ def _side(messages: Sequence[Message], shape: Shape, exchange: Exchange) -> Side
     return Side(arranged(parts), shape, tuple(counts), len(messages) * exchange.padded or start)
 
 
-def _larger(shape: Shape, multiples: Shape) -> Shape:
-    """A shape so many times as large along each dim; nothing stays nothing, whatever the dims of the tensor."""
-    return tuple(map(operator.mul, shape, multiples)) if len(shape) == len(multiples) else shape
-
-
-def _slice(local: LocalStep, multiples: Shape, shape: Shape, eager: bool) -> Run:
-    """A copy of what the rank keeps: a view would hold on to all of the source, and share its memory."""
-    places, tile = local.sends.places, local.sends.shape
-    if eager and len(places) == 1 and len(tile) == len(shape) and not places[0][1].steps:
-        box = places[0][1].first
-        cut = [dim for dim, each in enumerate(box) if each != (0, tile[dim])]
-        if len(cut) == 1:  # half the time of a view and a copy
-            dim, start, length = cut[0], box[cut[0]][0] * multiples[cut[0]], shape[cut[0]]
-            return lambda x: torch.narrow_copy(x, dim, start, length)
-    return _through(local, multiples, shape, lambda x, shape: x.view(shape), fresh=True)
-
-
 def _communicating(local: LocalStep, multiples: Shape, shape: Shape, by: str, send: Send, owned: bool) -> Run:
     """A tile packed, sent by a collective, and unpacked, with as few copies as can be, or none."""
-    op, divisor, layers, kind = local.op, local.step.divisor, local.layers, local.step.kind
+    op, divisor, layers, kind = local.step.op or "sum", local.step.divisor, local.layers, local.step.kind
     if by == "all_reduce":
         return lambda x: send(x, op, owned, divisor)
     run = functools.partial(_through, local, multiples)

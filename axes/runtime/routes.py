@@ -43,7 +43,6 @@ Spec = Any
 class Route:
     """A redistribution of DTensors with one spec: what their shards go through, and the spec of the result."""
 
-    source: Sharding
     made: BoundProgram
     spec: Spec
     comm_dtypes: tuple[torch.dtype | None, torch.dtype | None]
@@ -57,7 +56,7 @@ class Route:
             made = BoundProgram(found, shape)
         else:
             made = program(*found.ends, found.dtype, found.comm_dtype, shape)
-        return Route(self.source, made, spec_at(self.spec, shape), self.comm_dtypes, self.stays, self.async_op)
+        return Route(made, spec_at(self.spec, shape), self.comm_dtypes, self.stays, self.async_op)
 
     def take(self, x: DTensor) -> DTensor:
         """The DTensor in its new sharding; `x` itself where it is so already."""
@@ -69,7 +68,8 @@ class Route:
 
     def back(self, cotangent: DTensor) -> DTensor:
         """The gradient of the source, by what the cotangent of the target is."""
-        return _back(torch_private.spec_of(cotangent), self.source, self.comm_dtypes[1]).take(cotangent)
+        source, _ = self.made.program.ends
+        return _back(torch_private.spec_of(cotangent), source, self.comm_dtypes[1]).take(cotangent)
 
 
 def resharded(x: DTensor, target: Sharding, comm_dtype: Dtypes = None) -> DTensor:
@@ -129,7 +129,7 @@ def route(spec: Spec, target: Sharding, comm_dtypes: tuple[torch.dtype | None, t
     placements = torch_placements(target)
     stays = made.program.idle and device_mesh is spec.mesh and placements == spec.placements
     result = torch_private.dtensor_spec(device_mesh, placements, shape, strides_of(shape), dtype)
-    return Route(source, made, result, comm_dtypes, stays)
+    return Route(made, result, comm_dtypes, stays)
 
 
 def settled(x: DTensor) -> DTensor:
